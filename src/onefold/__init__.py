@@ -1,0 +1,44 @@
+"""Onefold: PyTorch training with every byte of training state held once.
+
+    model = onefold.shard(model, onefold.Recipe.zero(stage=3))
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    loss = model(batch).loss; loss.backward()
+    onefold.clip_grad_norm_(model, 1.0)
+    optim.step(); optim.zero_grad()
+"""
+
+from typing import Any
+
+from onefold.comm import StallError
+from onefold.optim import GradScaler
+from onefold.recipe import Placement, Recipe, Row, Tier
+from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
+from onefold.shard import clip_grad_norm_, engine_of, full_params, full_state_dict, load_full_state_dict, no_sync, shard
+
+__version__ = "0.1.0"
+__all__ = [
+    "Engine",
+    "GradScaler",
+    "Placement",
+    "Recipe",
+    "Row",
+    "ShardedParameter",
+    "ShardedParameterError",
+    "StallError",
+    "Tier",
+    "clip_grad_norm_",
+    "engine_of",
+    "full_params",
+    "full_state_dict",
+    "initialize",
+    "load_full_state_dict",
+    "no_sync",
+    "shard",
+]
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's four-tuple over the same machinery; see `onefold.integrations.deepspeed.initialize`."""
+    from onefold.integrations.deepspeed import initialize as build
+
+    return build(*args, **kwargs)

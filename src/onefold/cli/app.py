@@ -1,0 +1,37 @@
+"""The commands of `onefold`."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from onefold.cli.train import train_command
+
+app = typer.Typer(
+    name="onefold",
+    help="Train PyTorch models with every byte of training state held once.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("train")(train_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"onefold {version('onefold')}")
+        except PackageNotFoundError:
+            typer.echo("onefold (running from its source folder)")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""

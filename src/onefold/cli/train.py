@@ -1,0 +1,95 @@
+"""`onefold train`: its options are the fields of `TrainConfig`, so that each is written, checked and described once."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic.fields import FieldInfo
+
+from onefold.train.config import TrainConfig, resolve
+from onefold.train.errors import TrainError
+
+
+def train(**given: Any) -> None:
+    """Train or fine-tune a language model over all the ranks this machine has.
+
+    Without an option: SmolLM2-135M-Instruct on Python's reference text. Under torchrun, Slurm or any launcher that sets
+    RANK, this process joins as one rank instead of starting its own.
+    """
+    config_file = given.pop("config_file")
+    as_json = bool(given.get("json"))
+    try:
+        code = _train(given, config_file)
+    except TrainError as error:
+        if as_json:
+            print(json.dumps({"event": "error", "kind": "TrainError", "message": str(error)}))
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
+
+
+def _train(given: dict[str, Any], config_file: Path | None) -> int:
+    from onefold.train.launch import joins, launch
+    from onefold.train.models import check_model_name
+    from onefold.train.output import with_output
+
+    config = resolve(given, config_file)
+    check_model_name(config.model)
+    if joins(os.environ):
+        from onefold.train.worker import run_rank
+
+        return run_rank(config)
+    return launch(with_output(config))
+
+
+def _option(key: str, field: FieldInfo) -> inspect.Parameter:
+    """The command-line option of one field; None means that it was not given."""
+    flag = key.replace("_", "-")
+    kind = _plain_type(field.annotation)
+    names = [f"--{flag}/--no-{flag}"] if kind is bool and key not in ("json", "overwrite") else [f"--{flag}"]
+    default = field.default
+    known = "" if default is None or isinstance(default, bool) else f" [{default}]"
+    annotation = Annotated[kind | None, typer.Option(*names, help=f"{field.description}{known}", show_default=False)]
+    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _plain_type(annotation: Any) -> Any:
+    """What the command line reads for a field: unions with None and tuples, which it has no form for, become plain types."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is tuple:
+        return str
+    return annotation if annotation in (bool, int, float, str) or typing.get_origin(annotation) is Literal else str
+
+
+def _with_options(function: Any) -> Any:
+    """Give `function` the signature that typer reads."""
+    config = inspect.Parameter(
+        "config_file",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            Path | None,
+            typer.Option(
+                "--config",
+                help="YAML or TOML file with any of these options; the command line wins.",
+                show_default=False,
+            ),
+        ],
+    )
+    fields = [_option(field.alias or name, field) for name, field in TrainConfig.model_fields.items()]
+    parameters = [config, *fields]
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    return function
+
+
+train_command = _with_options(train)

@@ -1,0 +1,195 @@
+"""The ranks of one data-parallel axis, and the moves between placements that are the only things to touch the wire.
+
+| from         | to         | move           | pairwise (gloo)                            | native (NCCL)          |
+|--------------|------------|----------------|--------------------------------------------|------------------------|
+| sharded      | replicated | all-gather     | each rank sends its interval to each other | all_gather_single      |
+| partial sums | sharded    | reduce-scatter | sends of intervals, then a local sum       | all_to_all, local sum  |
+| partial sums | replicated | all-reduce     | the two above                              | the two above          |
+| replicated   | sharded    | slice          | no traffic                                 | no traffic             |
+
+[Note: sums are local and in rank order] Every reduction moves the parts as they are and adds them up on the rank that owns the
+interval, in the order of the ranks, in the accumulation dtype. The bits of a sum therefore depend neither on the placement of
+the result nor on how the unit was cut into messages, which is why stages 0 to 3 are bit-equal; and 16-bit gradients can travel
+in 16 bits and still be summed in fp32.
+
+[Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count. Two ranks that disagree on what comes
+next never take each other's bytes for something else: they wait, and the wait ends in a `StallError`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from onefold.comm.ledger import TrafficLedger
+from onefold.comm.stall import Place, explain
+
+_KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5}
+Parts = Sequence[tuple[int, torch.Tensor]]
+
+
+class Pending:
+    """Messages under way. `wait` returns when this rank's buffers are complete (on CUDA: in the order of the current stream)."""
+
+    __slots__ = ("_after", "_group", "_keep", "_works", "place")
+
+    def __init__(
+        self, group: Group, works: list[Any], place: Place, keep: Any = None, after: Sequence[Callable[[], object]] = ()
+    ) -> None:
+        self._group, self._works, self.place, self._keep, self._after = group, works, place, keep, after
+
+    def wait(self) -> None:
+        if self._works:
+            works, self._works = self._works, []
+            self._group.wait(works, self.place)
+        for act in self._after:
+            act()
+        self._keep, self._after = None, ()
+
+
+class Group:
+    """The ranks of one axis, with communicators of the engine's own: gathers and reductions do not queue behind each other.
+
+    Args:
+        process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks (or for a lone process).
+        device: where the moved tensors live.
+        timeout: seconds a wait may take before it ends in a `StallError`.
+    """
+
+    def __init__(self, process_group: Any, device: torch.device, timeout: float) -> None:
+        self.timeout, self.device = timeout, device
+        self.ledger = TrafficLedger()
+        self.heard: dict[int, int] = {}
+        self._counts: dict[tuple[str, int], int] = {}
+        self._groups: list[Any] = []
+        if hasattr(process_group, "get_group"):
+            process_group = process_group.get_group()
+        if process_group is None and not (dist.is_available() and dist.is_initialized()):
+            self.rank, self.size, self.ranks = 0, 1, [0]
+            return
+        self.ranks = dist.get_process_group_ranks(process_group) if process_group is not None else list(range(dist.get_world_size()))
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        if self.size == 1:
+            return
+        self.backend = _backend(process_group, device)
+        # A subset calls new_group without the others, which use_local_synchronization allows; over all ranks it is collective.
+        options: dict[str, Any] = {} if self.size == dist.get_world_size() else {"use_local_synchronization": True}
+        make = lambda backend: dist.new_group(self.ranks, backend=backend, **options)  # noqa: E731
+        self.control_group = make("gloo")
+        if self.backend == "gloo":
+            self.gather_group = self.reduce_group = self.control_group
+            self._groups = [self.control_group]
+        else:
+            self.gather_group, self.reduce_group = make(self.backend), make(self.backend)
+            self._groups = [self.control_group, self.gather_group, self.reduce_group]
+
+    def close(self) -> None:
+        """Give the communicators back. Local; call it when nothing is under way."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            try:
+                dist.destroy_process_group(group)
+            except Exception:  # already destroyed with the default group
+                pass
+
+    # -- waiting ---------------------------------------------------------------------------------------------------------------
+
+    def wait(self, works: list[Any], place: Place) -> None:
+        start = time.monotonic()
+        try:
+            if self.backend == "gloo" or place.move == "control":
+                limit = timedelta(seconds=self.timeout)
+                for work in works:
+                    work.wait(limit)
+            else:
+                for work in works:
+                    work.wait()
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            name = getattr(self.control_group, "group_name", "")
+            raise explain(place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard) from None
+
+    # -- moves -----------------------------------------------------------------------------------------------------------------
+
+    def all_gather(self, full: torch.Tensor, place: Place, unit_index: int, *, move: str = "all-gather") -> Pending:
+        """sharded → replicated, in place: rank r's interval of `full` ([numel], cut evenly) goes to every other rank's `full`."""
+        if self.size == 1:
+            return Pending(self, [], place)
+        shard = full.numel() // self.size
+        mine = full[self.rank * shard : (self.rank + 1) * shard]
+        self.ledger.record(move, place.unit, mine.numel() * mine.element_size() * (self.size - 1))
+        if self.backend != "gloo":
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return Pending(self, [gather(full, mine, group=self.gather_group, async_op=True)], place, keep=full)
+        sends = [(peer, mine) for peer in self._peers()]
+        recvs = [(peer, full[peer * shard : (peer + 1) * shard]) for peer in self._peers()]
+        return self._pairwise(sends, recvs, place, unit_index, move)
+
+    def exchange(self, sends: Parts, recvs: Parts, place: Place, unit_index: int, *, move: str) -> Pending:
+        """Send each `(peer, tensor)` and receive into each `(peer, tensor)`; the wire half of a reduction (or of a scatter).
+
+        Tensors are contiguous and one-dimensional; empty ones are left out on both sides.
+        """
+        if self.size == 1:
+            return Pending(self, [], place)
+        self.ledger.record(move, place.unit, sum(t.numel() * t.element_size() for _, t in sends))
+        if self.backend != "gloo":
+            return self._all_to_all(sends, recvs, place)
+        return self._pairwise(sends, recvs, place, unit_index, move)
+
+    def exchange_control(self, payload: torch.Tensor, place: Place) -> list[torch.Tensor]:
+        """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank order. Waits."""
+        if self.size == 1:
+            return [payload]
+        parts = [payload if r == self.rank else torch.empty_like(payload) for r in range(self.size)]
+        self.ledger.control_bytes += payload.numel() * (self.size - 1)
+        tag = self._tag("control", 0)
+        works = [dist.irecv(parts[p], group=self.control_group, group_src=p, tag=tag) for p in self._peers()]
+        works += [dist.isend(payload, group=self.control_group, group_dst=p, tag=tag) for p in self._peers()]
+        self.wait(works, place)
+        return parts
+
+    def _peers(self) -> list[int]:
+        # Starting behind oneself spreads the load: no rank is everybody's first.
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def _tag(self, move: str, unit_index: int) -> int:
+        count = self._counts[move, unit_index] = self._counts.get((move, unit_index), 0) + 1
+        return _KINDS[move] << 27 | (unit_index & 0x7FFF) << 12 | (count & 0xFFF)
+
+    def _pairwise(self, sends: Parts, recvs: Parts, place: Place, unit_index: int, move: str) -> Pending:
+        tag = self._tag(move, unit_index)
+        after: list[Callable[[], object]] = []
+        if self.device.type != "cpu":  # gloo moves host memory only: stage through it
+            host = [(p, torch.empty(t.shape, dtype=t.dtype)) for p, t in recvs]
+            after = [lambda t=t, h=h: t.copy_(h) for (_, t), (_, h) in zip(recvs, host, strict=True)]  # type: ignore[misc]
+            sends, recvs = [(p, t.cpu()) for p, t in sends], host
+        group = self.gather_group
+        works = [dist.irecv(t, group=group, group_src=p, tag=tag) for p, t in recvs if t.numel()]
+        works += [dist.isend(t, group=group, group_dst=p, tag=tag) for p, t in sends if t.numel()]
+        return Pending(self, works, place, keep=(sends, recvs), after=after)
+
+    def _all_to_all(self, sends: Parts, recvs: Parts, place: Place) -> Pending:
+        dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.float32)
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        out, inp = [empty] * self.size, [empty] * self.size
+        for peer, t in recvs:
+            out[peer] = t
+        for peer, t in sends:
+            inp[peer] = t
+        work = dist.all_to_all(out, inp, group=self.reduce_group, async_op=True)
+        return Pending(self, [work], place, keep=(out, inp))
+
+
+def _backend(process_group: Any, device: torch.device) -> str:
+    """The backend that moves tensors of `device` in this group: 'gloo', 'nccl', ..."""
+    name = str(dist.get_backend(process_group))
+    if ":" in name:  # such as cpu:gloo,cuda:nccl
+        name = dict(part.split(":") for part in name.split(",")).get(device.type, "gloo")
+    return "gloo" if name in ("gloo", "undefined") else name

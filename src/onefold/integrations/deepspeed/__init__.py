@@ -1,0 +1,6 @@
+"""DeepSpeed's way of writing a training loop, over `onefold.shard`: the four-tuple of `initialize` and its engine."""
+
+from onefold.integrations.deepspeed.engine import DeepSpeedEngine
+from onefold.integrations.deepspeed.setup import add_config_arguments, initialize
+
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "initialize"]

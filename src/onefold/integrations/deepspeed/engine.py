@@ -1,0 +1,345 @@
+"""The engine of the four-tuple: `engine(batch)`, `engine.backward(loss)`, `engine.step()`, over a sharded module.
+
+    micro-batch 1          micro-batch 2 (boundary)
+    forward  backward step forward  backward step
+    no_sync  no_sync   -   sync     sync     clip, optimizer, zero_grad, schedule
+
+`step()` is called after every micro-batch and acts at the boundary only. Before it, forward and backward run under
+`onefold.no_sync`: stages 0 and 1 send nothing until the boundary; stages 2 and 3 do what their recipe says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+import onefold
+from onefold.integrations.deepspeed.saving import save_whole
+from onefold.integrations.deepspeed.scaling import LossScaler
+from onefold.recipe import COMPUTE_DTYPES
+from onefold.recipe.deepspeed import DeepSpeedConfig
+
+logger = logging.getLogger("onefold")
+
+
+class DeepSpeedEngine(nn.Module):
+    """A sharded module with its optimizer and schedule, driven by DeepSpeed's calls.
+
+    Attributes:
+        module: the sharded module itself (attributes that the engine does not have are looked up in it).
+        optimizer, lr_scheduler, training_dataloader: the other three of the tuple, or None.
+        micro_steps: calls of `step()`.
+        global_steps: optimizer steps, skipped ones included; skipped_steps: those that overflowed.
+        global_samples: samples of all ranks so far.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DeepSpeedConfig,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        training_dataloader: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.config = config
+        self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
+        self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
+        self._accumulation = config.batch.accumulation or 1
+        self._scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
+        self._boundary: bool | None = None
+        self._inside_no_sync = self._step_applied = False
+        self._norm: Tensor | None = None
+        self._seconds: dict[str, float] = {}
+        runtime = onefold.engine_of(module)
+        self.global_rank, self.world_size = runtime.rank, runtime.world_size
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+
+    # -- the three calls -----------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward pass."""
+        with self._timed("forward"), self._micro_batch():
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward pass of a scalar loss, divided by the accumulation steps and multiplied by the loss scale.
+
+        Args:
+            loss: the mean over this rank's micro-batch; shape [].
+            retain_graph: as in `Tensor.backward`.
+            scale_wrt_gas: False leaves out the division by the accumulation steps.
+
+        Returns:
+            the loss divided by the accumulation steps, without the loss scale.
+
+        Raises:
+            ValueError: `loss` is no scalar with a graph.
+            RuntimeError: the engine has no optimizer.
+        """
+        self._needs_optimizer("backward")
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"engine.backward was given {given}: expected a scalar loss with a graph, as from mean().")
+        loss = loss / self._accumulation if scale_wrt_gas else loss
+        scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
+        with self._timed("backward"), self._micro_batch():
+            scaled.backward(retain_graph=retain_graph)
+        return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Count this micro-batch; at the boundary clip, step the optimizer, clear gradients and step the schedule.
+
+        A step whose gradients are not finite is skipped on all ranks in the 16-bit precisions.
+
+        Raises:
+            RuntimeError: the engine has no optimizer, or this is inside `no_sync`.
+            FloatingPointError: fp16 gradients overflow at the smallest loss scale.
+        """
+        self._needs_optimizer("step")
+        if self._inside_no_sync:
+            raise RuntimeError(
+                "engine.step() was called inside engine.no_sync(), where nothing is reduced: leave it first."
+            )
+        self._step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            with self._timed("step"):
+                self._optimizer_step(lr_kwargs or {})
+            self._report()
+        self.micro_steps += 1
+
+    def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
+        overflow = not self._clip()
+        if not overflow:
+            self.optimizer.step()
+            self._step_applied = True
+        self.module.zero_grad()
+        if overflow:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        self.global_samples += self.config.batch.train or 0
+
+    def _clip(self) -> bool:
+        """Unscale and clip the gradients; False if they are not finite (alike on all ranks) and the step is to skip."""
+        config, limit = self.config, self.config.gradient_clipping or math.inf
+        self._norm = None
+        if not (config.gradient_clipping or config.compute_grad_norm or config.skip_nonfinite):
+            return True
+        if self._scaler is None:
+            self._norm = onefold.clip_grad_norm_(self.module, limit)
+            return not config.skip_nonfinite or math.isfinite(float(self._norm))
+        # The norm of the scaled gradients is one number on all ranks, so it also says whether any rank overflowed.
+        scale = self._scaler.scale
+        norm = float(onefold.clip_grad_norm_(self.module, math.inf)) / scale
+        finite = math.isfinite(norm)
+        if finite:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, min(1.0, limit / (norm + 1e-6)) / scale)
+        self._norm = torch.tensor(norm)
+        self._scaler.update(not finite)
+        if not finite and self.global_rank == 0:
+            logger.info(
+                "step %d overflowed at loss scale %g and is skipped; next scale %g",
+                self.global_steps,
+                scale,
+                self._scaler.scale,
+            )
+        return finite
+
+    # -- accumulation --------------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch ends with an optimizer step."""
+        return (self.micro_steps + 1) % self._accumulation == 0 if self._boundary is None else self._boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say it yourself instead; set before the forward pass of the micro-batch. Holds until set again."""
+        self._boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """`onefold.no_sync`, at every stage; `step()` is not allowed inside, so micro-batches are not counted."""
+        if self._inside_no_sync:
+            raise RuntimeError("engine.no_sync() cannot be entered twice: leave the first context before.")
+        self._inside_no_sync = True
+        try:
+            with onefold.no_sync(self.module):
+                yield
+        finally:
+            self._inside_no_sync = False
+
+    def _micro_batch(self) -> contextlib.AbstractContextManager[Any]:
+        waits = torch.is_grad_enabled() and not self._inside_no_sync and not self.is_gradient_accumulation_boundary()
+        return onefold.no_sync(self.module) if waits else contextlib.nullcontext()
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model, parameters in the compute dtype, at every stage; every rank must call it.
+
+        A name in `.safetensors` gets that format, any other `torch.save`. The file appears whole or not at all.
+
+        Returns:
+            True, on every rank, when the file is there.
+
+        Raises:
+            RuntimeError: rank 0 could not write it (raised on every rank).
+        """
+        dtype = COMPUTE_DTYPES[self.config.precision]
+        save_whole(
+            self.module,
+            Path(save_dir) / save_filename,
+            dtype,
+            exclude_frozen_parameters,
+            self.global_rank,
+            self.world_size,
+        )
+        return True
+
+    def module_state_dict(self) -> dict[str, Tensor]:
+        """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank must call it."""
+        return onefold.full_state_dict(self.module)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _no_checkpoints("save_checkpoint")
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _no_checkpoints("load_checkpoint")
+
+    # -- what it says of itself ----------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither the engine nor its {type(self.module).__name__} has an attribute {name!r}."
+            ) from None
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of each parameter group."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping, over all ranks; None if there was none."""
+        return None if self._norm is None else float(self._norm)
+
+    @property
+    def cur_scale(self) -> float:
+        """The current loss scale; 1.0 outside fp16."""
+        return self._scaler.scale if self._scaler else 1.0
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.world_size
+
+    def was_step_applied(self) -> bool:
+        """Whether the latest `step()` changed the parameters."""
+        return self._step_applied
+
+    def train_batch_size(self) -> int | None:
+        return self.config.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        return self.config.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.stage
+
+    def zero_optimization(self) -> bool:
+        return self.config.stage > 0
+
+    def fp16_enabled(self) -> bool:
+        return self.config.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.precision == "bf16"
+
+    def dynamic_loss_scale(self) -> bool:
+        return self._scaler is not None and self._scaler.dynamic
+
+    def steps_per_print(self) -> int | None:
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.config.wall_clock_breakdown
+
+    # -- progress ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        if not self.config.wall_clock_breakdown:
+            yield
+            return
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        yield
+        if on_cuda:
+            torch.cuda.synchronize()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def _report(self) -> None:
+        """The line that `steps_per_print` asks for; with `wall_clock_breakdown` alone, one line a step."""
+        every = self.config.steps_per_print or (1 if self.config.wall_clock_breakdown else 0)
+        if not every or self.global_steps % every:
+            return
+        if self.global_rank == 0:
+            rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
+            times = "".join(f", {phase} {1e3 * s / every:.1f} ms" for phase, s in self._seconds.items())
+            counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
+            print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}{times}", flush=True)
+        self._seconds.clear()
+
+    def _needs_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"engine.{call}() needs an optimizer: pass optimizer= to initialize, or name one in the configuration, "
+                'as in "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}.'
+            )
+
+
+def _no_checkpoints(call: str) -> NoReturn:
+    raise NotImplementedError(
+        f"engine.{call} is not built yet. Until then: onefold.full_state_dict(engine.module) gives the whole model on "
+        "rank 0 (every rank must call it), onefold.load_full_state_dict puts it back, and engine.save_16bit_model writes "
+        "it to a file."
+    )

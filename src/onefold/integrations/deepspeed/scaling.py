@@ -1,0 +1,54 @@
+"""fp16 loss scaling by DeepSpeed's rule; unlike torch's, `hysteresis` overflows must come before the scale falls.
+
+finite step    every `window` finite steps since the last overflow: scale x 2, hysteresis refilled
+overflow       step skipped; hysteresis left? use one up : scale / 2, never below the minimum
+"""
+
+from __future__ import annotations
+
+from onefold.recipe.deepspeed import LossScaling
+
+
+class LossScaler:
+    """The current scale and when it changes. Ranks that report the same overflows have the same scale.
+
+    Attributes:
+        scale: what the loss is multiplied with.
+        dynamic: False if the configuration fixes the scale.
+    """
+
+    def __init__(self, spec: LossScaling) -> None:
+        self.spec = spec
+        self.dynamic = spec.static == 0
+        self.scale = 2.0**spec.initial_power if self.dynamic else spec.static
+        self._step = 0
+        self._last_overflow = -1
+        self._left = spec.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Take notice of one optimizer step.
+
+        Raises:
+            FloatingPointError: an overflow although the scale is at its minimum: training cannot go on in fp16.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            if self._left > 1:
+                self._left -= 1
+            elif self.scale <= self.spec.minimum:
+                raise FloatingPointError(
+                    f"gradients are not finite although the loss scale is at its minimum, {self.spec.minimum:g}: "
+                    "lower the learning rate, clip gradients, or compute in bf16."
+                )
+            else:
+                self.scale = max(self.scale / 2, self.spec.minimum)
+            self._last_overflow = self._step
+        else:
+            if self.spec.consecutive_hysteresis:
+                self._left = self.spec.hysteresis
+            stable = self._step - self._last_overflow - 1
+            if stable > 0 and stable % self.spec.window == 0:
+                self._left = self.spec.hysteresis
+                self.scale *= 2
+        self._step += 1

@@ -1,0 +1,210 @@
+"""`initialize`: from a model and a DeepSpeed configuration to the four-tuple.
+
+    configuration -> Recipe -> onefold.shard(model) -> optimizer -> schedule -> data loader -> engine
+
+An optimizer made before this call stays valid: sharding keeps the Parameter objects and changes what they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onefold
+from onefold.integrations.deepspeed.engine import DeepSpeedEngine
+from onefold.integrations.deepspeed.schedules import build_schedule
+from onefold.recipe import Recipe
+from onefold.recipe.deepspeed import DeepSpeedConfig, read_deepspeed
+
+logger = logging.getLogger("onefold")
+OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    group: Any = None,
+    units: Sequence[str | type] | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Shard `model` as a DeepSpeed configuration says, and give back DeepSpeed's four-tuple.
+
+    Args:
+        args: parsed arguments; `args.deepspeed_config` counts if `config` is not given.
+        model: the module, not yet wrapped; it is sharded in place.
+        optimizer: a torch optimizer over (some of) the model's parameters, or a function from parameters to one. It
+            takes precedence over the configuration's.
+        model_parameters: parameters or parameter groups to train; None takes all that require a gradient.
+        training_data: a dataset; each rank reads its share in micro-batches.
+        lr_scheduler: a schedule, or a function from the optimizer to one; takes precedence over the configuration's.
+        distributed_port: port of rank 0, if the launcher set none.
+        dist_init_required: None joins the process group that the launcher's environment describes unless there is one;
+            True insists on it; False never does.
+        collate_fn: as in torch's DataLoader.
+        config, config_params: a dict, or the path of a JSON file.
+        group, units: as in `onefold.shard`.
+
+    Returns:
+        engine, optimizer, data loader, schedule; what was not asked for is None.
+
+    Raises:
+        ValueError: the configuration or the arguments contradict themselves (see `read_deepspeed`).
+        NotImplementedError: something that Onefold does not do is asked for.
+    """
+    if model is None:
+        raise ValueError("initialize was given no model: pass model=, an nn.Module that is not wrapped yet.")
+    if mpu is not None or mesh_param is not None:
+        raise NotImplementedError(
+            "mpu and mesh_param: other parallel axes than data are not built yet; leave them out."
+        )
+    _join(dist_init_required, distributed_port)
+    world_size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    read = read_deepspeed(_chosen_config(args, config, config_params), world_size)
+    if read.batch.train is None:
+        raise ValueError(
+            "the configuration has no batch size: set train_micro_batch_size_per_gpu, or train_batch_size."
+        )
+
+    chosen = list(model_parameters) if model_parameters is not None else None
+    _check_parameters(model, optimizer, chosen)
+    onefold.shard(model, Recipe.zero(**read.recipe_arguments), group=group, units=units, device=_device())
+    trained = chosen if chosen is not None else [p for p in model.parameters() if p.requires_grad]
+    torch_optimizer = _optimizer(read, optimizer, trained)
+    schedule = _schedule(read, lr_scheduler, torch_optimizer)
+    rank = onefold.engine_of(model).rank
+    loader = _loader(read, training_data, collate_fn, rank, world_size)
+    engine = DeepSpeedEngine(model, read, torch_optimizer, schedule, loader)
+    if rank == 0 and read.notes:
+        logger.warning("DeepSpeed configuration:\n%s", "\n".join(f"  - {note}" for note in read.notes))
+    return engine, torch_optimizer, loader, schedule
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments that DeepSpeed's launcher passes: --deepspeed, --deepspeed_config, --local_rank."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="accepted; initialize() needs no switch")
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="the configuration, a JSON file")
+    group.add_argument("--local_rank", type=int, default=-1, help="accepted; the launcher's environment is what counts")
+    return parser
+
+
+def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    named = {name: value for name, value in given.items() if value is not None}
+    if not named:
+        raise ValueError("initialize was given no configuration: pass config=, a dict or the path of a JSON file.")
+    if len(named) > 1:
+        raise ValueError(f"the configuration was given more than once, by {' and '.join(named)}: keep one.")
+    return next(iter(named.values()))
+
+
+def _join(required: bool | None, port: int) -> None:
+    """Join the process group of the launcher's environment (torchrun, Slurm wrappers and others set these names)."""
+    if not dist.is_available() or dist.is_initialized() or required is False:
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if required:
+            raise ValueError("dist_init_required=True, but RANK and WORLD_SIZE are not set: start with torchrun.")
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _device() -> torch.device | None:
+    """This rank's accelerator; None leaves the model where it is."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None) -> None:
+    """Every parameter handed over must be one of the model's, and an optimizer must not have stepped yet."""
+    groups: list[Any] = list(chosen or [])
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups += optimizer.param_groups
+        if optimizer.state:
+            raise ValueError(
+                "the optimizer has stepped already, so its states have the shapes of whole parameters: call initialize "
+                "before its first step."
+            )
+    own = {id(p) for p in model.parameters()}
+    for entry in groups:
+        for parameter in entry["params"] if isinstance(entry, Mapping) else [entry]:
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} to be trained is not one of the model's: pass "
+                    "model.parameters(), or an optimizer over them, of the model that is given here."
+                )
+
+
+def _optimizer(
+    read: DeepSpeedConfig, given: OptimizerLike | None, parameters: list[Any]
+) -> torch.optim.Optimizer | None:
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if given is not None:
+        if not callable(given):
+            raise ValueError(
+                f"optimizer is a {type(given).__name__}: expected a torch optimizer or a function of parameters."
+            )
+        return given(parameters)
+    if read.optimizer is None:
+        return None
+    made: torch.optim.Optimizer = getattr(torch.optim, read.optimizer.name)(parameters, **read.optimizer.params)
+    return made
+
+
+def _schedule(read: DeepSpeedConfig, given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    if given is not None:
+        return given(optimizer) if callable(given) else given
+    if read.scheduler is None:
+        return None
+    if optimizer is None:
+        raise ValueError(
+            "the configuration names a scheduler but there is no optimizer: name one too, or pass optimizer=."
+        )
+    return build_schedule(read.scheduler, optimizer)
+
+
+def _loader(read: DeepSpeedConfig, data: Any, collate_fn: Any, rank: int, world_size: int) -> Any:
+    """Micro-batches of this rank's share of the data, in an order that `loader.sampler.set_epoch` changes."""
+    if data is None:
+        return None
+    from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+    sampler = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, drop_last=read.drop_last)
+    return DataLoader(
+        data,
+        batch_size=read.batch.micro,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=read.drop_last,
+        pin_memory=torch.cuda.is_available(),
+    )

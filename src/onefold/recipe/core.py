@@ -1,0 +1,226 @@
+"""The recipe: three rows that say where every byte of training state lives and how it travels.
+
+| kind of state | placement              | dtype it rests in       | dtype on the wire |
+|---------------|------------------------|-------------------------|-------------------|
+| parameters    | replicated / sharded   | compute dtype           | compute dtype     |
+| gradients     | replicated / sharded   | accumulation (fp32)     | compute dtype     |
+| optimizer     | replicated / sharded   | master weights (fp32)   | never travels     |
+
+A ZeRO stage is a name for three placements (`PLACEMENTS_OF_STAGE`), nothing else: the runtime reads the rows, never the stage.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+
+class Placement(enum.Enum):
+    """Where one kind of state lives on the data-parallel axis.
+
+    REPLICATED: every rank holds all of it. SHARDED: each rank holds one interval of each unit's flat address space.
+    """
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+class Tier(enum.Enum):
+    """Which memory holds it. Only DEVICE (the memory that the module computes from) is built so far."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the recipe: placement, tier, the dtype at rest, the dtype on the wire (None: it does not travel)."""
+
+    placement: Placement
+    dtype: torch.dtype
+    wire: torch.dtype | None = None
+    tier: Tier = Tier.DEVICE
+
+
+_R, _S = Placement.REPLICATED, Placement.SHARDED
+
+# stage -> (parameters, gradients, optimizer states); gradients "replicated" means: whole until the boundary.
+PLACEMENTS_OF_STAGE: Mapping[int, tuple[Placement, Placement, Placement]] = {
+    0: (_R, _R, _R),
+    1: (_R, _R, _S),
+    2: (_R, _S, _S),
+    3: (_S, _S, _S),
+}
+
+COMPUTE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ReduceAt = Literal["micro-batch", "boundary"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `onefold.shard` executes. Build one with `Recipe.zero`, `Recipe.from_deepspeed`, or row by row.
+
+    Attributes:
+        parameters, gradients, optimizer: the three rows.
+        reduce_at: "micro-batch" reduces gradients in every backward pass; "boundary" keeps them whole under
+            `onefold.no_sync` and reduces once an optimizer step (more memory, less traffic).
+        reshard_after_forward: sharded parameters are dropped after the forward pass and gathered again in backward
+            (3Ψ on the wire); False keeps them in between (2Ψ).
+        prefetch: units gathered ahead of use; 0 gathers on demand.
+        in_flight: reductions that may be under way behind the backward pass; 0 waits for each at once.
+        overlap: False turns prefetch and in_flight to 0 (same bits, for debugging).
+        cast_inputs: floating-point inputs of the forward pass are cast to the compute dtype.
+        sync_buffers: running statistics of normalization layers follow rank 0, as in DDP.
+        stall_timeout: seconds that a rank waits for the others before every rank gets a `StallError`.
+        elementwise_optimizer: None probes the optimizer before its first step; True is your word for it.
+        units: names or classes of the modules that become units; None finds the repeated block.
+    """
+
+    parameters: Row
+    gradients: Row
+    optimizer: Row
+    reduce_at: ReduceAt = "micro-batch"
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    in_flight: int = 2
+    overlap: bool = True
+    cast_inputs: bool = True
+    sync_buffers: bool = True
+    stall_timeout: float = 300.0
+    elementwise_optimizer: bool | None = None
+    units: tuple[str | type, ...] | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        p, g, o = self.parameters.placement, self.gradients.placement, self.optimizer.placement
+        if o is _R and (g is _S or p is _S):
+            raise ValueError(
+                "the recipe shards gradients or parameters but replicates the optimizer states: each rank would own states for "
+                "gradients it does not have. Shard the optimizer row too (stage 1, 2 or 3), or replicate all three (stage 0)."
+            )
+        if p is _S and g is _R:
+            raise ValueError(
+                "the recipe shards parameters but keeps gradients replicated, which would cost the memory that sharding the "
+                "parameters saves. Shard the gradient row (stage 3); reduce_at='boundary' keeps them whole until the boundary."
+            )
+        for name in ("parameters", "gradients", "optimizer"):
+            if getattr(self, name).tier is not Tier.DEVICE:
+                raise NotImplementedError(f"the {name} row asks for tier {getattr(self, name).tier.value!r}; only 'device' is built so far.")
+        for name in ("prefetch", "in_flight"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}={value!r}: expected a whole number of units, 0 or more.")
+        if not self.stall_timeout > 0:
+            raise ValueError(f"stall_timeout={self.stall_timeout!r}: expected seconds above 0.")
+        if self.reduce_at not in ("micro-batch", "boundary"):
+            raise ValueError(f"reduce_at={self.reduce_at!r}: expected 'micro-batch' or 'boundary'.")
+
+    # -- presets ---------------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def zero(
+        cls,
+        stage: int,
+        *,
+        precision: str = "fp32",
+        reduce_at: ReduceAt | None = None,
+        wire: torch.dtype | None = None,
+        master_dtype: torch.dtype = torch.float32,
+        accumulate_dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> Recipe:
+        """A ZeRO stage by its number (Rajbhandari et al. 2020, section 5).
+
+        Args:
+            stage: 0 (DDP), 1 (optimizer states sharded), 2 (+ gradients), 3 (+ parameters).
+            precision: compute dtype, "fp32", "bf16" or "fp16"; master weights and sums stay fp32.
+            reduce_at: stages 0 and 1 reduce at the boundary; stages 2 and 3 every micro-batch unless told "boundary".
+            wire: dtype of gradients on the wire; None sends them as the backward pass makes them (the compute dtype). They are
+                summed in `accumulate_dtype` whatever travels.
+            options: every other field of `Recipe`.
+
+        Raises:
+            ValueError: an unknown stage, precision or option, or rows that cannot be combined.
+        """
+        if isinstance(stage, bool) or stage not in PLACEMENTS_OF_STAGE:
+            raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3.")
+        if precision not in COMPUTE_DTYPES:
+            raise ValueError(f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}.")
+        unknown = sorted(set(options) - _OPTIONS)
+        if unknown:
+            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {_did_you_mean(unknown[0], _OPTIONS)}")
+        if isinstance(options.get("units"), list):
+            options["units"] = tuple(options["units"])
+        compute = COMPUTE_DTYPES[precision]
+        p, g, o = PLACEMENTS_OF_STAGE[stage]
+        if reduce_at is None:
+            reduce_at = "boundary" if g is _R else "micro-batch"
+        if g is _R and reduce_at == "micro-batch":
+            raise ValueError(
+                f"stage {stage} keeps gradients whole until the boundary, so reduce_at='micro-batch' cannot apply: "
+                "use stage 2 or 3, or leave reduce_at out."
+            )
+        for name, dtype in (("wire", wire), ("master_dtype", master_dtype), ("accumulate_dtype", accumulate_dtype)):
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name}={dtype!r}: expected a floating-point torch.dtype.")
+        return cls(
+            parameters=Row(p, compute, compute if p is _S or o is _S else None),
+            gradients=Row(g, accumulate_dtype, wire or compute),
+            optimizer=Row(o, master_dtype),
+            reduce_at=reduce_at,
+            **options,
+        )
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any] | str, world_size: int | None = None) -> Recipe:
+        """The recipe that a DeepSpeed configuration (a dict or the path of its JSON file) asks for."""
+        from onefold.recipe.deepspeed import read_deepspeed
+
+        return cls.zero(**read_deepspeed(config, world_size or 1).recipe_arguments)
+
+    def replace(self, **changes: Any) -> Recipe:
+        """A copy with some fields changed, checked again."""
+        return replace(self, **changes)
+
+    # -- what it says ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> int | None:
+        """The ZeRO stage whose placements these are (for display; nothing in the runtime asks), or None."""
+        rows = (self.parameters.placement, self.gradients.placement, self.optimizer.placement)
+        return next((s for s, placements in PLACEMENTS_OF_STAGE.items() if placements == rows), None)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.parameters.dtype
+
+    def describe(self) -> str:
+        """The recipe as the table of this module's docstring, filled in."""
+        lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
+        for name in ("parameters", "gradients", "optimizer"):
+            row: Row = getattr(self, name)
+            lines.append(f"{name:12}{row.placement.value:12}{row.tier.value:8}{_short(row.dtype):10}{_short(row.wire) if row.wire else '-':10}")
+        again = "gathered again in backward" if self.reshard_after_forward else "kept from forward to backward"
+        tail = [f"gradients reduced at the {self.reduce_at}"]
+        if self.parameters.placement is _S:
+            tail.append(f"parameters {again}")
+        return "\n".join([*lines, "; ".join(tail)])
+
+
+_OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in ("parameters", "gradients", "optimizer", "reduce_at", "notes")}
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _did_you_mean(given: str, known: set[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(given, sorted(known), 1)
+    return f"Did you mean {near[0]!r}?" if near else f"Known options: {', '.join(sorted(known))}."

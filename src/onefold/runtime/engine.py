@@ -1,0 +1,434 @@
+"""The engine: one recipe at work on one module.
+
+[Note: life of a step]
+
+    forward pre-hook of a unit     acquire its parameters, let the module see them
+    forward hook of a unit         show the optimizer's parameters again, release
+    gradient of a parameter        copy into the unit's buffer; unit complete → reduce behind the rest of backward
+    end of backward                land the reductions, agree on what was used, set `.grad`, release everything
+    optimizer step                 works on `.grad` and master weights that are this rank's; kept copies become stale
+    next forward                   stale copies are gathered behind the first units
+
+The engine holds no strong reference to the module: modules → hooks → engine, never back. When the module dies the engine closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import weakref
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.comm import Group, Place
+from onefold.memory import MemoryLedger, Pool
+from onefold.recipe import Recipe
+from onefold.runtime.flat import Dtypes, Entry, Flat
+from onefold.runtime.gather import Gatherer, tensors_in
+from onefold.runtime.parameter import ForwardDepth, whole_sight
+from onefold.runtime.reduce import Reducer
+from onefold.runtime.unit import State, Unit
+from onefold.runtime.units import UnitSpec
+
+
+def in_autograd() -> bool:
+    """Whether a backward pass is running in this thread (a forward pass then is a recomputation)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Engine:
+    """What `onefold.engine_of(module)` returns.
+
+    Attributes:
+        recipe: what it executes. units: its units, the root first. step: synchronized backward passes so far.
+        traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank.
+    """
+
+    def __init__(self, specs: list[UnitSpec], recipe: Recipe, process_group: Any, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+        self.group = Group(process_group, device, recipe.stall_timeout)
+        self.rank, self.world_size = self.group.rank, self.group.size
+        self.traffic = self.group.ledger
+        self.memory = MemoryLedger()
+        self.pool = Pool(device, self.memory)
+        self.step = 0
+        self.sync = True
+        self.units = [self._unit(index, spec) for index, spec in enumerate(specs)]
+        self.entries = [e for u in self.units for e in u.entries]
+        self.unit_of: dict[int, Unit] = {}
+        for unit in self.units:
+            for entry in unit.entries:
+                entry.number = len(self.unit_of)
+                self.unit_of[entry.number] = unit
+        self.passive = all(flat.passive for u in self.units for flat in u.flats)
+        # Open forward passes of units: (unit, inside a backward pass, outermost of its pass over the model).
+        self.stack: list[tuple[Unit, bool, bool]] = []
+        self.is_root_pass = False
+        self.backward_open = False
+        self.open_graphs = 0
+        self.whole_depth = 0
+        self.whole_write = False
+        self.optimizer_seen = self.stepped = self.reduced_since_gather = False
+        self.versions = -1
+        self.buffers: list[tuple[nn.Module, str]] = []
+        self.closed = False
+
+    def _unit(self, index: int, spec: UnitSpec) -> Unit:
+        groups: dict[tuple[torch.dtype, bool], list[Any]] = {}
+        for found in spec.found:
+            low = found.param.dtype if found.param.dtype not in (torch.bfloat16, torch.float16) else torch.float32
+            groups.setdefault((low, found.param.requires_grad), []).append(found)
+        flats = [
+            Flat(spec.name or "(root)", found, Dtypes.of(found[0].param.dtype, trainable, self.recipe), index * 8 + i, self)
+            for i, ((_, trainable), found) in enumerate(groups.items())
+        ]
+        return Unit(spec.name, index, spec.module, flats)
+
+    def start(self) -> None:
+        """Everything is bound: create what works on it."""
+        self.gather = Gatherer(self)
+        self.reduce = Reducer(self)
+        self.follow_trainable()
+        for unit in self.units:
+            for flat in unit.flats:
+                for category, nbytes in flat.resting_bytes.items():
+                    self.memory.add(category, nbytes)
+        self.memory.reset_peak()
+
+    def close(self) -> None:
+        """Let go of everything: buffers, communicators, the cycles among the engine's own objects."""
+        if self.closed:
+            return
+        self.closed = True
+        self.group.close()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.grads.clear()
+                flat.full = None
+                flat.entries.clear()
+            unit.flats.clear()
+        self.entries.clear()
+        self.unit_of.clear()
+        self.buffers.clear()
+        self.pool.drain()
+        del self.gather, self.reduce
+
+    # -- forward ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def forwarding(self) -> bool:
+        return bool(self.stack)
+
+    @property
+    def phase(self) -> str:
+        return "backward" if self.backward_open else "forward"
+
+    @property
+    def deferring(self) -> bool:
+        """Gradients stay whole in this backward pass."""
+        return not self.sync and self.recipe.reduce_at == "boundary"
+
+    def enter(self, unit: Unit) -> bool:
+        """The forward pass of a unit's module begins. True if it begins a pass over the model (inputs are to be cast)."""
+        with whole_sight():
+            recompute = in_autograd()
+            outermost = not self.stack and not recompute
+            if outermost:
+                self._begin_pass(unit)
+            self.stack.append((unit, recompute, outermost))
+            ForwardDepth.value += 1
+            unit.depth += 1
+            if recompute:
+                self.backward_event()
+            elif torch.is_grad_enabled():
+                unit.calls += 1
+            self.gather.acquire(unit, backward=recompute)
+            if unit.depth == 1:
+                unit.swap_in()
+            return outermost
+
+    def leave(self, unit: Unit, output: Any) -> None:
+        """The forward pass of a unit's module has ended well."""
+        with whole_sight():
+            recompute, outermost = self._pop()
+            if torch.is_grad_enabled():
+                self._watch(unit, output, root=not self.stack)
+            if not recompute and unit.depth == 0:
+                self.gather.after_forward(unit, output)
+            if outermost:
+                self._end_pass(aborted=False)
+
+    def abort(self, unit: Unit) -> None:
+        """The forward pass of a unit's module raised."""
+        with whole_sight():
+            while any(u is unit for u, _, _ in self.stack):
+                _, outermost = self._pop()
+                if outermost:
+                    self._end_pass(aborted=True)
+
+    def _pop(self) -> tuple[bool, bool]:
+        unit, recompute, outermost = self.stack.pop()
+        ForwardDepth.value -= 1
+        unit.depth -= 1
+        if unit.depth == 0:
+            unit.swap_out()
+        return recompute, outermost
+
+    def _begin_pass(self, unit: Unit) -> None:
+        if self.backward_open:  # a backward pass raised and never came to its end
+            self.reset()
+        self.is_root_pass = unit.index == 0
+        self._check_in_place()
+        self.follow_trainable()
+        self._mark_stale()
+        if torch.is_grad_enabled() and self.open_graphs == 0:
+            for u in self.units:
+                u.calls = 0
+        self.gather.begin_forward(self.is_root_pass)
+        self.gather.refresh()
+        if self.is_root_pass and torch.is_grad_enabled():
+            self._sync_buffers()
+
+    def _end_pass(self, aborted: bool) -> None:
+        self.gather.end_forward(self.is_root_pass, aborted)
+        if torch.is_grad_enabled() and not aborted:
+            self.open_graphs += 1
+
+    def use(self, entry: Entry) -> nn.Parameter:
+        """The whole parameter for code in a forward pass that does not own it. See runtime/parameter.py."""
+        unit = self.unit_of[entry.number]
+        recompute = in_autograd()
+        if recompute:
+            self.backward_event()
+        elif torch.is_grad_enabled() and not unit.claimed:
+            unit.calls += 1
+        self.gather.acquire(unit, backward=recompute)
+        unit.sticky = True
+        return entry.compute
+
+    def _watch(self, unit: Unit, output: Any, root: bool) -> None:
+        """Ask autograd to say when the backward pass comes to this unit's output (in time to gather ahead of use)."""
+        early = not unit.kept and not unit.looks_up_only
+        if not root and not early:
+            return
+
+        def backward_reached(_: torch.Tensor) -> None:
+            if self.closed:
+                return
+            with whole_sight():
+                self.backward_event()
+                if early:
+                    self.gather.acquire(unit, backward=True)
+
+        for t in tensors_in(output):
+            if t.requires_grad:
+                t.register_hook(backward_reached)
+
+    # -- between steps ---------------------------------------------------------------------------------------------------------
+
+    def follow_trainable(self) -> None:
+        """Take over `requires_grad` as the user has set it, and listen to the gradients of what is trainable."""
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.passive or not flat.refresh_active():
+                    continue
+                for entry in flat.entries:
+                    if entry.active and not entry.hooked:
+                        entry.hooked = True
+                        entry.compute.register_post_accumulate_grad_hook(_arrival(weakref.ref(self), weakref.ref(entry)))
+
+    def _check_in_place(self) -> None:
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.passive:
+                    continue
+                entry = flat.entries[0]
+                a, b = flat.local(entry)
+                want = flat.master.data_ptr() + (a - flat.owned[0]) * flat.master.element_size()
+                if b > a and (entry.param.data_ptr() != want or entry.param.dtype != flat.master.dtype):
+                    raise RuntimeError(
+                        f"parameter {entry.slot.name!r} no longer lies in its flat buffer: the model was moved or cast after shard() "
+                        "(.to(), .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device and the recipe a precision."
+                    )
+
+    def _mark_stale(self) -> None:
+        """Kept copies are stale once the masters moved: an optimizer stepped, or somebody wrote to them."""
+        versions = sum(e.param._version for e in self.entries)
+        moved = self.stepped or versions != self.versions or (self.reduced_since_gather and not self.optimizer_seen)
+        self.versions, self.stepped, self.reduced_since_gather = versions, False, False
+        if moved:
+            self.make_stale()
+
+    def make_stale(self) -> None:
+        for unit in self.units:
+            if unit.kept and unit.state is State.GATHERED and not all(f.passive or _is_its_master(f) for f in unit.flats):
+                unit.move(State.STALE, self.step)
+
+    def _sync_buffers(self) -> None:
+        """Running statistics follow rank 0's, as in DDP."""
+        if self.world_size > 1 and self.buffers:
+            tensors = [m._buffers[name] for m, name in self.buffers]
+            broadcast(self.group, [t for t in tensors if t is not None], Place("state", "buffers", self.step, "forward"), self.rank)
+
+    def optimizer_is_stepping(self) -> None:
+        """Called before an optimizer over these parameters steps."""
+        if any(flat.grads for u in self.units for flat in u.flats):
+            raise RuntimeError(
+                "optimizer.step() was called while gradients kept under no_sync have not been reduced yet. Run the last micro-batch of the "
+                "step outside `onefold.no_sync(model)`."
+            )
+
+    def optimizer_has_stepped(self) -> None:
+        self.optimizer_seen = self.stepped = True
+
+    # -- backward --------------------------------------------------------------------------------------------------------------
+
+    def backward_event(self) -> None:
+        """Something of this engine happens in a backward pass: open it, and ask to be called at its end."""
+        if not self.backward_open and in_autograd():
+            self.backward_open = True
+            self.gather.begin_backward()
+            self.reduce.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        with whole_sight(), torch.no_grad():
+            self.gather.join_rest_of_backward()
+            used = self.reduce.used
+            if used and not self.deferring:
+                self.reduce.launch_rest()
+                self._agree_and_finish(used)
+                self.step += 1
+                self.reduced_since_gather = True
+            if used:
+                self.open_graphs = max(0, self.open_graphs - 1)
+            self.backward_open = False
+            self.gather.end_backward()
+            for unit in self.units:
+                unit.waiting = set()
+
+    def _agree_and_finish(self, used: set[int]) -> None:
+        """Exchange which parameters were used and which orders were seen; then set the gradients."""
+        late = {u.index for u in self.units if u.late}
+        gathered = set(self.gather.backward_log)
+        orders = [zlib.crc32(repr(log).encode()) for log in (self.gather.forward_log, self.reduce.log)]
+        head = struct.pack("<qII", self.step, *orders)
+        sizes = (len(self.entries), len(self.units), len(self.units))
+        body = b"".join(_bits(s, n) for s, n in zip((used, late, gathered), sizes, strict=True))
+        payload = torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
+        place = Place("control", "(end of backward)", self.step, "backward")
+        parts = [bytes(p.tolist()) for p in self.group.exchange_control(payload, place)]
+        everywhere: list[set[int]] = [set(), set(), set()]
+        same = True
+        for rank, part in enumerate(parts):
+            self.group.heard[self.group.ranks[rank]] = struct.unpack_from("<q", part)[0]
+            same = same and part[8:16] == head[8:16]
+            at = len(head)
+            for seen, n in zip(everywhere, sizes, strict=True):
+                seen |= _unbits(part[at : at + (n + 7) // 8])
+                at += (n + 7) // 8
+        self.reduce.finish(everywhere[0])
+        if everywhere[1]:
+            self.reduce.second_round(sorted(everywhere[1]), everywhere[0])
+        if same and not (self.reduce.learned and (self.gather.learned or not self.gather.sharded)):
+            self._learn(everywhere[2])
+
+    def _learn(self, gathered: set[int]) -> None:
+        """All ranks walked the same way: make it the order of the next steps. Units not seen keep a place: a later step may use them."""
+        gather, reduce = self.gather, self.reduce
+        if gather.forward_log:
+            needless = set(gather.forward_log) - gathered  # used forward, but their backward reads no parameter
+            gather.backward_order = _with_missing(gather.backward_log, [i for i in gather.backward_order if i not in needless])
+            gather.forward_order = _with_missing(gather.forward_log, gather.forward_order)
+            gather.learned = True
+        if reduce.log:
+            reduce.order = _with_missing(reduce.log, reduce.order)
+            reduce.learned = True
+
+    def reset(self) -> None:
+        """Clean up after a forward or backward pass that raised."""
+        self.reduce.drop()
+        self.backward_open = False
+        self.open_graphs = 0
+        self.gather.end_backward()
+
+    # -- other -----------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def unsynced(self) -> Iterator[None]:
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def whole(self, entry: Entry) -> torch.Tensor:
+        from onefold.runtime.state import whole_masters
+
+        unit = self.unit_of[entry.number]
+        return entry.flat.view(whole_masters(self, unit, entry.flat), entry).clone()
+
+    def summary(self) -> str:
+        """The recipe and the units as a readable table; padding as a share of the elements."""
+        numel = sum(u.numel for u in self.units)
+        content = sum(f.layout.content for u in self.units for f in u.flats)
+        lines = [self.recipe.describe(), f"{self.world_size} ranks, {len(self.units)} units, {content:,} parameters, {(numel - content) / max(numel, 1):.2%} padding"]
+        lines += [f"  {u.name:40} {u.numel:>14,} elements" for u in self.units]
+        return "\n".join([*lines, *self.recipe.notes])
+
+
+def broadcast(group: Group, tensors: list[torch.Tensor], place: Place, rank: int) -> None:
+    """Rank 0's tensors to all ranks, in place."""
+    peers = [p for p in range(group.size) if p != 0]
+    for t in tensors:
+        flat = t.detach().reshape(-1).view(torch.uint8) if t.numel() else None
+        if flat is None:
+            continue
+        buffer = flat if rank == 0 else torch.empty_like(flat)
+        sends = [(p, buffer) for p in peers] if rank == 0 else []
+        group.exchange(sends, [] if rank == 0 else [(0, buffer)], place, 0x7FFF, move="state").wait()
+        if rank != 0:
+            with torch.no_grad():
+                t.copy_(buffer.view(t.dtype).view(t.shape))
+
+
+def _arrival(engine: weakref.ref[Engine], entry: weakref.ref[Entry]) -> Any:
+    def hook(_: torch.Tensor) -> None:
+        e, x = engine(), entry()
+        if e is not None and x is not None and not e.closed:
+            e.reduce.arrived(x)
+
+    return hook
+
+
+def _is_its_master(flat: Flat) -> bool:
+    """The kept copy is the master itself on every rank (stage 0 in one dtype): it cannot be stale."""
+    return flat.whole_master and flat.full is not None and flat.full.data_ptr() == flat.master.data_ptr()
+
+
+def _with_missing(seen: list[int], order: list[int]) -> list[int]:
+    """`seen`, with what only `order` has put behind its predecessor there."""
+    out, known = list(seen), set(seen)
+    for at, index in enumerate(order):
+        if index not in known:
+            before = order[at - 1] if at else None
+            out.insert(out.index(before) + 1 if before is not None else 0, index)
+            known.add(index)
+    return out
+
+
+def _bits(members: set[int], size: int) -> bytes:
+    return sum(1 << i for i in members).to_bytes((size + 7) // 8, "little")
+
+
+def _unbits(raw: bytes) -> set[int]:
+    value, out = int.from_bytes(raw, "little"), set()
+    while value:
+        low = value & -value
+        out.add(low.bit_length() - 1)
+        value ^= low
+    return out

@@ -1,0 +1,192 @@
+"""A flat buffer bound to a unit's parameters: the masters that the optimizer sees, the whole that the forward pass sees.
+
+One `Flat` holds the parameters of one unit that share a dtype and were trainable (or frozen) together:
+
+    placement of        parameters   optimizer     master                       full
+    stage 0             replicated   replicated    [numel], logical shapes      kept; the master itself when dtypes agree
+    stages 1, 2         replicated   sharded       [shard], one interval        kept; master is a slice of it when dtypes agree
+    stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from onefold.layout import FlatLayout, Slot, overlap
+from onefold.recipe import Placement, Recipe
+from onefold.runtime.parameter import ShardedParameter, ShardInfo
+from onefold.runtime.units import Found
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+_LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The four dtypes of a flat buffer: computed in, held by the optimizer, summed in, sent in."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    sums: torch.dtype
+    wire: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, trainable: bool, recipe: Recipe) -> Dtypes:
+        """For a parameter of `dtype`: the recipe's, but never less than a float64 or integer parameter came with.
+
+        Frozen parameters have no optimizer, hence no master copy: they rest in the compute dtype.
+        """
+        if dtype not in _LOW:
+            return cls(dtype, dtype, dtype, dtype)
+        compute = recipe.parameters.dtype
+        return cls(compute, recipe.optimizer.dtype if trainable else compute, recipe.gradients.dtype, recipe.gradients.wire or compute)
+
+
+class Entry:
+    """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass sees, `places` who refers to it."""
+
+    __slots__ = (
+        "__weakref__", "active", "compute", "engine", "filled", "flat", "hooked", "index", "names", "number", "param", "places", "released", "slot",
+    )  # fmt: skip
+
+    def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
+        self.slot, self.index, self.names = slot, index, found.names
+        # The modules' own dictionaries rather than the modules: a model must not be kept alive by its engine.
+        self.places = [(m._parameters, a, weakref.ref(m) if isinstance(m, nn.RNNBase) else None) for m, a in found.places]
+        self.flat, self.engine = flat, weakref.ref(engine)
+        self.param = found.param
+        self.compute: nn.Parameter = found.param
+        self.released: torch.Tensor | None = None
+        self.active = found.param.requires_grad
+        self.filled = self.hooked = False
+        self.number = 0  # among all entries of the engine
+
+
+class Flat:
+    """See the table of this module. `index` is unique in the engine (it goes into message tags)."""
+
+    def __init__(self, unit_name: str, found: list[Found], dtypes: Dtypes, index: int, engine: Engine) -> None:
+        recipe, group = engine.recipe, engine.group
+        self.frozen_low = dtypes.master in _LOW and dtypes.master != recipe.optimizer.dtype
+        self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
+        self.rank, self.size = group.rank, group.size
+        self.layout = FlatLayout.of([(f.names[0], f.param.shape) for f in found], group.size)
+        self.entries = [Entry(f, s, i, self, engine) for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))]
+        self.whole_master = recipe.optimizer.placement is Placement.REPLICATED or group.size == 1
+        # With one rank and one dtype there is nothing to divide, gather or cast: the parameters stay where they are.
+        self.passive = group.size == 1 and all(f.param.dtype == dtypes.compute == dtypes.master for f in found) and not any(f.param.is_meta for f in found)
+        alone = group.size == 1 and dtypes.compute == dtypes.master
+        self.kept = recipe.parameters.placement is Placement.REPLICATED or self.passive or alone
+        self.interval = self.layout.interval(self.rank)
+        self.owned = (0, self.layout.numel) if self.whole_master else self.interval
+        self.master: torch.Tensor
+        self.full: torch.Tensor | None = None
+        self.grads: dict[tuple[int, int], torch.Tensor] = {}
+        self.runs: tuple[tuple[int, int], ...] = ()
+
+    # -- building --------------------------------------------------------------------------------------------------------------
+
+    def build(self, fill: Callable[[torch.Tensor], None], device: torch.device) -> None:
+        """Lay the parameters out. `fill` receives an empty master-precision tensor, [owned], to put this rank's part into."""
+        d, n = self.dtypes, self.layout.numel
+        shared = d.compute == d.master
+        if self.kept:
+            self.full = torch.empty(n, dtype=d.compute, device=device)
+        if shared and self.full is not None:
+            self.master = self.full[self.owned[0] : self.owned[1]]
+        else:
+            self.master = torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
+        fill(self.master)
+        for entry in self.entries:
+            self._bind(entry, device)
+        if self.full is not None:
+            self.point_at(self.full)
+
+    def _bind(self, entry: Entry, device: torch.device) -> None:
+        slot, old = entry.slot, entry.param
+        # A tensor of the right sizes and strides that owns no memory, for `compute` to be while nothing is gathered.
+        entry.released = torch.empty(slot.shape, dtype=self.dtypes.compute, device=device)
+        entry.released.untyped_storage().resize_(0)
+        a, b = self.local(entry)
+        data = self.master[a - self.owned[0] : b - self.owned[0]]
+        data = data.view(slot.shape) if self.whole_master else data
+        entry.active = old.requires_grad
+        if old.is_meta or type(old) not in (nn.Parameter, torch.Tensor):
+            entry.param = nn.Parameter(data, requires_grad=old.requires_grad)
+        else:
+            old.data, old.grad = data, None
+        entry.compute = nn.Parameter(entry.released, requires_grad=entry.active)
+        if not self.whole_master:
+            entry.param.__class__ = ShardedParameter
+            entry.param.onefold = ShardInfo(entry, (a - slot.start, b - slot.start))  # type: ignore[attr-defined]
+        entry.param._onefold_entry = weakref.ref(entry)  # type: ignore[attr-defined]
+        self.swap(entry, entry.param)
+
+    # -- views -----------------------------------------------------------------------------------------------------------------
+
+    def local(self, entry: Entry) -> tuple[int, int]:
+        """The addresses of `entry` that this rank's optimizer owns."""
+        return overlap((entry.slot.start, entry.slot.end), self.owned)
+
+    def view(self, buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """`entry` as a view of a buffer over the whole address space, in its logical shape."""
+        return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
+
+    def point_at(self, buffer: torch.Tensor | None) -> None:
+        """Let the forward pass's parameters be views of `buffer`, or of nothing."""
+        for entry in self.entries:
+            entry.compute.data = entry.released if buffer is None else self.view(buffer, entry)  # type: ignore[assignment]
+
+    @staticmethod
+    def swap(entry: Entry, param: nn.Parameter) -> None:
+        for parameters, attribute, recurrent in entry.places:
+            parameters[attribute] = param
+            if recurrent is not None and (module := recurrent()) is not None:  # it keeps a list of its parameters besides
+                weights: Any = module._flat_weights
+                weights[module._flat_weights_names.index(attribute)] = param
+
+    # -- trainable parts -------------------------------------------------------------------------------------------------------
+
+    def refresh_active(self) -> bool:
+        """Follow `requires_grad` as the user has set it on the parameters; True if anything is trainable."""
+        changed = not self.runs
+        for entry in self.entries:
+            wanted = entry.param.requires_grad
+            if wanted != entry.active:
+                changed = True
+                if wanted and self.frozen_low:
+                    raise ValueError(
+                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it rests in {self.dtypes.master} without "
+                        "fp32 master weights, and cannot be trained now. Leave requires_grad=True while calling shard() and freeze "
+                        "it afterwards, or use precision='fp32'."
+                    )
+                entry.active = wanted
+                entry.compute.requires_grad_(wanted)
+        if changed:
+            flags = [e.active for e in self.entries]
+            self.runs = self.layout.runs(flags) if any(flags) else ()
+        return any(e.active for e in self.entries)
+
+    def run_of(self, entry: Entry) -> tuple[int, int]:
+        return next(run for run in self.runs if run[0] <= entry.slot.start < run[1])
+
+    @property
+    def resting_bytes(self) -> dict[str, int]:
+        """Bytes held between steps, by category."""
+        if self.passive:
+            return {"parameters": sum(e.param.numel() * e.param.element_size() for e in self.entries)}
+        out = {"masters": self.master.numel() * self.master.element_size()}
+        if self.full is not None and self.kept:
+            full = self.full.numel() * self.full.element_size()
+            if self.full.untyped_storage().data_ptr() == self.master.untyped_storage().data_ptr():
+                return {"parameters": full}
+            out["parameters"] = full
+        return out

@@ -1,0 +1,293 @@
+"""Gathering and releasing units, ahead of use and on demand.
+
+    forward    use 0   use 1   use 2          backward  use 2   use 1   use 0
+    wire       g0 g1   g2      ·              wire      g2 g1   g0      ·        (prefetch = 1)
+    memory     [0 ]1   [1 ]2   [2 ]           memory    [2 ]1   [1 ]0   [0 ]
+
+[Note: every rank joins every gather] Both passes walk an agreed order of units: the order in which the model registers them at
+first, then the order seen in the first step, once all ranks have seen the same. A rank that takes another branch and passes over a unit
+still joins that unit's gather on its way (and drops the result), so ranks may differ in which units they use as long as they
+walk forwards. What the order does not foresee is gathered on demand, which works as long as all ranks do the same.
+
+[Note: saved tensors are handles] While a model with sharded parameters runs forward, a tensor that autograd saves and that lies in a gathered
+buffer is saved as a handle (unit, offset, sizes). Unpacking it in backward gathers the unit if it is not here. So a unit is
+released after its forward pass whatever the model's outputs look like, backward finds its parameters however it comes to them, and a
+unit whose backward reads no parameter (an embedding) is not gathered again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from onefold.comm import Place
+from onefold.runtime.flat import Flat
+from onefold.runtime.unit import State, Unit
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+
+class Cursor:
+    """A walk along an agreed order of unit indices."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order, self.at = order, 0
+
+    def reach(self, index: int) -> list[int]:
+        """Walk to just behind the next `index`; the indices passed over. Stay if it does not come."""
+        try:
+            there = self.order.index(index, self.at)
+        except ValueError:
+            return []
+        passed, self.at = self.order[self.at : there], there + 1
+        return passed
+
+    def next(self) -> int | None:
+        return self.order[self.at] if self.at < len(self.order) else None
+
+    def rest(self) -> list[int]:
+        rest, self.at = self.order[self.at :], len(self.order)
+        return rest
+
+
+class Handle:
+    """What autograd keeps instead of a view into a gathered buffer."""
+
+    __slots__ = ("flat", "offset", "size", "stride", "unit", "watch")
+
+    def __init__(self, watch: Gatherer, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
+        self.watch, self.unit, self.flat = watch, unit, flat
+        self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
+        unit.handles += 1
+
+    def __del__(self) -> None:
+        self.unit.handles -= 1
+        if self.unit.handles == 0:
+            self.watch.maybe_release(self.unit)
+
+
+class Gatherer:
+    """Gathers, keeps and releases the units of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.units = engine.units
+        self.sharded = [u for u in self.units if not u.kept]
+        registered = [u.index for u in self.sharded]
+        # The root's own parameters are usually those of the last layers (a norm, a tied head), so backward begins with them.
+        self.forward_order, self.backward_order, self.learned = registered, registered[:1] + registered[:0:-1], False
+        self.forward_log: list[int] = []
+        self.backward_log: list[int] = []
+        self.cursor: Cursor | None = None
+        self.backward_cursor: Cursor | None = None
+        self.unwanted: list[Unit] = []
+        self.by_storage: dict[int, tuple[Unit, Flat]] = {}
+        self.prefetch = engine.recipe.prefetch if engine.recipe.overlap else 0
+        self._hooks: Any = None
+
+    # -- passes ----------------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, is_root: bool) -> None:
+        if self.sharded:
+            self.cursor = Cursor(self.forward_order) if is_root else None
+            self.forward_log = []
+            if torch.is_grad_enabled():
+                self._hooks = self._saving()
+                self._hooks.__enter__()
+
+    def end_forward(self, is_root: bool, aborted: bool) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+        if not self.sharded:
+            return
+        if self.cursor is not None and not aborted:
+            for index in self.cursor.rest():
+                self.join(self.units[index])
+        self.cursor = None
+        keep = torch.is_grad_enabled() and not self.engine.recipe.reshard_after_forward and not aborted
+        for unit in self.sharded:
+            unit.sticky = False
+            if unit.state is not State.SHARDED and not (keep and unit.claimed) and not self.engine.backward_open:
+                self.release(unit)
+        self.unwanted.clear()
+        self.engine.pool.drain()
+
+    def begin_backward(self) -> None:
+        self.backward_log = []
+        self.backward_cursor = Cursor(self.backward_order)
+
+    def join_rest_of_backward(self) -> None:
+        """At the end of a backward pass: join what other ranks may still gather."""
+        if self.backward_cursor is not None:
+            for index in self.backward_cursor.rest():
+                self.join(self.units[index])
+
+    def end_backward(self) -> None:
+        self.backward_cursor = None
+        for unit in self.sharded:
+            if unit.state is not State.SHARDED and unit.depth == 0:
+                self.release(unit)
+        self.unwanted.clear()
+        self.engine.pool.drain()
+
+    # -- one unit --------------------------------------------------------------------------------------------------------------
+
+    def acquire(self, unit: Unit, backward: bool) -> None:
+        """The unit's whole parameters are here when this returns; what comes next is on its way."""
+        if unit.kept:
+            self.wait(unit)
+            return
+        cursor = self.backward_cursor if backward else self.cursor
+        if unit.state is State.SHARDED:
+            for index in cursor.reach(unit.index) if cursor else ():
+                self.join(self.units[index])
+            self.launch(unit)
+        self.wait(unit)
+        if not unit.claimed:
+            unit.claimed = True
+            (self.backward_log if backward else self.forward_log).append(unit.index)
+            if backward:
+                self._sweep(unit)
+            self._reap()
+            if cursor and self.learned:
+                self._look_ahead(cursor)
+
+    def _look_ahead(self, cursor: Cursor) -> None:
+        ahead = sum(1 for u in self.sharded if u.state is not State.SHARDED and not u.claimed)
+        while ahead < self.prefetch and (index := cursor.next()) is not None:
+            cursor.at += 1
+            if (unit := self.units[index]).state is State.SHARDED:
+                self.launch(unit)
+                ahead += 1
+
+    def join(self, unit: Unit) -> None:
+        """Take part in a gather that other ranks may need. See [Note: every rank joins every gather]."""
+        if unit.state is State.SHARDED:
+            self.launch(unit)
+            self.unwanted.append(unit)
+
+    def _reap(self) -> None:
+        """Drop what was joined, or prefetched and passed over."""
+        for unit in self.unwanted:
+            if not unit.claimed and unit.state is not State.SHARDED:
+                self.release(unit)
+        self.unwanted.clear()
+
+    def _sweep(self, using: Unit) -> None:
+        # Units of a recomputed backward hold no handles and, if frozen, wait for no gradient: they are done when the next one starts.
+        for unit in self.sharded:
+            if unit is not using and unit.claimed:
+                self.maybe_release(unit)
+
+    def launch(self, unit: Unit) -> None:
+        """Start the gather of every flat buffer of the unit."""
+        engine = self.engine
+        unit.move(State.GATHERING, engine.step)
+        place = Place("all-gather", unit.name, engine.step, engine.phase)
+        for flat in unit.flats:
+            if flat.passive:
+                continue
+            if flat.full is None:
+                flat.full = engine.pool.take(flat.layout.numel, flat.dtypes.compute, "gathered")
+                self.by_storage[flat.full.untyped_storage().data_ptr()] = (unit, flat)
+            if flat.whole_master:
+                if flat.master.data_ptr() != flat.full.data_ptr():
+                    flat.full.copy_(flat.master)
+                continue
+            mine = flat.full[flat.interval[0] : flat.interval[1]]
+            if mine.data_ptr() != flat.master.data_ptr():
+                mine.copy_(flat.master)
+            unit.pending.append(engine.group.all_gather(flat.full, place, flat.index))
+
+    def wait(self, unit: Unit) -> None:
+        if unit.state is not State.GATHERING:
+            return
+        for pending in unit.pending:
+            pending.wait()
+        unit.pending.clear()
+        unit.move(State.GATHERED, self.engine.step)
+        for flat in unit.flats:
+            if not flat.kept:
+                flat.point_at(flat.full)
+
+    def release(self, unit: Unit) -> None:
+        self.wait(unit)
+        unit.claimed = False
+        unit.move(State.SHARDED, self.engine.step)
+        for flat in unit.flats:
+            full, flat.full = flat.full, None
+            if full is not None:
+                self.by_storage.pop(full.untyped_storage().data_ptr(), None)
+                flat.point_at(None)
+                self.engine.pool.give(full)
+
+    def after_forward(self, unit: Unit, output: Any) -> None:
+        """The unit's forward pass is over: release it, unless its very next use is announced or its output lies in its buffer."""
+        if unit.kept or unit.state is not State.GATHERED:
+            return
+        if self.cursor is not None and self.learned and self.cursor.next() == unit.index:
+            self.cursor.at += 1
+            unit.claimed = False
+            return
+        if torch.is_grad_enabled() and not self.engine.recipe.reshard_after_forward:
+            return
+        if any(t.untyped_storage().data_ptr() in self.by_storage for t in tensors_in(output)):
+            unit.sticky = True  # until the end of the pass
+            return
+        self.release(unit)
+
+    def maybe_release(self, unit: Unit) -> None:
+        """Release the unit if its backward is over: no saved handle, no gradient awaited, no forward pass open."""
+        if self.engine.backward_open and unit.claimed and not unit.kept and not unit.handles and not unit.waiting and not unit.depth:
+            self.release(unit)
+
+    # -- kept copies -----------------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Launch the gather of every kept copy that an optimizer step left behind, in the order of use."""
+        for unit in self.units:
+            if unit.kept and unit.state is State.STALE:
+                self.launch(unit)
+
+    # -- saved tensors ---------------------------------------------------------------------------------------------------------
+
+    def _saving(self) -> saved_tensors_hooks:
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
+        outer_pack, outer_unpack = top if top else (None, None)
+        by_storage = self.by_storage
+
+        def pack(t: torch.Tensor) -> Any:
+            hit = by_storage.get(t.untyped_storage().data_ptr())
+            if hit is not None and t.dtype == hit[1].dtypes.compute:
+                return Handle(self, *hit, t)
+            return outer_pack(t) if outer_pack else t
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if type(saved) is not Handle:
+                return outer_unpack(saved) if outer_unpack else saved
+            self.engine.backward_event()
+            self.acquire(saved.unit, backward=True)
+            full = saved.flat.full
+            assert full is not None
+            return full.as_strided(saved.size, saved.stride, saved.offset)
+
+        return saved_tensors_hooks(pack, unpack)
+
+
+def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists, mappings, dataclasses and plain objects."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if value is None or depth == 0 or isinstance(value, (str, bytes, int, float)):
+        return []
+    if isinstance(value, (list, tuple, set)):
+        parts: Any = value
+    elif hasattr(value, "values") and hasattr(value, "keys"):
+        parts = value.values()
+    else:
+        parts = getattr(value, "__dict__", {}).values()
+    return [t for part in parts for t in tensors_in(part, depth - 1)]

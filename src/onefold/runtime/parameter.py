@@ -1,0 +1,161 @@
+"""The sharded parameter: what the optimizer, and any code outside a gather, sees of a parameter that is divided.
+
+It is an ordinary `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional, in master precision.
+
+| who looks                                            | sees                                                               |
+|------------------------------------------------------|--------------------------------------------------------------------|
+| the optimizer, element-wise code                     | the local interval                                                 |
+| the forward pass of the unit that owns it            | the whole parameter (another object, swapped in)                   |
+| any other code inside a forward pass of the model    | the whole parameter, gathered on first use (shape, dtype: no gather)|
+| code outside that needs the shape (linear, indexing) | `ShardedParameterError` with name, shape and the way to gather it  |
+
+`parameter.onefold` holds name, logical shape, this rank's interval and `gather()`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Entry
+
+whole_sight = torch._C.DisableTorchFunctionSubclass  # inside it a ShardedParameter is a plain tensor
+
+
+class ShardedParameterError(RuntimeError):
+    """A sharded parameter was used as if it were whole."""
+
+
+class ShardInfo:
+    """What `parameter.onefold` says about a sharded parameter.
+
+    Attributes:
+        name: its name in the model.
+        shape: its logical shape.
+        interval: `(start, stop)`, the elements of the flattened parameter that this rank holds.
+        dtype: the dtype it is computed in (the parameter itself is held in master precision).
+    """
+
+    def __init__(self, entry: Entry, interval: tuple[int, int]) -> None:
+        self._entry = weakref.ref(entry)
+        self.name, self.shape, self.interval = entry.slot.name, torch.Size(entry.slot.shape), interval
+        self.dtype = entry.compute.dtype
+
+    def __deepcopy__(self, memo: object) -> ShardInfo:
+        return self
+
+    def __reduce__(self) -> Any:
+        return (str, (repr(self),))
+
+    def gather(self) -> torch.Tensor:
+        """The whole parameter in master precision, shape `self.shape`. A collective: every rank must call it."""
+        entry = self._entry()
+        if entry is None:
+            raise RuntimeError(f"the model of parameter {self.name!r} is gone.")
+        return entry.engine().whole(entry)
+
+    def __repr__(self) -> str:
+        return f"{self.name!r}: elements {self.interval[0]} to {self.interval[1]} of shape {tuple(self.shape)}"
+
+
+class ShardedParameter(nn.Parameter):
+    """See the table of this module."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with whole_sight():
+            if ForwardDepth.value and func not in _OWN:
+                args, kwargs = _substitute(func, args, kwargs)
+                return func(*args, **kwargs)
+            if func in _NEEDS_SHAPE:
+                raise _error(args, kwargs, func)
+            if func is _GRAD and sys._getframe(1).f_code.co_filename.endswith("clip_grad.py"):
+                raise ShardedParameterError(
+                    "torch.nn.utils.clip_grad_norm_ would see only this rank's interval of each gradient, and clip differently on "
+                    "every rank. Use onefold.clip_grad_norm_(model, max_norm)."
+                )
+            try:
+                return func(*args, **kwargs)
+            except (RuntimeError, IndexError, TypeError, ValueError) as error:
+                raise _error(args, kwargs, func) from error
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        info: ShardInfo | None = self.__dict__.get("onefold")
+        with whole_sight():
+            return f"ShardedParameter({info!r}, local={self.data!r})"
+
+
+class ForwardDepth:
+    """How many forward passes of sharded models are open: a quick way out for the common case of none."""
+
+    value = 0
+
+
+def infos(args: Any, kwargs: Any) -> list[ShardInfo]:
+    return [info for t in _flatten((args, kwargs)) if isinstance(t, ShardedParameter) and (info := t.__dict__.get("onefold"))]
+
+
+def _flatten(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _flatten(v)]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _flatten(v)]
+    return [value]
+
+
+def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with each sharded parameter of a model in forward replaced by its whole parameter, gathered if need be."""
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, ShardedParameter):
+            info = value.__dict__.get("onefold")
+            entry = info._entry() if info is not None else None
+            if entry is None or not entry.engine().forwarding:
+                return value
+            return entry.compute if func in _METADATA else entry.engine().use(entry)
+        if isinstance(value, (list, tuple)):
+            return type(value)(swap(v) for v in value) if not hasattr(value, "_fields") else value
+        return value
+
+    return tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}
+
+
+def _error(args: Any, kwargs: Any, func: Any) -> ShardedParameterError:
+    found = infos(args, kwargs)
+    what = "; ".join(map(repr, found[:3])) or "a sharded parameter"
+    name = getattr(func, "__name__", str(func))
+    return ShardedParameterError(
+        f"{name} was given a sharded parameter outside the forward pass of its model. This rank holds only {what}. "
+        "To use it whole, call the model (not a part of it), or gather it: `with onefold.full_params(model):` for all of them, "
+        "`parameter.onefold.gather()` for this one (both on every rank)."
+    )
+
+
+_T = torch.Tensor
+_GRAD = _T.grad.__get__  # type: ignore[attr-defined]
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(_T, name).__get__ for name in names}
+
+
+# Answered from the whole parameter without gathering it.
+_METADATA = _getters("shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes")
+_METADATA |= {_T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__}
+_METADATA |= {_T.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel}
+# Answered by the local interval itself, also inside a forward pass: what belongs to the optimizer's object.
+_OWN = _getters("grad", "_version") | {_T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_, _T.__hash__, _T.data.__set__}  # type: ignore[attr-defined]
+# Meaningless on an interval even where the one-dimensional shape happens to fit.
+_F = torch.nn.functional
+_NEEDS_SHAPE = {
+    _F.linear, _F.bilinear, _F.embedding, _F.embedding_bag, _F.conv1d, _F.conv2d, _F.conv3d, _F.layer_norm, _F.batch_norm,
+    _F.group_norm, _F.rms_norm, _F.multi_head_attention_forward, torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.addmm,
+    torch.transpose, torch.t, torch.permute, _T.matmul, _T.__matmul__, _T.__rmatmul__, _T.mm, _T.t, _T.transpose, _T.permute,
+    _T.view, _T.reshape, _T.__getitem__, _T.__setitem__, torch.reshape, _T.T.__get__, _T.mT.__get__, _T.H.__get__, torch.autograd.grad,
+}  # fmt: skip  # type: ignore[attr-defined]

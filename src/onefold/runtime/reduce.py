@@ -1,0 +1,291 @@
+"""Reducing gradients behind the backward pass.
+
+    backward   unit 3      unit 2      unit 1      unit 0    end
+    ready        ^3          ^2          ^1          ^0
+    wire         [r3 .......][r2 ....]   [r1 ....]  [r0 ...]         (in_flight = 2: the third waits for the first)
+    result                    grad 3      grad 2     grad 1  grad 0
+
+A gradient is copied into its unit's flat buffer as autograd hands it over, and dropped; when the unit has all of them its buffer is
+exchanged, summed (see [Note: sums are local and in rank order] in comm/group.py) and becomes `.grad` of the optimizer's parameters.
+
+[Note: reductions keep one order] Units are reduced in an order that all ranks agree on (first the reverse of registration, then the order
+seen in the first backward). A unit that is ready early waits for its turn. A unit that this rank did not use takes part with
+zeros: at its turn if it was not called, at the end of the backward pass if it was called and brought no gradient.
+
+[Note: unused parameters] Every backward ends with one small exchange in which ranks say which parameters got a gradient. What no rank used
+keeps `.grad is None`, as it would in one process; what another rank used gets its gradient here too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.comm import Pending, Place
+from onefold.layout import overlap
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.parameter import whole_sight
+from onefold.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+
+@dataclass
+class Reduction:
+    """One run of one flat buffer on its way. `own` are the addresses that this rank sums; `parts` what the ranks send, in rank order."""
+
+    unit: Unit
+    flat: Flat
+    run: tuple[int, int]
+    buffer: torch.Tensor
+    own: tuple[int, int]
+    parts: list[torch.Tensor | None]
+    filled: list[bool]
+    pending: Pending
+    total: torch.Tensor | None = None
+    gathering: Pending | None = None
+
+
+class Reducer:
+    """Collects, reduces and hands over the gradients of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.units = engine.units
+        self.order = [u.index for u in self.units][::-1]
+        self.turn = 0
+        self.log: list[int] = []
+        self.learned = False
+        self.flying: list[Reduction] = []
+        self.summed: list[Reduction] = []
+        self.used: set[int] = set()
+        self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
+
+    # -- arrival ---------------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        self.turn, self.log, self.used = 0, [], set()
+        for unit in self.units:
+            unit.waiting = {e.number for e in unit.entries if e.active and not e.flat.passive}
+            unit.ready = not unit.waiting or unit.calls == 0
+            unit.launched = unit.late = False
+
+    def arrived(self, entry: Entry) -> None:
+        """Autograd has put the complete gradient of `entry` on the whole parameter."""
+        engine = self.engine
+        with whole_sight(), torch.no_grad():
+            engine.backward_event()
+            grad, entry.compute.grad = entry.compute.grad, None
+            if grad is None:
+                return
+            if grad.layout is not torch.strided:
+                raise ValueError(
+                    f"parameter {entry.slot.name!r} got a gradient of layout {grad.layout}; Onefold reduces dense gradients only. Use sparse=False."
+                )
+            unit = engine.unit_of[entry.number]
+            self._store(unit, entry, grad)
+            self.used.add(entry.number)
+            unit.waiting.discard(entry.number)
+            if unit.launched:
+                unit.late = True
+            elif not unit.waiting:
+                unit.ready = True
+                self.log.append(unit.index)
+                if not engine.deferring:
+                    self._advance()
+            if not unit.waiting:
+                engine.gather.maybe_release(unit)
+
+    def _store(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
+        flat = entry.flat
+        run = flat.run_of(entry)
+        sums = flat.dtypes.sums
+        buffer = flat.grads.get(run)
+        if buffer is None:
+            dtype = sums if self.engine.deferring else flat.dtypes.wire
+            buffer = flat.grads[run] = self._buffer(flat, run, dtype)
+        elif entry.filled and buffer.dtype != sums:  # accumulation never happens in 16 bits
+            wide = self.engine.pool.take(buffer.numel(), sums, "gradients")
+            wide.copy_(buffer)
+            self.engine.pool.give(buffer)
+            buffer = flat.grads[run] = wide
+        view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
+        if entry.filled:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            entry.filled = True
+
+    def _buffer(self, flat: Flat, run: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """A gradient buffer over `run` with zeros between the slots (and nothing yet inside them)."""
+        buffer = self.engine.pool.take(run[1] - run[0], dtype, "gradients")
+        end = run[0]
+        for slot in flat.layout.slots:
+            if run[0] <= slot.start < run[1]:
+                if slot.start > end:
+                    buffer[end - run[0] : slot.start - run[0]].zero_()
+                end = slot.end
+        buffer[end - run[0] :].zero_()
+        return buffer
+
+    # -- the wire --------------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Launch every unit whose turn it is and that is ready."""
+        while self.turn < len(self.order) and self.units[self.order[self.turn]].ready:
+            self._launch(self.units[self.order[self.turn]])
+            self.turn += 1
+            while len(self.flying) > self.in_flight:
+                self._land(self.flying.pop(0))
+
+    def _launch(self, unit: Unit) -> None:
+        unit.launched = True
+        engine, group = self.engine, self.engine.group
+        for flat in unit.flats:
+            move = "all-reduce" if flat.whole_master else "reduce-scatter"
+            place = Place(move, unit.name, engine.step, engine.phase)
+            for run in flat.runs:
+                buffer = flat.grads.pop(run, None)
+                if buffer is None:
+                    buffer = self._buffer(flat, run, flat.dtypes.wire)
+                filled = []
+                for entry in flat.entries:
+                    inside = entry.active and run[0] <= entry.slot.start < run[1]
+                    if inside and not entry.filled:
+                        buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].zero_()
+                    filled.append(inside and entry.filled)
+                    entry.filled = entry.filled and not inside
+                own = overlap(run, flat.interval)
+                sent = buffer.to(flat.dtypes.wire)
+                sends, recvs = [], []
+                parts: list[torch.Tensor | None] = []
+                for peer in range(group.size):
+                    a, b = overlap(run, flat.layout.interval(peer))
+                    if peer == group.rank:
+                        parts.append(buffer[own[0] - run[0] : own[1] - run[0]])
+                        continue
+                    sends.append((peer, sent[a - run[0] : b - run[0]]))
+                    parts.append(engine.pool.take(own[1] - own[0], flat.dtypes.wire, "reduction"))
+                    recvs.append((peer, parts[-1]))
+                pending = group.exchange(sends, recvs, place, flat.index, move=move)  # type: ignore[arg-type]
+                self.flying.append(Reduction(unit, flat, run, buffer, own, parts, filled, pending))
+
+    def _land(self, r: Reduction) -> None:
+        """Wait for the parts, add them up in rank order, and hand over what can be handed over."""
+        r.pending.wait()
+        flat, group, pool = r.flat, self.engine.group, self.engine.pool
+        first, *others = [p for p in r.parts if p is not None]
+        if flat.whole_master:  # every rank wants all sums: put this rank's into the whole buffer, then gather
+            total = torch.empty(flat.layout.numel if r.run == (0, flat.layout.numel) else r.run[1] - r.run[0], dtype=flat.dtypes.wire, device=first.device)
+            target = total[r.own[0] - r.run[0] : r.own[1] - r.run[0]]
+        else:
+            total = target = torch.empty(r.own[1] - r.own[0], dtype=flat.dtypes.sums, device=first.device)
+        sums = target if target.dtype == flat.dtypes.sums else torch.empty_like(target, dtype=flat.dtypes.sums)
+        if others and first.dtype == others[0].dtype == sums.dtype:
+            torch.add(first, others[0], out=sums)
+            others = others[1:]
+        else:
+            sums.copy_(first)
+        for part in others:
+            sums.add_(part)
+        if group.size > 1:
+            sums.mul_(1.0 / group.size)
+        if sums is not target:
+            target.copy_(sums)
+        for rank, part in enumerate(r.parts):
+            if rank != group.rank and part is not None:
+                r.parts[rank] = None
+                pool.give(part)
+        r.parts.clear()
+        del first, others, part
+        buffer, r.buffer = r.buffer, total
+        pool.give(buffer)
+        r.total = total
+        self.summed.append(r)
+        if flat.whole_master and group.size > 1:
+            r.gathering = self._gather_sums(r, total)
+        else:
+            self._hand_over(r, r.filled)
+
+    def _gather_sums(self, r: Reduction, total: torch.Tensor) -> Pending:
+        """The second half of an all-reduce: every rank's sums to every rank."""
+        flat, group = r.flat, self.engine.group
+        place = Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
+        cut = {p: overlap(r.run, flat.layout.interval(p)) for p in range(group.size)}
+        part = {p: total[a - r.run[0] : b - r.run[0]] for p, (a, b) in cut.items()}
+        peers = [p for p in range(group.size) if p != group.rank]
+        return group.exchange(
+            [(p, part[group.rank]) for p in peers], [(p, part[p]) for p in peers], place, flat.index, move="all-reduce"
+        )
+
+    # -- handing over ----------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, r: Reduction, which: list[bool]) -> None:
+        """Give the sums to the optimizer's parameters: `.grad` is set, or added to, as autograd would."""
+        assert r.total is not None
+        base = r.run[0] if r.flat.whole_master else r.own[0]
+        span = r.run if r.flat.whole_master else r.own
+        for entry, wanted in zip(r.flat.entries, which, strict=True):
+            if not wanted:
+                continue
+            a, b = overlap((entry.slot.start, entry.slot.end), span)
+            if a == b and entry.slot.numel:
+                continue
+            param = entry.param
+            grad = r.total[a - base : b - base].view(param.shape)
+            if param.grad is None:
+                param.grad = grad.to(param.dtype)
+            else:
+                param.grad.add_(grad)
+
+    def finish(self, used_anywhere: set[int]) -> None:
+        """Land everything and hand over what other ranks used."""
+        while self.flying:
+            self._land(self.flying.pop(0))
+        for r in self.summed:
+            if r.gathering is not None:
+                r.gathering.wait()
+                which = [e.number in used_anywhere and e.active and r.run[0] <= e.slot.start < r.run[1] for e in r.flat.entries]
+            else:
+                which = [
+                    e.number in used_anywhere and e.active and r.run[0] <= e.slot.start < r.run[1] and not done
+                    for e, done in zip(r.flat.entries, r.filled, strict=True)
+                ]
+            self._hand_over(r, which)
+        self.summed.clear()
+
+    def launch_rest(self) -> None:
+        """At the end of a backward pass: the units whose gradients did not all come take part with zeros."""
+        for unit in self.units:
+            unit.ready = True
+        self._advance_all()
+
+    def _advance_all(self) -> None:
+        while self.turn < len(self.order):
+            self._launch(self.units[self.order[self.turn]])
+            self.turn += 1
+
+    def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
+        """Gradients that came after their unit was reduced (re-entrant checkpointing of a shared module): reduce them too."""
+        for index in late:
+            self._launch(self.units[index])
+        self.finish(used_anywhere)
+
+    def drop(self) -> None:
+        """Forget everything that a failed backward pass left."""
+        for r in self.flying:
+            r.pending.wait()
+        self.flying.clear()
+        self.summed.clear()
+        for unit in self.units:
+            unit.waiting, unit.ready, unit.launched, unit.late = set(), False, False, False
+            for flat in unit.flats:
+                for buffer in flat.grads.values():
+                    self.engine.pool.give(buffer)
+                flat.grads.clear()
+                for entry in flat.entries:
+                    entry.filled = False
+                    entry.compute.grad = None

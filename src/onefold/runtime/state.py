@@ -1,0 +1,214 @@
+"""Whole parameters outside a forward pass: to read, to change, to take away, to bring in. All collective: every rank calls them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onefold.comm import Place
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.parameter import whole_sight
+from onefold.runtime.unit import Unit
+
+
+def _place(engine: Engine, unit: Unit) -> Place:
+    return Place("state", unit.name, engine.step, "state")
+
+
+def whole_masters(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor:
+    """A new buffer [numel] with all masters of `flat`, the same on every rank."""
+    full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
+    with whole_sight(), torch.no_grad():
+        if flat.whole_master:
+            return full.copy_(flat.master)
+        full[flat.interval[0] : flat.interval[1]].copy_(flat.master)
+        engine.group.all_gather(full, _place(engine, unit), flat.index, move="state").wait()
+    return full
+
+
+def scatter_masters(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor | None, master: torch.Tensor) -> None:
+    """Rank 0's `full` ([numel], master precision; None elsewhere) into every rank's `master`."""
+    group, place = engine.group, _place(engine, unit)
+    with torch.no_grad():
+        if group.rank == 0:
+            assert full is not None
+            all_of_it = (0, flat.layout.numel)
+            cuts = [(p, all_of_it if flat.whole_master else flat.layout.interval(p)) for p in range(1, group.size)]
+            group.exchange([(p, full[a:b]) for p, (a, b) in cuts], [], place, flat.index, move="state").wait()
+            master.copy_(full[flat.owned[0] : flat.owned[1]])
+        else:
+            group.exchange([], [(0, master)], place, flat.index, move="state").wait()
+
+
+@contextlib.contextmanager
+def full_params(engine: Engine, write: bool) -> Iterator[None]:
+    """Whole parameters in master precision in place of the sharded ones. See `onefold.full_params`."""
+    if engine.stack:
+        raise RuntimeError("full_params was entered inside a forward pass of the model; enter it outside.")
+    if engine.whole_depth:  # nested: the outer one has gathered
+        if write and not engine.whole_write:
+            raise RuntimeError("full_params(write=True) was entered inside full_params(); give write=True to the outer one.")
+        yield
+        return
+    held: list[tuple[Unit, Flat, torch.Tensor]] = []
+    with whole_sight():
+        for unit in engine.units:
+            for flat in unit.flats:
+                if flat.passive:
+                    continue
+                full = whole_masters(engine, unit, flat)
+                held.append((unit, flat, full))
+                engine.memory.add("gathered", full.numel() * full.element_size())
+                for entry in flat.entries:
+                    flat.swap(entry, nn.Parameter(flat.view(full, entry), requires_grad=False))
+    engine.whole_depth, engine.whole_write = 1, write
+    try:
+        yield
+    finally:
+        engine.whole_depth = 0
+        with whole_sight(), torch.no_grad():
+            for unit, flat, full in held:
+                for entry in flat.entries:
+                    flat.swap(entry, entry.param)
+                if write:
+                    scatter_masters(engine, unit, flat, full, flat.master)
+                engine.memory.add("gathered", -full.numel() * full.element_size())
+            if write:
+                engine.make_stale()
+
+
+def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See `onefold.full_state_dict`."""
+    group, out = engine.group, {}
+    with whole_sight(), torch.no_grad():
+        for unit in engine.units:
+            for flat in unit.flats:
+                full = _to_rank_0(engine, unit, flat)
+                for entry in flat.entries if group.rank == 0 else ():
+                    whole = entry.param.detach() if flat.passive else flat.view(full, entry)  # type: ignore[arg-type]
+                    whole = whole.cpu().clone()
+                    for name in entry.names:
+                        out[name] = whole
+    if group.rank != 0:
+        return {}
+    order = _plain_state_dict(engine, module)
+    return {name: out[name] if name in out else value.detach().cpu().clone() for name, value in order.items() if isinstance(value, torch.Tensor)}
+
+
+def _plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
+    engine.whole_depth += 1  # lets the guard on state_dict() pass
+    try:
+        with whole_sight():
+            return module.state_dict(keep_vars=True)
+    finally:
+        engine.whole_depth -= 1
+
+
+def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
+    if flat.passive:
+        return None
+    if flat.whole_master:
+        return flat.master
+    group, place = engine.group, _place(engine, unit)
+    if group.rank != 0:
+        group.exchange([(0, flat.master)], [], place, flat.index, move="state").wait()
+        return None
+    full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
+    full[flat.interval[0] : flat.interval[1]].copy_(flat.master)
+    recvs = [(p, full[slice(*flat.layout.interval(p))]) for p in range(1, group.size)]
+    group.exchange([], recvs, place, flat.index, move="state").wait()
+    return full
+
+
+def load_full_state_dict(engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool) -> tuple[list[str], list[str]]:
+    """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See `onefold.load_full_state_dict`."""
+    expected = {n: v for n, v in _plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
+    shapes = {n: tuple(e.slot.shape) for e in engine.entries for n in e.names}
+    verdict: list[Any] = [None]
+    if engine.rank == 0:
+        verdict = [_compare(expected, shapes, state, strict)]
+    if engine.world_size > 1:
+        dist.broadcast_object_list(verdict, src=engine.group.ranks[0], group=engine.group.control_group)
+    missing, unexpected, complaint = verdict[0]
+    if complaint:
+        raise ValueError(complaint)
+    with whole_sight(), torch.no_grad():
+        for unit in engine.units:
+            for flat in unit.flats:
+                _load_flat(engine, unit, flat, state or {})
+        _load_buffers(engine, {n: v for n, v in expected.items() if n not in shapes}, state or {})
+        engine.make_stale()
+    return missing, unexpected
+
+
+def _compare(
+    expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor] | None, strict: bool
+) -> tuple[list[str], list[str], str | None]:
+    if state is None:
+        return [], [], "load_full_state_dict: rank 0 was given no state dict; give it the whole one (other ranks may give None)."
+    missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    wrong = [
+        f"{n}: given {tuple(state[n].shape)}, expected {shapes.get(n, tuple(expected[n].shape))}"
+        for n in expected
+        if n in state and tuple(state[n].shape) != shapes.get(n, tuple(expected[n].shape))
+    ]
+    if wrong:
+        return missing, unexpected, "load_full_state_dict: shapes differ. " + "; ".join(wrong[:5])
+    if strict and (missing or unexpected):
+        return missing, unexpected, (
+            f"load_full_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}) and {len(unexpected)} are unknown to the model "
+            f"({', '.join(unexpected[:5])}). Give strict=False to load what fits."
+        )
+    return missing, unexpected, None
+
+
+def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[str, torch.Tensor]) -> None:
+    def given(entry: Entry) -> torch.Tensor | None:
+        return next((state[n] for n in entry.names if n in state), None)
+
+    if flat.passive:
+        for entry in flat.entries:
+            if (value := given(entry)) is not None:
+                entry.param.copy_(value)
+        return
+    full = whole_masters(engine, unit, flat)  # keeps what `state` does not name
+    if engine.rank == 0:
+        for entry in flat.entries:
+            if (value := given(entry)) is not None:
+                flat.view(full, entry).copy_(value)
+    scatter_masters(engine, unit, flat, full if engine.rank == 0 else None, flat.master)
+
+
+def _load_buffers(engine: Engine, buffers: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    from onefold.runtime.engine import broadcast
+
+    for name, buffer in buffers.items():
+        if engine.rank == 0 and name in state:
+            buffer.copy_(state[name])
+    if engine.world_size > 1:
+        broadcast(engine.group, list(buffers.values()), Place("state", "buffers", engine.step, "state"), engine.rank)
+
+
+def lay_out(engine: Engine, unit: Unit) -> None:
+    """Build the unit's flat buffers; rank 0's weights are everybody's."""
+    for flat in unit.flats:
+        if flat.passive:
+            continue
+
+        def fill(master: torch.Tensor, flat: Flat = flat) -> None:
+            full = None
+            if engine.rank == 0:
+                full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
+                for entry in flat.entries:
+                    parameters, attribute, _ = entry.places[0]
+                    flat.view(full, entry).copy_(parameters[attribute].detach())
+            scatter_masters(engine, unit, flat, full, master)
+
+        with whole_sight(), torch.no_grad():
+            flat.build(fill, engine.device)

@@ -1,0 +1,91 @@
+"""A unit: a block's flat buffers with one lifecycle.
+
+| from      | to        | when                                                      |
+|-----------|-----------|-----------------------------------------------------------|
+| SHARDED   | GATHERING | a gather is launched (used, prefetched, or joined)         |
+| GATHERING | GATHERED  | its bytes are here                                        |
+| GATHERED  | SHARDED   | released: the buffer goes back to the pool                |
+| GATHERED  | STALE     | the masters moved on (an optimizer step) under a kept copy |
+| STALE     | GATHERING | the kept copy is refreshed                                |
+
+Any other move is a bug of the engine and raises.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+
+from torch import nn
+
+from onefold.comm import Pending
+from onefold.runtime.flat import Entry, Flat
+
+
+class State(enum.Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+    STALE = "stale"
+
+
+_ALLOWED = {
+    (State.SHARDED, State.GATHERING),
+    (State.GATHERING, State.GATHERED),
+    (State.GATHERED, State.SHARDED),
+    (State.GATHERED, State.STALE),
+    (State.STALE, State.GATHERING),
+}
+
+
+class Unit:
+    """Attributes:
+    name: the dotted name of its module, "" for the root.
+    numel: elements of its flat buffers, alignment and padding included.
+    handles: tensors saved for backward that stand for a part of its gathered buffers.
+    depth: forward passes of its module that are open.
+    calls: forward passes with gradients whose backward has not run.
+    waiting: trainable parameters whose gradient this backward pass has not brought.
+    claimed: somebody uses the gathered buffers (as opposed to: prefetched or joined).
+    """
+
+    def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
+        self.name, self.index, self.flats = name or "(root)", index, flats
+        self.module = weakref.ref(module)
+        self.looks_up_only = isinstance(module, nn.Embedding)  # its backward reads no parameter
+        self.state = State.GATHERED if self.kept else State.SHARDED
+        self.handles = self.depth = self.calls = 0
+        self.claimed = self.sticky = False
+        self.waiting: set[int] = set()
+        self.ready = self.launched = self.late = False
+        self.pending: list[Pending] = []
+
+    @property
+    def kept(self) -> bool:
+        """Its whole parameters exist all the time (replicated), or it has none."""
+        return all(flat.kept for flat in self.flats)
+
+    @property
+    def numel(self) -> int:
+        return sum(flat.layout.numel for flat in self.flats)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [e for flat in self.flats for e in flat.entries]
+
+    def move(self, state: State, step: int) -> None:
+        if (self.state, state) not in _ALLOWED:
+            raise AssertionError(f"unit {self.name!r} cannot go from {self.state.value} to {state.value} (step {step})")
+        self.state = state
+
+    def swap_in(self) -> None:
+        """Let the module see the whole parameters."""
+        for flat in self.flats:
+            for entry in flat.entries:
+                flat.swap(entry, entry.compute)
+
+    def swap_out(self) -> None:
+        """Let the module show the optimizer's parameters again."""
+        for flat in self.flats:
+            for entry in flat.entries:
+                flat.swap(entry, entry.param)

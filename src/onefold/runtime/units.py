@@ -1,0 +1,133 @@
+"""Which modules become units, and which parameter belongs to which unit. Pure graph work on module names.
+
+A unit is a block: one gather and one reduction. Found like this unless the recipe names them:
+
+1. the children of every repeated module list (ModuleList, or a Sequential of like children) that is not inside another unit;
+2. of the rest, any module that holds parameters of its own as large as half a block (an embedding, a head);
+3. whatever is left belongs to the root.
+
+A parameter that several modules share (tied weights) belongs to the unit around their lowest common ancestor.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+
+@dataclass
+class Found:
+    """A parameter with every place that refers to it: `places` are (module, attribute), `names` the dotted names of all of them."""
+
+    param: nn.Parameter
+    names: list[str]
+    places: list[tuple[nn.Module, str]]
+
+
+@dataclass
+class UnitSpec:
+    """A unit-to-be: its dotted name ("" is the root), its module, and the parameters it owns in order."""
+
+    name: str
+    module: nn.Module
+    found: list[Found] = field(default_factory=list)
+
+
+def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[UnitSpec]:
+    """The units of `root`, the root's own first, then in the order of `root.named_modules()`."""
+    modules = dict(root.named_modules())
+    names = _named(modules, wanted) if wanted is not None else _blocks(root)
+    if wanted is None:
+        names = names + _large_rest(modules, names)
+    order = [name for name in modules if name in set(names) and name]
+    specs = {"": UnitSpec("", root)} | {name: UnitSpec(name, modules[name]) for name in order}
+    for found in _parameters(modules):
+        specs[_owner(found.names, specs)].found.append(found)
+    return [spec for spec in specs.values() if spec.found or spec.name == ""]
+
+
+def _parameters(modules: dict[str, nn.Module]) -> Iterable[Found]:
+    by_id: dict[int, Found] = {}
+    for prefix, module in modules.items():
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            found = by_id.setdefault(id(param), Found(param, [], []))
+            found.names.append(f"{prefix}.{attribute}" if prefix else attribute)
+            found.places.append((module, attribute))
+    return by_id.values()
+
+
+def _owner(names: list[str], specs: dict[str, UnitSpec]) -> str:
+    parts = [name.split(".")[:-1] for name in names]
+    common = parts[0]
+    for other in parts[1:]:
+        common = common[: next((i for i, (a, b) in enumerate(zip(common, other, strict=False)) if a != b), min(len(common), len(other)))]
+    while common and ".".join(common) not in specs:
+        common = common[:-1]
+    return ".".join(common)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _blocks(root: nn.Module) -> list[str]:
+    blocks: list[str] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if _is_repeated(child):
+                blocks.extend(f"{path}.{n}" for n, c in child.named_children() if any(True for _ in c.parameters()))
+            else:
+                visit(path, child)
+
+    if _is_repeated(root):
+        return [n for n, c in root.named_children() if any(True for _ in c.parameters())]
+    visit("", root)
+    return blocks
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        return False
+    kinds = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
+    if not kinds:
+        return False
+    return isinstance(module, nn.ModuleList) or max(kinds.values()) > 1
+
+
+def _large_rest(modules: dict[str, nn.Module], blocks: list[str]) -> list[str]:
+    if not blocks:
+        return []
+    enough = sum(_size(modules[b]) for b in blocks) / len(blocks) / 2
+    shared = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
+    out = []
+    for name, module in modules.items():
+        if not name or any(name == b or name.startswith(b + ".") for b in blocks) or isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+            continue
+        own = [p for p in module._parameters.values() if p is not None]
+        if own and all(shared[id(p)] == 1 for p in own) and sum(p.numel() for p in own) >= enough:
+            out.append(name)
+    return out
+
+
+def _named(modules: dict[str, nn.Module], wanted: Sequence[str | type]) -> list[str]:
+    out: list[str] = []
+    for want in wanted:
+        if isinstance(want, str):
+            hits = [n for n, m in modules.items() if n == want or type(m).__name__ == want]
+        else:
+            hits = [n for n, m in modules.items() if isinstance(m, want)]
+        if not hits:
+            known = sorted({*filter(None, modules), *(type(m).__name__ for m in modules.values())})
+            near = difflib.get_close_matches(str(want), known, 3)
+            hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Its modules include {', '.join(known[:8])}."
+            raise ValueError(f"units names {want!r}, which is no module name and no module class of this model. {hint}")
+        out.extend(hits)
+    return [n for n in out if n]

@@ -1,0 +1,161 @@
+"""`onefold.shard` and the few calls that go with it."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onefold.comm import Place
+from onefold.optim import clip_grad_norm, unwatch, watch
+from onefold.recipe import Recipe
+from onefold.runtime import state
+from onefold.runtime.engine import Engine, broadcast
+from onefold.runtime.hooks import guard_state_dict, install, statistics_of
+from onefold.runtime.materialize import has_meta, materialize
+from onefold.runtime.units import find_units
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def shard(
+    module: nn.Module,
+    recipe: Recipe,
+    *,
+    group: Any = None,
+    units: Sequence[str | type] | None = None,
+    init: Callable[[nn.Module], object] | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Divide a model's training state among the ranks as the recipe says. Collective; in place; returns the module.
+
+    Afterwards train as ever: `module.parameters()` are the tensors that this rank's optimizer steps, whole parameters exist while
+    they are computed with. All ranks start from rank 0's weights. Parameter objects keep their identity, so an optimizer made
+    before is as good as one made after (unless the model was on the meta device).
+
+    Args:
+        module: any nn.Module, also one (partly) on the meta device: it is given memory unit by unit, never whole.
+        recipe: for instance `Recipe.zero(stage=3)`.
+        group: a ProcessGroup or a one-dimensional DeviceMesh; None for all ranks, or a lone process.
+        units: names or classes of the modules that become units; None finds the repeated block.
+        init: initializes one module in place (called for modules on the meta device).
+        device: where to compute; None keeps the module's device (for meta modules: CUDA if there is any, else CPU).
+
+    Raises:
+        ValueError: what was given cannot be; the message says what to change.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"shard() was given {recipe!r} as recipe, expected a Recipe such as onefold.Recipe.zero(stage=3).")
+    if module in _engines:
+        raise ValueError("this module is sharded already; shard a fresh one, or use onefold.engine_of(module).")
+    where = _device(module, device)
+    wanted = units if units is not None else recipe.units
+    specs = find_units(module, wanted)
+
+    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group if not hasattr(group, "get_group") else group.get_group()) > 1)
+    if alone and has_meta(module):
+        for spec in specs:
+            materialize(spec, specs, where, init, module, values=True)
+        specs = find_units(module, wanted)
+    engine = Engine(specs, recipe, group, where)
+    values = _rank_0_needs_values(engine, module)
+    for spec, unit in zip(specs, engine.units, strict=True):
+        materialize(spec, specs, where, init, module, values=values)
+        state.lay_out(engine, unit)
+    if engine.world_size > 1:
+        broadcast(engine.group, [b for b in module.buffers() if b is not None], Place("state", "buffers", 0, "state"), engine.rank)
+
+    engine.buffers = statistics_of(module) if recipe.sync_buffers else []
+    engine.start()
+    if not engine.passive:
+        for spec, unit in zip(specs, engine.units, strict=True):
+            install(engine, unit, spec.module)
+        guard_state_dict(engine, module)
+    watch(engine)
+    engine.make_stale()
+    engine.traffic.reset()
+    _engines[module] = engine
+    weakref.finalize(module, _close, engine)
+    return module
+
+
+def engine_of(module: nn.Module) -> Engine:
+    """The engine behind a sharded module.
+
+    Raises:
+        ValueError: the module was not sharded.
+    """
+    engine = _engines.get(module)
+    if engine is None:
+        raise ValueError(f"this {type(module).__name__} was not sharded; give the module that onefold.shard(module, recipe) returned.")
+    return engine
+
+
+def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the norm before, on every rank."""
+    return clip_grad_norm(engine_of(module), max_norm, norm_type)
+
+
+@contextlib.contextmanager
+def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
+    """Inside, the model holds whole parameters in master precision, to read, to evaluate, or to generate with. Collective.
+
+    They take no gradients. With `write=True` changes made inside are kept on leaving; rank 0's are everybody's.
+    """
+    with state.full_params(engine_of(module), write):
+        yield module
+
+
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole state dict in master precision on rank 0's host, moved unit by unit; {} on other ranks. Collective."""
+    return state.full_state_dict(engine_of(module), module)
+
+
+def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, strict: bool = True) -> tuple[list[str], list[str]]:
+    """Load rank 0's whole state dict (other ranks may give None). Collective. Returns the missing and the unexpected names.
+
+    Raises:
+        ValueError: on every rank, if shapes differ, or names do under `strict`.
+    """
+    return state.load_full_state_dict(engine_of(module), module, state_dict, strict)
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Micro-batches before the last of a step: gradients that the recipe reduces at the boundary stay local inside.
+
+    Stages that shard gradients reduce every micro-batch all the same, unless the recipe says reduce_at="boundary".
+    """
+    with engine_of(module).unsynced():
+        yield
+
+
+def _rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
+    """Whether rank 0's model is on the meta device, so that its weights have to be made up (the same answer on every rank)."""
+    mine = any(p.is_meta for p in module.parameters())
+    payload = torch.tensor([mine], dtype=torch.uint8)
+    return bool(engine.group.exchange_control(payload, Place("control", "(start)", 0, "state"))[0].item())
+
+
+def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    devices = {p.device for p in module.parameters() if not p.is_meta}
+    if device is not None:
+        where = torch.device(device)
+        if devices - {where}:
+            module.to(where)
+        return where
+    if len(devices) > 1:
+        raise ValueError(f"the model's parameters lie on {', '.join(map(str, sorted(devices, key=str)))}: move it to one device, or give shard() a device.")
+    return devices.pop() if devices else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _close(engine: Engine) -> None:
+    unwatch(engine)
+    engine.close()

@@ -1,0 +1,69 @@
+"""What is done to a model block by block: recomputing activations, compiling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from onefold.train.errors import TrainError
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the largest `nn.ModuleList` or `nn.Sequential` whose members are all of one class; [] if there is none."""
+    best: list[nn.Module] = []
+    weight = 0
+    for module in model.modules():
+        if (
+            isinstance(module, nn.ModuleList | nn.Sequential)
+            and len(module) > 1
+            and len({type(m) for m in module}) == 1
+        ):
+            size = sum(p.numel() for p in module.parameters())
+            if size > weight:
+                best, weight = list(module), size
+    return best
+
+
+def checkpoint_activations(model: nn.Module, how: str) -> None:
+    """Recompute blocks in the backward pass instead of keeping what they computed.
+
+    Args:
+        how: "none", "full" (every block) or "selective" (every second block: half the memory for half the recompute).
+
+    Raises:
+        TrainError: the model has no way to do it.
+    """
+    if how == "none":
+        return
+    # transformers 5 calls it activation_checkpointing_enable, earlier ones gradient_checkpointing_enable
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+        raise TrainError(
+            f"--activation-checkpointing {how}: {type(model).__name__} has no activation_checkpointing_enable or "
+            "gradient_checkpointing_enable. Give it one, or use torch.utils.checkpoint inside its forward."
+        )
+    enable({"use_reentrant": False})
+    if how == "selective":
+        flagged = [m for m in repeated_blocks(model) if getattr(m, "gradient_checkpointing", False)]
+        if not flagged:
+            raise TrainError(
+                f"--activation-checkpointing selective: {type(model).__name__} does not switch its blocks one by one; use full."
+            )
+        for block in flagged[1::2]:
+            block.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """`torch.compile` each repeated block in place, so that all of them share one compilation.
+
+    Raises:
+        TrainError: no repeated block was found.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise TrainError("--compile compiles the repeated blocks of a model, and this one has none; leave it out.")
+    for block in blocks:
+        block.compile()

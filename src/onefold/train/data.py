@@ -1,0 +1,232 @@
+"""Text in, samples out: plain text is packed into sequences of equal length, conversations stay one a sample.
+
+    text files, `text` lines   ─► tokens of all documents in a row, an end token between ─► cut every `seq` tokens
+    `messages` lines           ─► chat template ─► one sample each, labels only on what the assistant says
+
+A batch is {"input_ids", "labels"}, both int64 of shape [b, s]; a label of -100 does not count. Models shift labels by one
+themselves, so a sample's tokens that count are the labels from position 1 on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from onefold.train.errors import TrainError
+from onefold.train.tokenizer import Tokenizer, encode_with_spans, render_chat
+
+IGNORE = -100
+#: What a folder is searched for.
+TEXT_ENDINGS = frozenset({".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".log", ".text"})
+Batch = dict[str, torch.Tensor]
+Indices = npt.NDArray[np.int64]
+
+
+class Samples(Protocol):
+    """Samples by index, the same on every rank."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Indices) -> Batch: ...
+
+    def counts(self, indices: Indices) -> int:
+        """Tokens that count towards the loss in these samples, in all."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of equal length cut from one long row of tokens, shape [samples, seq]."""
+
+    rows: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, indices: Indices) -> Batch:
+        ids = torch.from_numpy(self.rows[indices].astype(np.int64))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def counts(self, indices: Indices) -> int:
+        return len(indices) * (self.rows.shape[1] - 1)
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """One conversation a sample, of its own length; a batch is padded at the right to its longest.
+
+    Padding needs no attention mask: it stands behind everything that counts, where a causal model does not look.
+    """
+
+    tokens: Sequence[npt.NDArray[np.int32]]
+    labels: Sequence[npt.NDArray[np.int32]]
+    padding: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, indices: Indices) -> Batch:
+        longest = max(len(self.tokens[i]) for i in indices)
+        ids = torch.full((len(indices), longest), self.padding, dtype=torch.int64)
+        labels = torch.full((len(indices), longest), IGNORE, dtype=torch.int64)
+        for row, i in enumerate(indices):
+            ids[row, : len(self.tokens[i])] = torch.from_numpy(self.tokens[i].astype(np.int64))
+            labels[row, : len(self.labels[i])] = torch.from_numpy(self.labels[i].astype(np.int64))
+        return {"input_ids": ids, "labels": labels}
+
+    def counts(self, indices: Indices) -> int:
+        return int(sum((self.labels[i][1:] != IGNORE).sum() for i in indices))
+
+
+@dataclass
+class Data:
+    """Training and held-out samples, what they are called, and what a reader should know about how they were made."""
+
+    train: Samples
+    held_out: Samples
+    name: str
+    notes: list[str] = field(default_factory=list)
+
+
+def load_data(name: str, tokenizer: Tokenizer, seq: int, seed: int, eval_fraction: float) -> Data:
+    """Read `--data`, split it, tokenize it.
+
+    Raises:
+        TrainError: nothing there, nothing readable in it, or too little for one sequence.
+    """
+    kind, documents = read_documents(name)
+    notes: list[str] = []
+    if kind == "messages":
+        samples: Samples = _conversations(documents, tokenizer, seq, notes)
+        order = np.random.default_rng([seed, 1 << 20]).permutation(len(samples))
+        held = max(1, round(eval_fraction * len(samples))) if len(samples) > 1 else 0
+        train, out = _pick(samples, order[held:]), _pick(samples, order[:held])
+    else:
+        rows = _pack(documents, tokenizer, seq, name)
+        order = np.random.default_rng([seed, 1 << 20]).permutation(len(rows))
+        held = max(1, round(eval_fraction * len(rows))) if len(rows) > 1 else 0
+        train, out = Packed(rows[np.sort(order[held:])]), Packed(rows[np.sort(order[:held])])
+    if not held:
+        notes.append("one sample only: nothing is held out, so no held-out loss is measured")
+    return Data(train, out, name, notes)
+
+
+def read_documents(name: str) -> tuple[str, list[Any]]:
+    """("text", [str, ...]) or ("messages", [[{"role", "content"}, ...], ...]) from a `--data` value."""
+    if name == "topics":
+        from pydoc_data.topics import topics
+
+        return "text", [topics[key] for key in sorted(topics)]
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in TEXT_ENDINGS)
+        if not files:
+            raise TrainError(f"--data {name}: no text file in this folder ({', '.join(sorted(TEXT_ENDINGS))}).")
+        return "text", [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    if not path.is_file():
+        raise TrainError(
+            f"--data {name}: expected topics, a text file, a folder or a .jsonl file, and there is no such file."
+        )
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
+        return _read_json_lines(path)
+    return "text", [path.read_text(encoding="utf-8", errors="replace")]
+
+
+def _read_json_lines(path: Path) -> tuple[str, list[Any]]:
+    kinds, out = set(), []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise TrainError(f"--data {path}, line {number}: not JSON ({error.msg}).") from None
+            key = next((k for k in ("messages", "text") if isinstance(row, dict) and k in row), None)
+            if key is None:
+                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise TrainError(f"--data {path}, line {number}: expected a key `text` or `messages`, found {found}.")
+            _check_row(path, number, key, row[key])
+            kinds.add(key)
+            if len(kinds) > 1:
+                raise TrainError(
+                    f"--data {path}, line {number}: has `{key}`, the lines before the other; use one per file."
+                )
+            out.append(row[key])
+    if not out:
+        raise TrainError(f"--data {path}: the file has no lines.")
+    return kinds.pop(), out
+
+
+def _check_row(path: Path, number: int, key: str, value: Any) -> None:
+    if key == "text":
+        good = isinstance(value, str)
+    else:
+        good = isinstance(value, list) and bool(value)
+        good = good and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+        )
+    if not good:
+        expected = "a string" if key == "text" else 'a list of {"role": ..., "content": ...}'
+        raise TrainError(f"--data {path}, line {number}: `{key}` must be {expected}.")
+
+
+def _pack(documents: Iterable[str], tokenizer: Tokenizer, seq: int, name: str) -> npt.NDArray[np.int32]:
+    """All documents in a row with an end token after each, cut every `seq` tokens; shape [samples, seq]."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces = [np.asarray(tokenizer.encode(text, add_special_tokens=False) + end, np.int32) for text in documents]
+    row = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+    samples = len(row) // seq
+    if not samples:
+        raise TrainError(
+            f"--data {name} has {len(row)} tokens, less than one sequence of --seq {seq}: more text or a shorter --seq."
+        )
+    return row[: samples * seq].reshape(samples, seq)
+
+
+def _conversations(documents: list[Any], tokenizer: Tokenizer, seq: int, notes: list[str]) -> Conversations:
+    tokens, labels = [], []
+    dropped = everything = 0
+    for ids, mask in _encoded(documents, tokenizer):
+        everything += mask is None
+        row = np.asarray(ids[:seq], np.int32)
+        label = row.copy() if mask is None else np.where(np.asarray(mask[:seq], bool), row, IGNORE).astype(np.int32)
+        if len(row) < 2 or not (label[1:] != IGNORE).any():
+            dropped += 1
+            continue
+        tokens.append(row)
+        labels.append(label)
+    if not tokens:
+        raise TrainError(
+            f"none of the {len(documents)} conversations has a word of an assistant within --seq {seq} tokens."
+        )
+    if dropped:
+        notes.append(
+            f"{dropped} of {len(documents)} conversations left out: no word of an assistant within {seq} tokens"
+        )
+    if everything:
+        notes.append(
+            f"{everything} of {len(documents)} conversations count as a whole: this tokenizer or chat template cannot tell turns"
+        )
+    padding = tokenizer.eos_token_id or 0
+    return Conversations(tokens, labels, padding)
+
+
+def _encoded(documents: Iterable[Any], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[bool] | None]]:
+    for messages in documents:
+        text, spans = render_chat(tokenizer, messages)
+        encoded = encode_with_spans(tokenizer, text, spans) if spans is not None else None
+        yield encoded if encoded is not None else (tokenizer.encode(text, add_special_tokens=False), None)
+
+
+def _pick(samples: Conversations | Samples, indices: Indices) -> Conversations:
+    assert isinstance(samples, Conversations)
+    chosen = np.sort(indices)
+    return Conversations([samples.tokens[i] for i in chosen], [samples.labels[i] for i in chosen], samples.padding)

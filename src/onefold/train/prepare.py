@@ -1,0 +1,118 @@
+"""From a configuration to everything a loop needs: model, data, stage, sharded module, optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.train.blocks import checkpoint_activations, compile_blocks
+from onefold.train.choose import Choice, choose_stage
+from onefold.train.config import DEFAULT_STEPS, TrainConfig
+from onefold.train.data import Data, load_data
+from onefold.train.errors import TrainError
+from onefold.train.groups import names_without_decay, parameter_groups
+from onefold.train.models import Loaded, load_model
+from onefold.train.order import DataOrder, accumulation_steps
+from onefold.train.ranks import Ranks
+from onefold.train.schedule import lr_factor, warmup_steps
+
+
+@dataclass
+class Run:
+    """A run that is ready to step."""
+
+    config: TrainConfig
+    ranks: Ranks
+    loaded: Loaded
+    data: Data
+    choice: Choice
+    recipe: onefold.Recipe
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    order: DataOrder
+    steps: int
+    accumulation: int
+    factor: Callable[[int], float]
+    trained: int
+    frozen: int
+
+
+def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> Run:
+    """Load, choose, shard. Collective: every rank calls it with the same configuration.
+
+    Args:
+        note: tells the user what is being done, a line at a time.
+    """
+    (free,) = ranks.least(ranks.free_memory())
+    note(f"loading {config.model}")
+    loaded = load_model(config.model, config.tokenizer, config.seed, config.seq)
+    if loaded.tokenizer is None:
+        raise TrainError(
+            f"--model {config.model} came without a tokenizer and none is installed; name one with --tokenizer."
+        )
+    note(f"reading {config.data}")
+    data = load_data(config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction)
+    _check_vocabulary(loaded)
+    global_batch = config.global_batch or config.micro_batch * ranks.world_size
+    accumulation = accumulation_steps(global_batch, config.micro_batch, ranks.world_size)
+    order = DataOrder(len(data.train), global_batch, config.seed)
+    steps = config.steps or DEFAULT_STEPS
+    if config.epochs is not None:
+        steps = max(1, math.ceil(config.epochs * len(data.train) / global_batch))
+
+    model = loaded.module.to(ranks.device)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    choice = choose_stage(config.stage, ranks.world_size, config.precision, trained, frozen, int(free))
+    recipe = _recipe(config, choice.stage)
+    no_decay = names_without_decay(model)
+    if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # a cache of keys and values is of no use in training; sampling asks for it
+    checkpoint_activations(model, config.activation_checkpointing)
+    note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
+    model = onefold.shard(model, recipe)
+    if config.compile:
+        compile_blocks(model)
+    optimizer = _optimizer(config, model, no_decay, ranks)
+    scaler = onefold.GradScaler(model) if config.precision == "fp16" else None
+    # Dropout differs from rank to rank; everything drawn before this line was the same everywhere.
+    torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))
+    warmup = warmup_steps(config.warmup, steps)
+    factor = lr_factor(config.schedule, steps, warmup, config.min_lr)
+    return Run(
+        config, ranks, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen
+    )  # fmt: skip
+
+
+def _recipe(config: TrainConfig, stage: int) -> onefold.Recipe:
+    options: dict[str, Any] = {"precision": config.precision, "stall_timeout": config.stall_timeout}
+    if config.units is not None:
+        options["units"] = config.units
+    if config.reduce_at is not None and stage >= 2:
+        options["reduce_at"] = config.reduce_at
+    return onefold.Recipe.zero(stage, **options)
+
+
+def _optimizer(config: TrainConfig, model: nn.Module, no_decay: frozenset[str], ranks: Ranks) -> torch.optim.Optimizer:
+    groups = parameter_groups(model.named_parameters(), no_decay, config.weight_decay)
+    if not groups:
+        raise TrainError(
+            f"--model {config.model} has no parameter that requires a gradient: there is nothing to train."
+        )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def _check_vocabulary(loaded: Loaded) -> None:
+    size = getattr(getattr(loaded.module, "config", None), "vocab_size", None)
+    if loaded.tokenizer is not None and isinstance(size, int) and len(loaded.tokenizer) > size:
+        raise TrainError(
+            f"the tokenizer has {len(loaded.tokenizer)} tokens, the model {loaded.name} only {size}: "
+            "they do not belong together; choose another --tokenizer."
+        )

@@ -1,0 +1,104 @@
+"""This rank among the others: its device, its process groups, and the few numbers that ranks tell each other on the host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from onefold.train.machine import free_host_memory
+
+
+@dataclass
+class Ranks:
+    """Where this process stands.
+
+    Attributes:
+        rank, world_size: among all ranks of the run.
+        local_rank, local_world_size: among those of this machine.
+        device: where it computes.
+        backend: of the collectives that move states.
+        control: a gloo group of its own for numbers on the host, so that they never mix with the engine's collectives.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    control: dist.ProcessGroup | None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over ranks. Collective."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def least(self, *values: float) -> list[float]:
+        """The least of each value over ranks. Collective."""
+        return self._reduce(values, dist.ReduceOp.MIN)
+
+    def most(self, *values: float) -> list[float]:
+        """The greatest of each value over ranks. Collective."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 has, on every rank. Collective; it must pickle."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def wait(self) -> None:
+        """Until every rank is here. Collective."""
+        if self.world_size > 1:
+            dist.barrier(group=self.control)
+
+    def free_memory(self) -> int:
+        """Bytes free for this rank: of its GPU, or its part of the host's."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return free_host_memory() // self.local_world_size
+
+    def _reduce(self, values: tuple[float, ...], how: Any) -> list[float]:
+        if self.world_size == 1:
+            return list(values)
+        numbers = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(numbers, op=how, group=self.control)
+        return numbers.tolist()
+
+
+def join(device: str, timeout: float) -> Ranks:
+    """Initialize torch.distributed from what the launcher has set, and say where this rank stands.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        timeout: seconds after which a collective on the host gives up.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(where)
+    backend = "nccl" if use_cuda else "gloo"
+    dist.init_process_group(f"cpu:gloo,cuda:{backend}" if use_cuda else backend)
+    # Loading, sampling and saving keep rank 0 longer than the others, so the host group is patient.
+    patience = timedelta(seconds=max(1800.0, timeout))
+    control = dist.new_group(backend="gloo", timeout=patience) if world_size > 1 else None
+    return Ranks(rank, world_size, local_rank, local_world_size, where, backend, control)
+
+
+def leave() -> None:
+    """Free the process groups; on clean exits only, since destroying them while a collective is stuck would wait for it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,161 @@
+"""What the user sees: a progress bar in a terminal, lines where there is none, JSON lines with --json, nothing on other ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from onefold.train.machine import readable
+
+
+class Reporter:
+    """Says nothing; what ranks other than the first use."""
+
+    def note(self, text: str) -> None:
+        """Something is being done, or was done in another way than one may expect."""
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        """What was chosen and why, before the first step."""
+
+    def sample(self, when: str, prompt: str, text: str) -> None:
+        """Text of the model, `when` is "before" or "after"."""
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Metrics of one step."""
+
+    def done(self, row: dict[str, Any]) -> None:
+        """The run is over and saved."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class JsonReporter(Reporter):
+    """One JSON object a line on stdout, with the key "event"."""
+
+    def _write(self, event: str, **values: Any) -> None:
+        sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        self._write("note", text=text)
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        self._write("plan", **plan)
+
+    def sample(self, when: str, prompt: str, text: str) -> None:
+        self._write("sample", when=when, prompt=prompt, text=text)
+
+    def step(self, row: dict[str, Any]) -> None:
+        self._write("step", **row)
+
+    def done(self, row: dict[str, Any]) -> None:
+        self._write("done", **row)
+
+
+class ConsoleReporter(Reporter):
+    """For people: a table, then a bar (a terminal) or a line every `log_every` steps (a file or a pipe)."""
+
+    def __init__(self, log_every: int, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._log_every = log_every
+        self._bar: Progress | None = None
+        self._steps = 0
+
+    def note(self, text: str) -> None:
+        self.console.print(f"[dim]{_plain(text)}[/dim]")
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        self._steps = plan["steps"]
+        facts = Table.grid(padding=(0, 2))
+        for label, value in (
+            ("model", f"{plan['model']}, {plan['parameters']:,} parameters ({plan['trained']:,} trained)"),
+            ("data", f"{plan['data']}: {plan['samples']:,} sequences of up to {plan['seq']} tokens, {plan['held_out']:,} held out"),
+            ("ranks", f"{plan['ranks']} on {plan['device']} over {plan['backend']}, {plan['threads']} threads each"),
+            ("batch", f"{plan['global_batch']} sequences a step = {plan['micro_batch']} x {plan['ranks']} ranks x {plan['accumulation']} accumulated"),
+            ("length", f"{plan['steps']} steps, {plan['epochs']:.2f} epochs, {plan['schedule']}"),
+            ("stage", plan["reason"]),
+            ("output", plan["output"]),
+        ):  # fmt: skip
+            facts.add_row(f"[bold]{label}[/bold]", _plain(str(value)))
+        self.console.print(facts)
+        stages = Table(title="states a rank would hold", title_justify="left", box=None, padding=(0, 2))
+        for column in ("stage", "needed", "may use", ""):
+            stages.add_column(column, justify="left" if column == "" else "right")
+        for stage, needed in plan["states_needed"].items():
+            mark = (
+                "<- chosen"
+                if int(stage) == plan["stage"]
+                else ""
+                if needed <= plan["states_available"]
+                else "does not fit"
+            )
+            stages.add_row(str(stage), readable(needed), readable(plan["states_available"]), mark)
+        self.console.print(stages)
+        self.console.print(_plain(plan["recipe"]), style="dim")
+
+    def sample(self, when: str, prompt: str, text: str) -> None:
+        self._stop_bar()
+        self.console.print(f"[bold]{when} training[/bold]  [dim]{_plain(prompt)}[/dim]{_plain(text)}")
+
+    def step(self, row: dict[str, Any]) -> None:
+        if self.console.is_terminal:
+            self._advance(row)
+        elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps):
+            self.console.print(f"step {row['step']}/{self._steps}  {_figures(row)}")
+
+    def done(self, row: dict[str, Any]) -> None:
+        self._stop_bar()
+        verb = "stopped" if row["stopped"] else "done"
+        first, last = row["first_loss"], row["last_loss"]
+        self.console.print(
+            f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s: loss {first:.3f} -> {last:.3f}, "
+            f"{readable(row['wire_bytes_total'])} sent by each rank, peak memory {readable(row['memory_peak'])} a rank"
+        )
+        self.console.print(f"saved {_plain(row['model_kind'])} {_plain(row['model'])}, {_plain(row['metrics'])}")
+
+    def close(self) -> None:
+        self._stop_bar()
+
+    def _advance(self, row: dict[str, Any]) -> None:
+        if self._bar is None:
+            self._bar = Progress(
+                SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"),
+                console=self.console,
+            )  # fmt: skip
+            self._bar.add_task("train", total=self._steps, figures="")
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=row["step"], figures=_figures(row))
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _figures(row: dict[str, Any]) -> str:
+    parts = [f"loss {row['loss']:.3f}"]
+    if "eval_loss" in row:
+        parts.append(f"held-out {row['eval_loss']:.3f}")
+    parts.append(f"{row['tokens_per_s']:.0f} tokens/s")
+    parts.append(f"memory {readable(row['memory'])} (peak {readable(row['memory_peak'])})")
+    parts.append(f"wire {readable(row['wire_bytes'])}/step")
+    return "  ".join(parts)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def reporter(first: bool, json_lines: bool, log_every: int) -> Reporter:
+    """The one that this rank uses."""
+    if not first:
+        return Reporter()
+    return JsonReporter() if json_lines else ConsoleReporter(log_every)

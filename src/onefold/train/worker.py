@@ -1,0 +1,150 @@
+"""One rank of a run, from joining the others to the saved model."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.train.config import TrainConfig
+from onefold.train.errors import TrainError
+from onefold.train.export import export
+from onefold.train.loop import Row, train
+from onefold.train.output import Metrics, with_output, write_config
+from onefold.train.prepare import Run, prepare
+from onefold.train.ranks import Ranks, join, leave
+from onefold.train.report import JsonReporter, Reporter, reporter
+from onefold.train.sample import prompt_of, sample
+from onefold.train.stop import CONTROL, StopSignal
+
+
+def run_rank(config: TrainConfig) -> int:
+    """Be one rank of `config` and return the exit status. What goes wrong is told once, by the first rank it happens to."""
+    stop = StopSignal(int(os.environ["RANK"]))
+    try:
+        ranks = join(config.device, config.stall_timeout)
+        if CONTROL not in os.environ:
+            config = ranks.from_first(_with_output_or_error(config) if ranks.is_first else None)
+            if isinstance(config, TrainError):
+                raise config
+        code = _run(config, ranks, stop)
+        leave()
+        return code
+    except Exception as error:
+        if not stop.requested and stop.speak_first():
+            _tell(error, stop.rank, config.json_lines if isinstance(config, TrainConfig) else False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: process groups that are in the middle of something would be waited for.
+        os._exit(stop.exit_code or 1 if stop.requested else 1)
+
+
+def _with_output_or_error(config: TrainConfig) -> TrainConfig | TrainError:
+    try:
+        return with_output(config)
+    except TrainError as error:
+        return error
+
+
+def _tell(error: Exception, rank: int, json_lines: bool) -> None:
+    if json_lines:
+        JsonReporter()._write("error", rank=rank, kind=type(error).__name__, message=str(error))
+    if isinstance(error, TrainError):
+        print(f"error: {error}", file=sys.stderr)
+        return
+    print(f"rank {rank} failed:", file=sys.stderr)
+    traceback.print_exception(error)
+
+
+def _run(config: TrainConfig, ranks: Ranks, stop: StopSignal) -> int:
+    assert config.output is not None
+    folder = Path(config.output)
+    say = reporter(ranks.is_first, config.json_lines, config.log_every)
+    try:
+        begun = time.perf_counter()
+        run = prepare(config, ranks, say.note)
+        if ranks.is_first:
+            write_config(config, folder)
+        say.plan(describe(run))
+        for text in run.data.notes:
+            say.note(text)
+        _show_sample(run, say, "before")
+        stop.arm()
+        rows: list[Row] = []
+        with Metrics(folder / "metrics.jsonl" if ranks.is_first else Path(os.devnull)) as metrics:
+
+            def report(row: Row) -> None:
+                rows.append(row)
+                metrics.write(row)
+                say.step(row)
+
+            done = train(run, lambda: stop.requested, report)
+            stopped = done < run.steps
+            kind = export(run, folder / "model")
+            (peak,) = ranks.most(rows[-1]["memory_peak"])
+            summary: Row = {
+                "done": True,
+                "stopped": stopped,
+                "steps": done,
+                "seconds": time.perf_counter() - begun,
+                "first_loss": rows[0]["loss"],
+                "last_loss": rows[-1]["loss"],
+                "wire_bytes_total": rows[-1]["wire_bytes_total"],
+                "memory_peak": int(peak),
+                "model_kind": kind,
+                "model": str(folder / "model"),
+                "metrics": str(folder / "metrics.jsonl"),
+            }
+            metrics.write(summary)
+        if not stopped:
+            _show_sample(run, say, "after")
+        say.done(summary)
+        return stop.exit_code if stopped else 0
+    finally:
+        say.close()
+
+
+def _show_sample(run: Run, say: Reporter, when: str) -> None:
+    text = sample(run)
+    if text is not None:
+        say.sample(when, prompt_of(run), text)
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """What was chosen and why, ready for JSON."""
+    config = run.config
+    return {
+        "model": run.loaded.name,
+        "parameters": run.trained + run.frozen,
+        "trained": run.trained,
+        "data": run.data.name,
+        "samples": len(run.data.train),
+        "held_out": len(run.data.held_out),
+        "ranks": run.ranks.world_size,
+        "device": str(run.ranks.device.type),
+        "backend": run.ranks.backend,
+        "threads": torch.get_num_threads(),
+        "stage": run.choice.stage,
+        "reason": run.choice.reason,
+        "states_needed": {str(stage): size for stage, size in run.choice.needed.items()},
+        "states_available": run.choice.available,
+        "recipe": run.recipe.describe(),
+        "precision": config.precision,
+        "micro_batch": config.micro_batch,
+        "global_batch": run.order.global_batch,
+        "accumulation": run.accumulation,
+        "seq": config.seq,
+        "steps": run.steps,
+        "epochs": run.steps * run.order.global_batch / len(run.data.train),
+        "schedule": f"lr {config.lr:g}, {config.schedule}",
+        "output": config.output,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(TrainConfig.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))))
