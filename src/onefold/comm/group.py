@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm.ledger import TrafficLedger
-from onefold.comm.stall import Place, explain
+from onefold.comm.stall import Place, StallError, explain
 
 _KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5}
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -65,6 +65,7 @@ class Group:
         self.timeout, self.device = timeout, device
         self.ledger = TrafficLedger()
         self.heard: dict[int, int] = {}
+        self.broken: StallError | None = None
         self._counts: dict[tuple[str, int], int] = {}
         self._groups: list[Any] = []
         if hasattr(process_group, "get_group"):
@@ -101,6 +102,8 @@ class Group:
     # -- waiting ---------------------------------------------------------------------------------------------------------------
 
     def wait(self, works: list[Any], place: Place) -> None:
+        if self.broken is not None:  # the connections are closed: say again what happened rather than wait again
+            raise self.broken
         start = time.monotonic()
         try:
             if self.backend == "gloo" or place.move == "control":
@@ -113,7 +116,8 @@ class Group:
         except RuntimeError as error:
             waited = time.monotonic() - start
             name = getattr(self.control_group, "group_name", "")
-            raise explain(place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard) from None
+            self.broken = explain(place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard)
+            raise self.broken from None
 
     # -- moves -----------------------------------------------------------------------------------------------------------------
 
@@ -154,6 +158,19 @@ class Group:
         works += [dist.isend(payload, group=self.control_group, group_dst=p, tag=tag) for p in self._peers()]
         self.wait(works, place)
         return parts
+
+    def gather_values(self, value: torch.Tensor, place: Place) -> torch.Tensor:
+        """One number of every rank: a one-element tensor becomes [size], in rank order. On NCCL without waiting on the host."""
+        if self.size == 1:
+            return value.reshape(1)
+        if self.backend == "gloo":
+            payload = value.detach().cpu().reshape(1).view(torch.uint8)
+            return torch.cat(self.exchange_control(payload, place)).view(value.dtype).to(value.device)
+        out = torch.empty(self.size, dtype=value.dtype, device=value.device)
+        self.ledger.control_bytes += value.element_size() * (self.size - 1)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(out, value.reshape(1).contiguous(), group=self.reduce_group)
+        return out
 
     def _peers(self) -> list[int]:
         # Starting behind oneself spreads the load: no rank is everybody's first.

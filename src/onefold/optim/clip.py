@@ -8,7 +8,6 @@ every stage, and costs one pass over 1/N of the gradients and one exchange of 8 
 from __future__ import annotations
 
 import math
-import struct
 
 import torch
 
@@ -41,21 +40,18 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
     with whole_sight(), torch.no_grad():
         engine.optimizer_is_stepping()
         total = _total_norm(engine, own_gradients(engine), float(norm_type))
-        scale = float(max_norm) / (total + 1e-6)
-        if not scale >= 1.0:  # also where the norm is NaN, as torch does
-            grads = [e.param.grad for e in engine.entries if e.param.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, scale)
-        return torch.tensor(total, dtype=torch.float32, device=engine.device)
+        scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+        grads = [e.param.grad for e in engine.entries if e.param.grad is not None]
+        # On the host a look at the number saves a pass over all gradients; on a device looking would cost a synchronization.
+        if grads and not (engine.device.type == "cpu" and scale.item() == 1.0):
+            torch._foreach_mul_(grads, scale.to(torch.float32))
+        return total.to(torch.float32)
 
 
-def _total_norm(engine: Engine, parts: list[torch.Tensor], p: float) -> float:
-    norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(parts, p)]) if parts else torch.zeros(1, dtype=torch.float64)
+def _total_norm(engine: Engine, parts: list[torch.Tensor], p: float) -> torch.Tensor:
+    """A 0-dim fp64 tensor, the same bits on every rank."""
+    device = engine.device
+    norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(parts, p)]) if parts else torch.zeros(1, dtype=torch.float64, device=device)
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
-    payload = torch.frombuffer(bytearray(struct.pack("<d", mine.item())), dtype=torch.uint8)
-    place = Place("control", "(gradient norm)", engine.step, "optimizer")
-    values = [struct.unpack("<d", bytes(b.tolist()))[0] for b in engine.group.exchange_control(payload, place)]
-    if math.isinf(p):
-        return math.nan if any(map(math.isnan, values)) else max(values)
-    total: float = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
-    return float(total ** (1.0 / p))
+    values = engine.group.gather_values(mine, Place("control", "(gradient norm)", engine.step, "optimizer"))
+    return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
@@ -38,8 +37,6 @@ class GradScaler(torch.amp.GradScaler):
             found = torch.zeros(1, dtype=torch.float32, device=engine.device)
             if grads:
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(engine.device))
-            payload = torch.frombuffer(bytearray(struct.pack("<f", found.item())), dtype=torch.uint8)
             place = Place("control", "(overflow check)", engine.step, "optimizer")
-            parts = engine.group.exchange_control(payload, place)
-            found.fill_(max(struct.unpack("<f", bytes(p.tolist()))[0] for p in parts))
+            found.fill_(engine.group.gather_values(found, place).max())
         return {engine.device: found}

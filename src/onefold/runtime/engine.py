@@ -69,7 +69,7 @@ class Engine:
         self.stack: list[tuple[Unit, bool, bool]] = []
         self.is_root_pass = False
         self.backward_open = False
-        self.open_graphs = 0
+        self.open_graphs = self.root_graphs = 0  # forward passes with gradients that no backward has followed
         self.whole_depth = 0
         self.whole_write = False
         self.optimizer_seen = self.stepped = self.reduced_since_gather = False
@@ -197,6 +197,7 @@ class Engine:
         self.gather.end_forward(self.is_root_pass, aborted)
         if torch.is_grad_enabled() and not aborted:
             self.open_graphs += 1
+            self.root_graphs += self.is_root_pass
 
     def use(self, entry: Entry) -> nn.Parameter:
         """The whole parameter for code in a forward pass that does not own it. See runtime/parameter.py."""
@@ -306,6 +307,7 @@ class Engine:
                 self.reduced_since_gather = True
             if used:
                 self.open_graphs = max(0, self.open_graphs - 1)
+                self.root_graphs = max(0, self.root_graphs - 1)
             self.backward_open = False
             self.gather.end_backward()
             for unit in self.units:
@@ -353,7 +355,7 @@ class Engine:
         """Clean up after a forward or backward pass that raised."""
         self.reduce.drop()
         self.backward_open = False
-        self.open_graphs = 0
+        self.open_graphs = self.root_graphs = 0
         self.gather.end_backward()
 
     # -- other -----------------------------------------------------------------------------------------------------------------

@@ -118,7 +118,8 @@ class Gatherer:
 
     def begin_backward(self) -> None:
         self.backward_log = []
-        self.backward_cursor = Cursor(self.backward_order)
+        # The order is that of passes over the whole model; after passes over a part of it units are gathered on demand.
+        self.backward_cursor = Cursor(self.backward_order) if self.engine.root_graphs else None
 
     def join_rest_of_backward(self) -> None:
         """At the end of a backward pass: join what other ranks may still gather."""
@@ -215,7 +216,11 @@ class Gatherer:
                 flat.point_at(flat.full)
 
     def release(self, unit: Unit) -> None:
-        self.wait(unit)
+        if self.engine.group.broken is None:
+            self.wait(unit)
+        elif unit.state is State.GATHERING:  # its bytes will never come
+            unit.pending.clear()
+            unit.move(State.GATHERED, self.engine.step)
         unit.claimed = False
         unit.move(State.SHARDED, self.engine.step)
         for flat in unit.flats:

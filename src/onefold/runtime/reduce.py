@@ -276,8 +276,9 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget everything that a failed backward pass left."""
-        for r in self.flying:
-            r.pending.wait()
+        if self.engine.group.broken is None:
+            for r in self.flying:
+                r.pending.wait()
         self.flying.clear()
         self.summed.clear()
         for unit in self.units:

@@ -62,7 +62,7 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
 
     # batches and length of the run
-    micro_batch: int = Field(4, ge=1, description="Sequences a rank computes at once.")
+    micro_batch: int = Field(2, ge=1, description="Sequences a rank computes at once.")
     global_batch: int | None = Field(
         None, ge=1, description="Sequences an optimizer step sees; accumulation follows [micro-batch times ranks]."
     )

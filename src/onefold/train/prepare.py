@@ -17,7 +17,7 @@ from onefold.train.config import DEFAULT_STEPS, TrainConfig
 from onefold.train.data import Data, load_data
 from onefold.train.errors import TrainError
 from onefold.train.groups import names_without_decay, parameter_groups
-from onefold.train.models import Loaded, load_model
+from onefold.train.models import Loaded, load_on_first_rank
 from onefold.train.order import DataOrder, accumulation_steps
 from onefold.train.ranks import Ranks
 from onefold.train.schedule import lr_factor, warmup_steps
@@ -52,7 +52,7 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
     """
     (free,) = ranks.least(ranks.free_memory())
     note(f"loading {config.model}")
-    loaded = load_model(config.model, config.tokenizer, config.seed, config.seq)
+    loaded = load_on_first_rank(config.model, config.tokenizer, config.seed, config.seq, ranks)
     if loaded.tokenizer is None:
         raise TrainError(
             f"--model {config.model} came without a tokenizer and none is installed; name one with --tokenizer."
@@ -67,7 +67,7 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * len(data.train) / global_batch))
 
-    model = loaded.module.to(ranks.device)
+    model = loaded.module
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     choice = choose_stage(config.stage, ranks.world_size, config.precision, trained, frozen, int(free))
@@ -77,7 +77,7 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
         model.config.use_cache = False  # a cache of keys and values is of no use in training; sampling asks for it
     checkpoint_activations(model, config.activation_checkpointing)
     note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
-    model = onefold.shard(model, recipe)
+    model = onefold.shard(model, recipe, device=ranks.device)
     if config.compile:
         compile_blocks(model)
     optimizer = _optimizer(config, model, no_decay, ranks)

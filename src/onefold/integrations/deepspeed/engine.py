@@ -146,7 +146,8 @@ class DeepSpeedEngine(nn.Module):
         finite = math.isfinite(norm)
         if finite:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, min(1.0, limit / (norm + 1e-6)) / scale)
+            if gradients:
+                torch._foreach_mul_(gradients, min(1.0, limit / (norm + 1e-6)) / scale)
         self._norm = torch.tensor(norm)
         self._scaler.update(not finite)
         if not finite and self.global_rank == 0:
@@ -340,6 +341,6 @@ class DeepSpeedEngine(nn.Module):
 def _no_checkpoints(call: str) -> NoReturn:
     raise NotImplementedError(
         f"engine.{call} is not built yet. Until then: onefold.full_state_dict(engine.module) gives the whole model on "
-        "rank 0 (every rank must call it), onefold.load_full_state_dict puts it back, and engine.save_16bit_model writes "
-        "it to a file."
+        "rank 0 (every rank must call it), onefold.load_full_state_dict puts it back, and engine.save_16bit_model "
+        "writes it to a file."
     )

@@ -76,7 +76,7 @@ def initialize(
             "mpu and mesh_param: other parallel axes than data are not built yet; leave them out."
         )
     _join(dist_init_required, distributed_port)
-    world_size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    world_size = _world_size(group)
     read = read_deepspeed(_chosen_config(args, config, config_params), world_size)
     if read.batch.train is None:
         raise ValueError(
@@ -131,6 +131,12 @@ def _join(required: bool | None, port: int) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(port))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _world_size(group: Any) -> int:
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return dist.get_world_size(group.get_group() if hasattr(group, "get_group") else group)
 
 
 def _device() -> torch.device | None:
@@ -197,7 +203,7 @@ def _loader(read: DeepSpeedConfig, data: Any, collate_fn: Any, rank: int, world_
         return None
     from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-    sampler = None
+    sampler: Any = None
     if not isinstance(data, IterableDataset):
         sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, drop_last=read.drop_last)
     return DataLoader(
