@@ -18,6 +18,17 @@ from onefold.train.config import TrainConfig, resolve
 from onefold.train.errors import TrainError
 
 
+#: The option that opens each panel of the help, in the order of `TrainConfig`.
+PANELS = {
+    "model": "What is trained, on what",
+    "stage": "How it is divided among the ranks",
+    "micro_batch": "Batches and length",
+    "lr": "Optimization",
+    "activation_checkpointing": "Memory and speed of the computation",
+    "eval_every": "What is measured and shown",
+}
+
+
 def train(**given: Any) -> None:
     """Train or fine-tune a language model over all the ranks this machine has.
 
@@ -37,12 +48,14 @@ def train(**given: Any) -> None:
 
 
 def _train(given: dict[str, Any], config_file: Path | None) -> int:
-    from onefold.train.launch import joins, launch
+    from onefold.train.launch import from_slurm, joins, launch
     from onefold.train.models import check_model_name
     from onefold.train.output import with_output
 
     config = resolve(given, config_file)
     check_model_name(config.model)
+    for name, value in from_slurm(os.environ).items():
+        os.environ.setdefault(name, value)
     if joins(os.environ):
         from onefold.train.worker import run_rank
 
@@ -50,14 +63,15 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
     return launch(with_output(config))
 
 
-def _option(key: str, field: FieldInfo) -> inspect.Parameter:
+def _option(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     """The command-line option of one field; None means that it was not given."""
     flag = key.replace("_", "-")
-    kind = _plain_type(field.annotation)
+    kind: Any = _plain_type(field.annotation)
     names = [f"--{flag}/--no-{flag}"] if kind is bool and key not in ("json", "overwrite") else [f"--{flag}"]
     default = field.default
-    known = "" if default is None or isinstance(default, bool) else f" [{default}]"
-    annotation = Annotated[kind | None, typer.Option(*names, help=f"{field.description}{known}", show_default=False)]
+    known = "" if default is None or isinstance(default, bool) else f" (default: {default})"
+    option = typer.Option(*names, help=f"{field.description}{known}", show_default=False, rich_help_panel=panel)
+    annotation = Annotated[kind | None, option]
     return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -85,8 +99,10 @@ def _with_options(function: Any) -> Any:
             ),
         ],
     )
-    fields = [_option(field.alias or name, field) for name, field in TrainConfig.model_fields.items()]
-    parameters = [config, *fields]
+    parameters, panel = [config], ""
+    for name, field in TrainConfig.model_fields.items():
+        panel = PANELS.get(name, panel)
+        parameters.append(_option(field.alias or name, field, panel))
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {p.name: p.annotation for p in parameters}
     return function

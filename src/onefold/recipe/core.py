@@ -178,10 +178,14 @@ class Recipe:
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str, world_size: int | None = None) -> Recipe:
-        """The recipe that a DeepSpeed configuration (a dict or the path of its JSON file) asks for."""
+        """The recipe that a DeepSpeed configuration (a dict or the path of its JSON file) asks for.
+
+        `notes` lists the keys that have no effect here. Batch sizes are checked against `world_size` if it is given.
+        """
         from onefold.recipe.deepspeed import read_deepspeed
 
-        return cls.zero(**read_deepspeed(config, world_size or 1).recipe_arguments)
+        read = read_deepspeed(config, world_size)
+        return cls.zero(**read.recipe_arguments).replace(notes=tuple(read.recipe_notes))
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some fields changed, checked again."""

@@ -120,8 +120,9 @@ class Engine:
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
     @property
-    def forwarding(self) -> bool:
-        return bool(self.stack)
+    def computing(self) -> bool:
+        """Code that runs now computes with whole parameters: a forward pass, or its recomputation in backward."""
+        return bool(self.stack) or (in_autograd() and not self.closed and not self.whole_depth)
 
     @property
     def phase(self) -> str:
@@ -190,7 +191,7 @@ class Engine:
                 u.calls = 0
         self.gather.begin_forward(self.is_root_pass)
         self.gather.refresh()
-        if self.is_root_pass and torch.is_grad_enabled():
+        if self.is_root_pass:
             self._sync_buffers()
 
     def _end_pass(self, aborted: bool) -> None:
@@ -266,6 +267,8 @@ class Engine:
 
     def make_stale(self) -> None:
         for unit in self.units:
+            if unit.kept:
+                self.gather.wait(unit)
             if unit.kept and unit.state is State.GATHERED and not all(f.passive or _is_its_master(f) for f in unit.flats):
                 unit.move(State.STALE, self.step)
 
@@ -317,8 +320,8 @@ class Engine:
         """Exchange which parameters were used and which orders were seen; then set the gradients."""
         late = {u.index for u in self.units if u.late}
         gathered = set(self.gather.backward_log)
-        orders = [zlib.crc32(repr(log).encode()) for log in (self.gather.forward_log, self.reduce.log)]
-        head = struct.pack("<qII", self.step, *orders)
+        orders = [zlib.crc32(repr(log).encode()) for log in (self.gather.forward_log, self.gather.backward_log, self.reduce.log)]
+        head = struct.pack("<qIII", self.step, *orders)
         sizes = (len(self.entries), len(self.units), len(self.units))
         body = b"".join(_bits(s, n) for s, n in zip((used, late, gathered), sizes, strict=True))
         payload = torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
@@ -328,7 +331,7 @@ class Engine:
         same = True
         for rank, part in enumerate(parts):
             self.group.heard[self.group.ranks[rank]] = struct.unpack_from("<q", part)[0]
-            same = same and part[8:16] == head[8:16]
+            same = same and part[8:20] == head[8:20]
             at = len(head)
             for seen, n in zip(everywhere, sizes, strict=True):
                 seen |= _unbits(part[at : at + (n + 7) // 8])

@@ -91,6 +91,7 @@ class Flat:
         self.full: torch.Tensor | None = None
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
         self.runs: tuple[tuple[int, int], ...] = ()
+        self.run_of: dict[int, tuple[int, int]] = {}
 
     # -- building --------------------------------------------------------------------------------------------------------------
 
@@ -124,9 +125,11 @@ class Flat:
         else:
             old.data, old.grad = data, None
         entry.compute = nn.Parameter(entry.released, requires_grad=entry.active)
-        if not self.whole_master:
+        if isinstance(entry.param, ShardedParameter):
+            raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
+        if type(entry.param) is nn.Parameter:
             entry.param.__class__ = ShardedParameter
-            entry.param.onefold = ShardInfo(entry, (a - slot.start, b - slot.start))  # type: ignore[attr-defined]
+        entry.param.onefold = ShardInfo(entry, (a - slot.start, b - slot.start))  # type: ignore[attr-defined]
         entry.param._onefold_entry = weakref.ref(entry)  # type: ignore[attr-defined]
         self.swap(entry, entry.param)
 
@@ -173,10 +176,14 @@ class Flat:
         if changed:
             flags = [e.active for e in self.entries]
             self.runs = self.layout.runs(flags) if any(flags) else ()
+            self.run_of = {
+                e.index: next(r for r in self.runs if r[0] <= e.slot.start and e.slot.end <= r[1]) for e in self.entries if e.active
+            }
         return any(e.active for e in self.entries)
 
-    def run_of(self, entry: Entry) -> tuple[int, int]:
-        return next(run for run in self.runs if run[0] <= entry.slot.start < run[1])
+    def in_run(self, entry: Entry, run: tuple[int, int]) -> bool:
+        """Whether the gradient of `entry` travels with `run`."""
+        return self.run_of.get(entry.index) == run
 
     @property
     def resting_bytes(self) -> dict[str, int]:

@@ -77,8 +77,7 @@ class Gatherer:
         self.units = engine.units
         self.sharded = [u for u in self.units if not u.kept]
         registered = [u.index for u in self.sharded]
-        # The root's own parameters are usually those of the last layers (a norm, a tied head), so backward begins with them.
-        self.forward_order, self.backward_order, self.learned = registered, registered[:1] + registered[:0:-1], False
+        self.forward_order, self.backward_order, self.learned = registered, _backwards(self.sharded), False
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None
@@ -102,6 +101,8 @@ class Gatherer:
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
+        for unit in self.units if not aborted else ():
+            self.wait(unit)  # a refreshed copy that this rank did not come to use
         if not self.sharded:
             return
         if self.cursor is not None and not aborted:
@@ -170,6 +171,13 @@ class Gatherer:
         if unit.state is State.SHARDED:
             self.launch(unit)
             self.unwanted.append(unit)
+
+    def pass_by(self, unit: Unit) -> None:
+        """This rank does not use the unit in this backward pass and is about to wait for the ranks that do: join their gather first."""
+        cursor = self.backward_cursor
+        if cursor is not None and unit.index in cursor.order[cursor.at :]:
+            for index in (*cursor.reach(unit.index), unit.index):
+                self.join(self.units[index])
 
     def _reap(self) -> None:
         """Drop what was joined, or prefetched and passed over."""
@@ -281,6 +289,22 @@ class Gatherer:
             return full.as_strided(saved.size, saved.stride, saved.offset)
 
         return saved_tensors_hooks(pack, unpack)
+
+
+def _backwards(units: list[Unit]) -> list[int]:
+    """The order in which a backward pass first comes to units registered in this order: a unit around others before them (its
+    output comes last, and with it its gradient first), the others from the last to the first."""
+
+    def visit(inside: list[Unit]) -> list[int]:
+        groups: list[list[Unit]] = []
+        for unit in inside:
+            if groups and (groups[-1][0].path == "" or unit.path.startswith(groups[-1][0].path + ".")):
+                groups[-1].append(unit)
+            else:
+                groups.append([unit])
+        return [index for head, *rest in reversed(groups) for index in (head.index, *visit(rest))]
+
+    return visit(units)
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:

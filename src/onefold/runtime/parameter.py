@@ -39,12 +39,14 @@ class ShardInfo:
         shape: its logical shape.
         interval: `(start, stop)`, the elements of the flattened parameter that this rank holds.
         dtype: the dtype it is computed in (the parameter itself is held in master precision).
+        sharded: whether this rank holds only a part (stage 0 holds the whole, and still computes with another object).
     """
 
     def __init__(self, entry: Entry, interval: tuple[int, int]) -> None:
         self._entry = weakref.ref(entry)
         self.name, self.shape, self.interval = entry.slot.name, torch.Size(entry.slot.shape), interval
         self.dtype = entry.compute.dtype
+        self.sharded = not entry.flat.whole_master
 
     def __deepcopy__(self, memo: object) -> ShardInfo:
         return self
@@ -70,12 +72,13 @@ class ShardedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with whole_sight():
-            if ForwardDepth.value and func not in _OWN:
+            # In a forward pass, or in a recomputation of one (which autograd runs with gradients on), code wants the whole.
+            if (ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1)) and func not in _OWN:
                 args, kwargs = _substitute(func, args, kwargs)
                 return func(*args, **kwargs)
-            if func in _NEEDS_SHAPE:
+            if func in _NEEDS_SHAPE and any(info.sharded for info in infos(args, kwargs)):
                 raise _error(args, kwargs, func)
-            if func is _GRAD and sys._getframe(1).f_code.co_filename.endswith("clip_grad.py"):
+            if func is _GRAD and sys._getframe(1).f_code.co_filename.endswith("clip_grad.py") and args[0].__dict__["onefold"].sharded:
                 raise ShardedParameterError(
                     "torch.nn.utils.clip_grad_norm_ would see only this rank's interval of each gradient, and clip differently on "
                     "every rank. Use onefold.clip_grad_norm_(model, max_norm)."
@@ -83,6 +86,8 @@ class ShardedParameter(nn.Parameter):
             try:
                 return func(*args, **kwargs)
             except (RuntimeError, IndexError, TypeError, ValueError) as error:
+                if not any(info.sharded for info in infos(args, kwargs)):
+                    raise
                 raise _error(args, kwargs, func) from error
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -116,7 +121,7 @@ def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if isinstance(value, ShardedParameter):
             info = value.__dict__.get("onefold")
             entry = info._entry() if info is not None else None
-            if entry is None or not entry.engine().forwarding:
+            if entry is None or not entry.engine().computing:
                 return value
             return entry.compute if func in _METADATA else entry.engine().use(entry)
         if isinstance(value, (list, tuple)):

@@ -101,7 +101,7 @@ class Reducer:
 
     def _store(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
         flat = entry.flat
-        run = flat.run_of(entry)
+        run = flat.run_of[entry.index]
         sums = flat.dtypes.sums
         buffer = flat.grads.get(run)
         if buffer is None:
@@ -136,7 +136,10 @@ class Reducer:
     def _advance(self) -> None:
         """Launch every unit whose turn it is and that is ready."""
         while self.turn < len(self.order) and self.units[self.order[self.turn]].ready:
-            self._launch(self.units[self.order[self.turn]])
+            unit = self.units[self.order[self.turn]]
+            if unit.calls == 0:
+                self.engine.gather.pass_by(unit)
+            self._launch(unit)
             self.turn += 1
             while len(self.flying) > self.in_flight:
                 self._land(self.flying.pop(0))
@@ -153,7 +156,7 @@ class Reducer:
                     buffer = self._buffer(flat, run, flat.dtypes.wire)
                 filled = []
                 for entry in flat.entries:
-                    inside = entry.active and run[0] <= entry.slot.start < run[1]
+                    inside = flat.in_run(entry, run)
                     if inside and not entry.filled:
                         buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].zero_()
                     filled.append(inside and entry.filled)
@@ -248,10 +251,10 @@ class Reducer:
         for r in self.summed:
             if r.gathering is not None:
                 r.gathering.wait()
-                which = [e.number in used_anywhere and e.active and r.run[0] <= e.slot.start < r.run[1] for e in r.flat.entries]
+                which = [e.number in used_anywhere and r.flat.in_run(e, r.run) for e in r.flat.entries]
             else:
                 which = [
-                    e.number in used_anywhere and e.active and r.run[0] <= e.slot.start < r.run[1] and not done
+                    e.number in used_anywhere and r.flat.in_run(e, r.run) and not done
                     for e, done in zip(r.flat.entries, r.filled, strict=True)
                 ]
             self._hand_over(r, which)

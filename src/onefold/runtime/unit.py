@@ -40,7 +40,7 @@ _ALLOWED = {
 
 class Unit:
     """Attributes:
-    name: the dotted name of its module, "" for the root.
+    name: the dotted name of its module, "(root)" for the root; path: the same, "" for the root.
     numel: elements of its flat buffers, alignment and padding included.
     handles: tensors saved for backward that stand for a part of its gathered buffers.
     depth: forward passes of its module that are open.
@@ -50,7 +50,7 @@ class Unit:
     """
 
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
-        self.name, self.index, self.flats = name or "(root)", index, flats
+        self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
         self.looks_up_only = isinstance(module, nn.Embedding)  # its backward reads no parameter
         self.state = State.GATHERED if self.kept else State.SHARDED

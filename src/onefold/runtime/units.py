@@ -21,11 +21,16 @@ from torch import nn
 
 @dataclass
 class Found:
-    """A parameter with every place that refers to it: `places` are (module, attribute), `names` the dotted names of all of them."""
+    """A parameter with every place that refers to it.
+
+    `places` are (module, attribute), `homes` the dotted name of each place, `names` every name in `state_dict()` (a module that stands in
+    two lists has one place and two names).
+    """
 
     param: nn.Parameter
-    names: list[str]
-    places: list[tuple[nn.Module, str]]
+    names: list[str] = field(default_factory=list)
+    homes: list[str] = field(default_factory=list)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -45,20 +50,24 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
         names = names + _large_rest(modules, names)
     order = [name for name in modules if name in set(names) and name]
     specs = {"": UnitSpec("", root)} | {name: UnitSpec(name, modules[name]) for name in order}
-    for found in _parameters(modules):
-        specs[_owner(found.names, specs)].found.append(found)
+    for found in _parameters(root):
+        specs[_owner(found.homes, specs)].found.append(found)
     return [spec for spec in specs.values() if spec.found or spec.name == ""]
 
 
-def _parameters(modules: dict[str, nn.Module]) -> Iterable[Found]:
+def _parameters(root: nn.Module) -> Iterable[Found]:
     by_id: dict[int, Found] = {}
-    for prefix, module in modules.items():
+    seen: set[int] = set()
+    for prefix, module in root.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
-            found = by_id.setdefault(id(param), Found(param, [], []))
+            found = by_id.setdefault(id(param), Found(param))
             found.names.append(f"{prefix}.{attribute}" if prefix else attribute)
-            found.places.append((module, attribute))
+            if id(module) not in seen:
+                found.homes.append(found.names[-1])
+                found.places.append((module, attribute))
+        seen.add(id(module))
     return by_id.values()
 
 

@@ -41,7 +41,9 @@ class TrainConfig(BaseModel):
         description="topics (Python's reference text), a text file, a folder of text files, or JSON lines with `text` or "
         "`messages`.",
     )
-    output: str | None = Field(None, description="Folder for the model, metrics and configuration [runs/MODEL-TIME].")
+    output: str | None = Field(
+        None, description="Folder for the model, metrics and configuration (default: runs/MODEL-TIME)."
+    )
     overwrite: bool = Field(False, description="Let the output folder hold an earlier run, which is then replaced.")
 
     # how it is divided among the ranks
@@ -50,24 +52,28 @@ class TrainConfig(BaseModel):
         "fp32", description="Compute precision. Master weights and sums are fp32 always; fp16 scales the loss."
     )
     reduce_at: Literal["micro-batch", "boundary"] | None = Field(
-        None, description="When stages 2 and 3 reduce gradients [micro-batch]."
+        None, description="When stages 2 and 3 reduce gradients (default: every micro-batch)."
     )
     units: tuple[str, ...] | None = Field(
-        None, description="Modules that become units, by name or class, comma separated [the repeated block]."
+        None, description="Modules that become units, by name or class, comma separated (default: the repeated block)."
     )
     stall_timeout: float = Field(
         300.0, gt=0, description="Seconds a rank waits for the others before every rank gets an error."
     )
-    nproc: int | None = Field(None, ge=1, description="Ranks to start here [one a GPU, else one a physical core].")
+    nproc: int | None = Field(
+        None, ge=1, description="Ranks to start here (default: one a GPU, else one a physical core)."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
 
     # batches and length of the run
     micro_batch: int = Field(2, ge=1, description="Sequences a rank computes at once.")
     global_batch: int | None = Field(
-        None, ge=1, description="Sequences an optimizer step sees; accumulation follows [micro-batch times ranks]."
+        None,
+        ge=1,
+        description="Sequences an optimizer step sees; accumulation follows (default: --micro-batch times ranks).",
     )
     seq: int = Field(128, ge=2, description="Tokens a sequence.")
-    steps: int | None = Field(None, ge=1, description=f"Optimizer steps [{DEFAULT_STEPS}].")
+    steps: int | None = Field(None, ge=1, description=f"Optimizer steps (default: {DEFAULT_STEPS}).")
     epochs: float | None = Field(None, gt=0, description="Passes over the data, instead of --steps.")
 
     # optimization
@@ -114,11 +120,6 @@ class TrainConfig(BaseModel):
     def _one_length(self) -> TrainConfig:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("both steps and epochs are given; they say the same thing, so give one.")
-        if self.reduce_at is not None and self.stage in ("0", "1") and self.reduce_at == "micro-batch":
-            raise ValueError(
-                f"reduce_at='micro-batch' cannot apply at stage {self.stage}, which keeps gradients whole until the "
-                "boundary; use stage 2 or 3, or leave reduce_at out."
-            )
         return self
 
     def to_yaml(self) -> str:

@@ -25,6 +25,8 @@ from onefold.train.tokenizer import Tokenizer, encode_with_spans, render_chat
 IGNORE = -100
 #: What a folder is searched for.
 TEXT_ENDINGS = frozenset({".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".log", ".text"})
+#: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
+_SPLIT = 1 << 40
 Batch = dict[str, torch.Tensor]
 Indices = npt.NDArray[np.int64]
 
@@ -57,6 +59,9 @@ class Packed:
     def counts(self, indices: Indices) -> int:
         return len(indices) * (self.rows.shape[1] - 1)
 
+    def pick(self, indices: Indices) -> Packed:
+        return Packed(self.rows[indices])
+
 
 @dataclass(frozen=True)
 class Conversations:
@@ -84,6 +89,9 @@ class Conversations:
     def counts(self, indices: Indices) -> int:
         return int(sum((self.labels[i][1:] != IGNORE).sum() for i in indices))
 
+    def pick(self, indices: Indices) -> Conversations:
+        return Conversations([self.tokens[i] for i in indices], [self.labels[i] for i in indices], self.padding)
+
 
 @dataclass
 class Data:
@@ -103,16 +111,15 @@ def load_data(name: str, tokenizer: Tokenizer, seq: int, seed: int, eval_fractio
     """
     kind, documents = read_documents(name)
     notes: list[str] = []
+    everything: Packed | Conversations
     if kind == "messages":
-        samples: Samples = _conversations(documents, tokenizer, seq, notes)
-        order = np.random.default_rng([seed, 1 << 20]).permutation(len(samples))
-        held = max(1, round(eval_fraction * len(samples))) if len(samples) > 1 else 0
-        train, out = _pick(samples, order[held:]), _pick(samples, order[:held])
+        everything = _conversations(documents, tokenizer, seq, notes)
     else:
-        rows = _pack(documents, tokenizer, seq, name)
-        order = np.random.default_rng([seed, 1 << 20]).permutation(len(rows))
-        held = max(1, round(eval_fraction * len(rows))) if len(rows) > 1 else 0
-        train, out = Packed(rows[np.sort(order[held:])]), Packed(rows[np.sort(order[:held])])
+        everything = _pack(documents, tokenizer, seq, name)
+    # Drawn from the seed alone; sorted, so that the data order stays a matter of `order` only.
+    shuffled = np.random.default_rng([seed, _SPLIT]).permutation(len(everything))
+    held = max(1, round(eval_fraction * len(everything))) if len(everything) > 1 else 0
+    train, out = everything.pick(np.sort(shuffled[held:])), everything.pick(np.sort(shuffled[:held]))
     if not held:
         notes.append("one sample only: nothing is held out, so no held-out loss is measured")
     return Data(train, out, name, notes)
@@ -178,8 +185,8 @@ def _check_row(path: Path, number: int, key: str, value: Any) -> None:
         raise TrainError(f"--data {path}, line {number}: `{key}` must be {expected}.")
 
 
-def _pack(documents: Iterable[str], tokenizer: Tokenizer, seq: int, name: str) -> npt.NDArray[np.int32]:
-    """All documents in a row with an end token after each, cut every `seq` tokens; shape [samples, seq]."""
+def _pack(documents: Iterable[str], tokenizer: Tokenizer, seq: int, name: str) -> Packed:
+    """All documents in a row with an end token after each, cut every `seq` tokens."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces = [np.asarray(tokenizer.encode(text, add_special_tokens=False) + end, np.int32) for text in documents]
     row = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
@@ -188,14 +195,14 @@ def _pack(documents: Iterable[str], tokenizer: Tokenizer, seq: int, name: str) -
         raise TrainError(
             f"--data {name} has {len(row)} tokens, less than one sequence of --seq {seq}: more text or a shorter --seq."
         )
-    return row[: samples * seq].reshape(samples, seq)
+    return Packed(row[: samples * seq].reshape(samples, seq))
 
 
 def _conversations(documents: list[Any], tokenizer: Tokenizer, seq: int, notes: list[str]) -> Conversations:
     tokens, labels = [], []
-    dropped = everything = 0
+    dropped = whole = 0
     for ids, mask in _encoded(documents, tokenizer):
-        everything += mask is None
+        whole += mask is None
         row = np.asarray(ids[:seq], np.int32)
         label = row.copy() if mask is None else np.where(np.asarray(mask[:seq], bool), row, IGNORE).astype(np.int32)
         if len(row) < 2 or not (label[1:] != IGNORE).any():
@@ -211,9 +218,9 @@ def _conversations(documents: list[Any], tokenizer: Tokenizer, seq: int, notes: 
         notes.append(
             f"{dropped} of {len(documents)} conversations left out: no word of an assistant within {seq} tokens"
         )
-    if everything:
+    if whole:
         notes.append(
-            f"{everything} of {len(documents)} conversations count as a whole: this tokenizer or chat template cannot tell turns"
+            f"{whole} of {len(documents)} conversations count as a whole: this tokenizer or chat template cannot tell turns"
         )
     padding = tokenizer.eos_token_id or 0
     return Conversations(tokens, labels, padding)
@@ -224,9 +231,3 @@ def _encoded(documents: Iterable[Any], tokenizer: Tokenizer) -> Iterator[tuple[l
         text, spans = render_chat(tokenizer, messages)
         encoded = encode_with_spans(tokenizer, text, spans) if spans is not None else None
         yield encoded if encoded is not None else (tokenizer.encode(text, add_special_tokens=False), None)
-
-
-def _pick(samples: Conversations | Samples, indices: Indices) -> Conversations:
-    assert isinstance(samples, Conversations)
-    chosen = np.sort(indices)
-    return Conversations([samples.tokens[i] for i in chosen], [samples.labels[i] for i in chosen], samples.padding)

@@ -10,10 +10,6 @@ class TrainError(ValueError):
     """Something in the configuration, the data or the model that the user can change."""
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: the user asked for it
-    """The user asked to stop before there was anything to save."""
-
-
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return "Did you mean 'x'?", or the list of what is known where nothing is near."""
     names = sorted(known)

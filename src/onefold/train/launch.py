@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,29 @@ from onefold.train.stop import CONTROL
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Seconds that ranks get to end after SIGTERM, before SIGKILL.
 GRACE = 5.0
+
+
+def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch.distributed reads, from what `srun` sets; {} outside a step of several tasks, or where RANK is set already.
+
+    Only a job step counts (SLURM_STEP_NUM_TASKS): in a batch script itself there is one process, whatever was allocated.
+    """
+    if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return {}
+    hosts = environment.get("SLURM_STEP_NODELIST", "localhost")
+    # "node7,node9" or "node[07-09,12]-ib": the first host of the list
+    first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
+    assert first is not None
+    local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": local.group() if local else "1",
+        "MASTER_ADDR": "".join(part or "" for part in first.groups()),
+        # Every task must come to the same number without talking; two steps of one job differ.
+        "MASTER_PORT": str(20000 + (int(environment["SLURM_JOB_ID"]) * 97 + int(environment["SLURM_STEP_ID"])) % 20000),
+    }
 
 
 def joins(environment: Mapping[str, str]) -> bool:
@@ -63,13 +87,16 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
 
 def launch(config: TrainConfig) -> int:
     """Run `config` on ranks of this machine and return the exit status: 0, 1 for a failure, 130 after Ctrl-C."""
-    nproc, _ = ranks_to_start(config)
+    nproc, why = ranks_to_start(config)
+    if not config.json_lines:
+        print(f"starting {nproc} ranks ({why})", flush=True)
     with _signals() as arrived, _control_folder() as control:
         (control / "config.json").write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
         process = subprocess.Popen(
             [sys.executable, "-m", "onefold.train.agent", "--standalone", f"--nproc-per-node={nproc}",
+             f"--log-dir={control}",
              "-m", "onefold.train.worker", str(control / "config.json")],
-            env=child_environment(os.environ, nproc, control),
+            env=child_environment(os.environ, nproc, control, config.compile),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
@@ -79,14 +106,19 @@ def launch(config: TrainConfig) -> int:
             _end(process, control)
 
 
-def child_environment(environment: Mapping[str, str], nproc: int, control: Path) -> dict[str, str]:
-    """The ranks' environment: the cores divided among them, libraries quiet and offline unless the user says otherwise."""
+def child_environment(environment: Mapping[str, str], nproc: int, control: Path, compiling: bool) -> dict[str, str]:
+    """The ranks' environment: the cores divided among them, libraries quiet and offline unless the user says otherwise.
+
+    torch makes a folder for compiled code even where nothing is compiled; then it goes with the control folder.
+    """
     ours = {
         "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if not compiling:
+        ours["TORCHINDUCTOR_CACHE_DIR"] = str(control / "inductor")
     return {**ours, **environment, CONTROL: str(control)}
 
 

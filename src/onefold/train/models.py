@@ -159,13 +159,18 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     if own.is_file():
-        return AutoTokenizer.from_pretrained(str(own.parent), gguf_file=own.name, local_files_only=True)
+        return _as_tokenizer(AutoTokenizer.from_pretrained(str(own.parent), gguf_file=own.name, local_files_only=True))
     try:
-        return AutoTokenizer.from_pretrained(str(own), local_files_only=True)
+        return _as_tokenizer(AutoTokenizer.from_pretrained(str(own), local_files_only=True))
     except (OSError, ValueError) as error:
         raise TrainError(
             f"{own} has no tokenizer that transformers can read ({error}); name one with --tokenizer."
         ) from None
+
+
+def _as_tokenizer(tokenizer: Any) -> Tokenizer:
+    """What transformers' tokenizers are here; their own annotations are wider than the protocol."""
+    return tokenizer
 
 
 def smollm2_path() -> Path | None:

@@ -1,6 +1,6 @@
 """The output folder of a run.
 
-OUTPUT/train.yaml      the resolved configuration; `onefold train --config OUTPUT/train.yaml` repeats the run
+OUTPUT/train.yaml      the resolved configuration; `onefold train --config` reads it again
 OUTPUT/metrics.jsonl   one line a step, then one with "done"
 OUTPUT/model/          the model, when the run has ended
 """
@@ -43,11 +43,20 @@ def with_output(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def write_config(config: TrainConfig, folder: Path) -> None:
-    """Save the resolved configuration. It does not carry --overwrite on: that was said about this run only."""
+def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> None:
+    """Save the resolved configuration: what was given, what was chosen in its place, and the defaults.
+
+    The length of the run and the global batch are written as numbers, so that the same samples are read on any number of
+    ranks. --overwrite and --json were said about this run only and are not carried on.
+
+    Args:
+        chosen: `stage`, `ranks`, `steps`, `global_batch` as they turned out.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    kept = config.model_copy(update={"overwrite": False, "json_lines": False})
-    (folder / "train.yaml").write_text(kept.to_yaml(), encoding="utf-8")
+    settled = {"steps": chosen["steps"], "epochs": None, "global_batch": chosen["global_batch"]}
+    kept = config.model_copy(update={"overwrite": False, "json_lines": False, **settled})
+    note = f"# This run chose stage {chosen['stage']} on {chosen['ranks']} ranks. Repeat it: onefold train --config FILE --output NEW\n"
+    (folder / "train.yaml").write_text(note + kept.to_yaml(), encoding="utf-8")
 
 
 class Metrics:

@@ -77,7 +77,10 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
         model.config.use_cache = False  # a cache of keys and values is of no use in training; sampling asks for it
     checkpoint_activations(model, config.activation_checkpointing)
     note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
-    model = onefold.shard(model, recipe, device=ranks.device)
+    try:
+        model = onefold.shard(model, recipe, device=ranks.device)
+    except ValueError as error:
+        raise TrainError(str(error)) from error
     if config.compile:
         compile_blocks(model)
     optimizer = _optimizer(config, model, no_decay, ranks)
@@ -92,12 +95,16 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
 
 
 def _recipe(config: TrainConfig, stage: int) -> onefold.Recipe:
-    options: dict[str, Any] = {"precision": config.precision, "stall_timeout": config.stall_timeout}
-    if config.units is not None:
-        options["units"] = config.units
-    if config.reduce_at is not None and stage >= 2:
-        options["reduce_at"] = config.reduce_at
-    return onefold.Recipe.zero(stage, **options)
+    try:
+        return onefold.Recipe.zero(
+            stage,
+            precision=config.precision,
+            reduce_at=config.reduce_at,
+            stall_timeout=config.stall_timeout,
+            units=config.units,
+        )
+    except ValueError as error:
+        raise TrainError(str(error)) from None
 
 
 def _optimizer(config: TrainConfig, model: nn.Module, no_decay: frozenset[str], ranks: Ranks) -> torch.optim.Optimizer:

@@ -82,7 +82,8 @@ def _render_plainly(messages: Iterable[Message]) -> tuple[str, list[tuple[int, i
 def encode_with_spans(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]] | None:
     """(tokens, whether each starts inside a span), or None if this tokenizer cannot say where its tokens start."""
     if isinstance(tokenizer, ByteTokenizer):
-        tokens, starts = [], []
+        tokens: list[int] = []
+        starts: list[int] = []
         for position, character in enumerate(text):
             raw = character.encode("utf-8")
             tokens.extend(raw)

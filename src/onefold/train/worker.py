@@ -20,7 +20,7 @@ from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks, join, leave
 from onefold.train.report import JsonReporter, Reporter, reporter
 from onefold.train.sample import prompt_of, sample
-from onefold.train.stop import CONTROL, StopSignal
+from onefold.train.stop import CONTROL, INTERRUPTED, StopSignal
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -41,7 +41,7 @@ def run_rank(config: TrainConfig) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: process groups that are in the middle of something would be waited for.
-        os._exit(stop.exit_code or 1 if stop.requested else 1)
+        os._exit(INTERRUPTED if stop.requested else 1)
 
 
 def _with_output_or_error(config: TrainConfig) -> TrainConfig | TrainError:
@@ -68,9 +68,10 @@ def _run(config: TrainConfig, ranks: Ranks, stop: StopSignal) -> int:
     try:
         begun = time.perf_counter()
         run = prepare(config, ranks, say.note)
+        plan = describe(run)
         if ranks.is_first:
-            write_config(config, folder)
-        say.plan(describe(run))
+            write_config(config, folder, plan)
+        say.plan(plan)
         for text in run.data.notes:
             say.note(text)
         _show_sample(run, say, "before")

@@ -278,9 +278,7 @@ def resolve_batch_sizes(
         assert train is not None
         micro, rest = divmod(train, accumulation * world_size)
         if rest or not micro:
-            raise ValueError(
-                f"train_batch_size={train} is not divisible by {accumulation} micro-batches: {rule}."
-            )
+            raise ValueError(f"train_batch_size={train} is not divisible by {accumulation} micro-batches: {rule}.")
     if train is None:
         train = micro * accumulation * world_size
     if train != micro * accumulation * world_size:
