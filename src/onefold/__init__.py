@@ -1,10 +1,10 @@
 """Onefold: PyTorch training with every byte of training state held once.
 
-    model = onefold.shard(model, onefold.Recipe.zero(stage=3))
-    optim = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    loss = model(batch).loss; loss.backward()
-    onefold.clip_grad_norm_(model, 1.0)
-    optim.step(); optim.zero_grad()
+model = onefold.shard(model, onefold.Recipe.zero(stage=3))
+optim = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+loss = model(batch).loss; loss.backward()
+onefold.clip_grad_norm_(model, 1.0)
+optim.step(); optim.zero_grad()
 """
 
 from typing import Any

@@ -59,7 +59,11 @@ def shard(
     wanted = units if units is not None else recipe.units
     specs = find_units(module, wanted)
 
-    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group if not hasattr(group, "get_group") else group.get_group()) > 1)
+    alone = not (
+        dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size(group if not hasattr(group, "get_group") else group.get_group()) > 1
+    )
     if alone and has_meta(module):
         for spec in specs:
             materialize(spec, specs, where, init, module, values=True)
@@ -118,7 +122,9 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     return state.full_state_dict(engine_of(module), module)
 
 
-def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, strict: bool = True) -> tuple[list[str], list[str]]:
+def load_full_state_dict(
+    module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, strict: bool = True
+) -> tuple[list[str], list[str]]:
     """Load rank 0's whole state dict (other ranks may give None). Collective. Returns the missing and the unexpected names.
 
     Raises:
@@ -152,7 +158,10 @@ def _device(module: nn.Module, device: torch.device | str | None) -> torch.devic
             module.to(where)
         return where
     if len(devices) > 1:
-        raise ValueError(f"the model's parameters lie on {', '.join(map(str, sorted(devices, key=str)))}: move it to one device, or give shard() a device.")
+        raise ValueError(
+            f"the model's parameters lie on {', '.join(map(str, sorted(devices, key=str)))}: "
+            "move it to one device, or give shard() a device."
+        )
     return devices.pop() if devices else torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

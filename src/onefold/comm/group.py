@@ -18,6 +18,7 @@ next never take each other's bytes for something else: they wait, and the wait e
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -38,9 +39,7 @@ class Pending:
 
     __slots__ = ("_after", "_group", "_keep", "_works", "place")
 
-    def __init__(
-        self, group: Group, works: list[Any], place: Place, keep: Any = None, after: Sequence[Callable[[], object]] = ()
-    ) -> None:
+    def __init__(self, group: Group, works: list[Any], place: Place, keep: Any = None, after: Sequence[Callable[[], object]] = ()) -> None:
         self._group, self._works, self.place, self._keep, self._after = group, works, place, keep, after
 
     def wait(self) -> None:
@@ -94,10 +93,8 @@ class Group:
         """Give the communicators back. Local; call it when nothing is under way."""
         groups, self._groups = self._groups, []
         for group in groups:
-            try:
+            with contextlib.suppress(Exception):  # already destroyed with the default group
                 dist.destroy_process_group(group)
-            except Exception:  # already destroyed with the default group
-                pass
 
     # -- waiting ---------------------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,9 @@ class Place:
 GRACE = 3.0
 
 
-def explain(place: Place, waited: float, cause: Exception, group_name: str, rank: int, ranks: list[int], heard: dict[int, int]) -> StallError:
+def explain(
+    place: Place, waited: float, cause: Exception, group_name: str, rank: int, ranks: list[int], heard: dict[int, int]
+) -> StallError:
     """Exchange notes through the store and build the error. `ranks` are global ranks; `heard` the last step heard of each."""
     notes: dict[int, str] = {rank: f"{place}, {waited:.1f} s"}
     missing = [r for r in ranks if r != rank]

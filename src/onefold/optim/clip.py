@@ -51,7 +51,11 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
 def _total_norm(engine: Engine, parts: list[torch.Tensor], p: float) -> torch.Tensor:
     """A 0-dim fp64 tensor, the same bits on every rank."""
     device = engine.device
-    norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(parts, p)]) if parts else torch.zeros(1, dtype=torch.float64, device=device)
+    norms = (
+        torch.stack([n.to(torch.float64) for n in torch._foreach_norm(parts, p)])
+        if parts
+        else torch.zeros(1, dtype=torch.float64, device=device)
+    )
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
     values = engine.group.gather_values(mine, Place("control", "(gradient norm)", engine.step, "optimizer"))
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)

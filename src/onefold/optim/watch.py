@@ -74,9 +74,9 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
     verdict = _verdicts[optimizer]
     if verdict is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3 give the optimizer one interval of each parameter, which "
-            "serves updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, ...). Use stage 0, or one of those; if you know "
-            "the update to be element-wise, give the recipe elementwise_optimizer=True."
+            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3 give the optimizer one interval "
+            "of each parameter, which serves updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, ...). "
+            "Use stage 0, or one of those; if you know the update to be element-wise, give the recipe elementwise_optimizer=True."
         )
 
 
@@ -97,7 +97,7 @@ def _probe(optimizer: Optimizer) -> str | None:
         except Exception as error:
             return f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
     if not torch.equal(torch.cat([p.reshape(-1) for p in whole]), torch.cat(pieces)):
-        return "its update of an element depends on other elements of the same parameter (tried on a small matrix: cutting it changed the result)."
+        return "its update of an element depends on other elements of the same parameter (cutting a small matrix changed the result)."
     return None
 
 

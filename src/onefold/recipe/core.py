@@ -110,7 +110,9 @@ class Recipe:
             )
         for name in ("parameters", "gradients", "optimizer"):
             if getattr(self, name).tier is not Tier.DEVICE:
-                raise NotImplementedError(f"the {name} row asks for tier {getattr(self, name).tier.value!r}; only 'device' is built so far.")
+                raise NotImplementedError(
+                    f"the {name} row asks for tier {getattr(self, name).tier.value!r}; only 'device' is built so far."
+                )
         for name in ("prefetch", "in_flight"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -208,7 +210,9 @@ class Recipe:
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
         for name in ("parameters", "gradients", "optimizer"):
             row: Row = getattr(self, name)
-            lines.append(f"{name:12}{row.placement.value:12}{row.tier.value:8}{_short(row.dtype):10}{_short(row.wire) if row.wire else '-':10}")
+            lines.append(
+                f"{name:12}{row.placement.value:12}{row.tier.value:8}{_short(row.dtype):10}{_short(row.wire) if row.wire else '-':10}"
+            )
         again = "gathered again in backward" if self.reshard_after_forward else "kept from forward to backward"
         tail = [f"gradients reduced at the {self.reduce_at}"]
         if self.parameters.placement is _S:

@@ -254,7 +254,8 @@ class Engine:
                 if b > a and (entry.param.data_ptr() != want or entry.param.dtype != flat.master.dtype):
                     raise RuntimeError(
                         f"parameter {entry.slot.name!r} no longer lies in its flat buffer: the model was moved or cast after shard() "
-                        "(.to(), .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device and the recipe a precision."
+                        "(.to(), .half(), .cuda(), assigning .data). Do that before shard(), "
+                        "or give shard() a device and the recipe a precision."
                     )
 
     def _mark_stale(self) -> None:
@@ -297,7 +298,7 @@ class Engine:
             self.backward_open = True
             self.gather.begin_backward()
             self.reduce.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         with whole_sight(), torch.no_grad():
@@ -381,7 +382,10 @@ class Engine:
         """The recipe and the units as a readable table; padding as a share of the elements."""
         numel = sum(u.numel for u in self.units)
         content = sum(f.layout.content for u in self.units for f in u.flats)
-        lines = [self.recipe.describe(), f"{self.world_size} ranks, {len(self.units)} units, {content:,} parameters, {(numel - content) / max(numel, 1):.2%} padding"]
+        lines = [
+            self.recipe.describe(),
+            f"{self.world_size} ranks, {len(self.units)} units, {content:,} parameters, {(numel - content) / max(numel, 1):.2%} padding",
+        ]
         lines += [f"  {u.name:40} {u.numel:>14,} elements" for u in self.units]
         return "\n".join([*lines, *self.recipe.notes])
 

@@ -54,7 +54,8 @@ class Entry:
     """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass sees, `places` who refers to it."""
 
     __slots__ = (
-        "__weakref__", "active", "compute", "engine", "filled", "flat", "hooked", "index", "names", "number", "param", "places", "released", "slot",
+        "__weakref__", "active", "compute", "engine", "filled", "flat", "hooked", "index", "names", "number", "param", "places",
+        "released", "slot",
     )  # fmt: skip
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
@@ -82,7 +83,11 @@ class Flat:
         self.entries = [Entry(f, s, i, self, engine) for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))]
         self.whole_master = recipe.optimizer.placement is Placement.REPLICATED or group.size == 1
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters stay where they are.
-        self.passive = group.size == 1 and all(f.param.dtype == dtypes.compute == dtypes.master for f in found) and not any(f.param.is_meta for f in found)
+        self.passive = (
+            group.size == 1
+            and all(f.param.dtype == dtypes.compute == dtypes.master for f in found)
+            and not any(f.param.is_meta for f in found)
+        )
         alone = group.size == 1 and dtypes.compute == dtypes.master
         self.kept = recipe.parameters.placement is Placement.REPLICATED or self.passive or alone
         self.interval = self.layout.interval(self.rank)

@@ -35,8 +35,9 @@ def install(engine: Engine, unit: Unit, module: nn.Module) -> None:
         if not left[0] and engine.stack and not engine.closed:
             engine.abort(unit)
 
-    for hook in (before, after, always):
-        hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # a compiled block breaks its graph here, not inside
+    hooks: tuple[Any, ...] = (before, after, always)
+    for hook in hooks:
+        hook._torchdynamo_disable = True  # a compiled block breaks its graph here, not inside
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)
     module.register_forward_hook(always, always_call=True)
@@ -51,14 +52,16 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
         if not engine.whole_depth and not engine.closed:
             raise RuntimeError(
                 "state_dict() of a sharded model would hold this rank's intervals under the names of whole parameters. "
-                "Use onefold.full_state_dict(model) on every rank (rank 0 gets the whole), or call state_dict() inside `with onefold.full_params(model):`."
+                "Use onefold.full_state_dict(model) on every rank (rank 0 gets the whole), "
+                "or call state_dict() inside `with onefold.full_params(model):`."
             )
 
     def on_load(*_: Any) -> None:
         if not engine.whole_depth and not engine.closed:
             raise RuntimeError(
                 "load_state_dict() on a sharded model would write whole parameters over this rank's intervals. "
-                "Use onefold.load_full_state_dict(model, state_dict) on every rank, or load inside `with onefold.full_params(model, write=True):`."
+                "Use onefold.load_full_state_dict(model, state_dict) on every rank, "
+                "or load inside `with onefold.full_params(model, write=True):`."
             )
 
     module.register_state_dict_pre_hook(on_save)

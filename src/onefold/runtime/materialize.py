@@ -52,14 +52,15 @@ def materialize(spec: UnitSpec, others: Iterable[UnitSpec], device: torch.device
         for key, param in module._parameters.items():
             if param is not None and param.is_meta:
                 module._parameters[key] = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-        how = init or getattr(module, "reset_parameters", None) or getattr(root, "_init_weights", None)
-        if how is None:
+        own_way = getattr(module, "reset_parameters", None) if init is None else None
+        how = init or getattr(root, "_init_weights", None)
+        if own_way is None and how is None:
             raise ValueError(
                 f"module {name or '(root)'!r} ({type(module).__name__}) was built on the meta device and has no reset_parameters(): "
                 "give shard(..., init=function) a function that initializes one module in place."
             )
         with torch.no_grad():
-            if how is getattr(module, "reset_parameters", None) and init is None:
-                how()
-            else:
+            if own_way is not None:
+                own_way()
+            elif how is not None:
                 how(module)

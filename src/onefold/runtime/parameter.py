@@ -57,9 +57,10 @@ class ShardInfo:
     def gather(self) -> torch.Tensor:
         """The whole parameter in master precision, shape `self.shape`. A collective: every rank must call it."""
         entry = self._entry()
-        if entry is None:
+        engine = entry.engine() if entry is not None else None
+        if entry is None or engine is None:
             raise RuntimeError(f"the model of parameter {self.name!r} is gone.")
-        return entry.engine().whole(entry)
+        return engine.whole(entry)
 
     def __repr__(self) -> str:
         return f"{self.name!r}: elements {self.interval[0]} to {self.interval[1]} of shape {tuple(self.shape)}"
@@ -90,7 +91,7 @@ class ShardedParameter(nn.Parameter):
                     raise
                 raise _error(args, kwargs, func) from error
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         info: ShardInfo | None = self.__dict__.get("onefold")
         with whole_sight():
             return f"ShardedParameter({info!r}, local={self.data!r})"
@@ -142,8 +143,8 @@ def _error(args: Any, kwargs: Any, func: Any) -> ShardedParameterError:
     )
 
 
-_T = torch.Tensor
-_GRAD = _T.grad.__get__  # type: ignore[attr-defined]
+_T: Any = torch.Tensor
+_GRAD = _T.grad.__get__
 
 
 def _getters(*names: str) -> set[Any]:
@@ -151,11 +152,13 @@ def _getters(*names: str) -> set[Any]:
 
 
 # Answered from the whole parameter without gathering it.
-_METADATA = _getters("shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes")
+_METADATA = _getters(
+    "shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes"
+)
 _METADATA |= {_T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__}
 _METADATA |= {_T.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel}
 # Answered by the local interval itself, also inside a forward pass: what belongs to the optimizer's object.
-_OWN = _getters("grad", "_version") | {_T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_, _T.__hash__, _T.data.__set__}  # type: ignore[attr-defined]
+_OWN = _getters("grad", "_version") | {_T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_, _T.__hash__, _T.data.__set__}
 # Meaningless on an interval even where the one-dimensional shape happens to fit.
 _F = torch.nn.functional
 _NEEDS_SHAPE = {
@@ -163,4 +166,4 @@ _NEEDS_SHAPE = {
     _F.group_norm, _F.rms_norm, _F.multi_head_attention_forward, torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.addmm,
     torch.transpose, torch.t, torch.permute, _T.matmul, _T.__matmul__, _T.__rmatmul__, _T.mm, _T.t, _T.transpose, _T.permute,
     _T.view, _T.reshape, _T.__getitem__, _T.__setitem__, torch.reshape, _T.T.__get__, _T.mT.__get__, _T.H.__get__, torch.autograd.grad,
-}  # fmt: skip  # type: ignore[attr-defined]
+}  # fmt: skip

@@ -83,7 +83,8 @@ class Reducer:
                 return
             if grad.layout is not torch.strided:
                 raise ValueError(
-                    f"parameter {entry.slot.name!r} got a gradient of layout {grad.layout}; Onefold reduces dense gradients only. Use sparse=False."
+                    f"parameter {entry.slot.name!r} got a gradient of layout {grad.layout}; "
+                    "Onefold reduces dense gradients only. Use sparse=False."
                 )
             unit = engine.unit_of[entry.number]
             self._store(unit, entry, grad)
@@ -182,7 +183,9 @@ class Reducer:
         flat, group, pool = r.flat, self.engine.group, self.engine.pool
         first, *others = [p for p in r.parts if p is not None]
         if flat.whole_master:  # every rank wants all sums: put this rank's into the whole buffer, then gather
-            total = torch.empty(flat.layout.numel if r.run == (0, flat.layout.numel) else r.run[1] - r.run[0], dtype=flat.dtypes.wire, device=first.device)
+            total = torch.empty(
+                flat.layout.numel if r.run == (0, flat.layout.numel) else r.run[1] - r.run[0], dtype=flat.dtypes.wire, device=first.device
+            )
             target = total[r.own[0] - r.run[0] : r.own[1] - r.run[0]]
         else:
             total = target = torch.empty(r.own[1] - r.own[0], dtype=flat.dtypes.sums, device=first.device)
@@ -192,18 +195,19 @@ class Reducer:
             others = others[1:]
         else:
             sums.copy_(first)
-        for part in others:
-            sums.add_(part)
+        for part in (*others, None):
+            if part is not None:
+                sums.add_(part)
         if group.size > 1:
             sums.mul_(1.0 / group.size)
         if sums is not target:
             target.copy_(sums)
-        for rank, part in enumerate(r.parts):
-            if rank != group.rank and part is not None:
-                r.parts[rank] = None
-                pool.give(part)
-        r.parts.clear()
         del first, others, part
+        for rank in range(len(r.parts)):
+            lent, r.parts[rank] = r.parts[rank], None
+            if rank != group.rank and lent is not None:
+                pool.give(lent)
+        del lent
         buffer, r.buffer = r.buffer, total
         pool.give(buffer)
         r.total = total
@@ -220,9 +224,7 @@ class Reducer:
         cut = {p: overlap(r.run, flat.layout.interval(p)) for p in range(group.size)}
         part = {p: total[a - r.run[0] : b - r.run[0]] for p, (a, b) in cut.items()}
         peers = [p for p in range(group.size) if p != group.rank]
-        return group.exchange(
-            [(p, part[group.rank]) for p in peers], [(p, part[p]) for p in peers], place, flat.index, move="all-reduce"
-        )
+        return group.exchange([(p, part[group.rank]) for p in peers], [(p, part[p]) for p in peers], place, flat.index, move="all-reduce")
 
     # -- handing over ----------------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,9 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
     if group.rank != 0:
         return {}
     order = _plain_state_dict(engine, module)
-    return {name: out[name] if name in out else value.detach().cpu().clone() for name, value in order.items() if isinstance(value, torch.Tensor)}
+    return {
+        name: out[name] if name in out else value.detach().cpu().clone() for name, value in order.items() if isinstance(value, torch.Tensor)
+    }
 
 
 def _plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
@@ -126,7 +128,9 @@ def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
     return full
 
 
-def load_full_state_dict(engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool) -> tuple[list[str], list[str]]:
+def load_full_state_dict(
+    engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
+) -> tuple[list[str], list[str]]:
     """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See `onefold.load_full_state_dict`."""
     expected = {n: v for n, v in _plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
     shapes = {n: tuple(e.slot.shape) for e in engine.entries for n in e.names}
@@ -161,9 +165,14 @@ def _compare(
     if wrong:
         return missing, unexpected, "load_full_state_dict: shapes differ. " + "; ".join(wrong[:5])
     if strict and (missing or unexpected):
-        return missing, unexpected, (
-            f"load_full_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}) and {len(unexpected)} are unknown to the model "
-            f"({', '.join(unexpected[:5])}). Give strict=False to load what fits."
+        return (
+            missing,
+            unexpected,
+            (
+                f"load_full_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}) "
+                f"and {len(unexpected)} are unknown to the model "
+                f"({', '.join(unexpected[:5])}). Give strict=False to load what fits."
+            ),
         )
     return missing, unexpected, None
 
@@ -207,7 +216,9 @@ def lay_out(engine: Engine, unit: Unit) -> None:
                 full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
                 for entry in flat.entries:
                     parameters, attribute, _ = entry.places[0]
-                    flat.view(full, entry).copy_(parameters[attribute].detach())
+                    source = parameters[attribute]
+                    assert source is not None
+                    flat.view(full, entry).copy_(source.detach())
             scatter_masters(engine, unit, flat, full, master)
 
         with whole_sight(), torch.no_grad():

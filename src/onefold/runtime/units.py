@@ -118,7 +118,11 @@ def _large_rest(modules: dict[str, nn.Module], blocks: list[str]) -> list[str]:
     shared = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
     out = []
     for name, module in modules.items():
-        if not name or any(name == b or name.startswith(b + ".") for b in blocks) or isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        if (
+            not name
+            or any(name == b or name.startswith(b + ".") for b in blocks)
+            or isinstance(module, (nn.ParameterList, nn.ParameterDict))
+        ):
             continue
         own = [p for p in module._parameters.values() if p is not None]
         if own and all(shared[id(p)] == 1 for p in own) and sum(p.numel() for p in own) >= enough:

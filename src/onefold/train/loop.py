@@ -72,7 +72,9 @@ def train(run: Run, stop_requested: Callable[[], bool], report: Callable[[Row], 
         last = stopping > 0 or step + 1 == run.steps
         every = run.config.eval_every
         if every and len(run.data.held_out) and ((step + 1) % every == 0 or last) and not stopping:
+            sent = engine.traffic.total()
             row["eval_loss"] = held_out_loss(run)
+            row["eval_wire_bytes"] = engine.traffic.total() - sent
         report(row)
         if stopping:
             return step + 1
