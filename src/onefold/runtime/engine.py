@@ -15,9 +15,7 @@ The engine holds no strong reference to the module: modules → hooks → engine
 from __future__ import annotations
 
 import contextlib
-import struct
 import weakref
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch import nn
 from onefold.comm import Group, Place
 from onefold.memory import MemoryLedger, Pool
 from onefold.recipe import Recipe
+from onefold.runtime.agree import agree_and_finish
 from onefold.runtime.flat import Dtypes, Entry, Flat
 from onefold.runtime.gather import Gatherer, tensors_in
 from onefold.runtime.parameter import ForwardDepth, whole_sight
@@ -306,7 +305,7 @@ class Engine:
             used = self.reduce.used
             if used and not self.deferring:
                 self.reduce.launch_rest()
-                self._agree_and_finish(used)
+                agree_and_finish(self, used)
                 self.step += 1
                 self.reduced_since_gather = True
             if used:
@@ -316,44 +315,6 @@ class Engine:
             self.gather.end_backward()
             for unit in self.units:
                 unit.waiting = set()
-
-    def _agree_and_finish(self, used: set[int]) -> None:
-        """Exchange which parameters were used and which orders were seen; then set the gradients."""
-        late = {u.index for u in self.units if u.late}
-        gathered = set(self.gather.backward_log)
-        orders = [zlib.crc32(repr(log).encode()) for log in (self.gather.forward_log, self.gather.backward_log, self.reduce.log)]
-        head = struct.pack("<qIII", self.step, *orders)
-        sizes = (len(self.entries), len(self.units), len(self.units))
-        body = b"".join(_bits(s, n) for s, n in zip((used, late, gathered), sizes, strict=True))
-        payload = torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
-        place = Place("control", "(end of backward)", self.step, "backward")
-        parts = [bytes(p.tolist()) for p in self.group.exchange_control(payload, place)]
-        everywhere: list[set[int]] = [set(), set(), set()]
-        same = True
-        for rank, part in enumerate(parts):
-            self.group.heard[self.group.ranks[rank]] = struct.unpack_from("<q", part)[0]
-            same = same and part[8:20] == head[8:20]
-            at = len(head)
-            for seen, n in zip(everywhere, sizes, strict=True):
-                seen |= _unbits(part[at : at + (n + 7) // 8])
-                at += (n + 7) // 8
-        self.reduce.finish(everywhere[0])
-        if everywhere[1]:
-            self.reduce.second_round(sorted(everywhere[1]), everywhere[0])
-        if same and not (self.reduce.learned and (self.gather.learned or not self.gather.sharded)):
-            self._learn(everywhere[2])
-
-    def _learn(self, gathered: set[int]) -> None:
-        """All ranks walked the same way: make it the order of the next steps. Units not seen keep a place: a later step may use them."""
-        gather, reduce = self.gather, self.reduce
-        if gather.forward_log:
-            needless = set(gather.forward_log) - gathered  # used forward, but their backward reads no parameter
-            gather.backward_order = _with_missing(gather.backward_log, [i for i in gather.backward_order if i not in needless])
-            gather.forward_order = _with_missing(gather.forward_log, gather.forward_order)
-            gather.learned = True
-        if reduce.log:
-            reduce.order = _with_missing(reduce.log, reduce.order)
-            reduce.learned = True
 
     def reset(self) -> None:
         """Clean up after a forward or backward pass that raised."""
@@ -417,27 +378,3 @@ def _arrival(engine: weakref.ref[Engine], entry: weakref.ref[Entry]) -> Any:
 def _is_its_master(flat: Flat) -> bool:
     """The kept copy is the master itself on every rank (stage 0 in one dtype): it cannot be stale."""
     return flat.whole_master and flat.full is not None and flat.full.data_ptr() == flat.master.data_ptr()
-
-
-def _with_missing(seen: list[int], order: list[int]) -> list[int]:
-    """`seen`, with what only `order` has put behind its predecessor there."""
-    out, known = list(seen), set(seen)
-    for at, index in enumerate(order):
-        if index not in known:
-            before = order[at - 1] if at else None
-            out.insert(out.index(before) + 1 if before is not None else 0, index)
-            known.add(index)
-    return out
-
-
-def _bits(members: set[int], size: int) -> bytes:
-    return sum(1 << i for i in members).to_bytes((size + 7) // 8, "little")
-
-
-def _unbits(raw: bytes) -> set[int]:
-    value, out = int.from_bytes(raw, "little"), set()
-    while value:
-        low = value & -value
-        out.add(low.bit_length() - 1)
-        value ^= low
-    return out

@@ -10,9 +10,10 @@ still joins that unit's gather on its way (and drops the result), so ranks may d
 walk forwards. What the order does not foresee is gathered on demand, which works as long as all ranks do the same.
 
 [Note: saved tensors are handles] While a model with sharded parameters runs forward, a tensor that autograd saves
-and that lies in a gathered buffer is saved as a handle (unit, offset, sizes). Unpacking it in backward gathers the unit if it is not here. So a unit is
-released after its forward pass whatever the model's outputs look like, backward finds its parameters however it comes to them, and a
-unit whose backward reads no parameter (an embedding) is not gathered again.
+and that lies in a gathered buffer is saved as a handle (unit, offset, sizes). Unpacking it in backward gathers the
+unit if it is not here. So a unit is released after its forward pass whatever the model's outputs look like, backward
+finds its parameters however it comes to them, and a unit whose backward reads no parameter (an embedding) is not
+gathered again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""What the ranks tell each other at the end of a backward pass: one message of a few hundred bytes.
+
+    step | checksums of the orders seen in forward, in backward, of readiness | parameters used | units late | units gathered in backward
+
+From it every rank knows which parameters got a gradient anywhere, whether a unit needs a second reduction, and whether all ranks walked
+through the units alike, in which case that walk becomes the agreed order of the next steps.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.comm import Place
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+
+def agree_and_finish(engine: Engine, used: set[int]) -> None:
+    """Exchange which parameters were used and which orders were seen; then set the gradients."""
+    late = {u.index for u in engine.units if u.late}
+    gathered = set(engine.gather.backward_log)
+    orders = [zlib.crc32(repr(log).encode()) for log in (engine.gather.forward_log, engine.gather.backward_log, engine.reduce.log)]
+    head = struct.pack("<qIII", engine.step, *orders)
+    sizes = (len(engine.entries), len(engine.units), len(engine.units))
+    body = b"".join(_bits(s, n) for s, n in zip((used, late, gathered), sizes, strict=True))
+    payload = torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
+    place = Place("control", "(end of backward)", engine.step, "backward")
+    parts = [bytes(p.tolist()) for p in engine.group.exchange_control(payload, place)]
+    everywhere: list[set[int]] = [set(), set(), set()]
+    same = True
+    for rank, part in enumerate(parts):
+        engine.group.heard[engine.group.ranks[rank]] = struct.unpack_from("<q", part)[0]
+        same = same and part[8:20] == head[8:20]
+        at = len(head)
+        for seen, n in zip(everywhere, sizes, strict=True):
+            seen |= _unbits(part[at : at + (n + 7) // 8])
+            at += (n + 7) // 8
+    engine.reduce.finish(everywhere[0])
+    if everywhere[1]:
+        engine.reduce.second_round(sorted(everywhere[1]), everywhere[0])
+    if same and not (engine.reduce.learned and (engine.gather.learned or not engine.gather.sharded)):
+        _learn(engine, everywhere[2])
+
+
+def _learn(engine: Engine, gathered: set[int]) -> None:
+    """All ranks walked the same way: make it the order of the next steps. Units not seen keep a place: a later step may use them."""
+    gather, reduce = engine.gather, engine.reduce
+    if gather.forward_log:
+        needless = set(gather.forward_log) - gathered  # used forward, but their backward reads no parameter
+        gather.backward_order = _with_missing(gather.backward_log, [i for i in gather.backward_order if i not in needless])
+        gather.forward_order = _with_missing(gather.forward_log, gather.forward_order)
+        gather.learned = True
+    if reduce.log:
+        reduce.order = _with_missing(reduce.log, reduce.order)
+        reduce.learned = True
+
+
+def _with_missing(seen: list[int], order: list[int]) -> list[int]:
+    """`seen`, with what only `order` has put behind its predecessor there."""
+    out, known = list(seen), set(seen)
+    for at, index in enumerate(order):
+        if index not in known:
+            before = order[at - 1] if at else None
+            out.insert(out.index(before) + 1 if before is not None else 0, index)
+            known.add(index)
+    return out
+
+
+def _bits(members: set[int], size: int) -> bytes:
+    return sum(1 << i for i in members).to_bytes((size + 7) // 8, "little")
+
+
+def _unbits(raw: bytes) -> set[int]:
+    value, out = int.from_bytes(raw, "little"), set()
+    while value:
+        low = value & -value
+        out.add(low.bit_length() - 1)
+        value ^= low
+    return out
