@@ -17,7 +17,6 @@ from pydantic.fields import FieldInfo
 from onefold.train.config import TrainConfig, resolve
 from onefold.train.errors import TrainError
 
-
 #: The option that opens each panel of the help, in the order of `TrainConfig`.
 PANELS = {
     "model": "What is trained, on what",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,7 +72,6 @@ class Engine:
         self.whole_depth = 0
         self.whole_write = False
         self.optimizer_seen = self.stepped = self.reduced_since_gather = False
-        self.versions = -1
         self.buffers: list[tuple[nn.Module, str]] = []
         self.closed = False
 
@@ -96,6 +95,7 @@ class Engine:
             for flat in unit.flats:
                 for category, nbytes in flat.resting_bytes.items():
                     self.memory.add(category, nbytes)
+        self.memory.probes["reduced gradients"] = lambda: sum(_unique_bytes(e.param.grad for e in self.entries))
         self.memory.reset_peak()
 
     def close(self) -> None:
@@ -182,6 +182,7 @@ class Engine:
         if self.backward_open:  # a backward pass raised and never came to its end
             self.reset()
         self.is_root_pass = unit.index == 0
+        self.memory.look()
         self._check_in_place()
         self.follow_trainable()
         self._mark_stale()
@@ -259,18 +260,30 @@ class Engine:
 
     def _mark_stale(self) -> None:
         """Kept copies are stale once the masters moved: an optimizer stepped, or somebody wrote to them."""
-        versions = sum(e.param._version for e in self.entries)
-        moved = self.stepped or versions != self.versions or (self.reduced_since_gather and not self.optimizer_seen)
-        self.versions, self.stepped, self.reduced_since_gather = versions, False, False
-        if moved:
-            self.make_stale()
-
-    def make_stale(self) -> None:
+        trained = self.stepped or (self.reduced_since_gather and not self.optimizer_seen)
+        self.stepped = self.reduced_since_gather = False
         for unit in self.units:
             if unit.kept:
-                self.gather.wait(unit)
-            if unit.kept and unit.state is State.GATHERED and not all(f.passive or _is_its_master(f) for f in unit.flats):
-                unit.move(State.STALE, self.step)
+                for flat in unit.flats:
+                    versions = sum(e.param._version for e in flat.entries)
+                    flat.stale = flat.stale or versions != flat.versions or (trained and bool(flat.runs))
+                    flat.versions = versions
+                self._make_stale(unit)
+
+    def make_stale(self) -> None:
+        """The masters have been written to: every kept copy is out of date."""
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.stale = True
+            if unit.kept:
+                self._make_stale(unit)
+
+    def _make_stale(self, unit: Unit) -> None:
+        self.gather.wait(unit)
+        for flat in unit.flats:
+            flat.stale = flat.stale and not flat.passive and not _is_its_master(flat)
+        if unit.state is State.GATHERED and any(flat.stale for flat in unit.flats):
+            unit.move(State.STALE, self.step)
 
     def _sync_buffers(self) -> None:
         """Running statistics follow rank 0's, as in DDP."""
@@ -364,6 +377,16 @@ def broadcast(group: Group, tensors: list[torch.Tensor], place: Place, rank: int
         if rank != 0:
             with torch.no_grad():
                 t.copy_(buffer.view(t.dtype).view(t.shape))
+
+
+def _unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
+    """The bytes of each storage among `tensors`, once."""
+    seen = set()
+    with whole_sight():
+        for t in tensors:
+            if t is not None and (storage := t.untyped_storage()).data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield storage.nbytes()
 
 
 def _arrival(engine: weakref.ref[Engine], entry: weakref.ref[Entry]) -> Any:

@@ -97,6 +97,7 @@ class Flat:
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
         self.runs: tuple[tuple[int, int], ...] = ()
         self.run_of: dict[int, tuple[int, int]] = {}
+        self.versions, self.stale = 0, False  # of a kept copy: what the masters' version counters said; the masters moved on
 
     # -- building --------------------------------------------------------------------------------------------------------------
 

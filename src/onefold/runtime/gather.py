@@ -199,8 +199,9 @@ class Gatherer:
         unit.move(State.GATHERING, engine.step)
         place = Place("all-gather", unit.name, engine.step, engine.phase)
         for flat in unit.flats:
-            if flat.passive:
+            if flat.kept and not flat.stale:
                 continue
+            flat.stale = False
             if flat.full is None:
                 flat.full = engine.pool.take(flat.layout.numel, flat.dtypes.compute, "gathered")
                 self.by_storage[flat.full.untyped_storage().data_ptr()] = (unit, flat)

@@ -211,6 +211,7 @@ class Reducer:
         buffer, r.buffer = r.buffer, total
         pool.give(buffer)
         r.total = total
+        self.engine.memory.add("reduced gradients", total.numel() * total.element_size())
         self.summed.append(r)
         if flat.whole_master and group.size > 1:
             r.gathering = self._gather_sums(r, total)

@@ -14,11 +14,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     best: list[nn.Module] = []
     weight = 0
     for module in model.modules():
-        if (
-            isinstance(module, nn.ModuleList | nn.Sequential)
-            and len(module) > 1
-            and len({type(m) for m in module}) == 1
-        ):
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len({type(m) for m in module}) == 1:
             size = sum(p.numel() for p in module.parameters())
             if size > weight:
                 best, weight = list(module), size
@@ -37,9 +33,7 @@ def checkpoint_activations(model: nn.Module, how: str) -> None:
     if how == "none":
         return
     # transformers 5 calls it activation_checkpointing_enable, earlier ones gradient_checkpointing_enable
-    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(
-        model, "gradient_checkpointing_enable", None
-    )
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(model, "gradient_checkpointing_enable", None)
     if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
         raise TrainError(
             f"--activation-checkpointing {how}: {type(model).__name__} has no activation_checkpointing_enable or "

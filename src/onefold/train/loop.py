@@ -52,9 +52,7 @@ def train(run: Run, stop_requested: Callable[[], bool], report: Callable[[Row], 
         total_loss, stopping = run.ranks.sum(loss, float(stop_requested()))
         seconds = time.perf_counter() - start
         if not math.isfinite(total_loss) and run.scaler is None:
-            raise TrainError(
-                f"the loss at step {step + 1} is {total_loss}: try a lower --lr, a longer --warmup, or --clip."
-            )
+            raise TrainError(f"the loss at step {step + 1} is {total_loss}: try a lower --lr, a longer --warmup, or --clip.")
         row: Row = {
             "step": step + 1,
             "loss": total_loss,
@@ -142,9 +140,7 @@ def held_out_loss(run: Run) -> float:
     run.model.eval()
     try:
         with torch.no_grad():
-            for indices, real in eval_batches(
-                len(samples), run.config.eval_samples, ranks.rank, ranks.world_size, run.config.micro_batch
-            ):
+            for indices, real in eval_batches(len(samples), run.config.eval_samples, ranks.rank, ranks.world_size, run.config.micro_batch):
                 batch, count = held_out_batch(samples, indices, real)
                 loss = float(loss_of(run.model, batch, ranks.device))
                 total += loss * count if count else 0.0

@@ -149,9 +149,7 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
     elif choice != "auto":
         own = Path(choice)
         if not own.exists():
-            raise TrainError(
-                f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is none."
-            )
+            raise TrainError(f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is none.")
     elif own is None:
         own = smollm2_path()
         if own is None:
@@ -163,9 +161,7 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
     try:
         return _as_tokenizer(AutoTokenizer.from_pretrained(str(own), local_files_only=True))
     except (OSError, ValueError) as error:
-        raise TrainError(
-            f"{own} has no tokenizer that transformers can read ({error}); name one with --tokenizer."
-        ) from None
+        raise TrainError(f"{own} has no tokenizer that transformers can read ({error}); name one with --tokenizer.") from None
 
 
 def _as_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -194,9 +190,7 @@ def _from_gguf(path: Path) -> nn.Module:
     """A GGUF file as an ordinary fp32 model: its weights are dequantized, and it saves like any other."""
     from transformers import AutoModelForCausalLM
 
-    packed = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
-    )
+    packed = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True)
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -262,8 +256,7 @@ def parse_size(name: str) -> str | int:
     number = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", size.lower())
     if number is None:
         raise TrainError(
-            f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of parameters such as 10m, "
-            f"110m, 1.5b."
+            f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of parameters such as 10m, 110m, 1.5b."
         )
     return round(float(number.group(1)) * {"k": 1e3, "m": 1e6, "b": 1e9}[number.group(2)])
 
@@ -296,32 +289,24 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     try:
         source = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise TrainError(
-            f"--model {name}: cannot import {error.name!r} from {os.getcwd()} or the installed packages."
-        ) from None
+        raise TrainError(f"--model {name}: cannot import {error.name!r} from {os.getcwd()} or the installed packages.") from None
     factory = getattr(source, attribute, None)
     if not callable(factory):
         names = [n for n, value in vars(source).items() if callable(value) and not n.startswith("_")]
-        raise TrainError(
-            f"--model {name}: {module_name} has no function {attribute!r}. {did_you_mean(attribute, names)}"
-        )
+        raise TrainError(f"--model {name}: {module_name} has no function {attribute!r}. {did_you_mean(attribute, names)}")
     needed = [
         p.name
         for p in inspect.signature(factory).parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if needed:
-        raise TrainError(
-            f"--model {name}: the factory is called without arguments, but {attribute} asks for {', '.join(needed)}."
-        )
+        raise TrainError(f"--model {name}: the factory is called without arguments, but {attribute} asks for {', '.join(needed)}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = factory()
     module, own = made if isinstance(made, tuple) else (made, None)
     if not isinstance(module, nn.Module):
-        raise TrainError(
-            f"--model {name}: expected an nn.Module or (nn.Module, tokenizer), got {type(module).__name__}."
-        )
+        raise TrainError(f"--model {name}: expected an nn.Module or (nn.Module, tokenizer), got {type(module).__name__}.")
     if own is None:
         with quiet_transformers():
             own = load_tokenizer(tokenizer, None)

@@ -37,9 +37,7 @@ def with_output(config: TrainConfig) -> TrainConfig:
         raise TrainError(f"--output {folder} is a file; name a folder.")
     earlier = [name for name in ("model", "metrics.jsonl") if (folder / name).exists()]
     if earlier and not config.overwrite:
-        raise TrainError(
-            f"--output {folder} holds an earlier run ({', '.join(earlier)}); name another folder, or add --overwrite."
-        )
+        raise TrainError(f"--output {folder} holds an earlier run ({', '.join(earlier)}); name another folder, or add --overwrite.")
     return config
 
 
@@ -72,7 +70,5 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()

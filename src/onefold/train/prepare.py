@@ -54,9 +54,7 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
     note(f"loading {config.model}")
     loaded = load_on_first_rank(config.model, config.tokenizer, config.seed, config.seq, ranks)
     if loaded.tokenizer is None:
-        raise TrainError(
-            f"--model {config.model} came without a tokenizer and none is installed; name one with --tokenizer."
-        )
+        raise TrainError(f"--model {config.model} came without a tokenizer and none is installed; name one with --tokenizer.")
     note(f"reading {config.data}")
     data = load_data(config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction)
     _check_vocabulary(loaded)
@@ -110,9 +108,7 @@ def _recipe(config: TrainConfig, stage: int) -> onefold.Recipe:
 def _optimizer(config: TrainConfig, model: nn.Module, no_decay: frozenset[str], ranks: Ranks) -> torch.optim.Optimizer:
     groups = parameter_groups(model.named_parameters(), no_decay, config.weight_decay)
     if not groups:
-        raise TrainError(
-            f"--model {config.model} has no parameter that requires a gradient: there is nothing to train."
-        )
+        raise TrainError(f"--model {config.model} has no parameter that requires a gradient: there is nothing to train.")
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 

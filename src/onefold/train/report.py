@@ -73,11 +73,12 @@ class ConsoleReporter(Reporter):
     def plan(self, plan: dict[str, Any]) -> None:
         self._steps = plan["steps"]
         facts = Table.grid(padding=(0, 2))
+        batch = f"{plan['micro_batch']} x {plan['ranks']} ranks x {plan['accumulation']} accumulated"
         for label, value in (
             ("model", f"{plan['model']}, {plan['parameters']:,} parameters ({plan['trained']:,} trained)"),
             ("data", f"{plan['data']}: {plan['samples']:,} sequences of up to {plan['seq']} tokens, {plan['held_out']:,} held out"),
             ("ranks", f"{plan['ranks']} on {plan['device']} over {plan['backend']}, {plan['threads']} threads each"),
-            ("batch", f"{plan['global_batch']} sequences a step = {plan['micro_batch']} x {plan['ranks']} ranks x {plan['accumulation']} accumulated"),
+            ("batch", f"{plan['global_batch']} sequences a step = {batch}"),
             ("length", f"{plan['steps']} steps, {plan['epochs']:.2f} epochs, {plan['schedule']}"),
             ("stage", plan["reason"]),
             ("output", plan["output"]),
@@ -88,13 +89,7 @@ class ConsoleReporter(Reporter):
         for column in ("stage", "needed", "may use", ""):
             stages.add_column(column, justify="left" if column == "" else "right")
         for stage, needed in plan["states_needed"].items():
-            mark = (
-                "<- chosen"
-                if int(stage) == plan["stage"]
-                else ""
-                if needed <= plan["states_available"]
-                else "does not fit"
-            )
+            mark = "<- chosen" if int(stage) == plan["stage"] else "" if needed <= plan["states_available"] else "does not fit"
             stages.add_row(str(stage), readable(needed), readable(plan["states_available"]), mark)
         self.console.print(stages)
         self.console.print(_plain(plan["recipe"]), style="dim")
