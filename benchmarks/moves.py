@@ -1,0 +1,119 @@
+"""Which algorithm moves a flat buffer fastest on gloo: `python -m benchmarks.moves [--ranks 2 4] [--mib 1 8 28 110]`.
+
+Alternates all candidates in one run on the same ranks and prints medians in milliseconds; writes benchmarks/results/moves.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROUNDS, WARM = 12, 2
+
+
+def candidates(rank: int, size: int, mib: float) -> dict[str, Callable[[], None]]:
+    """Moves of an fp32 buffer of `mib` MiB: name -> function. Sums include the local addition."""
+    shard = int(mib * 2**20 / 4) // size
+    flat, out = torch.randn(shard * size), torch.empty(shard)
+    parts = [torch.empty(shard) for _ in range(size)]
+    big = torch.empty(shard * size)
+    peers = [p for p in range(size) if p != rank]
+    cut = [flat[r * shard : (r + 1) * shard] for r in range(size)]
+
+    def finish(works: list[Any]) -> None:
+        for work in works:
+            work.wait()
+
+    def add(pieces: list[torch.Tensor]) -> None:
+        torch.add(pieces[0], pieces[1], out=out)
+        for piece in pieces[2:]:
+            out.add_(piece)
+
+    def gather_pairwise() -> None:
+        finish([dist.irecv(cut[p], p) for p in peers] + [dist.isend(cut[rank], p) for p in peers])
+
+    def gather_broadcasts() -> None:
+        finish([dist.broadcast(cut[r], r, async_op=True) for r in range(size)])
+
+    def gather_native() -> None:
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(flat, cut[rank].clone())
+
+    def reduce_pairwise() -> None:
+        finish([dist.irecv(parts[p], p) for p in peers] + [dist.isend(cut[p], p) for p in peers])
+        add([cut[r] if r == rank else parts[r] for r in range(size)])
+
+    def reduce_all_to_all() -> None:
+        dist.all_to_all_single(big, flat)
+        add(list(big.view(size, shard)))
+
+    def reduce_native() -> None:
+        dist.all_reduce(flat)
+
+    moves = (gather_pairwise, gather_broadcasts, gather_native, reduce_pairwise, reduce_all_to_all, reduce_native)
+
+    def fresh(move: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            flat.fill_(0.1)
+            dist.barrier()
+            move()
+
+        return run
+
+    return {move.__name__: fresh(move) for move in moves}
+
+
+def measure(rank: int, size: int, store: str, sizes: list[float], out: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    for mib in sizes:
+        moves = candidates(rank, size, mib)
+        seconds: dict[str, list[float]] = {name: [] for name in moves}
+        for _ in range(ROUNDS):
+            for name, move in moves.items():
+                start = time.perf_counter()
+                move()
+                seconds[name].append(time.perf_counter() - start)
+        if rank == 0:
+            out.append({"ranks": size, "mib": mib, "ms": {n: round(1e3 * statistics.median(s[WARM:]), 2) for n, s in seconds.items()}})
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--mib", type=float, nargs="+", default=[1, 8, 28, 110])
+    args = parser.parse_args()
+    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
+        rows = manager.list()
+        for size in args.ranks:
+            mp.spawn(measure, (size, f"{folder}/store{size}", args.mib, rows), nprocs=size)
+        found = list(rows)
+    names = list(found[0]["ms"])
+    print("| ranks | MiB | " + " | ".join(n.replace("_", " ") for n in names) + " |\n|" + "---|" * (len(names) + 2))
+    for row in found:
+        print(f"| {row['ranks']} | {row['mib']:g} | " + " | ".join(f"{row['ms'][n]:.1f}" for n in names) + " |")
+    target = Path(__file__).parent / "results" / "moves.json"
+    target.parent.mkdir(exist_ok=True)
+    about = {
+        "command": "python -m benchmarks.moves " + " ".join(sys.argv[1:]),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    target.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Onefold and its peers, measured alternately on one model, the same data and the same ranks.
+
+    python -m benchmarks.peers --quick            # one setting, two minutes or so
+    python -m benchmarks.peers --budget 60        # as many rounds of the whole matrix as an hour allows
+
+A *setting* is what all peers share: model, tokens a rank, precision, ranks, micro-batches a step. For each setting the
+peers run in turn, round after round (A B C A B C ...), every one in its own fresh processes, so that a drift of the
+machine falls on all of them and no peer inherits another's memory.
+
+    settings.py   what is measured: settings, names of peers, the matrix
+    model.py      the GPT and the token stream
+    adapters.py   one class a peer: build it, take one optimizer step
+    probes.py     resident memory and bytes on the wire, from the kernel's own counters
+    worker.py     one rank of one peer in one round
+    launch.py     ranks started, watched, reaped
+    summary.py    rounds -> medians, ratios, differences (the JSON's schema)
+    report.py     the table and the plot
+    cli.py        the command
+"""

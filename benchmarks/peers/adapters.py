@@ -1,0 +1,246 @@
+"""One class a peer: how it is built and how it takes one optimizer step. Everything else of a run is shared.
+
+Every peer starts from the same fp32 weights, uses `torch.optim.AdamW(fused=True)` and averages gradients over ranks and
+micro-batches. bf16 is each library's documented way of computing in bf16 over fp32 master weights (`settings.NOTES`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.peers.settings import Setting
+
+Batch = tuple[Tensor, Tensor]
+LEARNING_RATE = 3e-4
+WEIGHT_DECAY = 0.1
+
+
+class Peer(Protocol):
+    """A model that is ready to train."""
+
+    def step(self, batches: Sequence[Batch]) -> float:
+        """One optimizer step over the micro-batches; the mean of their losses on this rank."""
+
+    def ledger_bytes(self) -> int | None:
+        """Bytes that the library itself says this rank has sent so far, None if it keeps no count."""
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    """The optimizer of every peer."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+class _TorchPeer:
+    """The ordinary loop of PyTorch; the peers below differ in how they fill its attributes."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.model: nn.Module
+        self.optimizer: torch.optim.Optimizer
+        self.autocast = setting.precision == "bf16"
+
+    def between_boundaries(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of every micro-batch but the last of a step."""
+        return contextlib.nullcontext()
+
+    def clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.setting.clip)
+
+    def ledger_bytes(self) -> int | None:
+        return None
+
+    def step(self, batches: Sequence[Batch]) -> float:
+        total = torch.zeros((), device=self.setting.device)
+        for number, (ids, labels) in enumerate(batches, 1):
+            last = number == len(batches)
+            with contextlib.nullcontext() if last else self.between_boundaries():
+                with torch.autocast(self.setting.device, torch.bfloat16, enabled=self.autocast):
+                    loss = self.model(ids, labels)
+                (loss / len(batches)).backward()
+            total += loss.detach().float()
+        if self.setting.clip:
+            self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(total) / len(batches)
+
+
+class Plain(_TorchPeer):
+    """PyTorch alone, on one rank."""
+
+    def __init__(self, setting: Setting, model: nn.Module) -> None:
+        super().__init__(setting)
+        self.model = model
+        self.optimizer = adamw(model.parameters())
+
+
+def all_reduce_in_bf16(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    """A communication hook for DDP. Torch's own `bf16_compress_hook` does the same but refuses gloo by name."""
+    whole = bucket.buffer()
+    sent = whole.to(torch.bfloat16).div_(dist.get_world_size())
+    done: torch.futures.Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
+    return done.then(lambda _: whole.copy_(sent))
+
+
+class DDP(_TorchPeer):
+    """DistributedDataParallel; with `compress`, bf16 on the wire."""
+
+    def __init__(self, setting: Setting, model: nn.Module, *, compress: bool = False) -> None:
+        super().__init__(setting)
+        self.ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if compress:
+            self.ddp.register_comm_hook(None, all_reduce_in_bf16)
+        self.model = self.ddp
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return adamw(self.ddp.parameters())
+
+    def between_boundaries(self) -> contextlib.AbstractContextManager[Any]:
+        return self.ddp.no_sync()
+
+
+class ZeroOptimizer(DDP):
+    """DDP, its optimizer states divided by torch's ZeroRedundancyOptimizer."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            self.ddp.parameters(),
+            torch.optim.AdamW,
+            parameters_as_bucket_view=True,
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+        )
+
+
+class FSDP2(_TorchPeer):
+    """`fully_shard` on each block, then on the root: the set-up of its tutorial. Reduces every micro-batch."""
+
+    def __init__(self, setting: Setting, model: nn.Module) -> None:
+        super().__init__(setting)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        self.autocast = False
+        mesh = init_device_mesh(setting.device, (setting.ranks,))
+        dtype = torch.bfloat16 if setting.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        blocks = model.get_submodule("blocks")
+        for block in blocks.children():
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        self.model = model
+        self.optimizer = adamw(model.parameters())
+
+
+class DeepSpeed:
+    """DeepSpeed's engine over a torch optimizer; it divides the loss by the micro-batches and clips by itself."""
+
+    def __init__(self, setting: Setting, model: nn.Module, stage: int) -> None:
+        self.setting = setting
+        bf16 = setting.precision == "bf16"
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": setting.accumulation,
+            "gradient_clipping": setting.clip,  # the default is 1.0 since 0.19, hence always said
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": bf16},
+            "steps_per_print": 10**9,
+        }
+        if bf16:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        deepspeed = importlib.import_module("deepspeed")
+        self.engine: Any = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)[0]
+
+    def ledger_bytes(self) -> int | None:
+        return None
+
+    def step(self, batches: Sequence[Batch]) -> float:
+        total = torch.zeros((), device=self.setting.device)
+        for ids, labels in batches:
+            loss = self.engine(ids, labels)
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.detach().float()
+        return float(total) / len(batches)
+
+
+class Onefold(_TorchPeer):
+    """`onefold.shard` at one stage with the recipe's defaults."""
+
+    def __init__(self, setting: Setting, model: nn.Module, stage: int) -> None:
+        super().__init__(setting)
+        self.onefold: Any = importlib.import_module("onefold")
+        self.autocast = False
+        recipe = self.onefold.Recipe.zero(stage, precision=setting.precision)
+        self.model = self.onefold.shard(model, recipe)
+        self.optimizer = adamw(self.model.parameters())
+
+    def between_boundaries(self) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = self.onefold.no_sync(self.model)
+        return context
+
+    def clip(self) -> None:
+        self.onefold.clip_grad_norm_(self.model, self.setting.clip)
+
+    def ledger_bytes(self) -> int | None:
+        return int(self.onefold.engine_of(self.model).traffic.total())
+
+
+def requirement(peer: str) -> str | None:
+    """The package that the peer needs beside torch, None for torch's own."""
+    family = peer.partition("-")[0]
+    return family if family in ("deepspeed", "onefold") else None
+
+
+def prepare(peer: str) -> None:
+    """Import what the peer needs, before memory is measured: the size of a library is not the size of its state."""
+    if requirement(peer) == "deepspeed":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Its ninja stands beside the interpreter, which need not be on the PATH when no environment is activated.
+        os.environ["PATH"] = str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", "")
+    package = requirement(peer)
+    if package:
+        importlib.import_module(package)
+    if peer == "fsdp2":
+        importlib.import_module("torch.distributed.fsdp")
+    if peer == "zero-optimizer":
+        importlib.import_module("torch.distributed.optim")
+
+
+def build(peer: str, setting: Setting, model: nn.Module) -> Peer:
+    """The peer around `model`, which holds whole fp32 weights on every rank.
+
+    "plain" is PyTorch alone; the other names are those of `settings.PEERS`. Raises ValueError for any further one.
+    """
+    family, _, stage = peer.rpartition("-")
+    if family == "deepspeed":
+        return DeepSpeed(setting, model, int(stage))
+    if family == "onefold":
+        return Onefold(setting, model, int(stage))
+    if peer == "plain":
+        return Plain(setting, model)
+    if peer == "ddp":
+        return DDP(setting, model)
+    if peer == "ddp-bf16-wire":
+        return DDP(setting, model, compress=True)
+    if peer == "zero-optimizer":
+        return ZeroOptimizer(setting, model)
+    if peer == "fsdp2":
+        return FSDP2(setting, model)
+    raise ValueError(f"There is no peer {peer!r}; `settings.PEERS` lists them.")

@@ -1,0 +1,112 @@
+"""The model and the data that every peer trains: a GPT in plain `torch.nn` and a stream of random tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT: `seq` tokens a sample, `layers` blocks of width `width`, an embedding of `vocab` rows."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int
+    seq: int
+
+
+SHAPES: dict[str, Shape] = {
+    "gpt-110m": Shape(layers=12, width=768, heads=12, vocab=32_768, seq=256),
+    "gpt-1b": Shape(layers=24, width=2048, heads=16, vocab=32_768, seq=1024),
+    "gpt-tiny": Shape(layers=2, width=64, heads=4, vocab=512, seq=32),
+}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, (batch, seq, width) to the same."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.norm_1 = nn.LayerNorm(shape.width)
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.out = nn.Linear(shape.width, shape.width)
+        self.norm_2 = nn.LayerNorm(shape.width)
+        self.up = nn.Linear(shape.width, 4 * shape.width)
+        self.down = nn.Linear(4 * shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
+        hidden: Tensor = x + self.down(functional.gelu(self.up(self.norm_2(x))))
+        return hidden
+
+
+class GPT(nn.Module):
+    """A decoder whose head shares the weight of its token embedding. The forward returns the mean loss, a scalar."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = nn.Embedding(shape.vocab, shape.width)
+        self.positions = nn.Embedding(shape.seq, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+        self.head.weight = self.tokens.weight
+        self.apply(self._initialize)
+
+    @staticmethod
+    def _initialize(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """`ids` and `labels`: (batch, seq) int64."""
+        places = torch.arange(ids.shape[1], device=ids.device)
+        x = self.tokens(ids) + self.positions(places)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def build(name: str, seed: int = 0, device: str = "cpu") -> GPT:
+    """The model of that name with the same initial weights in every process.
+
+    Raises ValueError for a name that `SHAPES` does not hold.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"There is no benchmark model {name!r}; choose one of {', '.join(SHAPES)}.")
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return GPT(SHAPES[name])
+
+
+def count_parameters(name: str) -> int:
+    """Elements of the model of that name, tied weights once; nothing is allocated."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(SHAPES[name]).parameters())
+
+
+def micro_batch(name: str, tokens: int, step: int, micro: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels, (tokens / seq, seq) each, a function of where in the run the micro-batch stands and no more.
+
+    Token frequencies follow Zipf's law (log-uniform ids), so that there is something to learn and the losses of a few
+    steps move: peers whose losses agree then agree on something.
+    """
+    shape = SHAPES[name]
+    seq = min(shape.seq, tokens)
+    source = torch.Generator().manual_seed(((step * 1_000 + micro) * ranks + rank) * 7 + 1)
+    uniform = torch.rand(max(1, tokens // seq), seq + 1, generator=source, dtype=torch.float64)
+    ids = (shape.vocab**uniform).long().sub_(1).clamp_(0, shape.vocab - 1)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

@@ -1,0 +1,130 @@
+"""What is measured: the settings that all peers share, the peers' names, and the matrix of both."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+PEERS: tuple[str, ...] = (
+    "ddp",
+    "ddp-bf16-wire",
+    "zero-optimizer",
+    "fsdp2",
+    "deepspeed-1",
+    "deepspeed-2",
+    "deepspeed-3",
+    "onefold-0",
+    "onefold-1",
+    "onefold-2",
+    "onefold-3",
+)
+"""Every peer, in the order of a round. A number is the ZeRO stage."""
+
+NOTES: dict[str, str] = {
+    "ddp": "DistributedDataParallel, gradients as bucket views, no_sync between boundaries; "
+    "bf16: fp32 weights under autocast, fp32 on the wire",
+    "ddp-bf16-wire": "the same with a hook that all-reduces in bf16: bf16 on the wire and in the sum (bf16 only)",
+    "zero-optimizer": "DDP as above with ZeroRedundancyOptimizer(parameters_as_bucket_view=True)",
+    "fsdp2": "fully_shard of each block, then of the root; bf16: MixedPrecisionPolicy(param bf16, reduce fp32)",
+    "deepspeed-N": "DeepSpeed ZeRO stage N with its default buckets; "
+    "bf16: bf16.enabled, gradients accumulated in fp32 (data_types), bf16 on the wire",
+    "onefold-N": "onefold.shard with Recipe.zero(N, precision), onefold.no_sync between boundaries; "
+    "bf16: bf16 on the wire, summed in fp32",
+}
+"""How each peer is set up: the fair equivalents, printed under every table."""
+
+REFERENCE = "ddp"
+"""The peer that ratios and loss differences refer to."""
+
+SIZES: dict[str, int] = {"communication": 256, "compute": 2048}
+"""Tokens a rank and micro-batch: 256 leave the wire the bottleneck of a 110M-parameter model, 2,048 the arithmetic."""
+
+PRECISIONS: tuple[str, ...] = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all peers of a comparison share.
+
+    `tokens` are per rank and micro-batch; `accumulation` is the number of micro-batches of an optimizer step;
+    `warmup` and `steps` count optimizer steps (the first are not timed); `clip` is the gradient norm, 0 for none.
+    """
+
+    model: str = "gpt-110m"
+    size: str = "communication"
+    tokens: int = 256
+    precision: str = "fp32"
+    ranks: int = 2
+    accumulation: int = 1
+    warmup: int = 2
+    steps: int = 4
+    clip: float = 0.0
+    threads: int = 1
+    device: str = "cpu"
+
+    @property
+    def key(self) -> str:
+        """A name that tells settings of one report apart."""
+        clip = f"-clip{self.clip:g}" if self.clip else ""
+        return f"{self.model}-{self.size}{self.tokens}-{self.precision}-{self.ranks}ranks-acc{self.accumulation}{clip}"
+
+    def applies(self, peer: str) -> bool:
+        """Whether the peer means anything here: one that compresses to bf16 is left out of fp32."""
+        return self.precision == "bf16" or peer != "ddp-bf16-wire"
+
+    @property
+    def title(self) -> str:
+        """The setting in words, for a table's or a plot's heading."""
+        micro = "micro-batch" if self.accumulation == 1 else "micro-batches"
+        clip = f", clip {self.clip:g}" if self.clip else ""
+        return (
+            f"{self.model}, {self.tokens:,} tokens a rank ({self.size}-bound), {self.precision}, "
+            f"{self.ranks} ranks, {self.accumulation} {micro} a step{clip}"
+        )
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens that all ranks together consume in one optimizer step."""
+        return self.tokens * self.accumulation * self.ranks
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary that `Setting(**d)` reads back."""
+        return asdict(self)
+
+
+def matrix(
+    *,
+    model: str,
+    sizes: Sequence[str],
+    precisions: Sequence[str],
+    ranks: Sequence[int],
+    accumulations: Sequence[int],
+    tokens: int | None,
+    warmup: int,
+    steps: int,
+    clip: float,
+    threads: int,
+) -> list[Setting]:
+    """Every combination, cheap settings first, so that a run that is cut short has covered the most.
+
+    `tokens` replaces the tokens that a size stands for. A compute-bound step is long and steady, so half the steps do.
+    """
+    found = []
+    for size, count, precision, micro in itertools.product(sizes, ranks, precisions, accumulations):
+        taken = steps if size == "communication" else max(2, steps // 2)
+        setting = Setting(
+            model=model,
+            size=size,
+            tokens=tokens or SIZES[size],
+            precision=precision,
+            ranks=count,
+            accumulation=micro,
+            warmup=warmup,
+            steps=taken if micro == 1 else max(2, taken // 2),
+            clip=clip,
+            threads=threads,
+        )
+        found.append(setting)
+    return found

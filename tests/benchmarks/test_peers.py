@@ -1,0 +1,189 @@
+"""`benchmarks/peers` and `benchmarks/gpu.py`: the smallest configuration runs, agrees and leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers import launch, model, probes, report, summary  # noqa: E402
+from benchmarks.peers.launch import Run  # noqa: E402
+from benchmarks.peers.settings import PEERS, Setting, matrix  # noqa: E402
+
+from benchmarks import gpu  # noqa: E402
+
+TINY = Setting(model="gpt-tiny", tokens=32, warmup=1, steps=2)
+
+
+def command(*arguments: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+    """Run a command of the repository in its root."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def folders_of_runs() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("peers-")}
+
+
+def made_up_run(peer: str, number: int, seconds: float, loss: float = 2.0) -> Run:
+    """A run of two ranks, two steps after one of warm-up; the second rank is a tenth slower."""
+    ranks: list[dict[str, Any]] = [
+        {
+            "rank": rank,
+            "losses": [loss, loss, loss],
+            "step_s": [seconds * (1 + rank / 10)] * 2,
+            "cpu_s": 2 * seconds,
+            "build_s": 0.1,
+            "baseline_mib": 100.0,
+            "set_up_peak_mib": 10.0,
+            "peak_mib": 20.0 + rank,
+            "peak_is_of_timed_steps": True,
+            "rest_mib": 5.0,
+            "sent_bytes": 2_000,
+            "ledger_bytes": None,
+            "loopback_bytes": 5_000,
+        }
+        for rank in range(2)
+    ]
+    return Run(peer, number, "ok", ranks)
+
+
+def test_a_ratio_is_taken_within_a_round_so_that_drift_cancels() -> None:
+    runs = [
+        made_up_run("ddp", 1, 1.0),
+        made_up_run("fsdp2", 1, 1.5),
+        made_up_run("ddp", 2, 10.0),
+        made_up_run("fsdp2", 2, 15.0, loss=2.002),
+    ]
+    reference, row = summary.summarize(TINY, runs, missing=["deepspeed-1"])[:2]
+    assert reference.ratio == 1.0
+    assert row.ratio == pytest.approx(1.5)
+    assert row.step_s == pytest.approx((1.65 + 16.5) / 2), "a step lasts until its slowest rank is done"
+    assert row.peak_mib == 21.0 and row.sent_bytes == 1_000 and row.ledger_bytes is None
+    assert row.loss_difference == pytest.approx(1e-3)
+
+
+def test_a_peer_that_is_not_installed_or_failed_keeps_its_row() -> None:
+    failed = Run("onefold-3", 1, "failed", error="rank 1 ended with status 1: boom")
+    rows = summary.summarize(TINY, [made_up_run("ddp", 1, 1.0), failed], missing=["deepspeed-2"])
+    assert [row.status for row in rows] == ["ok", "failed", "not installed"]
+    text = report.plain_table(TINY, rows)
+    assert "not installed" in text and "boom" in text
+
+
+def test_the_matrix_covers_every_combination_once() -> None:
+    settings = matrix(
+        model="gpt-110m",
+        sizes=["communication", "compute"],
+        precisions=["fp32", "bf16"],
+        ranks=[2, 4],
+        accumulations=[1, 4],
+        tokens=None,
+        warmup=2,
+        steps=4,
+        clip=0.0,
+        threads=1,
+    )
+    assert len({s.key for s in settings}) == len(settings) == 16
+    assert {s.tokens for s in settings} == {256, 2048}
+
+
+def test_the_model_has_110_million_parameters_and_the_data_depends_on_its_place_only() -> None:
+    assert 105e6 < model.count_parameters("gpt-110m") < 115e6
+    ids, labels = model.micro_batch("gpt-tiny", 64, step=3, micro=1, rank=1, ranks=2)
+    again, _ = model.micro_batch("gpt-tiny", 64, step=3, micro=1, rank=1, ranks=2)
+    other, _ = model.micro_batch("gpt-tiny", 64, step=3, micro=1, rank=0, ranks=2)
+    assert ids.shape == labels.shape == (2, 32)
+    assert ids.equal(again) and not ids.equal(other)
+    assert ids[:, 1:].equal(labels[:, :-1])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's counters are Linux's")
+def test_the_socket_counter_counts_payload_to_the_byte() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            before = probes.socket_bytes_sent()
+            sender.sendall(b"x" * 100_000)
+            got = 0
+            while got < 100_000:
+                got += len(receiver.recv(65_536))
+            assert probes.difference(probes.socket_bytes_sent(), before) == 100_000
+
+
+def test_an_unknown_peer_is_a_wrong_command_line() -> None:
+    found = command("-m", "benchmarks.peers", "--peers", "fsdp3")
+    assert found.returncode == 2
+    assert "fsdp3" in found.stderr and "fsdp2" in found.stderr
+
+
+def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None:
+    run = launch.run_peer("no-such-peer", TINY, 1, timeout=120)
+    assert run.status == "failed"
+    assert "There is no peer 'no-such-peer'" in run.error
+
+
+@pytest.mark.slow
+def test_the_smallest_comparison_runs_and_losses_agree(tmp_path: Path) -> None:
+    before = folders_of_runs()
+    peers = ["ddp", "zero-optimizer", "fsdp2"] + ["onefold"] * (importlib.util.find_spec("onefold.shard") is not None)
+    found = command(
+        "benchmarks/peers",
+        *("--quick", "--model", "gpt-tiny", "--tokens", "64", "--name", "tiny", "--output", str(tmp_path)),
+        *("--peers", *peers),
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    document = json.loads((tmp_path / "tiny.json").read_text())
+    assert document["schema"] == summary.SCHEMA and document["finished"] is True
+    assert set(document) == {
+        *("schema", "command", "date", "finished", "machine", "versions", "models", "notes", "comparisons")
+    }
+    (comparison,) = document["comparisons"]
+    assert Setting(**comparison["setting"]).ranks == 2
+    rows = {row["peer"]: summary.Row(**row) for row in comparison["rows"]}
+    assert list(rows) == [p for p in PEERS if TINY.applies(p) and (p in peers or p.partition("-")[0] in peers)]
+    elements = model.count_parameters("gpt-tiny")
+    for peer, row in rows.items():
+        assert row.status == "ok", f"{peer}: {row.error}"
+        assert row.step_s and row.ratio and row.tokens_a_second
+        assert row.loss_difference is not None and row.loss_difference < 1e-5, f"{peer}: losses differ: {row}"
+    if sys.platform.startswith("linux"):
+        sent = rows["ddp"].sent_bytes
+        assert sent == pytest.approx(4 * elements, rel=0.02), (
+            f"DDP sent {sent} bytes a step, an all-reduce is {4 * elements}"
+        )
+    assert {"rank", "losses", "step_s", "peak_mib", "sent_bytes"} <= set(comparison["runs"][0]["ranks"][0])
+    assert "ddp" in found.stdout and (tmp_path / "tiny.md").read_text().count("\n| ") >= len(rows)
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "tiny.png").stat().st_size > 1_000
+    assert folders_of_runs() <= before, "a temporary folder was left behind"
+
+
+def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    found = command("benchmarks/gpu.py")
+    assert found.returncode == 0 and "no CUDA device" in found.stdout
+
+
+def test_overlap_is_the_time_that_both_kinds_of_work_share() -> None:
+    seen = gpu.overlap([(0, 10), (5, 20)], [(15, 30), (40, 50)])
+    expected = {"comm_s": 20, "compute_s": 25, "both_s": 5, "idle_s": 10}
+    assert {name: round(1e6 * value) for name, value in seen.items()} == expected

@@ -1,0 +1,54 @@
+"""A program: train on two ranks and print what the loopback interface carried, beside the formula. Run it in a network
+namespace of its own (`unshare -n`), where nobody else's bytes pass.
+
+    python loopback.py STAGE MICRO_BATCHES
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import torch
+import torch.distributed as dist
+from models import TinyMLP, features_of
+from ranks import run_ranks
+from wire import formula, train_steps
+
+STEPS = 4
+
+
+def loopback_bytes() -> int:
+    """Bytes the interface `lo` has transmitted, every header included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    raise RuntimeError("there is no interface lo")
+
+
+def carried(stage: int, micro_batches: int) -> dict[str, int]:
+    import onefold
+
+    model = onefold.shard(TinyMLP(16, 256, 6, 16), onefold.Recipe.zero(stage, stall_timeout=30.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = [features_of(i + 100 * dist.get_rank(), 2, 16) for i in range(STEPS * micro_batches)]
+    train_steps(model, optimizer, batches[: 2 * micro_batches], micro_batches)  # to learn the order, and be in a steady state
+    dist.barrier()
+    time.sleep(0.2)
+    before = loopback_bytes()
+    dist.barrier()
+    train_steps(model, optimizer, batches, micro_batches)
+    dist.barrier()
+    time.sleep(0.2)
+    sent = loopback_bytes() - before
+    numel = sum(unit.numel for unit in onefold.engine_of(model).units)
+    return {"sent": sent, "expected": STEPS * 2 * formula(stage, numel, 2, micro_batches), "numel": numel}
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_ranks(2, carried, int(sys.argv[1]), int(sys.argv[2]))[0]))

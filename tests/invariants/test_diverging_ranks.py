@@ -1,0 +1,213 @@
+"""Invariant 5: where ranks diverge the run stays correct, or stops within seconds with an error that names rank, unit and
+step on every rank that is alive. It never hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import ResidualBlock, TinyMLP, features_of
+from ranks import Outcome, outcomes_of
+from torch import Tensor, nn
+from trials import STAGES, Case, MLPCase, assert_trains_as_ddp
+
+STALL_TIMEOUT = 2.0  # seconds, of the recipe
+#: Seconds in which every rank must have given up: its own timeout, the one of a rank that waits for it, and the notes' grace.
+PATIENCE = 2 * STALL_TIMEOUT + 6.0
+
+
+class DropsBlocks(nn.Module):
+    """LayerDrop: every rank skips blocks at random, by a generator of its own."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlock(7) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if torch.rand(()) > 0.5:
+                x = block(x)
+        return x + sum(0.0 * p.sum() for p in self.blocks[0].parameters())
+
+
+class LayerDrop(MLPCase):
+    steps = 6
+    units = (ResidualBlock,)
+
+    def build(self) -> nn.Module:
+        return DropsBlocks()
+
+
+class LayerDropWhileTheRestIsCheckpointed(LayerDrop):
+    class Model(DropsBlocks):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[attr-defined]
+
+    def build(self) -> nn.Module:
+        return self.Model()
+
+
+class OtherOrder(MLPCase):
+    """Rank 0 applies the blocks forwards, rank 1 backwards."""
+
+    units = (ResidualBlock,)
+
+    class Model(DropsBlocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in list(self.blocks) if dist.get_rank() % 2 == 0 else list(self.blocks)[::-1]:
+                x = block(x)
+            return x
+
+    def build(self) -> nn.Module:
+        return self.Model()
+
+
+class ChosenByNobody(MLPCase):
+    """Three experts: ranks choose different ones, one of them is chosen by nobody and never gets a gradient."""
+
+    units = (ResidualBlock,)
+
+    class Model(DropsBlocks):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[dist.get_rank() % 2](x) * 2
+
+    def build(self) -> nn.Module:
+        return self.Model(3)
+
+
+@pytest.mark.parametrize("case", [LayerDrop, LayerDropWhileTheRestIsCheckpointed, OtherOrder, ChosenByNobody])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_take_other_branches_train_as_in_ddp(case: type[Case], world_size: int) -> None:
+    assert_trains_as_ddp(case, world_size)
+
+
+def train_until(stage: int, event: str, rank: int, step: int) -> None:
+    """Four steps of a small model; `event` happens to one rank at one step."""
+    import onefold
+
+    torch.manual_seed(0)
+    model = TinyMLP()
+    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, units=(ResidualBlock,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(4):
+        mine = (dist.get_rank(), index) == (rank, step)
+        if mine and event == "runs out of batches":
+            time.sleep(PATIENCE)
+            return
+        if mine and event == "dies":
+            model.blocks[1].register_forward_pre_hook(_die)  # in the middle of its forward
+        if mine and event == "fails":
+            model.blocks[1].register_forward_pre_hook(_fail)
+        loss = model(features_of(index, 4, 7)).square().mean()
+        if not (mine and event == "skips the backward"):
+            loss.backward()
+        if mine and event == "has one more batch":
+            model(features_of(9, 4, 7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _die(module: nn.Module, inputs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail(module: nn.Module, inputs: Any) -> None:
+    raise ArithmeticError("an error of the user's own")
+
+
+def _told(outcomes: list[Outcome]) -> str:
+    return "\n".join(f"rank {o.rank}: {o.error} after {o.seconds:.1f} s: {o.message}\n{o.trace[-1500:]}" for o in outcomes)
+
+
+def assert_stalled(outcome: Outcome, told: str, step: int) -> None:
+    assert outcome.error == "StallError", told
+    assert outcome.seconds < PATIENCE, f"rank {outcome.rank} took {outcome.seconds:.1f} s of {PATIENCE} s: {told}"
+    for word in ("rank 0", "rank 1", "unit", f"step {step}"):
+        assert word in outcome.message, f"the error does not name {word!r}: {told}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_missing_batch_on_one_rank_is_an_error_on_the_one_that_waits(stage: int) -> None:
+    outcomes = outcomes_of(2, train_until, stage, "runs out of batches", 1, 2, timeout=40.0)
+    told = _told(outcomes)
+    assert outcomes[1].error == "", told
+    assert_stalled(outcomes[0], told, 2)
+    assert "rank 1: not waiting" in outcomes[0].message, f"it should say that rank 1 waits nowhere: {told}"
+
+
+@pytest.mark.parametrize("event", ["skips the backward", "has one more batch"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_runs_another_number_of_passes_is_an_error_on_all(stage: int, event: str) -> None:
+    """Either rank may meet the wall first; nobody finishes the four steps as if nothing had been."""
+    outcomes = outcomes_of(2, train_until, stage, event, 1, 1, timeout=40.0)
+    told = _told(outcomes)
+    assert {o.error for o in outcomes} <= {"StallError"}, told
+    assert all(o.seconds < 2 * PATIENCE for o in outcomes), told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_killed_rank_is_an_error_on_the_others(stage: int) -> None:
+    outcomes = outcomes_of(3, train_until, stage, "dies", 1, 2, timeout=40.0)
+    told = _told(outcomes)
+    assert outcomes[1].exitcode == -signal.SIGKILL, told
+    for survivor in (outcomes[0], outcomes[2]):
+        assert_stalled(survivor, told, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_users_error_on_one_rank_is_itself_there_and_a_stall_on_the_others(stage: int) -> None:
+    outcomes = outcomes_of(2, train_until, stage, "fails", 1, 2, timeout=40.0)
+    told = _told(outcomes)
+    assert (outcomes[1].error, outcomes[1].message) == ("ArithmeticError", "an error of the user's own"), told
+    assert_stalled(outcomes[0], told, 2)
+
+
+def slow_but_in_step(stage: int) -> int:
+    """Rank 1 is late by less than the timeout at each step: patience, no error."""
+    import onefold
+
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if dist.get_rank() == 1:
+            time.sleep(0.5 * STALL_TIMEOUT)
+        model(features_of(step, 4, 7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_slow_rank_is_waited_for(stage: int) -> None:
+    assert [o.error for o in outcomes_of(2, slow_but_in_step, stage)] == ["", ""]
+
+
+def shard_different_models(stage: int) -> None:
+    import onefold
+
+    model = TinyMLP(depth=3 + dist.get_rank())
+    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_shard_different_models_are_told_so(stage: int) -> None:
+    outcomes = outcomes_of(2, shard_different_models, stage, timeout=40.0)
+    told = _told(outcomes)
+    assert all(o.error in ("ValueError", "StallError") and o.seconds < PATIENCE for o in outcomes), told
+
+
+def shard_with_different_recipes() -> None:
+    import onefold
+
+    onefold.shard(TinyMLP(), onefold.Recipe.zero(2 + dist.get_rank(), stall_timeout=STALL_TIMEOUT))
+
+
+def test_ranks_with_different_recipes_are_told_so() -> None:
+    outcomes = outcomes_of(2, shard_with_different_recipes, timeout=40.0)
+    told = _told(outcomes)
+    assert all(o.error in ("ValueError", "StallError") and o.seconds < PATIENCE for o in outcomes), told

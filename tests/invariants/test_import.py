@@ -1,0 +1,132 @@
+"""Invariant 8: import is quick and harmless; two engines in one process do not touch each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import TinyMLP, features_of
+from ranks import run_ranks
+
+TIMED = """
+import json, time, torch, torch.distributed
+start = time.perf_counter()
+import onefold
+print(json.dumps(time.perf_counter() - start))
+"""
+
+WATCHED = """
+import json, logging, os, signal, sys, threading, warnings
+import torch, torch.distributed, torch.nn.parallel
+from pathlib import Path
+
+def snapshot():
+    homes = {"torch": torch, "Tensor": torch.Tensor, "Module": torch.nn.Module, "Parameter": torch.nn.Parameter,
+             "Linear": torch.nn.Linear, "Embedding": torch.nn.Embedding, "Optimizer": torch.optim.Optimizer,
+             "AdamW": torch.optim.AdamW, "distributed": torch.distributed, "clip": torch.nn.utils.clip_grad,
+             "checkpoint": torch.utils.checkpoint, "autograd": torch.autograd, "functional": torch.nn.functional}
+    seen = {f"{home}.{name}": id(value) for home, thing in homes.items() for name, value in list(vars(thing).items())
+            if callable(value)}
+    seen |= {"threads": threading.active_count(), "environment": hash(frozenset(os.environ.items())),
+             "handlers": str([signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]), "hook": id(sys.excepthook),
+             "logging": str(logging.getLogger().handlers), "warnings": str(warnings.filters), "path": str(sys.path),
+             "dtype": str(torch.get_default_dtype()), "torch threads": torch.get_num_threads(),
+             "files": str(sorted(p.name for p in Path(".").iterdir())), "seed": torch.initial_seed()}
+    return seen
+
+before, modules = snapshot(), set(sys.modules)
+import onefold
+after = snapshot()
+changed = sorted(k for k in before if before[k] != after.get(k)) + sorted(set(after) - set(before))
+print(json.dumps({"changed": changed, "new": sorted({m.split(".")[0] for m in set(sys.modules) - modules})}))
+"""
+
+
+def run_program(program: str, folder: Path) -> Any:
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", f"importing onefold says: {done.stderr}"
+    return json.loads(done.stdout)
+
+
+def test_import_takes_little_over_torchs_own(tmp_path: Path) -> None:
+    run_program(TIMED, tmp_path)  # writes the bytecode
+    seconds = min(run_program(TIMED, tmp_path) for _ in range(3))
+    assert seconds < 0.15, f"import onefold took {seconds:.3f} s beyond torch's own, at most 0.15 s are allowed"
+
+
+def test_import_changes_nothing_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    seen = run_program(WATCHED, tmp_path)
+    assert seen["changed"] == [], "importing onefold changed these names of torch, or this state of the process"
+    heavy = {"transformers", "accelerate", "peft", "typer", "rich", "pydantic", "yaml", "matplotlib", "deepspeed", "numpy.f2py"}
+    assert not heavy & set(seen["new"]), f"importing onefold loads {sorted(heavy & set(seen['new']))}"
+
+
+def test_everything_promised_is_exported() -> None:
+    import onefold
+
+    promised = {"Recipe", "shard", "clip_grad_norm_", "full_params", "full_state_dict", "load_full_state_dict", "no_sync",
+                "GradScaler", "engine_of", "initialize", "StallError", "ShardedParameterError"}  # fmt: skip
+    missing = sorted(name for name in promised if not hasattr(onefold, name))
+    assert not missing, f"onefold lacks {missing}"
+    undocumented = sorted(name for name in promised if not (getattr(onefold, name).__doc__ or "").strip())
+    assert not undocumented, f"no docstring: {undocumented}"
+
+
+def patched_by_sharding(stage: int) -> list[str]:
+    """Names of torch that differ while a sharded model is alive."""
+    import onefold
+
+    homes: list[Any] = [torch, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.optim.AdamW, dist, torch.nn.functional]
+    before = [dict(vars(home)) for home in homes]
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(features_of(0, 4, 7)).sum().backward()
+    optimizer.step()
+    changed = []
+    for home, names in zip(homes, before, strict=True):
+        now = dict(vars(home))
+        changed += [f"{home.__name__}.{name}" for name in names if callable(names[name]) and now.get(name) is not names[name]]
+    return changed
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sharding_patches_nothing_of_torch(stage: int) -> None:
+    assert run_ranks(2, patched_by_sharding, stage) == [[], []]
+
+
+def ledgers_of_two(stage: int) -> dict[str, int]:
+    """Train one of two models: the other one's ledgers, units and gradients stay as they were."""
+    import onefold
+
+    recipe = onefold.Recipe.zero(stage, stall_timeout=10.0)
+    busy, idle = onefold.shard(TinyMLP(), recipe), onefold.shard(TinyMLP(), recipe)
+    optimizer = torch.optim.SGD(busy.parameters(), lr=0.1)
+    quiet = onefold.engine_of(idle)
+    quiet.traffic.reset()
+    held = sum(quiet.memory.now().values())
+    for step in range(3):
+        busy(features_of(step, 4, 7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "same engine": int(onefold.engine_of(busy) is quiet),
+        "traffic": quiet.traffic.total(),
+        "memory": sum(quiet.memory.now().values()) - held,
+        "gradients": sum(p.grad is not None for p in idle.parameters()),
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_engines_do_not_touch_each_other(stage: int) -> None:
+    assert run_ranks(2, ledgers_of_two, stage) == [{"same engine": 0, "traffic": 0, "memory": 0, "gradients": 0}] * 2

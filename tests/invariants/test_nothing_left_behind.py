@@ -1,0 +1,230 @@
+"""Invariant 4: between steps stage 3 holds shards only; `del model` frees everything now; no process, thread, socket or
+temporary file survives an exit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from memory_probe import MIB, give_memory_back_at_once, living_bytes, resident_bytes
+from models import TinyGPT, TinyMLP, features_of, tokens_of
+from ranks import run_ranks
+
+TESTS = Path(__file__).parent.parent
+
+
+def model_of(width: int = 384) -> TinyMLP:
+    torch.manual_seed(0)
+    return TinyMLP(16, width, 8, 16)
+
+
+def one_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(features_of(dist.get_rank(), 2, 16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def held_by_stage_3() -> list[str]:
+    """After a step, an evaluation, an abandoned forward and a full_params: nothing whole is left."""
+    import onefold
+
+    before = living_bytes()
+    model = onefold.shard(model_of(), onefold.Recipe.zero(3, stall_timeout=30.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    shards = 4 * sum(unit.numel for unit in onefold.engine_of(model).units) // 2
+    problems = []
+
+    def check(after: str) -> None:
+        excess = living_bytes() - before - shards
+        if excess > MIB:
+            problems.append(f"after {after}: {excess} bytes beyond the {shards} bytes of shards")
+
+    check("sharding")
+    for _ in range(2):
+        one_step(model, optimizer)
+        check("a step")
+    with torch.no_grad():
+        model(features_of(0, 2, 16))
+    check("an evaluation")
+    output = model(features_of(0, 2, 16))
+    check("a forward whose graph is alive")
+    del output
+    check("a forward without backward")
+    with onefold.full_params(model):
+        pass
+    check("full_params")
+    state = onefold.full_state_dict(model)
+    del state
+    check("full_state_dict")
+    return problems
+
+
+def test_stage_3_holds_only_shards_between_steps() -> None:
+    assert run_ranks(2, held_by_stage_3) == [[], []]
+
+
+def grown_over_steps(stage: int) -> dict[str, int]:
+    import onefold
+
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=30.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def steps(count: int) -> None:
+        for i in range(count):
+            model(tokens_of(i)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(5)
+    gc.collect()
+    gc.disable()  # nothing may wait for the collector
+    objects, living, resident = len(gc.get_objects()), living_bytes(), resident_bytes()
+    steps(60)
+    return {
+        "objects": len(gc.get_objects()) - objects,
+        "living": living_bytes() - living,
+        "resident": resident_bytes() - resident,
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sixty_steps_leave_no_objects_and_no_bytes_behind(stage: int) -> None:
+    for rank, grown in enumerate(run_ranks(2, grown_over_steps, stage)):
+        assert grown["objects"] < 100, f"rank {rank}, stage {stage}: {grown}"
+        assert grown["living"] < 4096, f"rank {rank}, stage {stage}: {grown}"
+        assert grown["resident"] < 8 * MIB, f"rank {rank}, stage {stage}: {grown}"
+
+
+def deleted(stage: int, how: str) -> dict[str, Any]:
+    """Bytes and objects that outlive `del model`, with the garbage collector off."""
+    import onefold
+
+    give_memory_back_at_once()
+    gc.collect()
+    gc.disable()
+    living, resident = living_bytes(), resident_bytes()
+    model = onefold.shard(model_of(768), onefold.Recipe.zero(stage, stall_timeout=30.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if how != "unused":
+        one_step(model, optimizer)
+    if how == "after an error in forward":
+        model.blocks[4].register_forward_pre_hook(_fail)
+        with contextlib.suppress(ZeroDivisionError):
+            model(features_of(0, 2, 16))
+    engine, block = weakref.ref(onefold.engine_of(model)), weakref.ref(model.blocks[0])
+    del optimizer, model
+    return {
+        "engine": engine() is not None,
+        "block": block() is not None,
+        "living": living_bytes() - living,
+        "resident": resident_bytes() - resident,
+    }
+
+
+def _fail(module: Any, inputs: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("how", ["unused", "after a step", "after an error in forward"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_deleted_model_releases_everything_at_once(stage: int, how: str) -> None:
+    for rank, left in enumerate(run_ranks(2, deleted, stage, how)):
+        told = f"rank {rank}, stage {stage}, {how}: {left}"
+        assert not left["engine"] and not left["block"], f"objects outlive the model without the collector: {told}"
+        assert left["living"] < 4096, f"tensors outlive the model: {told}"
+        assert left["resident"] < 24 * MIB, f"memory is not given back (the model has 75 MB): {told}"
+
+
+def threads_and_sockets(stage: int) -> dict[str, Any]:
+    import onefold
+
+    process = psutil.Process()
+
+    def count() -> dict[str, int]:
+        return {
+            "threads": process.num_threads(),
+            "python threads": threading.active_count(),
+            "sockets": len(process.net_connections()),
+            "files": process.num_fds(),
+            "children": len(process.children()),
+        }
+
+    before = count()
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=30.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for i in range(2):
+        model(tokens_of(i)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    del model, optimizer
+    dist.barrier()
+    after = count()
+    return {key: (before[key], after[key]) for key in before}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_deleted_model_takes_its_threads_and_sockets_along(stage: int) -> None:
+    for rank, counts in enumerate(run_ranks(2, threads_and_sockets, stage)):
+        # One autograd thread or two may have started: they belong to torch. gloo's belong to the communicator that is gone.
+        assert counts["threads"][1] <= counts["threads"][0] + 2, f"rank {rank}, (before, after): {counts}"
+        for key in ("python threads", "sockets", "children"):
+            assert counts[key][1] <= counts[key][0], f"rank {rank}, (before, after): {counts}"
+
+
+PROGRAM = """
+    import sys, torch, torch.distributed as dist, onefold
+    sys.path.insert(0, {tests!r})
+    from models import TinyGPT, tokens_of
+    rank, ending = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=2)
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(int(sys.argv[4]), stall_timeout=10.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for i in range(2):
+        model(tokens_of(i)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if ending == "clean":
+        dist.destroy_process_group()
+    if ending == "error":
+        raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("clean", 0), ("forgotten", 0), ("error", 3)])
+def test_a_program_exits_by_itself_quietly_and_leaves_no_file(tmp_path: Path, ending: str, code: int) -> None:
+    """With the process group destroyed, forgotten, or an exit in the middle: no abort, no warning, no file, no process."""
+    temporary, work = tmp_path / "tmp", tmp_path / "work"
+    temporary.mkdir(), work.mkdir()
+    program = textwrap.dedent(PROGRAM.format(tests=str(TESTS)))
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+                   "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch's own")}  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), ending, str(tmp_path / "rendezvous"), "3"],
+            cwd=work, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=60) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [p.returncode for p in started] == [code, code], said
+    assert [out + err for out, err in said] == ["", ""]
+    assert list(temporary.iterdir()) == [] and list(work.iterdir()) == [], "files left behind"

@@ -1,0 +1,197 @@
+"""Invariant 2: bytes on the wire equal the formula, counted from outside: to the byte at torch.distributed's door, and on
+the loopback interface itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
+from ranks import run_ranks
+from torch import nn
+from wire import counted_sends, formula, train_steps
+
+STEPS = 3
+
+
+def sent_bytes(stage: int, micro_batches: int, **options: Any) -> dict[str, Any]:
+    """Payload a step, by counting isend and by the engine's ledger; the first steps are left out."""
+    import onefold
+
+    model = onefold.shard(TinyMLP(8, 24, 4, 6), onefold.Recipe.zero(stage, stall_timeout=10.0, **options))
+    engine = onefold.engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    count = STEPS * micro_batches
+    batches = [features_of(i + 100 * dist.get_rank(), 2, 8) for i in range(count)]
+    train_steps(model, optimizer, batches[:micro_batches] * 2, micro_batches)
+    engine.traffic.reset()
+    with counted_sends() as sent:
+        train_steps(model, optimizer, batches, micro_batches)
+    return {
+        "counted": sent.payload / STEPS,
+        "ledger": engine.traffic.total() / STEPS,
+        "control": sent.control / STEPS,
+        "others": sent.others,
+        "numel": sum(unit.numel for unit in engine.units),
+        "moves": engine.traffic.by_move(),
+    }
+
+
+def assert_formula(world_size: int, stage: int, micro_batches: int, **options: Any) -> None:
+    for rank, seen in enumerate(run_ranks(world_size, sent_bytes, stage, micro_batches, **options)):
+        expected = formula(stage, seen["numel"], world_size, micro_batches, **options)
+        told = f"rank {rank} of {world_size}, stage {stage}, {micro_batches} micro-batches, {options}: {seen}, expected {expected}"
+        assert seen["others"] == [], f"a collective that this test does not count: {told}"
+        assert seen["counted"] == expected, f"bytes given to isend differ from the formula: {told}"
+        assert seen["ledger"] == expected, f"the ledger differs from the formula: {told}"
+        assert seen["control"] <= 2048 * micro_batches * (world_size - 1), f"control messages are not tiny: {told}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_step_sends_the_bytes_of_the_formula(world_size: int, stage: int) -> None:
+    assert_formula(world_size, stage, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation_sends_the_bytes_of_the_formula(stage: int) -> None:
+    assert_formula(2, stage, 3)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reducing_at_the_boundary_saves_the_reductions_between(stage: int) -> None:
+    assert_formula(2, stage, 3, reduce_at="boundary")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_parameters_kept_between_forward_and_backward_are_gathered_once(micro_batches: int) -> None:
+    assert_formula(2, 3, micro_batches, reshard_after_forward=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sixteen_bits_halve_the_bytes(stage: int) -> None:
+    assert_formula(2, stage, 1, precision="bf16")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_wire_dtype_of_gradients_is_a_column_of_its_own(stage: int) -> None:
+    assert_formula(2, stage, 1, precision="bf16", wire=torch.float32)
+    assert_formula(2, stage, 1, wire=torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"overlap": False}, {"prefetch": 4, "in_flight": 4}], ids=str)
+def test_the_schedule_sends_no_byte_more(options: dict[str, Any]) -> None:
+    assert_formula(2, 3, 1, **options)
+
+
+def lone_embedding() -> dict[str, Any]:
+    """A unit whose backward reads no parameter is not gathered again: the formula less its share."""
+    import onefold
+
+    model = nn.Sequential(nn.Embedding(64, 32), ResidualBlock(32), ResidualBlock(32))
+    onefold.shard(model, onefold.Recipe.zero(3, units=("0", "1", "2"), stall_timeout=10.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [tokens_of(dist.get_rank(), vocabulary=64)] * STEPS
+    train_steps(model, optimizer, batches, 1)
+    with counted_sends() as sent:
+        train_steps(model, optimizer, batches, 1)
+    return {"counted": sent.payload / STEPS, "units": {u.name: u.numel for u in onefold.engine_of(model).units}}
+
+
+def test_a_lone_embedding_is_not_gathered_for_its_backward() -> None:
+    for seen in run_ranks(2, lone_embedding):
+        units = seen["units"]
+        expected = formula(3, sum(units.values()), 2) - units["0"] * 4 // 2
+        assert seen["counted"] == expected, f"{seen}, expected {expected}"
+
+
+def frozen_half(stage: int) -> dict[str, Any]:
+    import onefold
+
+    model = TinyMLP(8, 24, 4, 6)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    frozen = [f"blocks.{i}" for i in (0, 1)]
+    onefold.shard(model, onefold.Recipe.zero(stage, units=(ResidualBlock,), stall_timeout=10.0))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    batches = [features_of(dist.get_rank(), 2, 8)] * STEPS
+    train_steps(model, optimizer, batches, 1)
+    with counted_sends() as sent:
+        train_steps(model, optimizer, batches, 1)
+    units = {u.name: u.numel for u in onefold.engine_of(model).units}
+    return {"counted": sent.payload / STEPS, "units": units, "frozen": sum(units[name] for name in frozen)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_units_send_no_gradient(stage: int) -> None:
+    for seen in run_ranks(2, frozen_half, stage):
+        trained = sum(seen["units"].values()) - seen["frozen"]
+        gathers = 2 * seen["frozen"] * 4 // 2 if stage == 3 else 0
+        expected = formula(stage, trained, 2) + gathers
+        assert seen["counted"] == expected, f"stage {stage}: {seen}, expected {expected}"
+
+
+def evaluation_bytes(stage: int) -> dict[str, Any]:
+    import onefold
+
+    model = onefold.shard(TinyMLP(8, 24, 4, 6), onefold.Recipe.zero(stage, stall_timeout=10.0))
+    numel = sum(unit.numel for unit in onefold.engine_of(model).units)
+    with torch.no_grad():
+        model(features_of(0, 2, 8))
+        with counted_sends() as sent:
+            model(features_of(0, 2, 8))
+    return {"counted": sent.payload, "expected": numel * 4 // 2 if stage == 3 else 0}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_evaluation_gathers_once_and_reduces_nothing(stage: int) -> None:
+    for seen in run_ranks(2, evaluation_bytes, stage):
+        assert seen["counted"] == seen["expected"], f"stage {stage}: {seen}"
+
+
+def whole_inside(stage: int) -> dict[str, Any]:
+    """Bytes of a hundred forward passes inside full_params: those of entering it."""
+    import onefold
+
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=10.0))
+    numel = sum(unit.numel for unit in onefold.engine_of(model).units)
+    with counted_sends() as sent, torch.no_grad(), onefold.full_params(model):
+        for _ in range(20):
+            model(tokens_of(0))
+    return {"counted": sent.payload, "bound": numel * 4 // 2 if stage else 0}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_generating_inside_full_params_gathers_once(stage: int) -> None:
+    for seen in run_ranks(2, whole_inside, stage):
+        assert seen["counted"] <= seen["bound"], f"stage {stage}: {seen}"
+
+
+def own_network(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a network namespace of its own, with its loopback up; skip where that is not allowed."""
+    script = 'ip link set lo up && exec "$@"'
+    for unshare in (["unshare", "-n"], ["unshare", "-rn"]):
+        try:
+            probe = subprocess.run([*unshare, "sh", "-c", script, "sh", "true"], capture_output=True, timeout=20)
+        except FileNotFoundError:
+            pytest.skip("there is no `unshare`: loopback counters would count other programs too")
+        if probe.returncode == 0:
+            return subprocess.run([*unshare, "sh", "-c", script, "sh", *command], capture_output=True, text=True, timeout=120)
+    pytest.skip("no right to a network namespace of its own: loopback counters would count other programs too")
+
+
+@pytest.mark.parametrize(("stage", "micro_batches"), [(0, 1), (1, 1), (2, 2), (3, 1)])
+def test_the_loopback_interface_carries_the_bytes_of_the_formula(stage: int, micro_batches: int) -> None:
+    program = str(Path(__file__).parent / "loopback.py")
+    done = own_network([sys.executable, program, str(stage), str(micro_batches)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    # Headers and acknowledgements of a 64 KiB loopback packet, barriers, and a control message a backward.
+    ratio = seen["sent"] / seen["expected"]
+    assert 1.0 <= ratio <= 1.03, f"stage {stage}: the interface carried {ratio:.4f} of the formula: {seen}"

@@ -1,0 +1,101 @@
+"""Bytes on the wire seen from outside of Onefold, and what the formulas say they are.
+
+Formulas, in bytes a rank sends for one optimizer step of m micro-batches (P: bytes of all units in the wire dtype, padding
+included; N ranks; every term times (N-1)/N):
+
+    | placement                              | gathers of parameters | reductions of gradients |
+    |----------------------------------------|-----------------------|-------------------------|
+    | stage 0                                | P (half an all-reduce)| P (the other half)      |
+    | stage 1                                | P                     | P                       |
+    | stage 2                                | P                     | mP                      |
+    | stage 3                                | 2mP                   | mP                      |
+    | stage 2, reduced at the boundary       | P                     | P                       |
+    | stage 3, reduced at the boundary       | 2mP                   | P                       |
+    | stage 3, kept from forward to backward | mP                    | mP                      |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+#: Everything of torch.distributed that sends: a function the engine uses and this list lacks would escape the count, which
+#: is why the loopback test counts without any of it.
+SENDERS = ["isend", "send", "broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_to_all",
+           "all_gather_single", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single",
+           "gather", "scatter", "batch_isend_irecv", "all_gather_object", "broadcast_object_list"]  # fmt: skip
+
+
+@dataclass
+class Sent:
+    """Bytes given to isend: payload (floating point) and control (bytes, uint8); and calls of any other sender."""
+
+    payload: int = 0
+    control: int = 0
+    messages: int = 0
+
+    def __post_init__(self) -> None:
+        self.others: list[str] = []
+
+
+@contextlib.contextmanager
+def counted_sends() -> Iterator[Sent]:
+    """Count what goes through torch.distributed while the block runs."""
+    sent = Sent()
+    originals = {name: getattr(dist, name) for name in SENDERS if hasattr(dist, name)}
+
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nbytes = tensor.numel() * tensor.element_size()
+        if tensor.dtype == torch.uint8:
+            sent.control += nbytes
+        else:
+            sent.payload += nbytes
+            sent.messages += 1
+        return originals["isend"](tensor, *args, **kwargs)
+
+    def other(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.others.append(name)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, isend if name == "isend" else other(name))
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def formula(stage: int, numel: int, world_size: int, micro_batches: int = 1, **options: Any) -> int:
+    """Payload bytes that a rank sends for one optimizer step, by the table of this module. `numel` counts padding."""
+    m = micro_batches
+    compute = torch.float32 if options.get("precision", "fp32") == "fp32" else torch.bfloat16
+    gather_bytes = compute.itemsize
+    reduce_bytes = (options.get("wire") or compute).itemsize
+    reductions = 1 if stage < 2 or options.get("reduce_at") == "boundary" else m
+    gathers = 1 if stage < 3 else m * (2 if options.get("reshard_after_forward", True) else 1)
+    total = numel * (gathers * gather_bytes + reductions * reduce_bytes) * (world_size - 1)
+    assert total % world_size == 0, "a unit's padded length is a multiple of the number of ranks"
+    return total // world_size
+
+
+def train_steps(model: nn.Module, optimizer: Any, batches: list[Any], micro_batches: int) -> None:
+    """Optimizer steps of `micro_batches` each over the batches, with no_sync between."""
+    import onefold
+
+    for index, batch in enumerate(batches):
+        last = (index + 1) % micro_batches == 0
+        with contextlib.nullcontext() if last else onefold.no_sync(model):
+            model(batch).square().mean().backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()

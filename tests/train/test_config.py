@@ -1,0 +1,76 @@
+"""Where a value comes from: defaults, then the file, then the command line; what is unknown is told with a guess."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onefold.train.config import TrainConfig, read_config_file, resolve
+from onefold.train.errors import TrainError
+from onefold.train.output import with_output, write_config
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 1e-3\nmicro-batch: 8\nstage: 2\n")
+    config = resolve({"micro_batch": 16, "lr": None}, file)
+    assert (config.lr, config.micro_batch, config.stage, config.seq) == (1e-3, 16, "2", TrainConfig().seq)
+
+
+def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text('stage: auto\nsteps: 3\nunits: [h, "wte"]\njson: true\n')
+    (tmp_path / "a.toml").write_text('stage = "auto"\nsteps = 3\nunits = ["h", "wte"]\njson = true\n')
+    assert resolve({}, tmp_path / "a.yaml") == resolve({}, tmp_path / "a.toml")
+    assert resolve({"units": "h, wte"}).units == ("h", "wte")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("micro-batsh: 4", "unknown key 'micro-batsh'. Did you mean 'micro_batch'"),
+        ("micro_batch: 0", "--micro-batch 0"),
+        ("precision: fp8", "--precision 'fp8'"),
+        ("- 1", "found list"),
+        ("a: [", "not valid YAML"),
+        ("steps: 3\nepochs: 1", "both steps and epochs"),
+    ],
+)
+def test_what_cannot_be_is_told_with_its_key(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(TrainError) as error:
+        resolve({}, file)
+    assert message in str(error.value)
+
+
+def test_steps_on_the_command_line_replace_epochs_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("epochs = 2.5")
+    assert resolve({"steps": 7}, file).epochs is None
+    assert resolve({}, file).epochs == 2.5
+
+
+def test_files_of_another_kind_and_absent_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "run.ini").write_text("")
+    with pytest.raises(TrainError, match=r"\.yaml, \.yml or \.toml"):
+        read_config_file(tmp_path / "run.ini")
+    with pytest.raises(TrainError, match="no such file"):
+        read_config_file(tmp_path / "none.yaml")
+
+
+def test_the_saved_configuration_reads_back_as_the_same_run(tmp_path: Path) -> None:
+    config = resolve({"epochs": 1.0, "lr": 3e-4, "units": "a,b", "json": True, "overwrite": True, "output": "x"})
+    write_config(config, tmp_path, {"stage": 1, "ranks": 2, "steps": 12, "global_batch": 8})
+    again = resolve({}, tmp_path / "train.yaml")
+    assert (again.lr, again.units, again.steps, again.epochs, again.global_batch) == (3e-4, ("a", "b"), 12, None, 8)
+    assert not again.json_lines and not again.overwrite
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(TrainError, match="holds an earlier run"):
+        with_output(resolve({"output": str(tmp_path)}))
+    assert with_output(resolve({"output": str(tmp_path), "overwrite": True})).output == str(tmp_path)
+    fresh = with_output(resolve({"model": "llama:tiny"})).output
+    assert fresh is not None and fresh.startswith("runs/llama-tiny-")

