@@ -40,6 +40,14 @@ GRACE = 5.0
 PR_SET_PDEATHSIG = 1
 
 
+def preload(*modules: str) -> None:
+    """Have the fork server import `modules` too, before the next rank: for tests whose ranks all need the same slow import."""
+    missing = [name for name in modules if name not in PRELOADED]
+    if missing:
+        PRELOADED.extend(missing)
+        fork_server._stop()  # the next rank starts a new one
+
+
 class RankFailure(AssertionError):
     """At least one rank raised, died or did not finish in time; the message holds what happened on every rank."""
 

@@ -49,10 +49,12 @@ class Comparison:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; the defaults are the whole matrix of DESIGN.md section 6."""
+    """The options; with the defaults a round takes about 45 minutes on two cores."""
     p = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__, allow_abbrev=False)
     which = f"which of {', '.join(PEERS)}; a family's name takes all of it"
     p.add_argument("--peers", nargs="+", default=list(PEERS), metavar="PEER", help=which)
+    full = "every combination, hours; else those that differ from the first of each option in one respect"
+    p.add_argument("--full", action="store_true", help=full)
     p.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     p.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
     p.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
@@ -113,6 +115,7 @@ def settings_of(options: argparse.Namespace) -> list[Setting]:
         steps=options.steps,
         clip=options.clip,
         threads=options.threads,
+        full=options.full,
     )
 
 

@@ -106,14 +106,20 @@ def matrix(
     steps: int,
     clip: float,
     threads: int,
+    full: bool = True,
 ) -> list[Setting]:
-    """Every combination, cheap settings first, so that a run that is cut short has covered the most.
+    """Every combination or, unless `full`, those that differ from the first of each in at most one respect.
 
-    `tokens` replaces the tokens that a size stands for. A compute-bound step is long and steady, so half the steps do.
+    Cheap settings come first. `tokens` replaces the tokens that a size stands for. A step that is compute-bound or of
+    several micro-batches is long and steady, so half of `warmup` and `steps` do for it.
     """
     found = []
-    for size, count, precision, micro in itertools.product(sizes, ranks, precisions, accumulations):
-        taken = steps if size == "communication" else max(2, steps // 2)
+    first = (sizes[0], ranks[0], precisions[0], accumulations[0])
+    for combination in itertools.product(sizes, ranks, precisions, accumulations):
+        if not full and sum(a != b for a, b in zip(combination, first, strict=True)) > 1:
+            continue
+        size, count, precision, micro = combination
+        long = size == "compute" or micro > 1
         setting = Setting(
             model=model,
             size=size,
@@ -121,8 +127,8 @@ def matrix(
             precision=precision,
             ranks=count,
             accumulation=micro,
-            warmup=warmup,
-            steps=taken if micro == 1 else max(2, taken // 2),
+            warmup=max(1, warmup // 2) if long and warmup else warmup,
+            steps=max(2, steps // 2) if long else steps,
             clip=clip,
             threads=threads,
         )

@@ -84,7 +84,8 @@ def test_a_peer_that_is_not_installed_or_failed_keeps_its_row() -> None:
     assert "not installed" in text and "boom" in text
 
 
-def test_the_matrix_covers_every_combination_once() -> None:
+@pytest.mark.parametrize(("full", "expected"), [(True, 16), (False, 5)])
+def test_the_matrix_covers_every_combination_or_each_respect_once(full: bool, expected: int) -> None:
     settings = matrix(
         model="gpt-110m",
         sizes=["communication", "compute"],
@@ -96,9 +97,11 @@ def test_the_matrix_covers_every_combination_once() -> None:
         steps=4,
         clip=0.0,
         threads=1,
+        full=full,
     )
-    assert len({s.key for s in settings}) == len(settings) == 16
+    assert len({s.key for s in settings}) == len(settings) == expected
     assert {s.tokens for s in settings} == {256, 2048}
+    assert {s.precision for s in settings} == {"fp32", "bf16"} and {s.ranks for s in settings} == {2, 4}
 
 
 def test_the_model_has_110_million_parameters_and_the_data_depends_on_its_place_only() -> None:

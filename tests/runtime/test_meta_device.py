@@ -100,8 +100,9 @@ def peak_while_sharding() -> dict[str, Any]:
 
     sys.path.insert(0, str(Path(__file__).parent.parent / "invariants"))
     import onefold
-    from memory_probe import peak_resident_bytes, reset_peak
+    from memory_probe import give_memory_back_at_once, peak_resident_bytes, reset_peak
 
+    give_memory_back_at_once()
     with torch.device("meta"):
         model = TinyMLP(16, WIDTH, DEPTH, 16)
     total = 4 * sum(p.numel() for p in model.parameters())

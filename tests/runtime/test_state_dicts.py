@@ -213,13 +213,14 @@ def call(action: str, stage: int) -> tuple[str, str]:
         "index": lambda: weight[0, 0],
         "view": lambda: weight.view(60, 20),
         "norm along a dim": lambda: weight.norm(dim=1),
-        "copy": lambda: weight.detach().copy_(torch.zeros(60, 20)),
+        "copy": lambda: weight.copy_(torch.zeros(60, 20)),
         "submodule": lambda: model.blocks[1].attention.qkv(torch.ones(1, 20)),  # type: ignore[index, union-attr, operator]
         "state_dict": model.state_dict,
         "load_state_dict": lambda: model.load_state_dict(state),
     }
     try:
-        actions[action]()
+        with torch.no_grad():
+            actions[action]()
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""

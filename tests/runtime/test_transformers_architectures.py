@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from torch import Tensor, nn
 from trials import Case, compare_case
 
@@ -112,6 +112,13 @@ def compare_architecture(name: str) -> tuple[list[str], list[float], list[str]]:
     found, reference = compare_case(case_class)
     model = onefold.shard(case_class().build(), onefold.Recipe.zero(3, stall_timeout=10.0))
     return found, reference.losses, [unit.name for unit in onefold.engine_of(model).units]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers_is_imported_once() -> None:
+    folders = ["gpt2", "llama", "qwen3", "gemma2", "phi3", "gpt_neox", "bloom", "mixtral", "mamba", "bert", "deberta_v2", "albert", "t5",
+               "bart", "vit", "convnext", "resnet", "wav2vec2", "whisper", "clip"]  # fmt: skip
+    preload(*(f"transformers.models.{name}.modeling_{name}" for name in folders))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -114,6 +114,7 @@ class Engine:
         self.unit_of.clear()
         self.buffers.clear()
         self.pool.drain()
+        self.memory.probes.clear()
         del self.gather, self.reduce
 
     # -- forward ---------------------------------------------------------------------------------------------------------------
@@ -248,10 +249,11 @@ class Engine:
             for flat in unit.flats:
                 if flat.passive:
                     continue
-                entry = flat.entries[0]
-                a, b = flat.local(entry)
-                want = flat.master.data_ptr() + (a - flat.owned[0]) * flat.master.element_size()
-                if b > a and (entry.param.data_ptr() != want or entry.param.dtype != flat.master.dtype):
+                # The first of which this rank owns anything; where it owns nothing, the dtype still tells.
+                owned = next((e for e in flat.entries if flat.local(e)[0] < flat.local(e)[1]), None)
+                entry = owned or flat.entries[0]
+                want = flat.master.data_ptr() + (flat.local(entry)[0] - flat.owned[0]) * flat.master.element_size()
+                if (owned is not None and entry.param.data_ptr() != want) or entry.param.dtype != flat.master.dtype:
                     raise RuntimeError(
                         f"parameter {entry.slot.name!r} no longer lies in its flat buffer: the model was moved or cast after shard() "
                         "(.to(), .half(), .cuda(), assigning .data). Do that before shard(), "

@@ -280,7 +280,10 @@ class Gatherer:
             hit = by_storage.get(t.untyped_storage().data_ptr())
             if hit is not None and t.dtype == hit[1].dtypes.compute:
                 return Handle(self, *hit, t)
-            return outer_pack(t) if outer_pack else t
+            if outer_pack:
+                return outer_pack(t)
+            # A node that saves its own output must not hold the tensor that holds the node.
+            return t if t.grad_fn is None else t.detach()
 
         def unpack(saved: Any) -> torch.Tensor:
             if type(saved) is not Handle:
@@ -297,17 +300,13 @@ class Gatherer:
 def _backwards(units: list[Unit]) -> list[int]:
     """The order in which a backward pass first comes to units registered in this order: a unit around others before them (its
     output comes last, and with it its gradient first), the others from the last to the first."""
-
-    def visit(inside: list[Unit]) -> list[int]:
-        groups: list[list[Unit]] = []
-        for unit in inside:
-            if groups and (groups[-1][0].path == "" or unit.path.startswith(groups[-1][0].path + ".")):
-                groups[-1].append(unit)
-            else:
-                groups.append([unit])
-        return [index for head, *rest in reversed(groups) for index in (head.index, *visit(rest))]
-
-    return visit(units)
+    groups: list[list[Unit]] = []
+    for unit in units:
+        if groups and (groups[-1][0].path == "" or unit.path.startswith(groups[-1][0].path + ".")):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return [index for head, *rest in reversed(groups) for index in (head.index, *_backwards(rest))]
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:

@@ -14,16 +14,15 @@ Init = Callable[[nn.Module], object]
 
 def modules_of(spec: UnitSpec, others: Iterable[UnitSpec]) -> list[tuple[str, nn.Module]]:
     """The modules of a unit that are not inside another unit, with their dotted names."""
-    inner = {id(o.module) for o in others if o is not spec}
-    out: list[tuple[str, nn.Module]] = []
+    return _walk(spec.name, spec.module, {id(o.module) for o in others if o is not spec})
 
-    def visit(prefix: str, module: nn.Module) -> None:
-        out.append((prefix, module))
-        for name, child in module.named_children():
-            if id(child) not in inner:
-                visit(f"{prefix}.{name}" if prefix else name, child)
 
-    visit(spec.name, spec.module)
+def _walk(prefix: str, module: nn.Module, without: set[int]) -> list[tuple[str, nn.Module]]:
+    # Not a nested function: one that calls itself is a reference cycle, and would keep the model alive until the collector runs.
+    out = [(prefix, module)]
+    for name, child in module.named_children():
+        if id(child) not in without:
+            out += _walk(f"{prefix}.{name}" if prefix else name, child, without)
     return out
 
 

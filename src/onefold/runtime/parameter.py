@@ -79,7 +79,7 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             if func in _NEEDS_SHAPE and any(info.sharded for info in infos(args, kwargs)):
                 raise _error(args, kwargs, func)
-            if func is _GRAD and sys._getframe(1).f_code.co_filename.endswith("clip_grad.py") and args[0].__dict__["onefold"].sharded:
+            if func == _GRAD and _asked_by_clip_grad_norm() and args[0].__dict__["onefold"].sharded:
                 raise ShardedParameterError(
                     "torch.nn.utils.clip_grad_norm_ would see only this rank's interval of each gradient, and clip differently on "
                     "every rank. Use onefold.clip_grad_norm_(model, max_norm)."
@@ -95,6 +95,13 @@ class ShardedParameter(nn.Parameter):
         info: ShardInfo | None = self.__dict__.get("onefold")
         with whole_sight():
             return f"ShardedParameter({info!r}, local={self.data!r})"
+
+
+def _asked_by_clip_grad_norm() -> bool:
+    frame = sys._getframe(2)
+    if not frame.f_code.co_filename.endswith("clip_grad.py"):
+        return False
+    return not any(f is not None and f.f_code.co_name == "clip_grad_value_" for f in (frame, frame.f_back))
 
 
 class ForwardDepth:

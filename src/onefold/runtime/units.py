@@ -85,21 +85,12 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _blocks(root: nn.Module) -> list[str]:
-    blocks: list[str] = []
-
-    def visit(prefix: str, module: nn.Module) -> None:
-        for name, child in module.named_children():
-            path = f"{prefix}.{name}" if prefix else name
-            if _is_repeated(child):
-                blocks.extend(f"{path}.{n}" for n, c in child.named_children() if any(True for _ in c.parameters()))
-            else:
-                visit(path, child)
-
-    if _is_repeated(root):
-        return [n for n, c in root.named_children() if any(True for _ in c.parameters())]
-    visit("", root)
-    return blocks
+def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
+    """The children of every repeated module list in `module`, outermost lists only."""
+    dot = f"{prefix}." if prefix else ""
+    if _is_repeated(module):
+        return [f"{dot}{n}" for n, c in module.named_children() if any(True for _ in c.parameters())]
+    return [block for name, child in module.named_children() for block in _blocks(child, f"{dot}{name}")]
 
 
 def _is_repeated(module: nn.Module) -> bool:

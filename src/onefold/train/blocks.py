@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from onefold.train.errors import TrainError
@@ -51,7 +52,9 @@ def checkpoint_activations(model: nn.Module, how: str) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """`torch.compile` each repeated block in place, so that all of them share one compilation.
+    """`torch.compile` the forward of each repeated block, so that all of them share one compilation.
+
+    The forward alone, not `block.compile()`: gathering and releasing happen in hooks around it, which have nothing to compile.
 
     Raises:
         TrainError: no repeated block was found.
@@ -60,4 +63,4 @@ def compile_blocks(model: nn.Module) -> None:
     if not blocks:
         raise TrainError("--compile compiles the repeated blocks of a model, and this one has none; leave it out.")
     for block in blocks:
-        block.compile()
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

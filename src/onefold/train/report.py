@@ -66,6 +66,7 @@ class ConsoleReporter(Reporter):
         self._log_every = log_every
         self._bar: Progress | None = None
         self._steps = 0
+        self._held_out: dict[str, Any] = {}
 
     def note(self, text: str) -> None:
         self.console.print(f"[dim]{_plain(text)}[/dim]")
@@ -125,7 +126,9 @@ class ConsoleReporter(Reporter):
             )  # fmt: skip
             self._bar.add_task("train", total=self._steps, figures="")
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=row["step"], figures=_figures(row))
+        if "eval_loss" in row:  # stays in sight until the next one
+            self._held_out = {"eval_loss": row["eval_loss"]}
+        self._bar.update(self._bar.task_ids[0], completed=row["step"], figures=_figures({**self._held_out, **row}))
 
     def _stop_bar(self) -> None:
         if self._bar is not None:

@@ -26,8 +26,9 @@ def sample(run: Run) -> str | None:
     ids = torch.tensor([words.encode(prompt_of(run), add_special_tokens=False)], device=run.ranks.device)
     model.eval()
     try:
-        # Whole parameters on every rank for this while; each rank writes the same text.
-        with onefold.full_params(model), torch.no_grad():
+        # Whole parameters on every rank for this while; each rank writes the same text. Compiled blocks run as they are
+        # written: the lengths that generating goes through would each be compiled.
+        with onefold.full_params(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             out = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
