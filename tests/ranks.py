@@ -75,7 +75,9 @@ class Outcome:
     exitcode: int | None = None
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
+) -> list[Any]:
     """Return [function(*args, **kwargs) on rank 0, on rank 1, ...].
 
     Raises:
@@ -135,7 +137,9 @@ def _collect(readers: list[Any], processes: list[Any], timeout: float, grace: fl
             if outcomes[rank].error and grace is not None:
                 deadline = min(deadline, time.monotonic() + grace)
     for rank in waiting:
-        outcomes[rank] = Outcome(rank, error="killed", message=f"no result within {timeout:.0f} s (or {grace} s after a failure)")
+        outcomes[rank] = Outcome(
+            rank, error="killed", message=f"no result within {timeout:.0f} s (or {grace} s after a failure)"
+        )
     _reap(processes, patience=2.0)
     return [_with_exitcode(outcomes[rank], processes[rank].exitcode) for rank in sorted(outcomes)]
 
@@ -176,7 +180,9 @@ def _rank_main(
     try:
         if folder is not None:
             store = dist.FileStore(os.path.join(folder, "rendezvous"), world_size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            )
         value = function(*args, **kwargs)
         outcome = Outcome(rank, value=value, seconds=time.monotonic() - begin)
         payload = pickle.dumps(outcome)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+
 from ranks import RankFailure, outcomes_of, run_ranks
 
 

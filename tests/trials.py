@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import TinyGPT, TinyMLP, features_of, tokens_of
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from models import TinyGPT, TinyMLP, features_of, tokens_of
+from ranks import run_ranks
 
 STAGES = (0, 1, 2, 3)
 STALL_TIMEOUT = 10.0  # seconds: long for a busy machine, short for a test that fails
@@ -40,7 +41,9 @@ class Case:
     steps = 3
     units: Sequence[str | type] | None = None  # as in onefold.shard
     options: Mapping[str, Any] = {}  # further arguments of Recipe.zero
-    reference = "ddp"  # or "mean": plain backward passes, then the mean of gradients over ranks, where DDP itself cannot run
+    reference = (
+        "ddp"  # or "mean": plain backward passes, then the mean of gradients over ranks, where DDP itself cannot run
+    )
     ddp_options: Mapping[str, Any] = {"find_unused_parameters": True}
     rtol, atol = 1e-5, 1e-6  # to the reference; between stages the tolerance is zero
 

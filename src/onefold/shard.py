@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from onefold.runtime import state
 from onefold.runtime.engine import Engine, broadcast
 from onefold.runtime.hooks import guard_state_dict, install, statistics_of
 from onefold.runtime.materialize import has_meta, materialize
-from onefold.runtime.units import find_units
+from onefold.runtime.units import UnitSpec, find_units
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -69,6 +70,7 @@ def shard(
             materialize(spec, specs, where, init, module, values=True)
         specs = find_units(module, wanted)
     engine = Engine(specs, recipe, group, where)
+    _compare_ranks(engine, recipe, specs)
     values = _rank_0_needs_values(engine, module)
     for spec, unit in zip(specs, engine.units, strict=True):
         materialize(spec, specs, where, init, module, values=values)
@@ -141,6 +143,30 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     with engine_of(module).unsynced():
         yield
+
+
+def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec]) -> None:
+    """Raise on every rank if the ranks were given different recipes or models."""
+    found = [(f.names, tuple(f.param.shape), f.param.dtype, f.param.requires_grad) for s in specs for f in s.found]
+    parts = {
+        "recipes": [getattr(recipe, name) for name in Recipe.__dataclass_fields__ if name != "notes"],
+        "parameter names": [names for names, *_ in found],
+        "parameter shapes": [shape for _, shape, *_ in found],
+        "parameter dtypes": [dtype for *_, dtype, _ in found],
+        "frozen parameters": [trainable for *_, trainable in found],
+        "units": [s.name for s in specs],
+    }
+    digest = b"".join(hashlib.sha256(repr(part).encode()).digest()[:8] for part in parts.values())
+    payload = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    said = [bytes(p.tolist()) for p in engine.group.exchange_control(payload, Place("control", "(start)", 0, "state"))]
+    for at, name in enumerate(parts):
+        cut = slice(8 * at, 8 * at + 8)
+        others = [engine.group.ranks[r] for r, digests in enumerate(said) if digests[cut] != said[0][cut]]
+        if others:
+            raise ValueError(
+                f"shard() was given different {name} on rank {engine.group.ranks[0]} and on {', '.join(f'rank {r}' for r in others)}. "
+                "Every rank must shard the same model by the same recipe (weights may differ: rank 0's are taken)."
+            )
 
 
 def _rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:

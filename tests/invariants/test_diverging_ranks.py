@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
 from models import ResidualBlock, TinyMLP, features_of
 from ranks import Outcome, outcomes_of
-from torch import Tensor, nn
-from trials import STAGES, Case, MLPCase, assert_trains_as_ddp
+from trials import STAGES, Case, MLPCase, assert_trains_as_ddp, compare_case
 
 STALL_TIMEOUT = 2.0  # seconds, of the recipe
 #: Seconds in which every rank must have given up: its own timeout, the one of a rank that waits for it, and the notes' grace.
@@ -27,12 +29,13 @@ class DropsBlocks(nn.Module):
     def __init__(self, depth: int = 6) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(ResidualBlock(7) for _ in range(depth))
+        self.leave = nn.Linear(7, 7)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             if torch.rand(()) > 0.5:
                 x = block(x)
-        return x + sum(0.0 * p.sum() for p in self.blocks[0].parameters())
+        return self.leave(x)
 
 
 class LayerDrop(MLPCase):
@@ -41,30 +44,6 @@ class LayerDrop(MLPCase):
 
     def build(self) -> nn.Module:
         return DropsBlocks()
-
-
-class LayerDropWhileTheRestIsCheckpointed(LayerDrop):
-    class Model(DropsBlocks):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[attr-defined]
-
-    def build(self) -> nn.Module:
-        return self.Model()
-
-
-class OtherOrder(MLPCase):
-    """Rank 0 applies the blocks forwards, rank 1 backwards."""
-
-    units = (ResidualBlock,)
-
-    class Model(DropsBlocks):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in list(self.blocks) if dist.get_rank() % 2 == 0 else list(self.blocks)[::-1]:
-                x = block(x)
-            return x
-
-    def build(self) -> nn.Module:
-        return self.Model()
 
 
 class ChosenByNobody(MLPCase):
@@ -80,10 +59,50 @@ class ChosenByNobody(MLPCase):
         return self.Model(3)
 
 
-@pytest.mark.parametrize("case", [LayerDrop, LayerDropWhileTheRestIsCheckpointed, OtherOrder, ChosenByNobody])
+@pytest.mark.parametrize("case", [LayerDrop, ChosenByNobody])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_take_other_branches_train_as_in_ddp(case: type[Case], world_size: int) -> None:
     assert_trains_as_ddp(case, world_size)
+
+
+class OtherOrder(LayerDrop):
+    """Rank 0 applies the blocks forwards, rank 1 backwards."""
+
+    options = {"stall_timeout": STALL_TIMEOUT}
+
+    class Model(DropsBlocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in list(self.blocks) if dist.get_rank() % 2 == 0 else list(self.blocks)[::-1]:
+                x = block(x)
+            return self.leave(x)
+
+    def build(self) -> nn.Module:
+        return self.Model(4)
+
+
+class LayerDropInsideACheckpoint(LayerDrop):
+    """One checkpoint over all blocks: backward begins by walking the blocks forwards, other ones on every rank."""
+
+    options = {"stall_timeout": STALL_TIMEOUT}
+
+    class Model(DropsBlocks):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def build(self) -> nn.Module:
+        return self.Model()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("case", [OtherOrder, LayerDropInsideACheckpoint])
+def test_ranks_that_use_blocks_in_another_order_train_right_or_stop(case: type[Case], stage: int) -> None:
+    outcomes = outcomes_of(2, compare_case, case, (stage,), timeout=40.0)
+    told = _told(outcomes)
+    if any(o.error for o in outcomes):
+        for outcome in outcomes:
+            assert_stalled(outcome, told, 0)
+    else:
+        assert [o.value[0] for o in outcomes] == [[], []], told
 
 
 def train_until(stage: int, event: str, rank: int, step: int) -> None:
@@ -97,7 +116,7 @@ def train_until(stage: int, event: str, rank: int, step: int) -> None:
     for index in range(4):
         mine = (dist.get_rank(), index) == (rank, step)
         if mine and event == "runs out of batches":
-            time.sleep(PATIENCE)
+            time.sleep(STALL_TIMEOUT + 4.0)  # alive, and busy with something else
             return
         if mine and event == "dies":
             model.blocks[1].register_forward_pre_hook(_die)  # in the middle of its forward
@@ -121,7 +140,9 @@ def _fail(module: nn.Module, inputs: Any) -> None:
 
 
 def _told(outcomes: list[Outcome]) -> str:
-    return "\n".join(f"rank {o.rank}: {o.error} after {o.seconds:.1f} s: {o.message}\n{o.trace[-1500:]}" for o in outcomes)
+    return "\n".join(
+        f"rank {o.rank}: {o.error} after {o.seconds:.1f} s: {o.message}\n{o.trace[-1500:]}" for o in outcomes
+    )
 
 
 def assert_stalled(outcome: Outcome, told: str, step: int) -> None:
@@ -143,10 +164,11 @@ def test_a_missing_batch_on_one_rank_is_an_error_on_the_one_that_waits(stage: in
 @pytest.mark.parametrize("event", ["skips the backward", "has one more batch"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_runs_another_number_of_passes_is_an_error_on_all(stage: int, event: str) -> None:
-    """Either rank may meet the wall first; nobody finishes the four steps as if nothing had been."""
+    """Either rank may meet the wall first; a rank whose every pass found its match may end well, the other one may not."""
     outcomes = outcomes_of(2, train_until, stage, event, 1, 1, timeout=40.0)
     told = _told(outcomes)
-    assert {o.error for o in outcomes} <= {"StallError"}, told
+    assert "StallError" in {o.error for o in outcomes} <= {"", "StallError"}, told
+    assert outcomes[1].error or event == "skips the backward", told
     assert all(o.seconds < 2 * PATIENCE for o in outcomes), told
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from models import TinyMLP, features_of
 from ranks import run_ranks
 
@@ -52,7 +53,12 @@ print(json.dumps({"changed": changed, "new": sorted({m.split(".")[0] for m in se
 def run_program(program: str, folder: Path) -> Any:
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", f"importing onefold says: {done.stderr}"
@@ -68,7 +74,18 @@ def test_import_takes_little_over_torchs_own(tmp_path: Path) -> None:
 def test_import_changes_nothing_and_loads_nothing_heavy(tmp_path: Path) -> None:
     seen = run_program(WATCHED, tmp_path)
     assert seen["changed"] == [], "importing onefold changed these names of torch, or this state of the process"
-    heavy = {"transformers", "accelerate", "peft", "typer", "rich", "pydantic", "yaml", "matplotlib", "deepspeed", "numpy.f2py"}
+    heavy = {
+        "transformers",
+        "accelerate",
+        "peft",
+        "typer",
+        "rich",
+        "pydantic",
+        "yaml",
+        "matplotlib",
+        "deepspeed",
+        "numpy.f2py",
+    }
     assert not heavy & set(seen["new"]), f"importing onefold loads {sorted(heavy & set(seen['new']))}"
 
 
@@ -87,7 +104,15 @@ def patched_by_sharding(stage: int) -> list[str]:
     """Names of torch that differ while a sharded model is alive."""
     import onefold
 
-    homes: list[Any] = [torch, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.optim.AdamW, dist, torch.nn.functional]
+    homes: list[Any] = [
+        torch,
+        torch.Tensor,
+        torch.nn.Module,
+        torch.optim.Optimizer,
+        torch.optim.AdamW,
+        dist,
+        torch.nn.functional,
+    ]
     before = [dict(vars(home)) for home in homes]
     model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -96,7 +121,9 @@ def patched_by_sharding(stage: int) -> list[str]:
     changed = []
     for home, names in zip(homes, before, strict=True):
         now = dict(vars(home))
-        changed += [f"{home.__name__}.{name}" for name in names if callable(names[name]) and now.get(name) is not names[name]]
+        changed += [
+            f"{home.__name__}.{name}" for name in names if callable(names[name]) and now.get(name) is not names[name]
+        ]
     return changed
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Checkpointing, TinyGPT
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from models import Checkpointing, TinyGPT
+from ranks import run_ranks
 from trials import STAGES, Curve, GPTCase, differences, fresh, train, train_reference, train_sharded
 
 MICRO_BATCHES = 3

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
-from ranks import run_ranks
 from torch import nn
 from wire import counted_sends, formula, train_steps
+
+from models import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
+from ranks import run_ranks
 
 STEPS = 3
 
@@ -182,7 +183,9 @@ def own_network(command: list[str]) -> subprocess.CompletedProcess[str]:
         except FileNotFoundError:
             pytest.skip("there is no `unshare`: loopback counters would count other programs too")
         if probe.returncode == 0:
-            return subprocess.run([*unshare, "sh", "-c", script, "sh", *command], capture_output=True, text=True, timeout=120)
+            return subprocess.run(
+                [*unshare, "sh", "-c", script, "sh", *command], capture_output=True, text=True, timeout=120
+            )
     pytest.skip("no right to a network namespace of its own: loopback counters would count other programs too")
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
 from models import TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
-from torch import Tensor, nn
 from trials import STAGES, GPTCase, differences, train, train_sharded
 
 WIDTH, DEPTH = 512, 16  # 16 blocks of 2.1 MB x 2: 67 MB in fp32
@@ -53,7 +54,9 @@ def fill(module: nn.Module) -> None:
 def initialized(stage: int, how: str) -> list[str]:
     import onefold
 
-    model = onefold.shard(meta_gpt(), onefold.Recipe.zero(stage, stall_timeout=10.0), init=fill if how == "init" else None)
+    model = onefold.shard(
+        meta_gpt(), onefold.Recipe.zero(stage, stall_timeout=10.0), init=fill if how == "init" else None
+    )
     state = onefold.full_state_dict(model)
     problems = []
     for name, tensor in state.items():
@@ -99,8 +102,9 @@ def peak_while_sharding() -> dict[str, Any]:
     from pathlib import Path
 
     sys.path.insert(0, str(Path(__file__).parent.parent / "invariants"))
-    import onefold
     from memory_probe import give_memory_back_at_once, peak_resident_bytes, reset_peak
+
+    import onefold
 
     give_memory_back_at_once()
     with torch.device("meta"):

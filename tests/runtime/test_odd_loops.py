@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from models import Block, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
-from torch import Tensor, nn
 from trials import STAGES, Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp, differences, fresh, train, train_sharded
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Block, ResidualBlock, TinyGPT, TinyMLP, features_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from models import Block, ResidualBlock, TinyGPT, TinyMLP, features_of
 from trials import Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp
 
 
@@ -100,7 +101,9 @@ class OddOutputs(MLPCase):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([OddOutputs.Tuple(7), OddOutputs.Dict(7), OddOutputs.Data(7), OddOutputs.Silent(7)])
+            self.layers = nn.ModuleList(
+                [OddOutputs.Tuple(7), OddOutputs.Dict(7), OddOutputs.Data(7), OddOutputs.Silent(7)]
+            )
 
         def forward(self, x: Tensor) -> Any:
             for layer in self.layers[:3]:

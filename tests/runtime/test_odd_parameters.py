@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from models import Block, ResidualBlock, TinyGPT, TinyMLP, features_of
 from ranks import run_ranks
-from torch import Tensor, nn
 from trials import STAGES, Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp, fresh, train_sharded
 
 

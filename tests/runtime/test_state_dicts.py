@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from models import Block, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
-from torch import Tensor, nn
 from trials import STAGES, GPTCase, fresh
 
 
@@ -111,7 +112,9 @@ def load_wrong(stage: int, how: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize(("how", "named"), [("missing", "head.weight"), ("unexpected", "no.such"), ("shape", "head.weight")])
+@pytest.mark.parametrize(
+    ("how", "named"), [("missing", "head.weight"), ("unexpected", "no.such"), ("shape", "head.weight")]
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_wrong_state_dict_is_the_same_error_on_every_rank(stage: int, how: str, named: str) -> None:
     for kind, message in run_ranks(2, load_wrong, stage, how):

@@ -8,16 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import preload, run_ranks
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from ranks import preload, run_ranks
 from trials import Case, compare_case
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 TEXT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
         "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 GROUPED = {**TEXT, "num_key_value_heads": 1, "head_dim": 8}
-SEQUENCE = {"vocab_size": 64, "d_model": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+SEQUENCE = {
+    "vocab_size": 64,
+    "d_model": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
 IMAGE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16,
          "patch_size": 4, "num_labels": 3}  # fmt: skip
 #: architecture: (model class, configuration class, its arguments, kind of batch)
@@ -104,8 +115,9 @@ class Architecture(Case):
 
 def compare_architecture(name: str) -> tuple[list[str], list[float], list[str]]:
     """Differences, the reference's losses, and the units that were found."""
-    import onefold
     import transformers
+
+    import onefold
 
     transformers.logging.set_verbosity_error()
     case_class = type("Named", (Architecture,), {"name": name})
@@ -130,3 +142,40 @@ def test_an_architecture_trains_at_every_stage_as_in_ddp(name: str) -> None:
     assert all(loss == loss for loss in losses) and len(set(losses)) == len(losses), f"{name}: losses {losses}"
     units = results[0][2]
     assert len(units) >= 2, f"{name}: the model became one unit only: {units}"
+
+
+def generated(name: str, stage: int) -> list[str]:
+    """Greedy text before sharding, after it through forward passes, and inside full_params, ranks at lengths of their own."""
+    import transformers
+
+    import onefold
+
+    transformers.logging.set_verbosity_error()
+    case = type("Named", (Architecture,), {"name": name})()
+    torch.manual_seed(0)
+    model = case.build().eval()
+    batch = case.batch(dist.get_rank(), 0)
+    given = {key: value for key, value in batch.items() if key in ("input_ids", "attention_mask", "input_features")}
+
+    def text(length: int) -> list[list[int]]:
+        return model.generate(**given, max_new_tokens=length, do_sample=False).tolist()  # type: ignore[operator]
+
+    lengths = (4, 3 + 4 * dist.get_rank())
+    expected = [text(length) for length in lengths]
+    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=10.0))
+    problems = []
+    if (seen := text(lengths[0])) != expected[0]:
+        problems.append(f"through forward passes: {seen}, expected {expected[0]}")
+    with onefold.full_params(model):
+        seen = text(lengths[1])
+    if seen != expected[1]:
+        problems.append(f"inside full_params: {seen}, expected {expected[1]}")
+    model.train()
+    model(**batch).loss.backward()  # and training goes on
+    return problems
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["Llama, tied", "GPT-2", "Mamba", "T5", "BART", "Whisper"])
+def test_generation_between_steps_writes_the_same_text(name: str, stage: int) -> None:
+    assert run_ranks(2, generated, name, stage) == [[], []]

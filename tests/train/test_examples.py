@@ -12,18 +12,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str) -> str:
+def run(folder: Path, *arguments: str) -> str:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={folder}", *arguments],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_own_loop_learns() -> None:
-    first, last = run(str(ROOT / "examples" / "own_loop.py")).split("loss ")[1].split(" -> ")
+def test_the_own_loop_learns(tmp_path: Path) -> None:
+    first, last = run(tmp_path, str(ROOT / "examples" / "own_loop.py")).split("loss ")[1].split(" -> ")
     assert float(last) < 0.7 * float(first)
 
 
@@ -32,16 +32,15 @@ def test_the_hugging_face_example_saves_what_opens_again(tmp_path: Path) -> None
 
     shape = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     LlamaForCausalLM(shape).save_pretrained(str(tmp_path / "in"))
-    out = run(str(ROOT / "examples" / "finetune_hf.py"), str(tmp_path / "in"), str(tmp_path / "out"))
+    out = run(tmp_path, str(ROOT / "examples" / "finetune_hf.py"), str(tmp_path / "in"), str(tmp_path / "out"))
     first, last = out.split("loss ")[1].split(", saved")[0].split(" -> ")
     assert float(last) < float(first)
     opened = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
     assert opened.config.hidden_size == 32
 
 
-@pytest.mark.parametrize("example", ["accumulate.py"])
-def test_accumulation_sends_what_the_formula_says(example: str) -> None:
-    lines = run(str(ROOT / "examples" / example)).splitlines()
+def test_accumulation_sends_what_the_formula_says(tmp_path: Path) -> None:
+    lines = run(tmp_path, str(ROOT / "examples" / "accumulate.py")).splitlines()
     times = [float(line.split(" = ")[1].split(" x ")[0]) for line in lines]
     # times (N - 1) / N = 1/2: 2, 2, m + 1, 3m; stage 2 that reduces at the boundary is back at 2
     assert times == pytest.approx([1, 1, 2.5, 6, 1], rel=0.02)

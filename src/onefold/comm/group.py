@@ -92,6 +92,7 @@ class Group:
     def close(self) -> None:
         """Give the communicators back. Local; call it when nothing is under way."""
         groups, self._groups = self._groups, []
+        self.control_group = self.gather_group = self.reduce_group = None  # the last reference closes the sockets
         for group in groups:
             with contextlib.suppress(Exception):  # already destroyed with the default group
                 dist.destroy_process_group(group)

@@ -63,4 +63,4 @@ def compile_blocks(model: nn.Module) -> None:
     if not blocks:
         raise TrainError("--compile compiles the repeated blocks of a model, and this one has none; leave it out.")
     for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward)
