@@ -17,8 +17,8 @@ from onefold.optim import clip_grad_norm, unwatch, watch
 from onefold.recipe import Recipe
 from onefold.runtime import state
 from onefold.runtime.engine import Engine, broadcast
-from onefold.runtime.hooks import guard_state_dict, install, statistics_of
-from onefold.runtime.materialize import has_meta, materialize
+from onefold.runtime.hooks import guard_state_dict, install, install_on_part, statistics_of
+from onefold.runtime.materialize import has_meta, materialize, modules_of
 from onefold.runtime.units import UnitSpec, find_units
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -83,6 +83,8 @@ def shard(
     if not engine.passive:
         for spec, unit in zip(specs, engine.units, strict=True):
             install(engine, unit, spec.module)
+        for _, part in modules_of(specs[0], specs)[1:]:
+            install_on_part(engine, part)
         guard_state_dict(engine, module)
     watch(engine)
     engine.make_stale()

@@ -34,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
         with whole_sight(), torch.no_grad():
             engine.optimizer_is_stepping()
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            found = torch.zeros(1, dtype=torch.float32, device=engine.device)
+            found = torch.zeros((), dtype=torch.float32, device=engine.device)
             if grads:
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(engine.device))
             place = Place("control", "(overflow check)", engine.step, "optimizer")

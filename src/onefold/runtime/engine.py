@@ -67,6 +67,7 @@ class Engine:
         # Open forward passes of units: (unit, inside a backward pass, outermost of its pass over the model).
         self.stack: list[tuple[Unit, bool, bool]] = []
         self.is_root_pass = False
+        self.part: object = None  # whoever called a part of the root by itself
         self.backward_open = False
         self.open_graphs = self.root_graphs = 0  # forward passes with gradients that no backward has followed
         self.whole_depth = 0
@@ -133,13 +134,16 @@ class Engine:
         """Gradients stay whole in this backward pass."""
         return not self.sync and self.recipe.reduce_at == "boundary"
 
-    def enter(self, unit: Unit) -> bool:
-        """The forward pass of a unit's module begins. True if it begins a pass over the model (inputs are to be cast)."""
+    def enter(self, unit: Unit, part: bool = False) -> bool:
+        """The forward pass of a unit's module begins. True if it begins a pass over the model (inputs are to be cast).
+
+        `part`: it is not the unit's module but a part of it that is called by itself.
+        """
         with whole_sight():
             recompute = in_autograd()
             outermost = not self.stack and not recompute
             if outermost:
-                self._begin_pass(unit)
+                self._begin_pass(is_root=unit.index == 0 and not part)
             self.stack.append((unit, recompute, outermost))
             ForwardDepth.value += 1
             unit.depth += 1
@@ -179,10 +183,10 @@ class Engine:
             unit.swap_out()
         return recompute, outermost
 
-    def _begin_pass(self, unit: Unit) -> None:
+    def _begin_pass(self, is_root: bool) -> None:
         if self.backward_open:  # a backward pass raised and never came to its end
             self.reset()
-        self.is_root_pass = unit.index == 0
+        self.is_root_pass = is_root
         self.memory.look()
         self._check_in_place()
         self.follow_trainable()

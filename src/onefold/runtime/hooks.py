@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.runtime.engine import Engine
+from onefold.runtime.engine import Engine, in_autograd
 from onefold.runtime.gather import tensors_in
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.unit import Unit
@@ -15,7 +15,7 @@ from onefold.runtime.unit import Unit
 
 def install(engine: Engine, unit: Unit, module: nn.Module) -> None:
     """Let `engine` know when the forward pass of `unit`'s module begins, ends, or raises."""
-    cast_to = engine.recipe.compute_dtype if engine.recipe.cast_inputs and engine.recipe.compute_dtype != torch.float32 else None
+    cast_to = _cast_to(engine)
     left = [False]
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -35,12 +35,44 @@ def install(engine: Engine, unit: Unit, module: nn.Module) -> None:
         if not left[0] and engine.stack and not engine.closed:
             engine.abort(unit)
 
-    hooks: tuple[Any, ...] = (before, after, always)
-    for hook in hooks:
+    _register(module, before, after, always)
+
+
+def install_on_part(engine: Engine, module: nn.Module) -> None:
+    """Let a module of the root unit be called by itself (an encoder, an embedding): that too is a pass over the model."""
+    root, token = engine.units[0], object()
+    cast_to = _cast_to(engine)
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if engine.stack or engine.whole_depth or engine.closed or in_autograd():
+            return None
+        engine.part = token
+        engine.enter(root, part=True)
+        return (_cast(args, cast_to), _cast(kwargs, cast_to)) if cast_to is not None else None
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        if engine.part is token and len(engine.stack) == 1:
+            engine.part = None
+            engine.leave(root, output)
+
+    def always(_: nn.Module, args: Any, output: Any) -> None:
+        if engine.part is token and len(engine.stack) == 1:  # it raised
+            engine.part = None
+            engine.abort(root)
+
+    _register(module, before, after, always)
+
+
+def _register(module: nn.Module, before: Any, after: Any, always: Any) -> None:
+    for hook in (before, after, always):
         hook._torchdynamo_disable = True  # a compiled block breaks its graph here, not inside
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)
     module.register_forward_hook(always, always_call=True)
+
+
+def _cast_to(engine: Engine) -> torch.dtype | None:
+    return engine.recipe.compute_dtype if engine.recipe.cast_inputs and engine.recipe.compute_dtype != torch.float32 else None
 
 
 def guard_state_dict(engine: Engine, module: nn.Module) -> None:
