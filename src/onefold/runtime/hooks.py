@@ -65,10 +65,22 @@ def install_on_part(engine: Engine, module: nn.Module) -> None:
 
 def _register(module: nn.Module, before: Any, after: Any, always: Any) -> None:
     for hook in (before, after, always):
-        hook._torchdynamo_disable = True  # a compiled block breaks its graph here, not inside
+        _keep_from_compiler(hook)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)
     module.register_forward_hook(always, always_call=True)
+
+
+def _keep_from_compiler(hook: Any) -> None:
+    """A compiled module breaks its graph at the hook, and the hook's own frames are run as they are.
+
+    torch.compiler.disable would do, but importing the compiler costs a second to all who do not compile.
+    """
+    hook._torchdynamo_disable = True
+    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if frames is not None and hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(hook.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def _cast_to(engine: Engine) -> torch.dtype | None:
