@@ -40,6 +40,11 @@ GRACE = 5.0
 PR_SET_PDEATHSIG = 1
 
 
+def absolute_path() -> str:
+    """The search path of this process as a PYTHONPATH for others, whatever their working directory is."""
+    return os.pathsep.join(os.path.abspath(p) for p in sys.path if p)
+
+
 def preload(*modules: str) -> None:
     """Have the fork server import `modules` too, before the next rank: for tests whose ranks all need the same slow import."""
     missing = [name for name in modules if name not in PRELOADED]
@@ -75,9 +80,7 @@ class Outcome:
     exitcode: int | None = None
 
 
-def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
-) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
     """Return [function(*args, **kwargs) on rank 0, on rank 1, ...].
 
     Raises:
@@ -137,9 +140,7 @@ def _collect(readers: list[Any], processes: list[Any], timeout: float, grace: fl
             if outcomes[rank].error and grace is not None:
                 deadline = min(deadline, time.monotonic() + grace)
     for rank in waiting:
-        outcomes[rank] = Outcome(
-            rank, error="killed", message=f"no result within {timeout:.0f} s (or {grace} s after a failure)"
-        )
+        outcomes[rank] = Outcome(rank, error="killed", message=f"no result within {timeout:.0f} s (or {grace} s after a failure)")
     _reap(processes, patience=2.0)
     return [_with_exitcode(outcomes[rank], processes[rank].exitcode) for rank in sorted(outcomes)]
 
@@ -180,18 +181,14 @@ def _rank_main(
     try:
         if folder is not None:
             store = dist.FileStore(os.path.join(folder, "rendezvous"), world_size)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-            )
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
         value = function(*args, **kwargs)
         outcome = Outcome(rank, value=value, seconds=time.monotonic() - begin)
         payload = pickle.dumps(outcome)
     except BaseException as error:  # a rank answers whatever happens to it, SystemExit included
         trace = _own_frames(error)
         seconds = time.monotonic() - begin
-        payload = pickle.dumps(
-            Outcome(rank, error=type(error).__name__, message=str(error), trace=trace, seconds=seconds)
-        )
+        payload = pickle.dumps(Outcome(rank, error=type(error).__name__, message=str(error), trace=trace, seconds=seconds))
         writer.send_bytes(payload)
         writer.close()
         os._exit(1)
@@ -220,7 +217,7 @@ def _context() -> Any:
 def _importable_path() -> Iterator[None]:
     """Give the fork server the search path of this process (it reads PYTHONPATH only), and its ranks one thread."""
     wanted = {
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONPATH": absolute_path(),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -41,9 +41,7 @@ class Case:
     steps = 3
     units: Sequence[str | type] | None = None  # as in onefold.shard
     options: Mapping[str, Any] = {}  # further arguments of Recipe.zero
-    reference = (
-        "ddp"  # or "mean": plain backward passes, then the mean of gradients over ranks, where DDP itself cannot run
-    )
+    reference = "ddp"  # or "mean": plain backward passes, then the mean of gradients over ranks, where DDP itself cannot run
     ddp_options: Mapping[str, Any] = {"find_unused_parameters": True}
     rtol, atol = 1e-5, 1e-6  # to the reference; between stages the tolerance is zero
 
@@ -206,9 +204,7 @@ def compare_case(case_class: type[Case], stages: Iterable[int] = STAGES) -> tupl
     return found, reference
 
 
-def assert_trains_as_ddp(
-    case_class: type[Case], world_size: int = 2, stages: Iterable[int] = STAGES, timeout: float = 120.0
-) -> None:
+def assert_trains_as_ddp(case_class: type[Case], world_size: int = 2, stages: Iterable[int] = STAGES, timeout: float = 120.0) -> None:
     """The case trains at every stage as by DDP: losses of every rank, final weights, and bit-equal between stages."""
     results = run_ranks(world_size, compare_case, case_class, tuple(stages), timeout=timeout)
     problems = [f"rank {rank}: {sentence}" for rank, (found, _) in enumerate(results) for sentence in found]

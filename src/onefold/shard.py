@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -87,6 +88,9 @@ def shard(
             install_on_part(engine, part)
         guard_state_dict(engine, module)
     watch(engine)
+    if engine.rank == 0:
+        for note in recipe.notes:
+            logging.getLogger("onefold").warning(note)
     engine.make_stale()
     engine.traffic.reset()
     _engines[module] = engine

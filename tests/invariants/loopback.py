@@ -38,9 +38,7 @@ def carried(stage: int, micro_batches: int) -> dict[str, int]:
     model = onefold.shard(TinyMLP(16, 256, 6, 16), onefold.Recipe.zero(stage, stall_timeout=30.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = [features_of(i + 100 * dist.get_rank(), 2, 16) for i in range(STEPS * micro_batches)]
-    train_steps(
-        model, optimizer, batches[: 2 * micro_batches], micro_batches
-    )  # to learn the order, and be in a steady state
+    train_steps(model, optimizer, batches[: 2 * micro_batches], micro_batches)  # to learn the order, and be in a steady state
     dist.barrier()
     time.sleep(0.2)
     before = loopback_bytes()

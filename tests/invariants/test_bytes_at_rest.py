@@ -70,9 +70,7 @@ def expected_at_rest(stage: int, precision: str, numel: int, world_size: int) ->
 def test_bytes_at_rest_equal_the_formula(stage: int, precision: str, world_size: int) -> None:
     for rank, seen in enumerate(run_ranks(world_size, at_rest, stage, precision)):
         parameters, states = expected_at_rest(stage, precision, seen["numel"], world_size)
-        told = (
-            f"rank {rank} of {world_size}, stage {stage}, {precision}: {seen}, expected {parameters} + {states} bytes"
-        )
+        told = f"rank {rank} of {world_size}, stage {stage}, {precision}: {seen}, expected {parameters} + {states} bytes"
         assert seen["numel"] <= 1.01 * seen["content"] + 64 * 60, f"padding is over 1 %: {told}"
         assert abs(seen["living"] - parameters - states) < MIB, f"living tensors differ from the formula: {told}"
         assert abs(sum(seen["ledger"].values()) - parameters) < MIB, f"the ledger differs from the formula: {told}"
@@ -118,17 +116,13 @@ def between_micro_batches(stage: int, reduce_at: str | None) -> dict[str, Any]:
     return {"living": living_bytes() - before, "numel": sum(unit.numel for unit in onefold.engine_of(model).units)}
 
 
-@pytest.mark.parametrize(
-    ("stage", "reduce_at"), [(0, None), (1, None), (2, None), (3, None), (2, "boundary"), (3, "boundary")]
-)
+@pytest.mark.parametrize(("stage", "reduce_at"), [(0, None), (1, None), (2, None), (3, None), (2, "boundary"), (3, "boundary")])
 def test_between_micro_batches_stages_2_and_3_hold_shards_of_gradients(stage: int, reduce_at: str | None) -> None:
     for rank, seen in enumerate(run_ranks(2, between_micro_batches, stage, reduce_at)):
         p = 4 * seen["numel"]
         whole_gradients = stage < 2 or reduce_at == "boundary"
         expected = (p / 2 if stage == 3 else p) + (p if whole_gradients else p / 2)
-        assert abs(seen["living"] - expected) < MIB, (
-            f"rank {rank}, stage {stage}, {reduce_at}: {seen}, expected {expected}"
-        )
+        assert abs(seen["living"] - expected) < MIB, f"rank {rank}, stage {stage}, {reduce_at}: {seen}, expected {expected}"
 
 
 def peak_of(stage: int, prefetch: int, in_flight: int) -> dict[str, Any]:
@@ -166,13 +160,7 @@ def peak_bound(stage: int, world_size: int, prefetch: int, in_flight: int, large
     parameters = everything * (share if stage == 3 else 1)
     gathered = 0 if stage < 3 else (2 + prefetch) * largest
     if stage < 2:
-        return (
-            parameters
-            + everything
-            + gathered
-            + (1 + in_flight) * 2 * largest
-            + (everything * share if stage == 1 else 0)
-        )
+        return parameters + everything + gathered + (1 + in_flight) * 2 * largest + (everything * share if stage == 1 else 0)
     return parameters + everything * share + gathered + (1 + in_flight) * 2 * largest
 
 
@@ -200,9 +188,7 @@ def ledger_against_tensors(stage: int) -> dict[str, Any]:
     engine = onefold.engine_of(model)
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        seen.update(
-            living=living_bytes() - before, ledger=sum(engine.memory.now().values()), categories=engine.memory.now()
-        )
+        seen.update(living=living_bytes() - before, ledger=sum(engine.memory.now().values()), categories=engine.memory.now())
 
     model.blocks[4].down.register_forward_hook(look)  # type: ignore[index, union-attr]
     with torch.no_grad():

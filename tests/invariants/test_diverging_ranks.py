@@ -140,9 +140,7 @@ def _fail(module: nn.Module, inputs: Any) -> None:
 
 
 def _told(outcomes: list[Outcome]) -> str:
-    return "\n".join(
-        f"rank {o.rank}: {o.error} after {o.seconds:.1f} s: {o.message}\n{o.trace[-1500:]}" for o in outcomes
-    )
+    return "\n".join(f"rank {o.rank}: {o.error} after {o.seconds:.1f} s: {o.message}\n{o.trace[-1500:]}" for o in outcomes)
 
 
 def assert_stalled(outcome: Outcome, told: str, step: int) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from models import TinyMLP, features_of
-from ranks import run_ranks
+from ranks import absolute_path, run_ranks
 
 TIMED = """
 import json, time, torch, torch.distributed
@@ -51,11 +51,10 @@ print(json.dumps({"changed": changed, "new": sorted({m.split(".")[0] for m in se
 
 
 def run_program(program: str, folder: Path) -> Any:
-    path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": absolute_path()},
         capture_output=True,
         text=True,
         timeout=60,
@@ -121,9 +120,7 @@ def patched_by_sharding(stage: int) -> list[str]:
     changed = []
     for home, names in zip(homes, before, strict=True):
         now = dict(vars(home))
-        changed += [
-            f"{home.__name__}.{name}" for name in names if callable(names[name]) and now.get(name) is not names[name]
-        ]
+        changed += [f"{home.__name__}.{name}" for name in names if callable(names[name]) and now.get(name) is not names[name]]
     return changed
 
 

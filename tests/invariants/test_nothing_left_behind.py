@@ -21,7 +21,7 @@ import torch.distributed as dist
 from memory_probe import MIB, give_memory_back_at_once, living_bytes, resident_bytes
 
 from models import TinyGPT, TinyMLP, features_of, tokens_of
-from ranks import run_ranks
+from ranks import absolute_path, run_ranks
 
 TESTS = Path(__file__).parent.parent
 
@@ -211,9 +211,14 @@ def test_a_program_exits_by_itself_quietly_and_leaves_no_file(tmp_path: Path, en
     temporary, work = tmp_path / "tmp", tmp_path / "work"
     temporary.mkdir(), work.mkdir()
     program = textwrap.dedent(PROGRAM.format(tests=str(TESTS)))
-    path = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-                   "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch's own")}  # fmt: skip
+    environment = {
+        **os.environ,
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": absolute_path(),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch's own"),
+    }
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(rank), ending, str(tmp_path / "rendezvous"), "3"],

@@ -4,6 +4,7 @@ the loopback interface itself."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from wire import counted_sends, formula, train_steps
 
 from models import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
-from ranks import run_ranks
+from ranks import absolute_path, run_ranks
 
 STEPS = 3
 
@@ -183,9 +184,9 @@ def own_network(command: list[str]) -> subprocess.CompletedProcess[str]:
         except FileNotFoundError:
             pytest.skip("there is no `unshare`: loopback counters would count other programs too")
         if probe.returncode == 0:
-            return subprocess.run(
-                [*unshare, "sh", "-c", script, "sh", *command], capture_output=True, text=True, timeout=120
-            )
+            whole = [*unshare, "sh", "-c", script, "sh", *command]
+            environment = {**os.environ, "PYTHONPATH": absolute_path()}
+            return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=120)
     pytest.skip("no right to a network namespace of its own: loopback counters would count other programs too")
 
 

@@ -48,9 +48,7 @@ def compare_norms(norm_type: float, max_norm: float) -> list[str]:
         bits.add(norm)
         if not math.isclose(norm, expected, rel_tol=1e-5):
             problems.append(f"stage {stage}, norm {norm_type}: {norm!r}, expected {expected!r}")
-        if dist.get_rank() == 0 and any(
-            not math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4) for a, b in zip(weights, moved, strict=True)
-        ):
+        if dist.get_rank() == 0 and any(not math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4) for a, b in zip(weights, moved, strict=True)):
             problems.append(f"stage {stage}, norm {norm_type}: weights after the step {moved}, expected {weights}")
     if len(bits) != 1:
         problems.append(f"norm {norm_type}: the stages give {len(bits)} different norms {sorted(bits)}")
@@ -141,9 +139,7 @@ def overflow(stage: int, rank: int) -> tuple[list[float], list[bool]]:
 def test_one_ranks_overflow_skips_the_step_on_all(stage: int, rank: int) -> None:
     for scales, changed in run_ranks(2, overflow, stage, rank):
         assert scales == [1024.0, 512.0, 512.0, 512.0], f"stage {stage}, overflow on rank {rank}: scales {scales}"
-        assert changed == [False, True, True], (
-            f"stage {stage}, overflow on rank {rank}: weights changed in steps 1 to 3: {changed}"
-        )
+        assert changed == [False, True, True], f"stage {stage}, overflow on rank {rank}: weights changed in steps 1 to 3: {changed}"
 
 
 class Precise(MLPCase):
@@ -263,9 +259,7 @@ def test_inputs_are_cast_to_the_compute_dtype_integers_and_float64_not(stage: in
 
 
 def narrow_wire(stage: int) -> list[str]:
-    return differences(
-        f"stage {stage}", train_reference(Precise()), train_sharded(Precise(), stage, wire=torch.bfloat16), 1e-2, 1e-2
-    )
+    return differences(f"stage {stage}", train_reference(Precise()), train_sharded(Precise(), stage, wire=torch.bfloat16), 1e-2, 1e-2)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

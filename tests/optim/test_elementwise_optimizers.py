@@ -19,9 +19,7 @@ from trials import STAGES, MLPCase, compare_case, fresh, train_reference, train_
 class Lion(Optimizer):
     """An optimizer of one's own, element-wise (Chen et al. 2023)."""
 
-    def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.0
-    ) -> None:
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
 
     @torch.no_grad()
@@ -152,9 +150,7 @@ def refused(stage: int, name: str) -> tuple[str, str, float]:
             del loss
     except Exception as error:
         kind, message = type(error).__name__, str(error)
-    moved = max(
-        (a - b.detach()).abs().max().item() for a, b in zip(before, model.parameters(), strict=True) if a.numel()
-    )
+    moved = max((a - b.detach()).abs().max().item() for a, b in zip(before, model.parameters(), strict=True) if a.numel())
     return kind, message, moved
 
 

@@ -54,9 +54,7 @@ def fill(module: nn.Module) -> None:
 def initialized(stage: int, how: str) -> list[str]:
     import onefold
 
-    model = onefold.shard(
-        meta_gpt(), onefold.Recipe.zero(stage, stall_timeout=10.0), init=fill if how == "init" else None
-    )
+    model = onefold.shard(meta_gpt(), onefold.Recipe.zero(stage, stall_timeout=10.0), init=fill if how == "init" else None)
     state = onefold.full_state_dict(model)
     problems = []
     for name, tensor in state.items():

@@ -101,9 +101,7 @@ class OddOutputs(MLPCase):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(
-                [OddOutputs.Tuple(7), OddOutputs.Dict(7), OddOutputs.Data(7), OddOutputs.Silent(7)]
-            )
+            self.layers = nn.ModuleList([OddOutputs.Tuple(7), OddOutputs.Dict(7), OddOutputs.Data(7), OddOutputs.Silent(7)])
 
         def forward(self, x: Tensor) -> Any:
             for layer in self.layers[:3]:

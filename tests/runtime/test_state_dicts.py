@@ -112,9 +112,7 @@ def load_wrong(stage: int, how: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize(
-    ("how", "named"), [("missing", "head.weight"), ("unexpected", "no.such"), ("shape", "head.weight")]
-)
+@pytest.mark.parametrize(("how", "named"), [("missing", "head.weight"), ("unexpected", "no.such"), ("shape", "head.weight")])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_wrong_state_dict_is_the_same_error_on_every_rank(stage: int, how: str, named: str) -> None:
     for kind, message in run_ranks(2, load_wrong, stage, how):

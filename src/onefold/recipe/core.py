@@ -78,6 +78,7 @@ class Recipe:
         sync_buffers: running statistics of normalization layers follow rank 0, as in DDP.
         stall_timeout: seconds that a rank waits for the others before every rank gets a `StallError`.
         elementwise_optimizer: None probes the optimizer before its first step; True is your word for it.
+        notes: sentences about options that have no effect; `shard` logs them once.
         units: names or classes of the modules that become units; None finds the repeated block.
     """
 
@@ -175,6 +176,7 @@ class Recipe:
             gradients=Row(g, accumulate_dtype, wire or compute),
             optimizer=Row(o, master_dtype),
             reduce_at=reduce_at,
+            notes=tuple(_without_effect(stage, options)),
             **options,
         )
 
@@ -217,10 +219,24 @@ class Recipe:
         tail = [f"gradients reduced at the {self.reduce_at}"]
         if self.parameters.placement is _S:
             tail.append(f"parameters {again}")
-        return "\n".join([*lines, "; ".join(tail)])
+        return "\n".join([*lines, "; ".join(tail), *self.notes])
 
 
 _OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in ("parameters", "gradients", "optimizer", "reduce_at", "notes")}
+
+
+def _without_effect(stage: int, options: Mapping[str, Any]) -> list[str]:
+    """A sentence for each option that was given and changes nothing, so that nothing is silently ignored."""
+    said = []
+    if stage != 3:
+        said += [
+            f"{name}={options[name]!r} has no effect at stage {stage}: it is about gathering sharded parameters (stage 3)."
+            for name in ("prefetch", "reshard_after_forward")
+            if name in options
+        ]
+    if options.get("overlap") is False:
+        said += [f"{name}={options[name]!r} has no effect under overlap=False." for name in ("prefetch", "in_flight") if options.get(name)]
+    return said
 
 
 def _short(dtype: torch.dtype | None) -> str:

@@ -367,7 +367,7 @@ class Engine:
             f"{self.world_size} ranks, {len(self.units)} units, {content:,} parameters, {(numel - content) / max(numel, 1):.2%} padding",
         ]
         lines += [f"  {u.name:40} {u.numel:>14,} elements" for u in self.units]
-        return "\n".join([*lines, *self.recipe.notes])
+        return "\n".join(lines)
 
 
 def broadcast(group: Group, tensors: list[torch.Tensor], place: Place, rank: int) -> None:
