@@ -18,3 +18,8 @@ if importlib.util.find_spec("onefold") is None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than some 10 seconds; `-m 'not slow'` leaves it out")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].stop_fork_server()

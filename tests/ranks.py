@@ -50,7 +50,15 @@ def preload(*modules: str) -> None:
     missing = [name for name in modules if name not in PRELOADED]
     if missing:
         PRELOADED.extend(missing)
-        fork_server._stop()  # the next rank starts a new one
+        stop_fork_server()  # the next rank starts a new one
+
+
+def stop_fork_server() -> None:
+    """End the fork server and wait for it: it would by itself, some seconds after this process."""
+    pid = fork_server._forkserver_pid
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+        fork_server._stop()
 
 
 class RankFailure(AssertionError):

@@ -17,12 +17,11 @@ from onefold.comm import Place
 from onefold.optim import clip_grad_norm, unwatch, watch
 from onefold.recipe import Recipe
 from onefold.runtime import state
-from onefold.runtime.engine import Engine, broadcast
+from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import guard_state_dict, install, install_on_part, statistics_of
 from onefold.runtime.materialize import has_meta, materialize, modules_of
+from onefold.runtime.registry import engine_of, is_sharded, register
 from onefold.runtime.units import UnitSpec, find_units
-
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
 def shard(
@@ -55,7 +54,7 @@ def shard(
         raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
     if not isinstance(recipe, Recipe):
         raise ValueError(f"shard() was given {recipe!r} as recipe, expected a Recipe such as onefold.Recipe.zero(stage=3).")
-    if module in _engines:
+    if is_sharded(module):
         raise ValueError("this module is sharded already; shard a fresh one, or use onefold.engine_of(module).")
     where = _device(module, device)
     wanted = units if units is not None else recipe.units
@@ -76,8 +75,7 @@ def shard(
     for spec, unit in zip(specs, engine.units, strict=True):
         materialize(spec, specs, where, init, module, values=values)
         state.lay_out(engine, unit)
-    if engine.world_size > 1:
-        broadcast(engine.group, [b for b in module.buffers() if b is not None], Place("state", "buffers", 0, "state"), engine.rank)
+    engine.group.broadcast([b for b in module.buffers() if b is not None], Place("state", "buffers", 0, "state"))
 
     engine.buffers = statistics_of(module) if recipe.sync_buffers else []
     engine.start()
@@ -93,21 +91,9 @@ def shard(
             logging.getLogger("onefold").warning(note)
     engine.make_stale()
     engine.traffic.reset()
-    _engines[module] = engine
+    register(module, engine)
     weakref.finalize(module, _close, engine)
     return module
-
-
-def engine_of(module: nn.Module) -> Engine:
-    """The engine behind a sharded module.
-
-    Raises:
-        ValueError: the module was not sharded.
-    """
-    engine = _engines.get(module)
-    if engine is None:
-        raise ValueError(f"this {type(module).__name__} was not sharded; give the module that onefold.shard(module, recipe) returned.")
-    return engine
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -170,6 +170,19 @@ class Group:
         gather(out, value.reshape(1).contiguous(), group=self.reduce_group)
         return out
 
+    def broadcast(self, tensors: list[torch.Tensor], place: Place) -> None:
+        """Rank 0's tensors to all ranks, in place. Waits."""
+        for t in tensors if self.size > 1 else ():
+            if not t.numel():
+                continue
+            flat = t.detach().reshape(-1).view(torch.uint8)
+            buffer = flat if self.rank == 0 else torch.empty_like(flat)
+            sends = [(p, buffer) for p in range(1, self.size)] if self.rank == 0 else []
+            self.exchange(sends, [] if self.rank == 0 else [(0, buffer)], place, 0x7FFF, move="state").wait()
+            if self.rank != 0:
+                with torch.no_grad():
+                    t.copy_(buffer.view(t.dtype).view(t.shape))
+
     def _peers(self) -> list[int]:
         # Starting behind oneself spreads the load: no rank is everybody's first.
         return [(self.rank + i) % self.size for i in range(1, self.size)]

@@ -9,6 +9,7 @@ import torch
 from onefold.comm import Place
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import whole_sight
+from onefold.runtime.registry import engine_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -22,8 +23,6 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
-        from onefold.shard import engine_of
-
         self._engine: Engine = engine_of(module)
         super().__init__(self._engine.device.type, **options)
 

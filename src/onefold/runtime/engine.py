@@ -295,7 +295,7 @@ class Engine:
         """Running statistics follow rank 0's, as in DDP."""
         if self.world_size > 1 and self.buffers:
             tensors = [m._buffers[name] for m, name in self.buffers]
-            broadcast(self.group, [t for t in tensors if t is not None], Place("state", "buffers", self.step, "forward"), self.rank)
+            self.group.broadcast([t for t in tensors if t is not None], Place("state", "buffers", self.step, "forward"))
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
@@ -368,21 +368,6 @@ class Engine:
         ]
         lines += [f"  {u.name:40} {u.numel:>14,} elements" for u in self.units]
         return "\n".join(lines)
-
-
-def broadcast(group: Group, tensors: list[torch.Tensor], place: Place, rank: int) -> None:
-    """Rank 0's tensors to all ranks, in place."""
-    peers = [p for p in range(group.size) if p != 0]
-    for t in tensors:
-        flat = t.detach().reshape(-1).view(torch.uint8) if t.numel() else None
-        if flat is None:
-            continue
-        buffer = flat if rank == 0 else torch.empty_like(flat)
-        sends = [(p, buffer) for p in peers] if rank == 0 else []
-        group.exchange(sends, [] if rank == 0 else [(0, buffer)], place, 0x7FFF, move="state").wait()
-        if rank != 0:
-            with torch.no_grad():
-                t.copy_(buffer.view(t.dtype).view(t.shape))
 
 
 def _unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:

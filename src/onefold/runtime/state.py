@@ -195,13 +195,10 @@ def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[str, torch
 
 
 def _load_buffers(engine: Engine, buffers: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-    from onefold.runtime.engine import broadcast
-
     for name, buffer in buffers.items():
         if engine.rank == 0 and name in state:
             buffer.copy_(state[name])
-    if engine.world_size > 1:
-        broadcast(engine.group, list(buffers.values()), Place("state", "buffers", engine.step, "state"), engine.rank)
+    engine.group.broadcast(list(buffers.values()), Place("state", "buffers", engine.step, "state"))
 
 
 def lay_out(engine: Engine, unit: Unit) -> None:
