@@ -119,6 +119,10 @@ class Flat:
 
     def _bind(self, entry: Entry, device: torch.device) -> None:
         slot, old = entry.slot, entry.param
+        if old._backward_hooks or old._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {slot.name!r} has gradient hooks, which would not fire once it is sharded: remove them before shard()."
+            )
         # A tensor of the right sizes and strides that owns no memory, for `compute` to be while nothing is gathered.
         entry.released = torch.empty(slot.shape, dtype=self.dtypes.compute, device=device)
         entry.released.untyped_storage().resize_(0)

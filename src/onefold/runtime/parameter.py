@@ -73,6 +73,11 @@ class ShardedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with whole_sight():
+            if func in _HOOKS:
+                raise ShardedParameterError(
+                    f"{func.__name__} on parameter {args[0].__dict__['onefold'].name!r} would never fire: gradients arrive "
+                    "on the whole parameter, which exists only while it is computed with. Look at `.grad` after backward(), or put the hook on a module's output."
+                )
             # In a forward pass, or in a recomputation of one (which autograd runs with gradients on), code wants the whole.
             if (ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1)) and func not in _OWN:
                 args, kwargs = _substitute(func, args, kwargs)
@@ -164,6 +169,7 @@ _METADATA = _getters(
 )
 _METADATA |= {_T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__}
 _METADATA |= {_T.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel}
+_HOOKS = {_T.register_hook, _T.register_post_accumulate_grad_hook}
 # Answered by the local interval itself, also inside a forward pass: what belongs to the optimizer's object.
 _OWN = _getters("grad", "_version") | {_T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_, _T.__hash__, _T.data.__set__}
 # Meaningless on an interval even where the one-dimensional shape happens to fit.
