@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers import launch, model, probes, report, summary  # noqa: E402
-from benchmarks.peers.launch import Run  # noqa: E402
-from benchmarks.peers.settings import PEERS, Setting, matrix  # noqa: E402
+from benchmarks.peers import launch, model, probes, report, summary
+from benchmarks.peers.launch import Run
+from benchmarks.peers.settings import PEERS, Setting, matrix
 
-from benchmarks import gpu  # noqa: E402
+from benchmarks import gpu
 
 TINY = Setting(model="gpt-tiny", tokens=32, warmup=1, steps=2)
 

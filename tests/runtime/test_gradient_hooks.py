@@ -1,6 +1,7 @@
 """Gradient hooks on a sharded parameter would never fire: nothing is silently ignored."""
 
 import pytest
+
 from models import TinyMLP
 from ranks import run_ranks
 
