@@ -75,8 +75,9 @@ class ShardedParameter(nn.Parameter):
         with whole_sight():
             if func in _HOOKS:
                 raise ShardedParameterError(
-                    f"{func.__name__} on parameter {args[0].__dict__['onefold'].name!r} would never fire: gradients arrive "
-                    "on the whole parameter, which exists only while it is computed with. Look at `.grad` after backward(), or put the hook on a module's output."
+                    f"{func.__name__} on parameter {args[0].__dict__['onefold'].name!r} would never fire: gradients arrive on the whole "
+                    "parameter, which exists only while it is computed with. Look at `.grad` after backward(), or put the hook "
+                    "on a module's output."
                 )
             # In a forward pass, or in a recomputation of one (which autograd runs with gradients on), code wants the whole.
             if (ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1)) and func not in _OWN:
