@@ -20,6 +20,7 @@ from onefold.runtime import state
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import guard_state_dict, install, install_on_part, statistics_of
 from onefold.runtime.materialize import has_meta, materialize, modules_of
+from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.registry import engine_of, is_sharded, register
 from onefold.runtime.units import UnitSpec, find_units
 
@@ -52,10 +53,17 @@ def shard(
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
+    if isinstance(units, (str, type)):
+        raise ValueError(f"units={units!r}: expected a list of module names or classes.")
     if not isinstance(recipe, Recipe):
         raise ValueError(f"shard() was given {recipe!r} as recipe, expected a Recipe such as onefold.Recipe.zero(stage=3).")
     if is_sharded(module):
         raise ValueError("this module is sharded already; shard a fresh one, or use onefold.engine_of(module).")
+    for name, inner in module.named_modules():
+        if is_sharded(inner) or any(isinstance(p, ShardedParameter) for p in inner._parameters.values()):
+            raise ValueError(
+                f"module {name!r} inside this model belongs to another sharded model already: shard the whole model once, alone."
+            )
     where = _device(module, device)
     wanted = units if units is not None else recipe.units
     specs = find_units(module, wanted)
@@ -82,9 +90,10 @@ def shard(
     if not engine.passive:
         for spec, unit in zip(specs, engine.units, strict=True):
             install(engine, unit, spec.module)
-        for _, part in modules_of(specs[0], specs)[1:]:
-            install_on_part(engine, part)
-        guard_state_dict(engine, module)
+        for _, inner in modules_of(specs[0], specs)[1:]:
+            install_on_part(engine, inner)
+        for part in module.modules():
+            guard_state_dict(engine, part)
     watch(engine)
     if engine.rank == 0:
         for note in recipe.notes:

@@ -74,13 +74,26 @@ class Group:
             return
         self.ranks = dist.get_process_group_ranks(process_group) if process_group is not None else list(range(dist.get_world_size()))
         self.size = len(self.ranks)
+        if dist.get_rank() not in self.ranks:
+            raise ValueError(f"rank {dist.get_rank()} is not in the given group of ranks {self.ranks}: only its members call shard().")
         self.rank = self.ranks.index(dist.get_rank())
         if self.size == 1:
             return
         self.backend = _backend(process_group, device)
         # A subset calls new_group without the others, which use_local_synchronization allows; over all ranks it is collective.
         options: dict[str, Any] = {} if self.size == dist.get_world_size() else {"use_local_synchronization": True}
-        make = lambda backend: dist.new_group(self.ranks, backend=backend, **options)  # noqa: E731
+        limit = timedelta(seconds=timeout)
+
+        def make(backend: str) -> Any:
+            try:
+                return dist.new_group(self.ranks, backend=backend, timeout=limit, **options)
+            except RuntimeError as error:
+                text = str(error).splitlines()[0][:200]
+                raise StallError(
+                    f"rank {dist.get_rank()} waited {timeout:g} s in shard() for the other ranks of {self.ranks} "
+                    f"to call it too. (backend: {text})"
+                ) from None
+
         self.control_group = make("gloo")
         if self.backend == "gloo":
             self.gather_group = self.reduce_group = self.control_group

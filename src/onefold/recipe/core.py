@@ -118,7 +118,12 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name}={value!r}: expected a whole number of units, 0 or more.")
-        if not self.stall_timeout > 0:
+        for name in ("reshard_after_forward", "overlap", "cast_inputs", "sync_buffers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False.")
+        if isinstance(self.units, (str, type)):
+            raise ValueError(f"units={self.units!r}: expected a list of module names or classes, such as [{self.units!r}].")
+        if not isinstance(self.stall_timeout, (int, float)) or not self.stall_timeout > 0:
             raise ValueError(f"stall_timeout={self.stall_timeout!r}: expected seconds above 0.")
         if self.reduce_at not in ("micro-batch", "boundary"):
             raise ValueError(f"reduce_at={self.reduce_at!r}: expected 'micro-batch' or 'boundary'.")
@@ -150,7 +155,7 @@ class Recipe:
         Raises:
             ValueError: an unknown stage, precision or option, or rows that cannot be combined.
         """
-        if isinstance(stage, bool) or stage not in PLACEMENTS_OF_STAGE:
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage not in PLACEMENTS_OF_STAGE:
             raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3.")
         if precision not in COMPUTE_DTYPES:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}.")

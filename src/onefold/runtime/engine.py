@@ -96,7 +96,7 @@ class Engine:
             for flat in unit.flats:
                 for category, nbytes in flat.resting_bytes.items():
                     self.memory.add(category, nbytes)
-        self.memory.probes["reduced gradients"] = lambda: sum(_unique_bytes(e.param.grad for e in self.entries))
+        self.memory.probes["reduced gradients"] = lambda: sum(_unique_bytes(e.param.grad for e in self.entries if e.kept is None))
         self.memory.reset_peak()
 
     def close(self) -> None:
@@ -189,6 +189,7 @@ class Engine:
         self.is_root_pass = is_root
         self.memory.look()
         self._check_in_place()
+        self._check_complete()
         self.follow_trainable()
         self._mark_stale()
         if torch.is_grad_enabled() and self.open_graphs == 0:
@@ -264,6 +265,15 @@ class Engine:
                         "or give shard() a device and the recipe a precision."
                     )
 
+    def _check_complete(self) -> None:
+        """Parameters added after shard() would train on every rank by themselves: found before the first steps."""
+        module = self.units[0].module()
+        if self.step < 2 and module is not None and (now := sum(1 for _ in module.parameters())) != len(self.entries):
+            raise RuntimeError(
+                f"the model had {len(self.entries)} parameters when it was sharded and has {now} now: "
+                "add modules (adapters, heads) before shard()."
+            )
+
     def _mark_stale(self) -> None:
         """Kept copies are stale once the masters moved: an optimizer stepped, or somebody wrote to them."""
         trained = self.stepped or (self.reduced_since_gather and not self.optimizer_seen)
@@ -299,7 +309,11 @@ class Engine:
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
+        if not any(flat.grads for u in self.units for flat in u.flats):
+            return
+        self.reduce.take_kept()
         if any(flat.grads for u in self.units for flat in u.flats):
+            self.reduce.show_kept()
             raise RuntimeError(
                 "optimizer.step() was called while gradients kept under no_sync have not been reduced yet. Run the last micro-batch of the "
                 "step outside `onefold.no_sync(model)`."
@@ -314,8 +328,9 @@ class Engine:
         """Something of this engine happens in a backward pass: open it, and ask to be called at its end."""
         if not self.backward_open and in_autograd():
             self.backward_open = True
-            self.gather.begin_backward()
-            self.reduce.begin_backward()
+            with whole_sight():
+                self.gather.begin_backward()
+                self.reduce.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -330,6 +345,8 @@ class Engine:
             if used:
                 self.open_graphs = max(0, self.open_graphs - 1)
                 self.root_graphs = max(0, self.root_graphs - 1)
+            if self.deferring:
+                self.reduce.show_kept()
             self.backward_open = False
             self.gather.end_backward()
             for unit in self.units:

@@ -54,7 +54,7 @@ class Entry:
     """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass sees, `places` who refers to it."""
 
     __slots__ = (
-        "__weakref__", "active", "compute", "engine", "filled", "flat", "hooked", "index", "names", "number", "param", "places",
+        "__weakref__", "active", "compute", "engine", "filled", "flat", "hooked", "index", "kept", "names", "number", "param", "places",
         "released", "slot",
     )  # fmt: skip
 
@@ -68,6 +68,7 @@ class Entry:
         self.released: torch.Tensor | None = None
         self.active = found.param.requires_grad
         self.filled = self.hooked = False
+        self.kept: torch.Tensor | None = None  # what `.grad` shows of a gradient that is not reduced yet
         self.number = 0  # among all entries of the engine
 
 

@@ -147,16 +147,19 @@ class Gatherer:
             return
         cursor = self.backward_cursor if backward else self.cursor
         if unit.state is State.SHARDED:
-            for index in cursor.reach(unit.index) if cursor else ():
-                self.join(self.units[index])
+            passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
+            for other in passed:
+                self.join(other)
             self.launch(unit)
+            if backward and passed:
+                self.engine.reduce.passed_over([u for u in passed if not u.encloses(unit)])
         self.wait(unit)
         if not unit.claimed:
             unit.claimed = True
             (self.backward_log if backward else self.forward_log).append(unit.index)
             if backward:
                 self._sweep(unit)
-            self._reap()
+            self._reap(unit if backward else None)
             if cursor and self.learned:
                 self._look_ahead(cursor)
 
@@ -181,12 +184,13 @@ class Gatherer:
             for index in (*cursor.reach(unit.index), unit.index):
                 self.join(self.units[index])
 
-    def _reap(self) -> None:
-        """Drop what was joined, or prefetched and passed over."""
+    def _reap(self, inside: Unit | None) -> None:
+        """Drop what was joined and not used; in a backward pass not what lies around the unit in use: its turn may yet come."""
+        around = [u for u in self.unwanted if inside is not None and u.encloses(inside)]
         for unit in self.unwanted:
-            if not unit.claimed and unit.state is not State.SHARDED:
+            if not unit.claimed and unit.state is not State.SHARDED and unit not in around:
                 self.release(unit)
-        self.unwanted.clear()
+        self.unwanted = around
 
     def _sweep(self, using: Unit) -> None:
         # Units of a recomputed backward hold no handles and, if frozen, wait for no gradient: they are done when the next one starts.
@@ -302,7 +306,7 @@ def _backwards(units: list[Unit]) -> list[int]:
     output comes last, and with it its gradient first), the others from the last to the first."""
     groups: list[list[Unit]] = []
     for unit in units:
-        if groups and (groups[-1][0].path == "" or unit.path.startswith(groups[-1][0].path + ".")):
+        if groups and groups[-1][0].encloses(unit):
             groups[-1].append(unit)
         else:
             groups.append([unit])

@@ -97,6 +97,12 @@ class ShardedParameter(nn.Parameter):
                     raise
                 raise _error(args, kwargs, func) from error
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardedParameterError(
+            f"deepcopy of a sharded model (parameter {self.__dict__['onefold'].name!r}): a copy would not be divided "
+            "or reduced. Copy the model before shard(), or build a fresh one and give it onefold.full_state_dict(model)."
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         info: ShardInfo | None = self.__dict__.get("onefold")
         with whole_sight():

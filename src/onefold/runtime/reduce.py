@@ -66,7 +66,44 @@ class Reducer:
 
     # -- arrival ---------------------------------------------------------------------------------------------------------------
 
+    def show_kept(self) -> None:
+        """Let `.grad` show this rank's part of gradients kept under no_sync, so that zero_grad() has something to drop."""
+        for unit in self.units:
+            for flat in unit.flats:
+                for entry in flat.entries:
+                    if entry.filled and entry.param.grad is None:
+                        run, (a, b) = flat.run_of[entry.index], flat.local(entry)
+                        part = flat.grads[run][a - run[0] : b - run[0]] if b > a else flat.grads[run][:0]
+                        # .data: a version counter of its own, which tells whether the user wrote to it
+                        entry.kept = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
+
+    def take_kept(self) -> None:
+        """Before kept gradients are used: forget those that the user has dropped since.
+
+        Raises:
+            RuntimeError: the user changed a kept gradient; only dropping it can be followed.
+        """
+        for unit in self.units:
+            for flat in unit.flats:
+                for entry in flat.entries:
+                    kept, entry.kept = entry.kept, None
+                    if kept is None:
+                        continue
+                    now, entry.param.grad = entry.param.grad, None
+                    if now is None or (now is kept and kept._version and not kept.any()):
+                        entry.filled = False
+                    elif now is not kept or kept._version:
+                        raise RuntimeError(
+                            f"the gradient of {entry.slot.name!r} was changed between micro-batches under no_sync, where `.grad` shows "
+                            "only this rank's unreduced part. Change gradients after the last micro-batch; dropping them is fine."
+                        )
+                if flat.grads and not any(e.filled for e in flat.entries):
+                    for buffer in flat.grads.values():
+                        self.engine.pool.give(buffer)
+                    flat.grads.clear()
+
     def begin_backward(self) -> None:
+        self.take_kept()
         self.turn, self.log, self.used = 0, [], set()
         for unit in self.units:
             unit.waiting = {e.number for e in unit.entries if e.active and not e.flat.passive}
@@ -99,6 +136,17 @@ class Reducer:
                     self._advance()
             if not unit.waiting:
                 engine.gather.maybe_release(unit)
+
+    def passed_over(self, units: list[Unit]) -> None:
+        """Backward went past these units without using them: they take part with zeros now, since other ranks may wait for that.
+
+        Should a gradient come all the same, it is late and goes in the second round.
+        """
+        for unit in units:
+            if len(unit.waiting) == sum(e.active and not e.flat.passive for e in unit.entries):
+                unit.ready = True
+        if not self.engine.deferring:
+            self._advance()
 
     def _store(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
         flat = entry.flat
@@ -285,6 +333,9 @@ class Reducer:
         if self.engine.group.broken is None:
             for r in self.flying:
                 r.pending.wait()
+            for r in self.summed:
+                if r.gathering is not None:
+                    r.gathering.wait()
         self.flying.clear()
         self.summed.clear()
         for unit in self.units:
@@ -294,5 +345,6 @@ class Reducer:
                     self.engine.pool.give(buffer)
                 flat.grads.clear()
                 for entry in flat.entries:
-                    entry.filled = False
-                    entry.compute.grad = None
+                    if entry.kept is not None and entry.param.grad is entry.kept:
+                        entry.param.grad = None
+                    entry.filled, entry.kept, entry.compute.grad = False, None, None

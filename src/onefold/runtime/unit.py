@@ -52,7 +52,7 @@ class Unit:
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
-        self.looks_up_only = isinstance(module, nn.Embedding)  # its backward reads no parameter
+        self.looks_up_only = type(module) is nn.Embedding  # its backward reads no parameter
         self.state = State.GATHERED if self.kept else State.SHARDED
         self.handles = self.depth = self.calls = 0
         self.claimed = self.sticky = False
@@ -73,15 +73,29 @@ class Unit:
     def entries(self) -> list[Entry]:
         return [e for flat in self.flats for e in flat.entries]
 
+    def encloses(self, other: Unit) -> bool:
+        """Whether the other unit's module lies inside this one's."""
+        return self is not other and (self.path == "" or other.path.startswith(self.path + "."))
+
     def move(self, state: State, step: int) -> None:
         if (self.state, state) not in _ALLOWED:
             raise AssertionError(f"unit {self.name!r} cannot go from {self.state.value} to {state.value} (step {step})")
         self.state = state
 
     def swap_in(self) -> None:
-        """Let the module see the whole parameters."""
+        """Let the module see the whole parameters.
+
+        Raises:
+            RuntimeError: somebody has put another tensor in a parameter's place, which would be ignored.
+        """
         for flat in self.flats:
             for entry in flat.entries:
+                if any(parameters.get(attribute) is not entry.param for parameters, attribute, _ in entry.places):
+                    raise RuntimeError(
+                        f"parameter {entry.slot.name!r} was replaced after shard() (assigned, removed, or by torch.func.functional_call). "
+                        "Write into it instead: `with onefold.full_params(model, write=True):` for values; "
+                        "other structures before shard()."
+                    )
                 flat.swap(entry, entry.compute)
 
     def swap_out(self) -> None:
