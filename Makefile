@@ -22,10 +22,10 @@ train: $(VENV)/.train
 	@$(BIN)/onefold train $(ARGS)
 
 test: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-fast: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check src tests examples benchmarks

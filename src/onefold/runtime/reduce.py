@@ -162,11 +162,18 @@ class Reducer:
             self.engine.pool.give(buffer)
             buffer = flat.grads[run] = wide
         view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
+        scale = self._early_scale(flat)
         if entry.filled:
-            view.add_(grad)
+            view.add_(grad, alpha=scale)
+        elif scale != 1:
+            torch.mul(grad, scale, out=view)
         else:
             view.copy_(grad)
-            entry.filled = True
+        entry.filled = True
+
+    def _early_scale(self, flat: Flat) -> float:
+        """The mean's factor, if it goes into the copy that is made anyway: not where 16 bits travel, whose range it would waste."""
+        return 1.0 / self.engine.group.size if flat.dtypes.wire == flat.dtypes.sums else 1.0
 
     def _buffer(self, flat: Flat, run: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """A gradient buffer over `run` with zeros between the slots (and nothing yet inside them)."""
@@ -220,7 +227,12 @@ class Reducer:
                         parts.append(buffer[own[0] - run[0] : own[1] - run[0]])
                         continue
                     sends.append((peer, sent[a - run[0] : b - run[0]]))
-                    parts.append(engine.pool.take(own[1] - own[0], flat.dtypes.wire, "reduction"))
+                    if peer == self._summed_into(flat):
+                        part = torch.empty(own[1] - own[0], dtype=flat.dtypes.wire, device=buffer.device)
+                        engine.memory.add("reduction", _bytes(part))
+                    else:
+                        part = engine.pool.take(own[1] - own[0], flat.dtypes.wire, "reduction")
+                    parts.append(part)
                     recvs.append((peer, parts[-1]))
                 pending = group.exchange(sends, recvs, place, flat.index, move=move)  # type: ignore[arg-type]
                 self.flying.append(Reduction(unit, flat, run, buffer, own, parts, filled, pending))
@@ -229,11 +241,45 @@ class Reducer:
         """Wait for the parts, add them up in rank order, and hand over what can be handed over."""
         r.pending.wait()
         flat, group, pool = r.flat, self.engine.group, self.engine.pool
+        into = self._summed_into(flat)
+        total = self._sum_apart(r) if into is None else self._sum_in_place(r, into)
+        for rank in range(len(r.parts)):
+            lent, r.parts[rank] = r.parts[rank], None
+            if rank not in (group.rank, into) and lent is not None:
+                pool.give(lent)
+        del lent
+        buffer, r.buffer = r.buffer, total
+        pool.give(buffer)
+        r.total = total
+        self.engine.memory.add("reduced gradients", _bytes(total))
+        self.summed.append(r)
+        if flat.whole_master and group.size > 1:
+            r.gathering = self._gather_sums(r, total)
+        else:
+            self._hand_over(r, r.filled)
+
+    def _summed_into(self, flat: Flat) -> int | None:
+        """The peer whose part becomes the sum, if sums need no other dtype and no other place."""
+        group = self.engine.group
+        if flat.whole_master or group.size == 1 or flat.dtypes.wire != flat.dtypes.sums:
+            return None
+        return 1 if group.rank == 0 else 0
+
+    def _sum_in_place(self, r: Reduction, into: int) -> torch.Tensor:
+        total = r.parts[into]
+        assert total is not None
+        self.engine.memory.add("reduction", -_bytes(total))
+        for rank, part in enumerate(r.parts):  # rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
+            if rank != into and part is not None:
+                total.add_(part)
+        return total
+
+    def _sum_apart(self, r: Reduction) -> torch.Tensor:
+        flat, group = r.flat, self.engine.group
         first, *others = [p for p in r.parts if p is not None]
         if flat.whole_master:  # every rank wants all sums: put this rank's into the whole buffer, then gather
-            total = torch.empty(
-                flat.layout.numel if r.run == (0, flat.layout.numel) else r.run[1] - r.run[0], dtype=flat.dtypes.wire, device=first.device
-            )
+            numel, dtype = r.run[1] - r.run[0], flat.dtypes.wire
+            total = torch.empty(numel, dtype=dtype, device=first.device)
             target = total[r.own[0] - r.run[0] : r.own[1] - r.run[0]]
         else:
             total = target = torch.empty(r.own[1] - r.own[0], dtype=flat.dtypes.sums, device=first.device)
@@ -243,28 +289,13 @@ class Reducer:
             others = others[1:]
         else:
             sums.copy_(first)
-        for part in (*others, None):
-            if part is not None:
-                sums.add_(part)
-        if group.size > 1:
+        for part in others:
+            sums.add_(part)
+        if group.size > 1 and self._early_scale(flat) == 1:
             sums.mul_(1.0 / group.size)
         if sums is not target:
             target.copy_(sums)
-        del first, others, part
-        for rank in range(len(r.parts)):
-            lent, r.parts[rank] = r.parts[rank], None
-            if rank != group.rank and lent is not None:
-                pool.give(lent)
-        del lent
-        buffer, r.buffer = r.buffer, total
-        pool.give(buffer)
-        r.total = total
-        self.engine.memory.add("reduced gradients", total.numel() * total.element_size())
-        self.summed.append(r)
-        if flat.whole_master and group.size > 1:
-            r.gathering = self._gather_sums(r, total)
-        else:
-            self._hand_over(r, r.filled)
+        return total
 
     def _gather_sums(self, r: Reduction, total: torch.Tensor) -> Pending:
         """The second half of an all-reduce: every rank's sums to every rank."""
@@ -348,3 +379,7 @@ class Reducer:
                     if entry.kept is not None and entry.param.grad is entry.kept:
                         entry.param.grad = None
                     entry.filled, entry.kept, entry.compute.grad = False, None, None
+
+
+def _bytes(t: torch.Tensor) -> int:
+    return t.numel() * t.element_size()
