@@ -58,7 +58,8 @@ def test_runs_cover_the_active_slots_and_no_frozen_one(shapes, ranks, random):
 def test_padding_of_real_blocks_stays_under_one_percent(layers, width, ranks):
     """A block of a transformer: four matrices of width² and more, a few vectors."""
     space = FlatLayout.of([("w", (width, 4)), ("b", (width,)), ("v", (width, 32)), ("u", (width, 8)), ("n", (width,))] * 4, ranks)
-    if space.content > 200 * ranks * ALIGNMENT:
+    # Every slot may waste 63 elements and the end of every rank 63: half a percent each where a block has 200 times that.
+    if space.content >= 200 * max(ranks, len(space.slots)) * ALIGNMENT:
         waste = (space.numel - space.content) / space.content
         assert waste < 0.01, f"{space.numel} elements for {space.content}: {waste:.2%} padding"
 

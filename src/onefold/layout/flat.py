@@ -28,7 +28,7 @@ from math import prod
 # element-wise kernel computes an element with the same instructions wherever the cut falls (bit-equal stages), and 64 bytes even
 # for int8, which is what device kernels want of a view.
 ALIGNMENT = 64
-# The block of the quantizing codecs; ranks are cut at its multiples wherever that costs under 1 % of padding.
+# The block of the quantizing codecs; ranks are cut at its multiples wherever that costs under 0.5 % of padding.
 BLOCK = 256
 
 
@@ -77,7 +77,7 @@ class FlatLayout:
             slot = Slot(name, tuple(int(n) for n in shape), round_up(end, ALIGNMENT))
             slots.append(slot)
             end = slot.end
-        quantum = BLOCK if round_up(end, ranks * BLOCK) - end <= end // 100 else ALIGNMENT
+        quantum = BLOCK if round_up(end, ranks * BLOCK) - end <= end // 200 else ALIGNMENT
         return cls(tuple(slots), round_up(end, ranks * quantum), ranks, quantum)
 
     @property
