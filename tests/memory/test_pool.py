@@ -2,7 +2,10 @@
 
 import torch
 
-from onefold.memory import MemoryLedger, Pool
+from onefold.memory import MemoryLedger, Pool, empty
+from onefold.memory.pool import LARGE
+
+CPU = torch.device("cpu")
 
 
 def pool() -> Pool:
@@ -50,3 +53,21 @@ def test_new_memory_is_asked_for_only_when_idle_memory_is_gone():
     del a
     p.take(200, torch.float32, "gathered")
     assert p.ledger.now() == {"gathered": 800}
+
+
+def test_a_large_buffer_frees_its_mapping_with_its_last_reader():
+    def mapped() -> int:
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[0]) * 4096
+
+    before = mapped()
+    buffer = empty(LARGE // 4, torch.float32, CPU)
+    assert buffer.numel() * 4 == LARGE
+    buffer[-1] = 7.0
+    assert mapped() - before >= LARGE
+    view = buffer[-2:]
+    del buffer
+    assert view[1] == 7.0
+    assert mapped() - before >= LARGE
+    del view
+    assert mapped() - before < LARGE // 2

@@ -1,5 +1,5 @@
 """Room `memory`: buffers with a lifetime and the memory ledger. Knows no modules and no collectives."""
 
-from onefold.memory.pool import MemoryLedger, Pool
+from onefold.memory.pool import MemoryLedger, Pool, empty
 
-__all__ = ["MemoryLedger", "Pool"]
+__all__ = ["MemoryLedger", "Pool", "empty"]

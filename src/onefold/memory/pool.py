@@ -8,10 +8,32 @@ A buffer is never reused under a reader, and nothing is kept alive by a conventi
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import torch
+
+HUGE_PAGE = 2 << 20
+# Host buffers from this size on ask for huge pages. The C library never serves them from its heap, so each would fault in anew.
+LARGE = 32 << 20
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A fresh one-dimensional buffer with undefined contents.
+
+    A large one on the host lies in a mapping of its own that asks for huge pages: buffers of a step go back to the system after it,
+    and touching fresh memory costs a fault for each page. Where the system has no huge pages it is a mapping like any other.
+    """
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(numel, dtype=dtype, device=device)
+    whole = -(-nbytes // HUGE_PAGE) * HUGE_PAGE  # the kernel aligns mappings of whole huge pages only
+    mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype, count=numel)  # owns the mapping: it goes with the last tensor that reads it
 
 
 class MemoryLedger:
@@ -63,7 +85,7 @@ class Pool:
             self.ledger.add("idle", -_bytes(buffer))
         else:
             self.drain()  # new memory is asked for only when no idle memory is left
-            buffer = torch.empty(numel, dtype=dtype, device=self.device)
+            buffer = empty(numel, dtype, self.device)
         self._taken[id(buffer)] = category
         self.ledger.add(category, _bytes(buffer))
         return buffer

@@ -25,6 +25,7 @@ import torch
 
 from onefold.comm import Pending, Place
 from onefold.layout import overlap
+from onefold.memory import empty
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.unit import Unit
@@ -228,7 +229,7 @@ class Reducer:
                         continue
                     sends.append((peer, sent[a - run[0] : b - run[0]]))
                     if peer == self._summed_into(flat):
-                        part = torch.empty(own[1] - own[0], dtype=flat.dtypes.wire, device=buffer.device)
+                        part = empty(own[1] - own[0], flat.dtypes.wire, buffer.device)
                         engine.memory.add("reduction", _bytes(part))
                     else:
                         part = engine.pool.take(own[1] - own[0], flat.dtypes.wire, "reduction")
@@ -279,10 +280,10 @@ class Reducer:
         first, *others = [p for p in r.parts if p is not None]
         if flat.whole_master:  # every rank wants all sums: put this rank's into the whole buffer, then gather
             numel, dtype = r.run[1] - r.run[0], flat.dtypes.wire
-            total = torch.empty(numel, dtype=dtype, device=first.device)
+            total = empty(numel, dtype, first.device)
             target = total[r.own[0] - r.run[0] : r.own[1] - r.run[0]]
         else:
-            total = target = torch.empty(r.own[1] - r.own[0], dtype=flat.dtypes.sums, device=first.device)
+            total = target = empty(r.own[1] - r.own[0], flat.dtypes.sums, first.device)
         sums = target if target.dtype == flat.dtypes.sums else torch.empty_like(target, dtype=flat.dtypes.sums)
         if others and first.dtype == others[0].dtype == sums.dtype:
             torch.add(first, others[0], out=sums)
