@@ -2,7 +2,7 @@
 
 import torch
 
-from onefold.memory import MemoryLedger, Pool, empty
+from onefold.memory import GATHERED, GRADIENTS, IDLE, MemoryLedger, Pool, empty
 from onefold.memory.pool import LARGE
 
 CPU = torch.device("cpu")
@@ -14,45 +14,45 @@ def pool() -> Pool:
 
 def test_a_buffer_given_back_is_reused():
     p = pool()
-    a = p.take(1000, torch.float32, "gathered")
+    a = p.take(1000, torch.float32, GATHERED)
     where = a.data_ptr()
     p.give(a)
     del a
-    assert p.take(1000, torch.float32, "gathered").data_ptr() == where
+    assert p.take(1000, torch.float32, GATHERED).data_ptr() == where
 
 
 def test_a_buffer_that_somebody_reads_is_never_reused():
     p = pool()
-    a = p.take(1000, torch.float32, "gathered")
+    a = p.take(1000, torch.float32, GATHERED)
     a.fill_(7.0)
     reader = a[10:20].view(2, 5)
     p.give(a)
     del a
-    b = p.take(1000, torch.float32, "gathered")
+    b = p.take(1000, torch.float32, GATHERED)
     b.fill_(0.0)
     assert torch.equal(reader, torch.full((2, 5), 7.0)), reader
 
 
 def test_the_ledger_holds_what_is_taken_and_what_is_idle():
     p = pool()
-    a, b = p.take(100, torch.float32, "gathered"), p.take(50, torch.bfloat16, "gradients")
-    assert p.ledger.now() == {"gathered": 400, "gradients": 100}
+    a, b = p.take(100, torch.float32, GATHERED), p.take(50, torch.bfloat16, GRADIENTS)
+    assert p.ledger.now() == {GATHERED: 400, GRADIENTS: 100}
     p.give(a)
     del a
-    assert p.ledger.now() == {"idle": 400, "gradients": 100}
+    assert p.ledger.now() == {IDLE: 400, GRADIENTS: 100}
     p.give(b)
     p.drain()
     assert p.ledger.now() == {}
-    assert p.ledger.peak() == {"gathered": 400, "gradients": 100}
+    assert p.ledger.peak() == {GATHERED: 400, GRADIENTS: 100}
 
 
 def test_new_memory_is_asked_for_only_when_idle_memory_is_gone():
     p = pool()
-    a = p.take(100, torch.float32, "gathered")
+    a = p.take(100, torch.float32, GATHERED)
     p.give(a)
     del a
-    p.take(200, torch.float32, "gathered")
-    assert p.ledger.now() == {"gathered": 800}
+    p.take(200, torch.float32, GATHERED)
+    assert p.ledger.now() == {GATHERED: 800}
 
 
 def test_a_large_buffer_frees_its_mapping_with_its_last_reader():

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onefold.comm.ledger import TrafficLedger
+from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.stall import Place, StallError, explain
 
 _KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5}
@@ -37,15 +37,23 @@ Parts = Sequence[tuple[int, torch.Tensor]]
 class Pending:
     """Messages under way. `wait` returns when this rank's buffers are complete (on CUDA: in the order of the current stream)."""
 
-    __slots__ = ("_after", "_group", "_keep", "_works", "place")
+    __slots__ = ("_after", "_group", "_keep", "_works", "event", "place")
 
-    def __init__(self, group: Group, works: list[Any], place: Place, keep: Any = None, after: Sequence[Callable[[], object]] = ()) -> None:
-        self._group, self._works, self.place, self._keep, self._after = group, works, place, keep, after
+    def __init__(
+        self,
+        group: Group,
+        works: list[Any],
+        place: Place,
+        event: TrafficEvent | None = None,
+        keep: Any = None,
+        after: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        self._group, self._works, self.place, self.event, self._keep, self._after = group, works, place, event, keep, after
 
     def wait(self) -> None:
         if self._works:
             works, self._works = self._works, []
-            self._group.wait(works, self.place)
+            self._group.wait(works, self.place, self.event)
         for act in self._after:
             act()
         self._keep, self._after = None, ()
@@ -112,23 +120,38 @@ class Group:
 
     # -- waiting ---------------------------------------------------------------------------------------------------------------
 
-    def wait(self, works: list[Any], place: Place) -> None:
+    def wait(self, works: list[Any], place: Place, event: TrafficEvent | None = None) -> None:
+        """Wait for `works`, and enter in the ledger how long that took. On NCCL the compute stream waits, not the host."""
         if self.broken is not None:  # the connections are closed: say again what happened rather than wait again
             raise self.broken
-        start = time.monotonic()
+        start = time.perf_counter()
         try:
             if self.backend == "gloo" or place.move == "control":
                 limit = timedelta(seconds=self.timeout)
                 for work in works:
                     work.wait(limit)
+                self.ledger.waited(event, start)
             else:
-                for work in works:
-                    work.wait()
+                self._wait_on_stream(works, event)
         except RuntimeError as error:
-            waited = time.monotonic() - start
+            waited = time.perf_counter() - start
             name = getattr(self.control_group, "group_name", "")
             self.broken = explain(place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard)
             raise self.broken from None
+
+    def _wait_on_stream(self, works: list[Any], event: TrafficEvent | None) -> None:
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            for work in works:
+                work.wait()
+            self.ledger.waited(event, start)
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        for work in works:
+            work.wait()
+        after.record()
+        self.ledger.marked(event, before, after)
 
     # -- moves -----------------------------------------------------------------------------------------------------------------
 
@@ -138,13 +161,13 @@ class Group:
             return Pending(self, [], place)
         shard = full.numel() // self.size
         mine = full[self.rank * shard : (self.rank + 1) * shard]
-        self.ledger.record(move, place.unit, mine.numel() * mine.element_size() * (self.size - 1))
+        event = self._record(move, place, mine.numel() * mine.element_size() * (self.size - 1), full.dtype)
         if self.backend != "gloo":
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return Pending(self, [gather(full, mine, group=self.gather_group, async_op=True)], place, keep=full)
+            return Pending(self, [gather(full, mine, group=self.gather_group, async_op=True)], place, event, keep=full)
         sends = [(peer, mine) for peer in self._peers()]
         recvs = [(peer, full[peer * shard : (peer + 1) * shard]) for peer in self._peers()]
-        return self._pairwise(sends, recvs, place, unit_index, move)
+        return self._pairwise(sends, recvs, place, unit_index, move, event)
 
     def exchange(self, sends: Parts, recvs: Parts, place: Place, unit_index: int, *, move: str) -> Pending:
         """Send each `(peer, tensor)` and receive into each `(peer, tensor)`; the wire half of a reduction (or of a scatter).
@@ -153,10 +176,11 @@ class Group:
         """
         if self.size == 1:
             return Pending(self, [], place)
-        self.ledger.record(move, place.unit, sum(t.numel() * t.element_size() for _, t in sends))
+        dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.uint8)
+        event = self._record(move, place, sum(t.numel() * t.element_size() for _, t in sends), dtype)
         if self.backend != "gloo":
-            return self._all_to_all(sends, recvs, place)
-        return self._pairwise(sends, recvs, place, unit_index, move)
+            return self._all_to_all(sends, recvs, place, event)
+        return self._pairwise(sends, recvs, place, unit_index, move, event)
 
     def exchange_control(self, payload: torch.Tensor, place: Place) -> list[torch.Tensor]:
         """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank order. Waits."""
@@ -196,6 +220,9 @@ class Group:
                 with torch.no_grad():
                     t.copy_(buffer.view(t.dtype).view(t.shape))
 
+    def _record(self, move: str, place: Place, nbytes: int, dtype: torch.dtype) -> TrafficEvent:
+        return self.ledger.record(move, place.unit, nbytes, self.size, str(dtype).removeprefix("torch."), place.phase, place.step)
+
     def _peers(self) -> list[int]:
         # Starting behind oneself spreads the load: no rank is everybody's first.
         return [(self.rank + i) % self.size for i in range(1, self.size)]
@@ -204,7 +231,7 @@ class Group:
         count = self._counts[move, unit_index] = self._counts.get((move, unit_index), 0) + 1
         return _KINDS[move] << 27 | (unit_index & 0x7FFF) << 12 | (count & 0xFFF)
 
-    def _pairwise(self, sends: Parts, recvs: Parts, place: Place, unit_index: int, move: str) -> Pending:
+    def _pairwise(self, sends: Parts, recvs: Parts, place: Place, unit_index: int, move: str, event: TrafficEvent) -> Pending:
         tag = self._tag(move, unit_index)
         after: list[Callable[[], object]] = []
         if self.device.type != "cpu":  # gloo moves host memory only: stage through it
@@ -214,9 +241,9 @@ class Group:
         group = self.gather_group
         works = [dist.irecv(t, group=group, group_src=p, tag=tag) for p, t in recvs if t.numel()]
         works += [dist.isend(t, group=group, group_dst=p, tag=tag) for p, t in sends if t.numel()]
-        return Pending(self, works, place, keep=(sends, recvs), after=after)
+        return Pending(self, works, place, event, keep=(sends, recvs), after=after)
 
-    def _all_to_all(self, sends: Parts, recvs: Parts, place: Place) -> Pending:
+    def _all_to_all(self, sends: Parts, recvs: Parts, place: Place, event: TrafficEvent) -> Pending:
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.float32)
         empty = torch.empty(0, dtype=dtype, device=self.device)
         out, inp = [empty] * self.size, [empty] * self.size
@@ -225,7 +252,7 @@ class Group:
         for peer, t in sends:
             inp[peer] = t
         work = dist.all_to_all(out, inp, group=self.reduce_group, async_op=True)
-        return Pending(self, [work], place, keep=(out, inp))
+        return Pending(self, [work], place, event, keep=(out, inp))
 
 
 def _backend(process_group: Any, device: torch.device) -> str:

@@ -1,22 +1,95 @@
-"""The traffic ledger: payload bytes that this rank sent, by move and by unit. Exact, and without any synchronization."""
+"""The traffic ledger: what this rank sent, by move and by unit, and how long it stood still for it.
+
+Bytes are exact and counted where a move is launched. A move is also entered as an event with its start, its end and the seconds that were
+*exposed*: during which the rank waited for it and did nothing else. No synchronization is added: on gloo the engine's own waits are
+timed, on CUDA a pair of events on the compute stream around the wait is read after both have passed.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+#: Events kept: some steps of a large model.
+WINDOW = 8192
+
+
+@dataclass(slots=True)
+class TrafficEvent:
+    """One move of one unit.
+
+    Attributes:
+        move: "all-gather", "reduce-scatter", "all-reduce", "control" or "state". nbytes: payload bytes sent by this rank.
+        peers: ranks of the group. dtype: on the wire, such as "float32". step, phase: when the engine launched it.
+        launched, landed: seconds of `time.perf_counter`; landed is when this rank had what it needed, None while under way.
+        exposed: seconds in which the rank waited for it.
+    """
+
+    move: str
+    unit: str
+    nbytes: int
+    peers: int
+    dtype: str
+    phase: str
+    step: int
+    launched: float
+    landed: float | None = None
+    exposed: float = 0.0
 
 
 class TrafficLedger:
     """Counts payload bytes sent by this rank. `control` messages (a few hundred bytes a step) are kept apart from the payload."""
 
     def __init__(self) -> None:
+        self.events: deque[TrafficEvent] = deque(maxlen=WINDOW)
+        self._marks: deque[tuple[Any, Any, TrafficEvent | None]] = deque()
         self.reset()
 
     def reset(self) -> None:
         self._moves: Counter[tuple[str, str]] = Counter()
         self.control_bytes = 0
+        self._exposed = 0.0
+        self.events.clear()
+        self._marks.clear()
 
-    def record(self, move: str, unit: str, nbytes: int) -> None:
+    def record(self, move: str, unit: str, nbytes: int, peers: int = 0, dtype: str = "", phase: str = "", step: int = 0) -> TrafficEvent:
+        """Enter a move that is about to start; the event is completed by `waited`."""
         self._moves[move, unit] += nbytes
+        event = TrafficEvent(move, unit, nbytes, peers, dtype, phase, step, time.perf_counter())
+        self.events.append(event)
+        return event
+
+    def waited(self, event: TrafficEvent | None, since: float) -> None:
+        """This rank waited from `since` until now, and has what it waited for."""
+        now = time.perf_counter()
+        self._exposed += now - since
+        if event is not None:
+            event.landed, event.exposed = now, event.exposed + now - since
+
+    def marked(self, event: TrafficEvent | None, start: Any, end: Any) -> None:
+        """The same on CUDA: `start` and `end` are timing events on the compute stream around its wait."""
+        if event is not None:
+            event.landed = time.perf_counter()  # refined when the marks have passed
+        self._marks.append((start, end, event))
+        self.settle()
+
+    def settle(self) -> None:
+        """Read the marks that have passed, without waiting for those that have not."""
+        while self._marks and self._marks[0][1].query():
+            start, end, event = self._marks.popleft()
+            seconds = start.elapsed_time(end) / 1000
+            self._exposed += seconds
+            if event is not None:
+                event.exposed += seconds
+
+    @property
+    def exposed(self) -> float:
+        """Seconds since the last reset in which this rank waited for others: payload and control messages."""
+        if self._marks:
+            self.settle()
+        return self._exposed
 
     def total(self) -> int:
         """Payload bytes sent since the last reset."""

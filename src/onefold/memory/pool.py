@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections import Counter, defaultdict
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 import torch
 
 HUGE_PAGE = 2 << 20
+# Categories of the ledger: what the engine holds, in the words that plans and reports use too.
+PARAMETERS, MASTERS, GRADIENTS = "parameters", "master weights", "gradients"
+GATHERED, REDUCTION, IDLE = "gathered units", "reduction buffers", "idle buffers"
+
 # Host buffers from this size on ask for huge pages. The C library never serves them from its heap, so each would fault in anew.
 LARGE = 32 << 20
 
@@ -37,21 +42,37 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class MemoryLedger:
-    """Bytes that the engine holds on this rank, by category; `peak` is the largest sum seen, with its categories."""
+    """Bytes that the engine holds on this rank, by category and unit; `peak` is the largest sum seen, with its categories.
+
+    Attributes:
+        record: True keeps every change in `timeline`, as (seconds of `time.perf_counter`, category, unit, change in bytes).
+        probes: categories whose end the engine does not see (the user drops them): asked whenever somebody looks.
+    """
 
     def __init__(self) -> None:
-        self.probes: dict[str, Callable[[], int]] = {}  # categories whose end the engine does not see (the user drops them)
+        self.probes: dict[str, Callable[[], int]] = {}
+        self.record = False
+        self.timeline: deque[tuple[float, str, str, int]] = deque(maxlen=1 << 16)
         self._now: Counter[str] = Counter()
+        self._units: Counter[tuple[str, str]] = Counter()
         self._peak: dict[str, int] = {}
-        self._peak_total = 0
+        self._total = self._peak_total = 0
 
-    def add(self, category: str, nbytes: int) -> None:
+    def add(self, category: str, nbytes: int, unit: str = "") -> None:
         self._now[category] += nbytes
-        if nbytes > 0 and (total := sum(self._now.values())) > self._peak_total:
-            self._peak_total, self._peak = total, dict(self._now)
+        self._units[unit, category] += nbytes
+        self._total += nbytes
+        if self._total > self._peak_total:
+            self._peak_total, self._peak = self._total, dict(self._now)
+        if self.record and nbytes:
+            self.timeline.append((time.perf_counter(), category, unit, nbytes))
 
     def set(self, category: str, nbytes: int) -> None:
         self.add(category, nbytes - self._now[category])
+
+    def held(self, category: str) -> int:
+        """Bytes entered under `category`, without asking the probes."""
+        return self._now[category]
 
     def look(self) -> None:
         """Ask the probes."""
@@ -62,11 +83,20 @@ class MemoryLedger:
         self.look()
         return {k: v for k, v in self._now.items() if v}
 
+    def by_unit(self) -> dict[str, dict[str, int]]:
+        """What is held now by unit, then by category; under "" what belongs to no unit."""
+        self.look()
+        out: dict[str, dict[str, int]] = {}
+        for (unit, category), nbytes in self._units.items():
+            if nbytes:
+                out.setdefault(unit, {})[category] = nbytes
+        return out
+
     def peak(self) -> dict[str, int]:
         return {k: v for k, v in self._peak.items() if v}
 
     def reset_peak(self) -> None:
-        self._peak, self._peak_total = dict(self._now), sum(self._now.values())
+        self._peak, self._peak_total = dict(self._now), self._total
 
 
 class Pool:
@@ -75,33 +105,33 @@ class Pool:
     def __init__(self, device: torch.device, ledger: MemoryLedger) -> None:
         self.device, self.ledger = device, ledger
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        self._taken: dict[int, str] = {}
+        self._taken: dict[int, tuple[str, str]] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, category: str) -> torch.Tensor:
-        """A buffer of `numel` elements with undefined contents, entered in the ledger under `category`."""
+    def take(self, numel: int, dtype: torch.dtype, category: str, unit: str = "") -> torch.Tensor:
+        """A buffer of `numel` elements with undefined contents, entered in the ledger under `category` and `unit`."""
         free = self._free[numel, dtype]
         if free:
             buffer = free.pop()
-            self.ledger.add("idle", -_bytes(buffer))
+            self.ledger.add(IDLE, -_bytes(buffer))
         else:
             self.drain()  # new memory is asked for only when no idle memory is left
             buffer = empty(numel, dtype, self.device)
-        self._taken[id(buffer)] = category
-        self.ledger.add(category, _bytes(buffer))
+        self._taken[id(buffer)] = category, unit
+        self.ledger.add(category, _bytes(buffer), unit)
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back. The caller holds no view of it any more; other readers may, and keep it alive."""
-        category = self._taken.pop(id(buffer))
-        self.ledger.add(category, -_bytes(buffer))
+        category, unit = self._taken.pop(id(buffer))
+        self.ledger.add(category, -_bytes(buffer), unit)
         if _owners(buffer) <= 1:
             self._free[buffer.numel(), buffer.dtype].append(buffer)
-            self.ledger.add("idle", _bytes(buffer))
+            self.ledger.add(IDLE, _bytes(buffer))
 
     def drain(self) -> None:
         """Let go of every buffer that is not in use."""
         self._free.clear()
-        self.ledger.set("idle", 0)
+        self.ledger.set(IDLE, 0)
 
 
 def _bytes(t: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,13 +24,14 @@ import torch
 from torch import nn
 
 from onefold.comm import Group, Place
-from onefold.memory import MemoryLedger, Pool
+from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe
 from onefold.runtime.agree import agree_and_finish
 from onefold.runtime.flat import Dtypes, Entry, Flat
 from onefold.runtime.gather import Gatherer, tensors_in
 from onefold.runtime.parameter import ForwardDepth, whole_sight
 from onefold.runtime.reduce import Reducer
+from onefold.runtime.spans import Span, Spans
 from onefold.runtime.unit import State, Unit
 from onefold.runtime.units import UnitSpec
 
@@ -45,6 +47,7 @@ class Engine:
     Attributes:
         recipe: what it executes. units: its units, the root first. step: synchronized backward passes so far.
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank.
+        timeline: what was computed when, while `memory.record` is set.
     """
 
     def __init__(self, specs: list[UnitSpec], recipe: Recipe, process_group: Any, device: torch.device) -> None:
@@ -54,6 +57,8 @@ class Engine:
         self.traffic = self.group.ledger
         self.memory = MemoryLedger()
         self.pool = Pool(device, self.memory)
+        self.timeline: deque[Span] = deque(maxlen=1 << 14)
+        self.spans = Spans(self.timeline)
         self.step = 0
         self.sync = True
         self.units = [self._unit(index, spec) for index, spec in enumerate(specs)]
@@ -95,9 +100,16 @@ class Engine:
         for unit in self.units:
             for flat in unit.flats:
                 for category, nbytes in flat.resting_bytes.items():
-                    self.memory.add(category, nbytes)
-        self.memory.probes["reduced gradients"] = lambda: sum(_unique_bytes(e.param.grad for e in self.entries if e.kept is None))
+                    self.memory.add(category, nbytes, unit.name)
+        self.memory.probes[GRADIENTS] = self._gradient_bytes
         self.memory.reset_peak()
+
+    def _gradient_bytes(self) -> int:
+        """Bytes of gradients that wait for the optimizer: reduced ones, and whole ones that wait for the boundary."""
+        if self.backward_open:  # buffers are on their way between owners: the ledger's own count is right
+            return self.memory.held(GRADIENTS)
+        reduced = sum(unique_bytes(e.param.grad for e in self.entries if e.kept is None))
+        return reduced + sum(b.numel() * b.element_size() for u in self.units for flat in u.flats for b in flat.grads.values())
 
     def close(self) -> None:
         """Let go of everything: buffers, communicators, the cycles among the engine's own objects."""
@@ -154,12 +166,14 @@ class Engine:
             self.gather.acquire(unit, backward=recompute)
             if unit.depth == 1:
                 unit.swap_in()
+            self.spans.enter()
             return outermost
 
     def leave(self, unit: Unit, output: Any) -> None:
         """The forward pass of a unit's module has ended well."""
         with whole_sight():
             recompute, outermost = self._pop()
+            self.spans.leave(unit.name, self.phase, keep=self.memory.record)
             if torch.is_grad_enabled():
                 self._watch(unit, output, root=not self.stack)
             if not recompute and unit.depth == 0:
@@ -172,6 +186,7 @@ class Engine:
         with whole_sight():
             while any(u is unit for u, _, _ in self.stack):
                 _, outermost = self._pop()
+                self.spans.leave(unit.name, self.phase, keep=False)
                 if outermost:
                     self._end_pass(aborted=True)
 
@@ -331,6 +346,7 @@ class Engine:
             with whole_sight():
                 self.gather.begin_backward()
                 self.reduce.begin_backward()
+                self.spans.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -387,7 +403,7 @@ class Engine:
         return "\n".join(lines)
 
 
-def _unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
+def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
     """The bytes of each storage among `tensors`, once."""
     seen = set()
     with whole_sight():

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from onefold.layout import FlatLayout, Slot, overlap
+from onefold.memory import MASTERS, PARAMETERS
 from onefold.recipe import Placement, Recipe
 from onefold.runtime.parameter import ShardedParameter, ShardInfo
 from onefold.runtime.units import Found
@@ -200,11 +201,11 @@ class Flat:
     def resting_bytes(self) -> dict[str, int]:
         """Bytes held between steps, by category."""
         if self.passive:
-            return {"parameters": sum(e.param.numel() * e.param.element_size() for e in self.entries)}
-        out = {"masters": self.master.numel() * self.master.element_size()}
+            return {PARAMETERS: sum(e.param.numel() * e.param.element_size() for e in self.entries)}
+        out = {MASTERS: self.master.numel() * self.master.element_size()}
         if self.full is not None and self.kept:
             full = self.full.numel() * self.full.element_size()
             if self.full.untyped_storage().data_ptr() == self.master.untyped_storage().data_ptr():
-                return {"parameters": full}
-            out["parameters"] = full
+                return {PARAMETERS: full}
+            out[PARAMETERS] = full
         return out

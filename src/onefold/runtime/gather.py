@@ -25,6 +25,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.comm import Place
+from onefold.memory import GATHERED
 from onefold.runtime.flat import Flat
 from onefold.runtime.unit import State, Unit
 
@@ -208,7 +209,7 @@ class Gatherer:
                 continue
             flat.stale = False
             if flat.full is None:
-                flat.full = engine.pool.take(flat.layout.numel, flat.dtypes.compute, "gathered")
+                flat.full = engine.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
                 self.by_storage[flat.full.untyped_storage().data_ptr()] = (unit, flat)
             if flat.whole_master:
                 if flat.master.data_ptr() != flat.full.data_ptr():

@@ -25,7 +25,7 @@ import torch
 
 from onefold.comm import Pending, Place
 from onefold.layout import overlap
-from onefold.memory import empty
+from onefold.memory import GRADIENTS, REDUCTION, empty
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.unit import Unit
@@ -133,6 +133,8 @@ class Reducer:
             elif not unit.waiting:
                 unit.ready = True
                 self.log.append(unit.index)
+                if engine.memory.record:
+                    engine.spans.came(unit.name)
                 if not engine.deferring:
                     self._advance()
             if not unit.waiting:
@@ -158,7 +160,7 @@ class Reducer:
             dtype = sums if self.engine.deferring else flat.dtypes.wire
             buffer = flat.grads[run] = self._buffer(flat, run, dtype)
         elif entry.filled and buffer.dtype != sums:  # accumulation never happens in 16 bits
-            wide = self.engine.pool.take(buffer.numel(), sums, "gradients")
+            wide = self.engine.pool.take(buffer.numel(), sums, self._category, unit.name)
             wide.copy_(buffer)
             self.engine.pool.give(buffer)
             buffer = flat.grads[run] = wide
@@ -172,13 +174,18 @@ class Reducer:
             view.copy_(grad)
         entry.filled = True
 
+    @property
+    def _category(self) -> str:
+        """Whole gradients that stay until the boundary are gradients; what is about to travel is a buffer."""
+        return GRADIENTS if self.engine.deferring else REDUCTION
+
     def _early_scale(self, flat: Flat) -> float:
         """The mean's factor, if it goes into the copy that is made anyway: not where 16 bits travel, whose range it would waste."""
         return 1.0 / self.engine.group.size if flat.dtypes.wire == flat.dtypes.sums else 1.0
 
     def _buffer(self, flat: Flat, run: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """A gradient buffer over `run` with zeros between the slots (and nothing yet inside them)."""
-        buffer = self.engine.pool.take(run[1] - run[0], dtype, "gradients")
+        buffer = self.engine.pool.take(run[1] - run[0], dtype, self._category, flat.unit_name)
         end = run[0]
         for slot in flat.layout.slots:
             if run[0] <= slot.start < run[1]:
@@ -230,9 +237,9 @@ class Reducer:
                     sends.append((peer, sent[a - run[0] : b - run[0]]))
                     if peer == self._summed_into(flat):
                         part = empty(own[1] - own[0], flat.dtypes.wire, buffer.device)
-                        engine.memory.add("reduction", _bytes(part))
+                        engine.memory.add(REDUCTION, _bytes(part), unit.name)
                     else:
-                        part = engine.pool.take(own[1] - own[0], flat.dtypes.wire, "reduction")
+                        part = engine.pool.take(own[1] - own[0], flat.dtypes.wire, REDUCTION, unit.name)
                     parts.append(part)
                     recvs.append((peer, parts[-1]))
                 pending = group.exchange(sends, recvs, place, flat.index, move=move)  # type: ignore[arg-type]
@@ -252,7 +259,7 @@ class Reducer:
         buffer, r.buffer = r.buffer, total
         pool.give(buffer)
         r.total = total
-        self.engine.memory.add("reduced gradients", _bytes(total))
+        self.engine.memory.add(GRADIENTS, _bytes(total))
         self.summed.append(r)
         if flat.whole_master and group.size > 1:
             r.gathering = self._gather_sums(r, total)
@@ -269,7 +276,7 @@ class Reducer:
     def _sum_in_place(self, r: Reduction, into: int) -> torch.Tensor:
         total = r.parts[into]
         assert total is not None
-        self.engine.memory.add("reduction", -_bytes(total))
+        self.engine.memory.add(REDUCTION, -_bytes(total), r.unit.name)
         for rank, part in enumerate(r.parts):  # rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
             if rank != into and part is not None:
                 total.add_(part)

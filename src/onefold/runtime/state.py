@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.comm import Place
+from onefold.memory import GATHERED
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import whole_sight
@@ -64,7 +65,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                     continue
                 full = whole_masters(engine, unit, flat)
                 held.append((unit, flat, full))
-                engine.memory.add("gathered", full.numel() * full.element_size())
+                engine.memory.add(GATHERED, full.numel() * full.element_size(), unit.name)
                 for entry in flat.entries:
                     flat.swap(entry, nn.Parameter(flat.view(full, entry), requires_grad=False))
     engine.whole_depth, engine.whole_write = 1, write
@@ -78,7 +79,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                     flat.swap(entry, entry.param)
                 if write:
                     scatter_masters(engine, unit, flat, full, flat.master)
-                engine.memory.add("gathered", -full.numel() * full.element_size())
+                engine.memory.add(GATHERED, -full.numel() * full.element_size(), unit.name)
             if write:
                 engine.make_stale()
 
