@@ -99,7 +99,8 @@ class DDP(_TorchPeer):
         super().__init__(setting)
         self.ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         if compress:
-            self.ddp.register_comm_hook(None, all_reduce_in_bf16)
+            # torch compares the hook's annotations with its own types, which deferred ones are not
+            self.ddp.register_comm_hook(None, lambda state, bucket: all_reduce_in_bf16(state, bucket))
         self.model = self.ddp
         self.optimizer = self.make_optimizer()
 

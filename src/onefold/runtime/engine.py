@@ -365,6 +365,7 @@ class Engine:
                 self.reduce.show_kept()
             self.backward_open = False
             self.gather.end_backward()
+            self.memory.look()
             for unit in self.units:
                 unit.waiting = set()
 

@@ -46,6 +46,7 @@ class Reduction:
     parts: list[torch.Tensor | None]
     filled: list[bool]
     pending: Pending
+    sent: torch.Tensor | None = None  # where the wire's dtype is not the buffer's
     total: torch.Tensor | None = None
     gathering: Pending | None = None
 
@@ -226,7 +227,9 @@ class Reducer:
                     filled.append(inside and entry.filled)
                     entry.filled = entry.filled and not inside
                 own = overlap(run, flat.interval)
-                sent = buffer.to(flat.dtypes.wire)
+                sent = buffer
+                if buffer.dtype != flat.dtypes.wire:
+                    sent = engine.pool.take(buffer.numel(), flat.dtypes.wire, REDUCTION, unit.name).copy_(buffer)
                 sends, recvs = [], []
                 parts: list[torch.Tensor | None] = []
                 for peer in range(group.size):
@@ -243,12 +246,17 @@ class Reducer:
                     parts.append(part)
                     recvs.append((peer, parts[-1]))
                 pending = group.exchange(sends, recvs, place, flat.index, move=move)  # type: ignore[arg-type]
-                self.flying.append(Reduction(unit, flat, run, buffer, own, parts, filled, pending))
+                copied = sent if sent is not buffer else None
+                self.flying.append(Reduction(unit, flat, run, buffer, own, parts, filled, pending, copied))
+                del sent, copied, sends, recvs
 
     def _land(self, r: Reduction) -> None:
         """Wait for the parts, add them up in rank order, and hand over what can be handed over."""
         r.pending.wait()
         flat, group, pool = r.flat, self.engine.group, self.engine.pool
+        sent, r.sent = r.sent, None
+        if sent is not None:
+            pool.give(sent)
         into = self._summed_into(flat)
         total = self._sum_apart(r) if into is None else self._sum_in_place(r, into)
         for rank in range(len(r.parts)):
@@ -259,12 +267,13 @@ class Reducer:
         buffer, r.buffer = r.buffer, total
         pool.give(buffer)
         r.total = total
-        self.engine.memory.add(GRADIENTS, _bytes(total))
-        self.summed.append(r)
         if flat.whole_master and group.size > 1:
             r.gathering = self._gather_sums(r, total)
-        else:
-            self._hand_over(r, r.filled)
+            self.summed.append(r)
+        elif not self._hand_over(r, r.filled):
+            self.engine.memory.add(GRADIENTS, -_bytes(total))  # it was added to gradients that are there
+        if r.gathering is None and not all(r.filled[e.index] for e in flat.entries if flat.in_run(e, r.run)):
+            self.summed.append(r)  # another rank may have used the others
 
     def _summed_into(self, flat: Flat) -> int | None:
         """The peer whose part becomes the sum, if sums need no other dtype and no other place."""
@@ -277,6 +286,7 @@ class Reducer:
         total = r.parts[into]
         assert total is not None
         self.engine.memory.add(REDUCTION, -_bytes(total), r.unit.name)
+        self.engine.memory.add(GRADIENTS, _bytes(total))
         for rank, part in enumerate(r.parts):  # rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
             if rank != into and part is not None:
                 total.add_(part)
@@ -291,7 +301,10 @@ class Reducer:
             target = total[r.own[0] - r.run[0] : r.own[1] - r.run[0]]
         else:
             total = target = empty(r.own[1] - r.own[0], flat.dtypes.sums, first.device)
-        sums = target if target.dtype == flat.dtypes.sums else torch.empty_like(target, dtype=flat.dtypes.sums)
+        self.engine.memory.add(GRADIENTS, _bytes(total))
+        sums = target
+        if target.dtype != flat.dtypes.sums:
+            sums = self.engine.pool.take(target.numel(), flat.dtypes.sums, REDUCTION, r.unit.name)
         if others and first.dtype == others[0].dtype == sums.dtype:
             torch.add(first, others[0], out=sums)
             others = others[1:]
@@ -303,6 +316,7 @@ class Reducer:
             sums.mul_(1.0 / group.size)
         if sums is not target:
             target.copy_(sums)
+            self.engine.pool.give(sums)
         return total
 
     def _gather_sums(self, r: Reduction, total: torch.Tensor) -> Pending:
@@ -316,9 +330,13 @@ class Reducer:
 
     # -- handing over ----------------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, r: Reduction, which: list[bool]) -> None:
-        """Give the sums to the optimizer's parameters: `.grad` is set, or added to, as autograd would."""
+    def _hand_over(self, r: Reduction, which: list[bool]) -> bool:
+        """Give the sums to the optimizer's parameters: `.grad` is set, or added to, as autograd would.
+
+        True if some `.grad` lies in them now, or may come to.
+        """
         assert r.total is not None
+        kept = not all(which[e.index] for e in r.flat.entries if r.flat.in_run(e, r.run))
         base = r.run[0] if r.flat.whole_master else r.own[0]
         span = r.run if r.flat.whole_master else r.own
         for entry, wanted in zip(r.flat.entries, which, strict=True):
@@ -331,8 +349,12 @@ class Reducer:
             grad = r.total[a - base : b - base].view(param.shape)
             if param.grad is None:
                 param.grad = grad.to(param.dtype)
+                if param.grad is not grad:  # a copy in another dtype
+                    self.engine.memory.add(GRADIENTS, _bytes(param.grad))
+                kept = True
             else:
                 param.grad.add_(grad)
+        return kept
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over what other ranks used."""
