@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import ResidualBlock, TinyMLP, features_of
-from ranks import Outcome, outcomes_of
-from trials import STAGES, Case, MLPCase, assert_trains_as_ddp, compare_case
+from ranks import Outcome, outcomes_of, run_ranks
+from trials import STAGES, Case, Curve, MLPCase, assert_trains_as_ddp, compare_case, differences, fresh, train_sharded
 
 STALL_TIMEOUT = 2.0  # seconds, of the recipe
 #: Seconds in which every rank must have given up: its own timeout, the one of a rank that waits for it, and the notes' grace.
@@ -231,3 +231,118 @@ def test_ranks_with_different_recipes_are_told_so() -> None:
     outcomes = outcomes_of(2, shard_with_different_recipes, timeout=40.0)
     told = _told(outcomes)
     assert all(o.error in ("ValueError", "StallError") and o.seconds < PATIENCE for o in outcomes), told
+
+
+class TwoExits(nn.Module):
+    """Returns what comes out behind its first block, and what comes out at its end; both are always computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(7, 10)
+        self.first = ResidualBlock(10)
+        self.early = nn.Linear(10, 5)
+        self.tail = nn.ModuleList(ResidualBlock(10) for _ in range(2))
+        self.leave = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(torch.tanh(self.enter(x)))
+        early = self.early(x)
+        for block in self.tail:
+            x = block(x)
+        return early, self.leave(x)
+
+
+class IgnoresTheTail(MLPCase):
+    """The loss of one rank looks at the early exit only: two blocks and the head get no gradient there. The others' looks at both."""
+
+    steps = 4
+
+    def __init__(self, ignoring: int, units: Any) -> None:
+        super().__init__()
+        self.ignoring, self.units = ignoring, units
+
+    def build(self) -> nn.Module:
+        return TwoExits()
+
+    def batch(self, rank: int, step: int) -> Any:
+        return rank, features_of(10 * step + rank, 4, 7)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        rank, x = batch
+        early, late = model(x)
+        return early.square().mean() + (0 if rank == self.ignoring else (late - 1).square().mean())
+
+
+def in_one_process(case: IgnoresTheTail) -> Curve:
+    """Plain PyTorch on this rank alone: the mean of every rank's loss over every rank's batch, one backward, one update."""
+    model, curve, world = fresh(case), Curve(), dist.get_world_size()
+    optimizer = case.optimizer(model)
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        losses = [case.loss(model, case.batch(rank, step)) for rank in range(world)]
+        (torch.stack(losses).sum() / world).backward()
+        optimizer.step()
+        curve.losses.append(losses[dist.get_rank()].item())
+    if dist.get_rank() == 0:
+        curve.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return curve
+
+
+def ignore_the_tail(units: Any) -> list[str]:
+    found = []
+    for ignoring in (0, 1):
+        expected = in_one_process(IgnoresTheTail(ignoring, units))
+        for stage in STAGES:
+            actual = train_sharded(IgnoresTheTail(ignoring, units), stage)
+            found += differences(f"stage {stage}, rank {ignoring} ignores the tail", expected, actual, 1e-5, 1e-6)
+    return found
+
+
+@pytest.mark.parametrize("units", [None, (ResidualBlock, "early", "leave")], ids=["found", "named"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_loss_that_ignores_the_tail_on_one_rank_trains_as_in_one_process(world_size: int, units: Any) -> None:
+    assert run_ranks(world_size, ignore_the_tail, units) == [[]] * world_size
+
+
+def shard_alone(alone: int) -> None:
+    """One rank calls shard(), the others are busy with something else until it has given up."""
+    import onefold
+
+    if dist.get_rank() == alone:
+        onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=STALL_TIMEOUT))
+    else:
+        time.sleep(PATIENCE)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_shards_alone_is_told_for_whom_it_waited(alone: int) -> None:
+    outcomes = outcomes_of(2, shard_alone, alone, timeout=40.0, grace=0.0)
+    told = _told(outcomes)
+    assert outcomes[alone].error == "StallError" and STALL_TIMEOUT <= outcomes[alone].seconds < PATIENCE, told
+    for word in (f"rank {alone} waited", "shard()", "[0, 1]", f"{STALL_TIMEOUT:g} s"):
+        assert word in outcomes[alone].message, f"the error does not name {word!r}: {told}"
+
+
+def shard_over_two_of_three(stage: int) -> list[float]:
+    """The first two of three ranks share a model; the third has nothing to do with it."""
+    import onefold
+
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return []
+    torch.manual_seed(0)
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT), group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        losses.append(model(features_of(step, 4, 7)).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_outside_the_group_are_not_waited_for(stage: int) -> None:
+    inside, also_inside, outside = run_ranks(3, shard_over_two_of_three, stage)
+    assert inside == also_inside and len(set(inside)) == 3 and outside == [], (inside, also_inside, outside)

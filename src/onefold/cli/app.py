@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from onefold.cli.doctor import doctor_command
+from onefold.cli.plan import plan_command
+from onefold.cli.report import report_command
 from onefold.cli.train import train_command
 
 app = typer.Typer(
@@ -17,6 +20,9 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("train")(train_command)
+app.command("plan")(plan_command)
+app.command("doctor")(doctor_command)
+app.command("report")(report_command)
 
 
 def _print_version(wanted: bool) -> None:

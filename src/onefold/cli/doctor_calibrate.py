@@ -1,0 +1,202 @@
+"""What `onefold doctor --calibrate` does before and after its ranks measure: how many, at which sizes, and the file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from math import log2
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from onefold.cli.doctor_ranks import measure_with_ranks
+from onefold.plan.calibrate import KIND, VERSION, Calibration, CalibrationError
+from onefold.plan.identity import this_machine
+from onefold.plan.measure_disk import measure_disk
+from onefold.plan.measure_ranks import steps
+from onefold.plan.sizes import MIB, Sizes
+from onefold.train.machine import readable
+
+#: Bytes of host memory that a rank takes before it measures anything: torch and its libraries.
+RANK_BYTES = 400 * MIB
+
+
+def measure_machine(found: dict[str, Any], ranks: str | None, disk: Path, path: Path, *, quick: bool, silent: bool) -> Calibration:
+    """Measure this machine and save the figures at `path`.
+
+    Args:
+        found: what `doctor_facts.facts` says.
+        ranks: numbers of ranks as the user gave them, "1,2,4"; None chooses.
+        disk: the folder whose disk is measured.
+        silent: show no progress.
+
+    Raises:
+        CalibrationError: something given cannot be.
+        MeasurementError, Stopped: see `measure_with_ranks`.
+    """
+    if "RANK" in os.environ:
+        raise CalibrationError(f"RANK={os.environ['RANK']} is set: onefold doctor starts its own ranks. Run it once, without a launcher.")
+    counts = parse_ranks(ranks, found) if ranks is not None else default_ranks(found["ranks"])
+    _check_writable(path)
+    sizes = Sizes.for_device(found["device"], quick, _half_dtypes(found["device"])).within(_free_for_a_rank(found, counts[-1]))
+    begin, busy = time.monotonic(), _others()
+    with Progress(steps(counts) + 2, counts, silent) as progress:
+        progress.say("disk")
+        try:
+            disk_rates = measure_disk(disk, sizes.disk_bytes)
+        except ValueError as error:
+            raise CalibrationError(str(error)) from None
+        progress.say("starting ranks")
+        figures = measure_with_ranks(sizes, threads_of(counts, found["cpu"]["physical_cores"]), found["device"], progress.say)
+    gpu = found["gpus"][0] if found["device"] == "cuda" else None
+    calibration = Calibration.from_json({
+        "kind": KIND,
+        "version": VERSION,
+        "identity": vars(this_machine()),
+        "device": found["device"],
+        "device_name": gpu["name"] if gpu else found["cpu"]["name"],
+        "backend": found["backend"],
+        "device_bytes": gpu["total"] if gpu else found["memory"]["total"],
+        "host_bytes": found["memory"]["total"],
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "took_s": time.monotonic() - begin,
+        "busy": busy(),
+        "quick": quick,
+        "disk": vars(disk_rates),
+        **figures,
+    })  # fmt: skip
+    calibration.save(path)
+    return calibration
+
+
+def parse_ranks(given: str, found: dict[str, Any]) -> list[int]:
+    """ "1,2,4" as numbers of ranks, ascending.
+
+    Raises:
+        CalibrationError: not such a list, or more ranks than the machine has GPUs or memory for.
+    """
+    try:
+        counts = sorted({int(part) for part in given.split(",")})
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise CalibrationError(f"--ranks {given}: expected numbers of ranks, each 1 or more, such as 1,2,4.")
+    most = counts[-1]
+    gpus = len(found["gpus"])
+    if found["device"] == "cuda" and most > gpus:
+        raise CalibrationError(f"--ranks {given}: each rank takes a GPU, and {gpus} {'is' if gpus == 1 else 'are'} here. Or: --device cpu.")
+    free, taken = found["memory"]["free"], most * RANK_BYTES
+    if most > 1 and taken > free:
+        raise CalibrationError(
+            f"--ranks {given}: {most} ranks take {readable(taken)} before they measure anything, and {readable(free)} are free. "
+            f"Use at most {max(1, free // RANK_BYTES)}."
+        )
+    return counts
+
+
+def default_ranks(most: int) -> list[int]:
+    """1, 2, about the root of twice `most`, and `most`: between them figures are interpolated."""
+    return sorted({c for c in (1, 2, 1 << round(log2(2 * most) / 2), most) if c <= most})
+
+
+def threads_of(counts: list[int], cores: int) -> dict[int, int]:
+    """Threads of one rank by number of ranks: what `onefold train` gives it, which OMP_NUM_THREADS overrules there and here."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return {count: int(asked) if asked.isdigit() and int(asked) else max(1, cores // count) for count in counts}
+
+
+class Progress:
+    """A bar on standard error where that is a terminal, one line where it is not, nothing if silent."""
+
+    def __init__(self, total: int, counts: list[int], silent: bool) -> None:
+        self.total, self.counts, self.silent = total, counts, silent
+        self.bar: Any = None
+        self.task: Any = None
+
+    def say(self, text: str) -> None:
+        """The next thing begins."""
+        if self.bar is not None:
+            self.bar.update(self.task, advance=1 if self.bar.tasks[0].description else 0, description=text)
+
+    def __enter__(self) -> Progress:
+        if self.silent:
+            return self
+        if not sys.stderr.isatty():
+            print(f"measuring; numbers of ranks: {', '.join(map(str, self.counts))}", file=sys.stderr, flush=True)
+            return self
+        from rich import progress as rich_progress
+        from rich.console import Console
+
+        columns = (
+            rich_progress.BarColumn(),
+            rich_progress.TimeElapsedColumn(),
+            rich_progress.TextColumn("{task.description}"),
+        )
+        self.bar = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
+        self.task = self.bar.add_task("", total=self.total)
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def _others() -> Callable[[], float]:
+    """Begin to watch; what is returned says which share of all processors' time others took since, 0.0 where the system does not tell.
+
+    Others are whoever is neither this process nor one of its children that have ended.
+    """
+
+    def spent() -> tuple[float, float]:
+        numbers = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        user, nice, system, _idle, _waiting, *rest = numbers
+        tick = os.sysconf("SC_CLK_TCK")
+        mine = sum(os.times()[:4])
+        return (user + nice + system + sum(rest)) / tick - mine, sum(numbers) / tick
+
+    try:
+        before = spent()
+    except (OSError, ValueError):
+        return lambda: 0.0
+
+    def share() -> float:
+        taken, passed = (after - earlier for after, earlier in zip(spent(), before, strict=True))
+        return min(1.0, max(0.0, taken / passed)) if passed > 0 else 0.0
+
+    return share
+
+
+def _half_dtypes(device: str) -> tuple[str, ...]:
+    import torch
+
+    if device == "cpu":
+        return ("bfloat16",)
+    return ("bfloat16", "float16") if torch.cuda.is_bf16_supported(including_emulation=False) else ("float16",)
+
+
+def _free_for_a_rank(found: dict[str, Any], ranks: int) -> int:
+    """Bytes for one rank's buffers: of its GPU, or its part of the host's memory."""
+    if found["device"] == "cuda":
+        return int(min(gpu["free"] for gpu in found["gpus"][:ranks]))
+    return max(0, int(found["memory"]["free"]) // ranks - RANK_BYTES)
+
+
+def _check_writable(path: Path) -> None:
+    """Before a minute's work: can its result be written?
+
+    Raises:
+        CalibrationError: it cannot.
+    """
+    if path.is_dir():
+        raise CalibrationError(f"--output {path}: this is a folder; name a file in it, such as {path / 'doctor.json'}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise CalibrationError(f"the calibration cannot be written to {path}: {error.strerror}. Name another file with --output.") from None

@@ -1,0 +1,107 @@
+"""The figures of `onefold doctor` as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from onefold.plan.calibrate import Calibration
+from onefold.plan.schema import MOVES
+from onefold.train.machine import readable
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def show_facts(console: Console, facts: dict[str, Any]) -> None:
+    """What the machine has."""
+    cpu, memory = facts["cpu"], facts["memory"]
+    table = _table("This machine", ["", ""])
+    rows = [
+        ("system", f"{facts['system']}, Python {facts['python']}"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items())),
+        ("processor", f"{cpu['name']}: {cpu['physical_cores']} physical cores, {cpu['usable']} CPUs usable, {cpu['simd']}"),
+        ("memory", f"{readable(memory['total'])}, {readable(memory['free'])} free"),
+        ("GPUs", _gpus(facts)),
+        ("backends", ", ".join(facts["backends"]) or "none: this torch was built without torch.distributed"),
+        ("onefold train starts", f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''} on {facts['backend']} ({facts['ranks_why']})"),
+        *((disk["use"], f"{disk['folder']}: {readable(disk['free'])} free") for disk in facts["disks"]),
+    ]
+    for name, text in rows:
+        table.add_row(name, escape(text))
+    console.print(table)
+
+
+def show_calibration(console: Console, found: Calibration) -> None:
+    """What the machine was measured to do."""
+    took = f"{found.took_s:.0f} s{', quick' if found.quick else ''}"
+    console.print(f"\nMeasured {found.measured_at[:16].replace('T', ' ')} UTC on {escape(found.device_name)} in {took}.")
+    console.print(_compute(found))
+    if found.measured_ranks[-1] > 1:
+        console.print(_moves(found))
+    for line in _lines(found):
+        console.print(escape(line))
+
+
+def _compute(found: Calibration) -> Table:
+    table = _table("Rates of one rank", ["ranks", "threads", "dtype", "matrices TFLOP/s", "block TFLOP/s", "copy GB/s", "AdamW GB/s"])
+    table.caption = "of so many at work; matrices: the best product; block: a transformer block's two passes, the best"
+    for at in found.at:
+        for dtype in found.dtypes:
+            nbytes, seconds = max(at.optimizer)
+            block = max(p.flops_per_s for p in at.blocks if p.dtype == dtype)
+            rates = [f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}", f"{block / 1e12:.3g}"]
+            once = [f"{found.copy_rate(at.ranks) / 1e9:.3g}", f"{nbytes / seconds / 1e9:.3g}"]
+            first = dtype == found.dtypes[0]
+            ranks = [str(at.ranks), str(at.threads)] if first else ["", ""]
+            table.add_row(*ranks, SHORT.get(dtype, dtype), *rates, *(once if first else ()))
+    return table
+
+
+def _moves(found: Calibration) -> Table:
+    table = _table("Moves", ["ranks", "move", "latency", "bandwidth", "smallest", "largest"])
+    table.caption = "by the payload that each rank sends; latency and bandwidth are a line through all sizes"
+    for at in found.at:
+        for move in MOVES if at.ranks > 1 else ():
+            fit, points = at.curves[move].fit, at.curves[move].points
+            ends = (f"{readable(x)} in {_time(y)}" for x, y in (points[0], points[-1]))
+            table.add_row(str(at.ranks) if move == MOVES[0] else "", move, _time(fit.latency_s), _rate(fit.bytes_per_s), *ends)
+    return table
+
+
+def _lines(found: Calibration) -> Iterable[str]:
+    for at in found.at:
+        if at.overlap:
+            yield (
+                f"{at.ranks} ranks: {at.overlap.hidden:.0%} of a gather vanishes behind compute, "
+                f"which takes {at.overlap.slowdown:.2f} times as long beside it."
+            )
+    if found.host_link:
+        yield f"host to GPU {_rate(found.host_link.to_device)}, GPU to host {_rate(found.host_link.to_host)}"
+    if found.disk:
+        how = "from the page cache, since this system cannot drop it" if found.disk.cached else "read"
+        yield f"disk at {found.disk.folder}: {_rate(found.disk.write)} written, {_rate(found.disk.read)} {how}"
+
+
+def _gpus(facts: dict[str, Any]) -> str:
+    if not facts["gpus"]:
+        return "none that torch can use" + (f" (torch is built for CUDA {facts['cuda']})" if facts["cuda"] else " (this torch is CPU-only)")
+    return "; ".join(f"{g['name']} ({g['capability']}): {readable(g['total'])}, {readable(g['free'])} free" for g in facts["gpus"])
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left", show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

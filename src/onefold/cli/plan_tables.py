@@ -1,0 +1,116 @@
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from onefold.plan.evaluate import Candidate
+from onefold.plan.planner import Plan
+from onefold.plan.schema import CATEGORIES
+
+
+def show(plan: Plan, console: Console | None = None) -> None:
+    """Print the plan: the question, the stages side by side, the recommendation and what the next steps would buy."""
+    out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    job, machine = plan.job, plan.machine
+    active = f", {_count(plan.model.active_numel)} active" if plan.model.active_numel != plan.model.numel else ""
+    out.print(f"[bold]{plan.model.name}[/bold]: {_count(plan.model.numel)} parameters{active}, {_count(plan.model.trainable)} trained")
+    batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
+    device = f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({_gib(machine.capacity)}), {machine.local} a node"
+    out.print(f"on {device}; {job.precision}, {job.seq} tokens a sample, {batch}, {job.optimizer}; activations {plan.source}")
+    out.print(_stages(plan), crop=False)
+    if plan.recommended is None:
+        out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
+    else:
+        out.print(_recommendation(plan, plan.recommended))
+        if plan.next_steps:
+            out.print(_steps(plan, plan.recommended))
+    for note in plan.notes:
+        out.print(f"[dim]{note}[/dim]")
+    out.print("[dim]MFU counts model FLOPs (6N + 12Lhs a token, no recompute) over the nominal rate of the device.[/dim]")
+
+
+def _stages(plan: Plan) -> Table:
+    table = Table(title="a rank holds, sends and takes", title_justify="left", box=None, padding=(0, 2))
+    table.add_column("", no_wrap=True)
+    for candidate in plan.stages:
+        mark = " ◄" if plan.recommended is not None and candidate.scheme == plan.recommended.scheme else ""
+        table.add_column(f"stage {candidate.scheme.stage}{mark}", justify="right", no_wrap=True)
+    accounts = [c.account for c in plan.stages]
+    table.add_row("[bold]at rest[/bold]", *(_gib(a.rest_bytes) for a in accounts))
+    for category in CATEGORIES:
+        if any(a.rest.get(category) for a in accounts):
+            table.add_row(f"  {category}", *(_gib(a.rest.get(category, 0)) for a in accounts))
+    table.add_row("[bold]at peak[/bold]", *(_gib(a.peak_bytes) for a in accounts))
+    for category in CATEGORIES:
+        if any(a.peak.get(category) for a in accounts):
+            table.add_row(f"  {category}", *(_gib(a.peak.get(category, 0)) for a in accounts))
+    table.add_row("  never above", *(_gib(a.bound) for a in accounts))
+    table.add_row("fits", *("yes" if c.fits else f"no, by {_gib(-c.spare)}" for c in plan.stages))
+    table.add_row("[bold]sent in a step[/bold]", *(_gib(a.wire_bytes) for a in accounts))
+    for link in ("inside", "between"):
+        if any(a.links.get(link) for a in accounts):
+            table.add_row(f"  {'inside a node' if link == 'inside' else 'between nodes'}", *(_gib(a.links.get(link, 0)) for a in accounts))
+    table.add_row("[bold]a step takes[/bold]", *(_seconds(a.seconds["step"]) for a in accounts))
+    for part in ("compute", "exposed communication", "optimizer", "io"):
+        if any(a.seconds[part] for a in accounts):
+            table.add_row(f"  {part}", *(_seconds(a.seconds[part]) for a in accounts))
+    table.add_row("tokens/s", *(_count(a.tokens_per_s) for a in accounts))
+    if any(a.mfu is not None for a in accounts):
+        table.add_row("MFU", *(f"{a.mfu:.0%}" if a.mfu is not None else "–" for a in accounts))
+    if plan.largest_micro_batch:
+        table.add_row("largest micro-batch", *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages))
+    if any(plan.largest_model.values()):
+        table.add_row("largest model of this width", *(_count(plan.largest_model[c.scheme.stage]) for c in plan.stages))
+    return table
+
+
+def _recommendation(plan: Plan, best: Candidate) -> str:
+    accumulated = f" × {best.accumulation} accumulated" if best.accumulation > 1 else ""
+    text = (
+        f"[bold]use {best.scheme}[/bold], micro-batch {best.scheme.micro_batch}{accumulated}: {_gib(best.account.peak_bytes)} of the "
+        f"{_gib(best.usable)} that a rank may use, {_seconds(best.account.seconds['step'])} a step."
+    )
+    if best.account.host:
+        text += f" Host: {_gib(best.account.host)} a rank."
+    if best.account.nvme:
+        text += f" NVMe: {_gib(best.account.nvme)} a rank."
+    if not best.scheme.runs:
+        text += " [bold]The runtime keeps all states on the device so far: this is planned, not built.[/bold]"
+    return text
+
+
+def _steps(plan: Plan, best: Candidate) -> Table:
+    table = Table(title="what the next steps would buy", title_justify="left", box=None, padding=(0, 2))
+    for name in ("", "peak", "saves", "step", "slower by"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    own = best.account.seconds["step"]
+    for step in plan.next_steps:
+        peak, seconds = step.account.peak_bytes, step.account.seconds["step"]
+        saved = best.account.peak_bytes - peak
+        planned = "" if step.scheme.runs else " (planned)"
+        slower = f"{seconds / own - 1:+.0%}" if own else "–"
+        table.add_row(f"{step.scheme}{planned}", _gib(peak), _gib(saved), _seconds(seconds), slower)
+    return table
+
+
+def _gib(nbytes: float) -> str:
+    if nbytes <= 0:
+        return "–"
+    if nbytes < 2**20:
+        return f"{nbytes / 2**10:.1f} KiB"
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:,.2f} GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,105 @@
+"""What a run held, sent and spent, in the schema of the plan.
+
+rest      the engine's ledger between steps, and the optimizer's state
+peak      the recorded window's fullest moment if there is one; otherwise the ledger's own peak and the optimizer's state
+wire      of one step: the window's moves, divided by its steps
+seconds   of one step: the window's compute, waits and optimizer; `step` as given, or the window's length
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from onefold.observe.process import Reconciliation, reconcile
+from onefold.observe.trace import Recording, moments_of
+from onefold.plan.schema import CATEGORIES, FRAGMENTATION, MOMENTS, MOVES, Account
+from onefold.runtime.registry import engine_of
+
+
+def measured(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    recording: Recording | None = None,
+    *,
+    step_seconds: float | None = None,
+    tokens_per_s: float = 0.0,
+    mfu: float | None = None,
+    steps: int | None = None,
+    ranks_per_node: int | None = None,
+) -> Account:
+    """The account of this rank. Call it between steps, after at least one; local, no synchronization.
+
+    Args:
+        model: what `onefold.shard` returned.
+        recording: of whole steps (`record`); without it there are no seconds but `step_seconds`, and the peak knows no activations.
+        step_seconds, tokens_per_s, mfu: measured over the run, see `Meter`.
+        steps: optimizer steps since the traffic ledger was reset, to divide its bytes by; used where there is no recording.
+        ranks_per_node: to tell links inside a node from those between; None asks LOCAL_WORLD_SIZE, or takes all ranks to be on one.
+
+    Raises:
+        ValueError: the model was not sharded, or the recording holds no whole step.
+    """
+    engine = engine_of(model)
+    if recording is not None and recording.steps < 1:
+        raise ValueError("the recording holds no whole step: run at least one step, the optimizer's included, inside record().")
+    moments = {MOMENTS: moments_of(optimizer)} if optimizer is not None else {}
+    rest = {**engine.memory.now(), **moments}
+    peak = recording.peak() if recording is not None else {**engine.memory.peak(), **moments}
+    if recording is not None:
+        wire = {move: n // recording.steps for move, n in recording.wire().items()}
+    else:
+        wire = {move: n // steps for move, n in engine.traffic.by_move().items() if move in MOVES} if steps else {}
+    account = Account(
+        rest=_ordered(rest),
+        peak=_ordered(peak),
+        wire=wire,
+        links=_links(sum(wire.values()), engine.world_size, ranks_per_node),
+        seconds=_seconds(recording, step_seconds),
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
+    )
+    found = reconciled(model, account)
+    if found.device == "cuda":
+        account = replace(account, peak={**account.peak, FRAGMENTATION: found.fragmentation})
+    return account
+
+
+def reconciled(model: nn.Module, account: Account) -> Reconciliation:
+    """`account` beside the allocator (CUDA) or the process (CPU)."""
+    ledger_peak = sum(n for category, n in account.peak.items() if category != FRAGMENTATION)
+    return reconcile(engine_of(model).device, account.rest_bytes, ledger_peak)
+
+
+def _ordered(table: Mapping[str, int]) -> dict[str, int]:
+    """Categories as the schema lists them, then any other; none that is empty."""
+    names = [c for c in CATEGORIES if c in table] + [c for c in table if c not in CATEGORIES]
+    return {c: table[c] for c in names if table[c]}
+
+
+def _links(wire: int, ranks: int, per_node: int | None) -> dict[str, int]:
+    """`wire` bytes by link. Every move sends equal parts to all peers, so a link's share is that of the peers behind it."""
+    if ranks == 1 or not wire:
+        return {}
+    near = min(ranks, per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
+    inside = wire * (near - 1) // (ranks - 1)
+    return {link: n for link, n in (("inside", inside), ("between", wire - inside)) if n}
+
+
+def _seconds(recording: Recording | None, step_seconds: float | None) -> dict[str, float]:
+    out: dict[str, float] = {}
+    if recording is not None:
+        n = recording.steps
+        out = {
+            "compute": recording.compute / n,
+            "exposed communication": recording.exposed / n,
+            "optimizer": recording.optimizer / n,
+            "step": recording.seconds / n,
+        }
+    if step_seconds is not None:
+        out["step"] = step_seconds
+    return out

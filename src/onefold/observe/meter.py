@@ -1,0 +1,172 @@
+"""Figures of each step as plain numbers, for TensorBoard, W&B, MLflow, a file, or anything else.
+
+    meter = onefold.observe.Meter(model, optim, flops_per_token=6 * 7e9, peak_flops=989e12)
+    for batch in loader:
+        ...
+        row = meter.step(loss=loss, tokens=batch_tokens, grad_norm=norm)     # a dict; flat(row) has no dicts inside
+
+[Note: no synchronization] A number that lies on the device is copied behind the work that makes it, and shown by the first `step` after
+the copy has arrived, usually the next one. On a CPU numbers are shown at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.observe.trace import moments_of
+from onefold.plan.schema import MOMENTS
+from onefold.runtime.registry import engine_of
+
+Number = float | int | torch.Tensor
+Row = dict[str, Any]
+
+
+class Meter:
+    """Turns what the ledgers counted since the last step into a row of figures. Local, no synchronization, some microseconds a step.
+
+    Args:
+        model: what `onefold.shard` returned.
+        optimizer: whose learning rate and moments are shown.
+        flops_per_token: model FLOPs for one token, forward and backward (6 a parameter, and attention; recomputation not counted).
+        peak_flops: what one rank's hardware can do, FLOP/s in the dtype that is computed in. MFU is None without both.
+
+    Raises:
+        ValueError: the model was not sharded; `peak_flops` or `flops_per_token` is not above 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        for name, value in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r}: expected a number above 0, or None if it is not known.")
+        self.engine = engine_of(model)
+        self.optimizer, self.flops_per_token, self.peak_flops = optimizer, flops_per_token, peak_flops
+        self.steps = self.skipped = 0
+        self._late: dict[str, _Late] = {}
+        self._scale: float | None = None
+        self._moments, self._moments_of = 0, (-1, -1)
+        self.start()
+
+    def start(self) -> None:
+        """The next step begins now. Call it where something else took time: evaluation, a checkpoint."""
+        self._begun = time.perf_counter()
+        self._sent, self._exposed = self.engine.traffic.total(), self.engine.traffic.exposed
+
+    def step(
+        self,
+        loss: Number | None = None,
+        tokens: int | None = None,
+        grad_norm: Number | None = None,
+        scaler: Any = None,
+    ) -> Row:
+        """One step is over: the optimizer has stepped.
+
+        Args:
+            loss, grad_norm: numbers or one-element tensors. See [Note: no synchronization].
+            tokens: of the step, on all ranks together.
+            scaler: a GradScaler; a step after which its scale fell was skipped.
+
+        Returns:
+            step, loss, grad_norm, lr, scale, skipped (so far), tokens, tokens_per_s, mfu, step_ms, exposed_ms, wire_bytes, memory
+            ({"now", "peak"} by category, bytes), host, nvme (bytes; 0 until tiers exist). None where a figure is not known.
+        """
+        now = time.perf_counter()
+        seconds = now - self._begun
+        traffic = self.engine.traffic
+        self.steps += 1
+        scale = self._scale_of(scaler)
+        rate = tokens / seconds if tokens is not None and seconds > 0 else None
+        moments = self._moments_now()
+        row: Row = {
+            "step": self.steps,
+            "loss": self._number("loss", loss),
+            "grad_norm": self._number("grad_norm", grad_norm),
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            "scale": scale,
+            "skipped": self.skipped,
+            "tokens": tokens,
+            "tokens_per_s": rate,
+            "mfu": self._mfu(rate),
+            "step_ms": 1000 * seconds,
+            "exposed_ms": 1000 * (traffic.exposed - self._exposed),
+            "wire_bytes": traffic.total() - self._sent,
+            "memory": {"now": {**self.engine.memory.now(), **moments}, "peak": {**self.engine.memory.peak(), **moments}},
+            "host": 0,
+            "nvme": 0,
+        }
+        self._begun, self._sent, self._exposed = now, traffic.total(), traffic.exposed
+        return row
+
+    def _mfu(self, tokens_per_s: float | None) -> float | None:
+        if tokens_per_s is None or self.flops_per_token is None or self.peak_flops is None:
+            return None
+        return tokens_per_s * self.flops_per_token / (self.peak_flops * self.engine.world_size)
+
+    def _scale_of(self, scaler: Any) -> float | None:
+        """The loss scale; counts a skipped step where it fell."""
+        if scaler is None:
+            return None
+        tensor = getattr(scaler, "_scale", None)  # get_scale() waits for the device
+        scale = self._number("scale", tensor if isinstance(tensor, torch.Tensor) else scaler.get_scale())
+        if scale is not None:
+            if self._scale is not None and scale < self._scale:
+                self.skipped += 1
+            self._scale = scale
+        return scale
+
+    def _number(self, name: str, value: Number | None) -> float | None:
+        if value is None:
+            return None
+        if not isinstance(value, torch.Tensor):
+            return float(value)
+        if value.numel() != 1:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected one number; take its mean() or sum() first.")
+        if value.device.type != "cuda":
+            return float(value.detach())
+        return self._late.setdefault(name, _Late()).show(value)
+
+    def _moments_now(self) -> dict[str, int]:
+        state = self.optimizer.state
+        key = (len(state), sum(len(s) for s in state.values()))
+        if key != self._moments_of:  # the walk over all states is worth it only when there are new ones
+            self._moments, self._moments_of = moments_of(self.optimizer), key
+        return {MOMENTS: self._moments} if self._moments else {}
+
+
+class _Late:
+    """The last value of a series whose copy from the device has arrived."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self.last: float | None = None
+
+    def show(self, value: torch.Tensor) -> float | None:
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host.copy_(value.detach(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(value.device))
+        self.waiting.append((host, event))
+        while self.waiting and self.waiting[0][1].query():
+            self.last = float(self.waiting.pop(0)[0])
+        return self.last
+
+
+def flat(row: Mapping[str, Any], separator: str = "/") -> dict[str, float | int]:
+    """`row` with nested dictionaries joined into one level ("memory/now/gradients"); figures that are None are left out."""
+    out: dict[str, float | int] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            out.update({f"{key}{separator}{inner}": v for inner, v in flat(value, separator).items()})
+        elif isinstance(value, bool | int | float):
+            out[key] = value
+    return out

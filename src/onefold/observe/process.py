@@ -1,0 +1,93 @@
+"""What the operating system and the CUDA allocator say: the outside view that the ledgers are reconciled with."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+
+
+def resident_memory() -> tuple[int, int]:
+    """(resident bytes now, highest ever) of this process; where the system has no /proc both are the highest, or 0 if it says nothing."""
+    try:
+        text = _STATUS.read_text(encoding="ascii", errors="replace")
+        now, peak = (re.search(rf"^{key}:\s+(\d+) kB", text, re.MULTILINE) for key in ("VmRSS", "VmHWM"))
+        if now and peak:
+            return int(now.group(1)) * 1024, int(peak.group(1)) * 1024
+    except OSError:
+        pass
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return 0, 0
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return highest, highest
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """The ledgers beside what the machine says, in bytes of this rank.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        ledger, ledger_peak: what the engine, the optimizer and (if watched) autograd account for, now and at peak.
+        allocated, allocated_peak, reserved, reserved_peak: of the CUDA caching allocator; 0 on a CPU, whose allocator keeps no such books.
+        resident, resident_peak: of the process, its libraries and interpreter included.
+    """
+
+    device: str
+    ledger: int
+    ledger_peak: int
+    allocated: int = 0
+    allocated_peak: int = 0
+    reserved: int = 0
+    reserved_peak: int = 0
+    resident: int = 0
+    resident_peak: int = 0
+
+    @property
+    def fragmentation(self) -> int:
+        """Bytes that the allocator reserved at most beyond what it handed out at most; 0 on a CPU."""
+        return max(0, self.reserved_peak - self.allocated_peak)
+
+    @property
+    def unaccounted(self) -> int:
+        """Bytes in use that no ledger has: allocated ones on CUDA, resident ones (interpreter and libraries too) on a CPU."""
+        return (self.allocated if self.device == "cuda" else self.resident) - self.ledger
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "fragmentation": self.fragmentation, "unaccounted": self.unaccounted}
+
+
+def reconcile(device: torch.device, ledger: int, ledger_peak: int) -> Reconciliation:
+    """Ask the machine; reads counters only, so nothing is synchronized."""
+    resident, resident_peak = resident_memory()
+    if device.type != "cuda":
+        return Reconciliation(device.type, ledger, ledger_peak, resident=resident, resident_peak=resident_peak)
+    return Reconciliation(
+        "cuda",
+        ledger,
+        ledger_peak,
+        torch.cuda.memory_allocated(device),
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.memory_reserved(device),
+        torch.cuda.max_memory_reserved(device),
+        resident,
+        resident_peak,
+    )
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each storage once."""
+    seen: dict[int, int] = {}
+    for t in tensors:
+        storage = t.untyped_storage()
+        seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())

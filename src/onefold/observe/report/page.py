@@ -1,0 +1,197 @@
+"""From a run's folder to the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from onefold.observe.report import ranks, step, training
+from onefold.observe.report.figures import Figure, plotly_source
+from onefold.observe.report.metrics import METRICS, Metrics, read_metrics
+from onefold.observe.report.summary import Tile, comparison, fullest, headline, outside_view, tiles
+from onefold.observe.runfile import RUN_FILE, Observed, RankObserved, RunFileError, read_observed
+
+#: Ranks whose recorded step goes into the page; of more, the first, the last, the slowest and the fullest are taken.
+RANKS_SHOWN = 8
+OWN_LOOP = "onefold.observe.write_observed()"
+
+
+@dataclass
+class Report:
+    """What the page shows. `figures`: name -> figure, or rank -> figure where one may choose. `missing`: section -> sentence."""
+
+    title: str
+    tiles: list[Tile] = field(default_factory=list)
+    figures: dict[str, Figure | dict[str, Figure]] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
+    tables: dict[str, Any] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_report(run: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of the run in a folder and return its path.
+
+    Args:
+        run: the output folder of `onefold train`, or one that `write_observed` wrote to.
+        out: the file to write; None is `report.html` in the folder.
+
+    Raises:
+        RunFileError: there is no such folder, nothing in it to report, or a file in it that cannot be read.
+        ModuleNotFoundError: plotly or jinja2 is not installed.
+    """
+    return save(build(Path(run)), Path(out) if out is not None else Path(run) / "report.html")
+
+
+def save(report: Report, path: Path) -> Path:
+    """Write `report` as a page. Raises as `write_report`."""
+    if path.is_dir():
+        raise RunFileError(f"{path} is a folder: name the file to write, such as {path / 'report.html'}.")
+    page = render(report)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def build(folder: Path) -> Report:
+    """Read a run's folder and draw everything. Raises as `write_report`."""
+    if not folder.is_dir():
+        raise RunFileError(f"{folder} is not a folder: give the output folder of a run, the one that holds {METRICS}.")
+    metrics = read_metrics(folder)
+    observed = read_observed(folder) if (folder / RUN_FILE).exists() else None
+    if metrics is None and observed is None:
+        raise RunFileError(
+            f"{folder} holds neither {METRICS} nor {RUN_FILE}: it is not the output folder of a run. `onefold train --output {folder}` "
+            "writes them."
+        )
+    report = Report(title=folder.resolve().name)
+    report.facts = observed.facts if observed is not None else {}
+    report.tiles = tiles(metrics, observed)
+    report.said["headline"] = headline(observed)
+    _training(report, metrics)
+    _observed(report, observed)
+    return report
+
+
+def _training(report: Report, metrics: Metrics | None) -> None:
+    for name, draw in (("loss", training.loss), ("throughput", training.throughput)):
+        figure = draw(metrics) if metrics is not None else None
+        if figure is not None:
+            report.figures[name] = figure
+        else:
+            what = "has no step in it yet" if metrics is not None else "is not in the folder"
+            report.missing[name] = f"{METRICS} {what}. onefold train writes a line to it after each step."
+
+
+def _observed(report: Report, observed: Observed | None) -> None:
+    sections = ("memory", "timeline", "traffic", "comparison", "recipe", "imbalance")
+    if observed is None:
+        for name in sections:
+            report.missing[name] = f"The run left no {RUN_FILE}. onefold train writes it, your own loop does with {OWN_LOOP}."
+        return
+    if observed.recipe:
+        report.tables["recipe"] = {"rows": observed.recipe, "notes": observed.recipe_notes, "stage": observed.stage}
+    else:
+        report.missing["recipe"] = "The run did not say which recipe it ran: give write_observed() its recipe."
+    _steps(report, observed)
+    _across(report, observed)
+    if observed.plan is None:
+        report.missing["comparison"] = f"The run had no plan. Give what onefold.plan() said to {OWN_LOOP}."
+    elif not observed.ranks:
+        report.missing["comparison"] = "No rank has left its file, so there is nothing to hold against the plan."
+    else:
+        rank = fullest(observed.ranks)
+        report.tables["comparison"] = comparison(observed.plan, rank.measured)
+        of = f"rank {rank.rank}, the one that held most" if len(observed.ranks) > 1 else "this run's rank"
+        report.said["comparison"] = f"Measured on {of}. The ratio is measured ÷ predicted."
+
+
+def _steps(report: Report, observed: Observed) -> None:
+    """Memory and timeline of the recorded step, for some ranks."""
+    chosen = [(r, r.step) for r in _ranks_to_show(observed.ranks) if r.step is not None]
+    if not chosen:
+        for name in ("memory", "timeline"):
+            report.missing[name] = f"No step was recorded: run one inside onefold.observe.record() and give it to {OWN_LOOP}."
+        return
+    report.figures["memory"] = {str(r.rank): step.memory(s, observed.plan) for r, s in chosen if s.levels()[1]}
+    report.figures["timeline"] = {str(r.rank): step.timeline(s) for r, s in chosen if s.moves or s.work}
+    notes = [said for said in [outside_view(fullest(observed.ranks))] if said]
+    if not all(s.activations_watched for _, s in chosen):
+        notes.append("Activations were not watched in this run: record(..., activations=True) shows them too.")
+    if observed.plan is None:
+        notes.append("There was no plan to draw a line of.")
+    if any(s.truncated for _, s in chosen):
+        notes.append("The recorded window was longer than the ledgers keep; its beginning is missing.")
+    report.said["memory"] = " ".join(notes)
+    if not report.figures["timeline"]:
+        del report.figures["timeline"]
+        report.missing["timeline"] = "The recorded step holds neither moves nor work of units."
+    elif not any(s.moves for _, s in chosen):
+        report.said["timeline"] = "Nothing travelled: a lone rank has nobody to send to."
+    shown = len(chosen)
+    if shown < observed.world_size:
+        report.said["choice"] = f"{shown} of {observed.world_size} ranks are in this page."
+
+
+def _across(report: Report, observed: Observed) -> None:
+    """Traffic by unit, and how far the ranks are apart."""
+    if not observed.ranks:
+        report.missing["traffic"] = report.missing["imbalance"] = "No rank has left its file yet."
+        return
+    busiest = max(observed.ranks, key=lambda r: sum(sum(moves.values()) for moves in r.traffic.values()))
+    figure = ranks.traffic(busiest.traffic)
+    if figure is not None:
+        report.figures["traffic"] = figure
+        report.said["traffic"] = f"Payload bytes that rank {busiest.rank} sends in one optimizer step."
+    elif observed.world_size == 1:
+        report.missing["traffic"] = "A lone rank sends nothing."
+    else:
+        report.missing["traffic"] = "No step was recorded, so bytes are not known by unit: use onefold.observe.record()."
+    if len(observed.ranks) > 1:
+        report.tables["imbalance"] = ranks.spreads(observed.ranks)
+        if (times := ranks.step_times(observed.ranks)) is not None:
+            report.figures["imbalance"] = times
+    else:
+        one = "The run had one rank." if observed.world_size == 1 else "Only one rank has left its file."
+        report.missing["imbalance"] = f"{one} Imbalance shows between ranks."
+    if observed.missing_ranks:
+        names = ", ".join(map(str, observed.missing_ranks[:8])) + (" ..." if len(observed.missing_ranks) > 8 else "")
+        report.said["imbalance"] = f"Without rank {names}: each rank writes its own file; on several machines use a folder that all share."
+
+
+def _ranks_to_show(found: tuple[RankObserved, ...]) -> list[RankObserved]:
+    recorded = [r for r in found if r.step is not None]
+    if len(recorded) <= RANKS_SHOWN:
+        return recorded
+    slowest = max(recorded, key=lambda r: r.measured.seconds.get("compute", 0.0))
+    return sorted({r.rank: r for r in (recorded[0], recorded[-1], slowest, fullest(recorded))}.values(), key=lambda r: r.rank)
+
+
+def render(report: Report) -> str:
+    """The page as text: styles, script, plotly.js and data are all inside.
+
+    Raises:
+        ModuleNotFoundError: jinja2 is not installed.
+    """
+    try:
+        jinja = import_module("jinja2")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the report needs jinja2, which is not installed: pip install jinja2", name="jinja2") from error
+    here = files("onefold.observe.report")
+
+    def read(name: str) -> str:
+        return here.joinpath(name).read_text(encoding="utf-8")
+
+    environment = jinja.Environment(autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    # "<" in a string of the data must not close the script element that holds it.
+    data = json.dumps(report.figures, separators=(",", ":")).replace("<", "\\u003c")
+    trusted = {name: jinja.utils.markupsafe.Markup(text) for name, text in (  # what the project itself wrote
+        ("style", read("page.css")), ("script", read("page.js")), ("plotly", plotly_source()), ("data", data),
+    )}  # fmt: skip
+    page: str = environment.from_string(read("page.html")).render(report=report, **trusted)
+    return page

@@ -1,0 +1,121 @@
+"""Charts of one recorded step of one rank: the memory it held, and what it computed, sent and waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onefold.observe.chrome import lanes
+from onefold.observe.report.figures import Figure, figure, plotly, thinned
+from onefold.observe.report.words import COLOURS, byte_unit, in_bytes, in_seconds
+from onefold.observe.trace import Move, Recording, merged
+from onefold.plan.schema import ENGINE, MOMENTS, Account
+
+#: Levels of memory that are drawn at most; a screen has no more.
+LEVELS = 1500
+#: Waits that are shaded over all rows at most.
+SHADED = 60
+
+
+def planned_peak(plan: Account, step: Recording) -> tuple[str, int]:
+    """(what the plan's line is, bytes): without activations if the recording does not know them."""
+    if step.activations_watched:
+        return "plan's peak", plan.peak_bytes
+    return "plan's peak without activations", sum(plan.peak.get(c, 0) for c in (*ENGINE, MOMENTS))
+
+
+def memory(step: Recording, plan: Account | None) -> Figure:
+    """Bytes held over the step, stacked by category, under the plan's line."""
+    go = plotly()
+    times, series = thinned(*step.levels(), LEVELS)
+    x = [1000 * (t - step.start) for t in times]
+    totals = [sum(level) for level in zip(*series.values(), strict=True)] or [0]
+    lines: list[tuple[str, int, str]] = []
+    if plan is not None and plan.peak:
+        lines.append((*planned_peak(plan, step), "dash"))
+        if plan.bound and step.activations_watched:
+            lines.append(("plan's bound", plan.bound, "dot"))
+    unit, size = byte_unit([*totals, *(n for _, n, _ in lines)])
+    traces = [
+        go.Scatter(
+            x=x, y=[n / size for n in values], name=category, stackgroup="held", mode="lines", hovertemplate=f"%{{y:.3~f}} {unit}",
+            line={"width": 0.5, "shape": "hv", "color": COLOURS.get(category, "#888888")},
+            fillcolor=_pale(COLOURS.get(category, "#888888"), 0.8),
+        )
+        for category, values in series.items()
+    ]  # fmt: skip
+    for name, nbytes, dash in lines:
+        style = {"color": "#e5484d", "width": 2, "dash": dash}
+        ends = [x[0], x[-1]]
+        y = [nbytes / size] * 2
+        traces.append(go.Scatter(x=ends, y=y, name=name, mode="lines", line=style, hovertemplate=f"%{{y:.3~f}} {unit}"))
+    return figure(traces, height=420, x="ms", y=unit, yaxis={"rangemode": "tozero"}, hovermode="x unified")
+
+
+def timeline(step: Recording) -> Figure:
+    """What was computed, what was on the wire, and, in red, when the rank stood still for it."""
+    go = plotly()
+    rows: list[str] = []
+    traces: list[Any] = []
+    shown: set[str] = set()
+
+    def bars(row: str, label: str, colour: str, spans: list[tuple[float, float, str]], width: float = 0.72) -> None:
+        if not spans:
+            return
+        if row not in rows:
+            rows.append(row)
+        traces.append(
+            go.Bar(
+                orientation="h", y=[row] * len(spans), base=[1000 * (a - step.start) for a, _, _ in spans],
+                x=[1000 * (b - a) for a, b, _ in spans], customdata=[text for _, _, text in spans], name=label,
+                hovertemplate="%{customdata}<extra></extra>", legendgroup=label, showlegend=label not in shown, width=width,
+                marker={"color": colour, "line": {"width": 0}},
+            )
+        )  # fmt: skip
+        shown.add(label)
+
+    blocks = any(w.unit != "(root)" for w in step.work if w.kind == "compute")
+    for phase in ("forward", "backward"):
+        # The longest first, so that a unit inside another one lies on top of it.
+        found = sorted((w for w in step.work if w.kind == "compute" and w.phase == phase), key=lambda w: w.start - w.end)
+        texts = [(w.start, w.end, f"{w.unit}<br>{phase}, {in_seconds(w.end - w.start)}") for w in found]
+        if blocks:  # what encloses them is paler, and under them
+            around = [t for t, w in zip(texts, found, strict=True) if w.unit == "(root)"]
+            texts = [t for t, w in zip(texts, found, strict=True) if w.unit != "(root)"]
+            bars("compute", f"{phase}, root", _pale(COLOURS[phase]), around)
+        bars("compute", phase, COLOURS[phase], texts)
+    optimizer = [w for w in step.work if w.kind == "optimizer"]
+    bars("compute", "optimizer", COLOURS["optimizer"], [(w.start, w.end, f"optimizer<br>{in_seconds(w.end - w.start)}") for w in optimizer])
+    _moves(step, bars)
+    waits = [m for m in step.moves if m.exposed > 0]
+    texts = [(m.landed - m.exposed, m.landed, f"waits for {m.move} of {m.unit}<br>{in_seconds(m.exposed)}") for m in waits]
+    bars("waiting", "waiting (exposed)", COLOURS["waiting"], texts)
+    shapes = [
+        {"type": "rect", "xref": "x", "yref": "paper", "x0": 1000 * (a - step.start), "x1": 1000 * (b - step.start), "y0": 0, "y1": 1,
+         "fillcolor": COLOURS["waiting"], "opacity": 0.13, "line": {"width": 0}, "layer": "below"}
+        for a, b in sorted(merged(step.waits()), key=lambda span: span[0] - span[1])[:SHADED]
+    ]  # fmt: skip
+    order = sorted(rows, key=lambda row: (["compute", "gather", "reduce", "other", "waiting"].index(row.split()[0]), row))
+    axis = {"categoryorder": "array", "categoryarray": order[::-1], "type": "category", "title": {"text": ""}}
+    ends = {"range": [0, 1000 * step.seconds]}
+    height = 150 + 46 * len(order)
+    return figure(traces, height=height, x="ms", y="", xaxis=ends, yaxis=axis, barmode="overlay", shapes=shapes, hovermode="closest")
+
+
+def _moves(step: Recording, bars: Any) -> None:
+    for row, moves in (("gather", ("all-gather",)), ("reduce", ("reduce-scatter", "all-reduce")), ("other", None)):
+        known = ("all-gather", "reduce-scatter", "all-reduce")
+        chosen = [m for m in step.moves if (m.move in moves if moves else m.move not in known)]
+        for number, lane in enumerate(lanes((m.launched, m.landed, m) for m in chosen)):
+            here = row if not number else f"{row} {number + 1}"
+            for move in dict.fromkeys(m.move for _, _, m in lane):
+                bars(here, move, COLOURS.get(move, "#888888"), [(a, b, _said(m)) for a, b, m in lane if m.move == move])
+
+
+def _said(m: Move) -> str:
+    hidden = f", of which {in_seconds(m.exposed)} exposed" if m.exposed > 0 else ", all behind other work"
+    return f"{m.move} of {m.unit}<br>{in_bytes(m.nbytes)} as {m.dtype}, {in_seconds(m.landed - m.launched)}{hidden}"
+
+
+def _pale(colour: str, strength: float = 0.35) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{strength})"

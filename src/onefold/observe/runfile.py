@@ -1,0 +1,270 @@
+"""What a run leaves in its output folder for the report.
+
+    observed.json          once, by rank 0: the recipe, the plan, what kind of run it was
+    observed-rank0.json    by every rank: what it measured, and one recorded step
+    observed-rank1.json    ...
+
+Each rank writes its own file and none waits for another. A version stands in every file; a reader of a later version says so
+instead of guessing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from onefold.observe.process import Reconciliation
+from onefold.observe.trace import Move, Recording, Work
+from onefold.plan.schema import Account
+from onefold.recipe import Recipe
+
+VERSION = 1
+RUN_FILE = "observed.json"
+RANK_FILE = "observed-rank{rank}.json"
+_RANK_NAME = re.compile(r"observed-rank(\d+)\.json")
+
+
+class RunFileError(ValueError):
+    """A file of a run cannot be read; the message says which, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class RecipeRow:
+    """One row of the recipe's table."""
+
+    state: str
+    placement: str
+    tier: str
+    at_rest: str
+    wire: str
+
+
+@dataclass(frozen=True)
+class RankObserved:
+    """What one rank measured. `traffic` is of one step: unit -> move -> bytes; `step` one recorded step, if there was one."""
+
+    rank: int
+    measured: Account
+    traffic: dict[str, dict[str, int]] = field(default_factory=dict)
+    step: Recording | None = None
+    machine: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run as its folder tells it.
+
+    Attributes:
+        world_size: ranks of the run; `ranks` holds those that have left their file, in order.
+        recipe: its three rows. recipe_notes: sentences that go with them. stage: the ZeRO stage whose placements these are, or None.
+        facts: what else is worth showing (model, data, batch ...), label -> value.
+        plan: what was predicted before the run, or None.
+    """
+
+    world_size: int
+    stage: int | None = None
+    recipe: tuple[RecipeRow, ...] = ()
+    recipe_notes: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+    plan: Account | None = None
+    ranks: tuple[RankObserved, ...] = ()
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        there = {r.rank for r in self.ranks}
+        return [rank for rank in range(self.world_size) if rank not in there]
+
+
+def recipe_table(recipe: Recipe) -> tuple[RecipeRow, ...]:
+    """The recipe as plain text, row by row."""
+    rows = []
+    for state, label in (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer states")):
+        row = getattr(recipe, state)
+        wire = str(row.wire).removeprefix("torch.") if row.wire is not None else "–"
+        rows.append(RecipeRow(label, row.placement.value, row.tier.value, str(row.dtype).removeprefix("torch."), wire))
+    return tuple(rows)
+
+
+# -- writing -------------------------------------------------------------------------------------------------------------------
+
+
+def write_observed(
+    folder: str | Path,
+    rank: int,
+    world_size: int,
+    measured: Account,
+    *,
+    recipe: Recipe | None = None,
+    plan: Account | None = None,
+    step: Recording | None = None,
+    machine: Reconciliation | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write this rank's file, and on rank 0 the run's; returns the rank's file. No rank waits for another.
+
+    Args:
+        measured: see `measured`. step: a `record`ed window of at least one step. machine: see `reconciled`.
+        recipe, plan, facts: of the run; only rank 0's are written. `facts` are labels with strings or numbers.
+
+    Files appear whole or not at all; an earlier run's files of ranks that this run does not have are removed by rank 0.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        for path in folder.glob("observed-rank*.json"):
+            found = _RANK_NAME.fullmatch(path.name)
+            if found and int(found.group(1)) >= world_size:
+                path.unlink(missing_ok=True)
+        shared = {
+            "version": VERSION,
+            "world_size": world_size,
+            "stage": recipe.stage if recipe is not None else None,
+            "recipe": [asdict(row) for row in recipe_table(recipe)] if recipe is not None else [],
+            "recipe_notes": recipe.describe().splitlines()[4:] if recipe is not None else [],
+            "facts": dict(facts or {}),
+            "plan": plan.to_json() if plan is not None else None,
+        }
+        _write(folder / RUN_FILE, shared)
+    path = folder / RANK_FILE.format(rank=rank)
+    traffic = {unit: {m: n // max(1, step.steps) for m, n in moves.items()} for unit, moves in step.by_unit().items()} if step else {}
+    own = {
+        "version": VERSION,
+        "rank": rank,
+        "measured": measured.to_json(),
+        "traffic": traffic,
+        "step": _of_recording(step) if step is not None else None,
+        "machine": machine.to_json() if machine is not None else {},
+    }
+    _write(path, own)
+    return path
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(values, separators=(",", ":")), encoding="utf-8")
+    draft.replace(path)
+
+
+def _of_recording(step: Recording) -> dict[str, Any]:
+    """A recording for JSON: seconds from the window's start, to the microsecond, and rows instead of objects."""
+
+    def at(seconds: float) -> float:
+        return round(seconds - step.start, 6)
+
+    return {
+        "rank": step.rank,
+        "world_size": step.world_size,
+        "seconds": at(step.end),
+        "steps": step.steps,
+        "began": step.epoch + step.start,
+        "exposed": round(step.exposed, 6),
+        "activations_watched": step.activations_watched,
+        "truncated": step.truncated,
+        "moves": [[m.move, m.unit, m.nbytes, m.dtype, m.phase, at(m.launched), at(m.landed), round(m.exposed, 6)] for m in step.moves],
+        "work": [[w.kind, w.unit, w.phase, at(w.start), at(w.end)] for w in step.work],
+        "held": step.held,
+        "changes": [[at(t), category, unit, delta] for t, category, unit, delta in step.changes],
+    }
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------------
+
+
+def read_observed(folder: str | Path) -> Observed:
+    """The run in `folder`, with the ranks that have left their file.
+
+    Raises:
+        RunFileError: there is no `observed.json`, or a file cannot be read.
+    """
+    folder = Path(folder)
+    path = folder / RUN_FILE
+    if not path.exists():
+        raise RunFileError(f"{folder} has no {RUN_FILE}: a run of `onefold train` writes it, your own loop does with write_observed().")
+    values = _read(path)
+    try:
+        return Observed(
+            world_size=int(values["world_size"]),
+            stage=values["stage"],
+            recipe=tuple(RecipeRow(**row) for row in values["recipe"]),
+            recipe_notes=tuple(values["recipe_notes"]),
+            facts=dict(values["facts"]),
+            plan=_account(values["plan"]) if values["plan"] is not None else None,
+            ranks=gather_ranks(folder),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _unreadable(path, error) from None
+
+
+def gather_ranks(folder: str | Path) -> tuple[RankObserved, ...]:
+    """What the ranks left in `folder`, in order of rank."""
+    found = []
+    for path in Path(folder).glob("observed-rank*.json"):
+        if not _RANK_NAME.fullmatch(path.name):
+            continue
+        values = _read(path)
+        try:
+            found.append(
+                RankObserved(
+                    rank=int(values["rank"]),
+                    measured=_account(values["measured"]),
+                    traffic={unit: dict(moves) for unit, moves in values["traffic"].items()},
+                    step=_to_recording(values["step"]) if values["step"] is not None else None,
+                    machine=dict(values["machine"]),
+                )
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _unreadable(path, error) from None
+    return tuple(sorted(found, key=lambda r: r.rank))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunFileError(f"{path} cannot be read ({error}).") from None
+    except json.JSONDecodeError as error:
+        raise RunFileError(f"{path} is not whole JSON (line {error.lineno}: {error.msg}): delete it, or run again.") from None
+    if not isinstance(values, dict) or "version" not in values:
+        raise RunFileError(f"{path} is not a file that Onefold wrote: it has no version.")
+    if values["version"] != VERSION:
+        raise RunFileError(
+            f"{path} has version {values['version']}, this Onefold reads version {VERSION}: read it with the one that wrote it."
+        )
+    return values
+
+
+def _unreadable(path: Path, error: Exception) -> RunFileError:
+    if isinstance(error, RunFileError):
+        return error
+    what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    return RunFileError(f"{path} does not hold what its version promises ({what}): it was changed, or written by another program.")
+
+
+def _account(values: Mapping[str, Any]) -> Account:
+    known = {f.name for f in fields(Account)}
+    if missing := known - set(values):
+        raise ValueError(f"an account without {', '.join(sorted(missing))}")
+    return Account.from_json(values)
+
+
+def _to_recording(values: Mapping[str, Any]) -> Recording:
+    return Recording(
+        rank=int(values["rank"]),
+        world_size=int(values["world_size"]),
+        start=0.0,
+        end=float(values["seconds"]),
+        steps=int(values["steps"]),
+        moves=[Move(*row) for row in values["moves"]],
+        work=[Work(*row) for row in values["work"]],
+        held={str(k): int(v) for k, v in values["held"].items()},
+        changes=[(float(t), str(category), str(unit), int(delta)) for t, category, unit, delta in values["changes"]],
+        epoch=float(values["began"]),
+        exposed=float(values["exposed"]),
+        activations_watched=bool(values["activations_watched"]),
+        truncated=bool(values["truncated"]),
+    )

@@ -1,0 +1,298 @@
+"""A window of steps, recorded: what was computed, what travelled, who waited, what memory was held.
+
+    with onefold.observe.record(model, optimizer) as seen:
+        one_step()
+    seen.write_chrome("trace.json")        # chrome://tracing, https://ui.perfetto.dev
+    seen.peak(), seen.exposed, seen.wire()
+
+Times are `time.perf_counter` seconds of this process. On CUDA they are the host's: when work was enqueued and when the host saw it done.
+`torch_profiler=True` adds the device's own view.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.observe.activations import watch_activations
+from onefold.observe.process import storage_bytes
+from onefold.plan.schema import CATEGORIES, MOMENTS, MOVES
+from onefold.runtime.engine import Engine
+from onefold.runtime.parameter import whole_sight
+from onefold.runtime.registry import engine_of
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move on the wire: `nbytes` of payload sent by this rank; `exposed` seconds of waiting, the last before `landed`."""
+
+    move: str
+    unit: str
+    nbytes: int
+    dtype: str
+    phase: str
+    launched: float
+    landed: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """A stretch of work: `kind` is "compute" (a unit's forward or backward) or "optimizer"."""
+
+    kind: str
+    unit: str
+    phase: str
+    start: float
+    end: float
+
+
+@dataclass
+class Recording:
+    """What `record` saw on one rank.
+
+    Attributes:
+        start, end: of the window. steps: optimizer steps in it (synchronized backward passes where no optimizer was given).
+        moves, work: in the order in which they began.
+        held: bytes by category when the window began. changes: (seconds, category, unit, bytes gained or lost), in order.
+        truncated: the ledgers' rings were too short for the window, so its beginning is missing.
+        exposed: seconds in which this rank stood still waiting for the others, small control messages included.
+        epoch: what to add to a time to get seconds since 1970.
+    """
+
+    rank: int
+    world_size: int
+    start: float
+    end: float
+    steps: int
+    moves: list[Move] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    held: dict[str, int] = field(default_factory=dict)
+    changes: list[tuple[float, str, str, int]] = field(default_factory=list)
+    epoch: float = 0.0
+    exposed: float = 0.0
+    activations_watched: bool = False
+    truncated: bool = False
+    profiler_trace: dict[str, Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def compute(self) -> float:
+        """Seconds of units' forward and backward, without the waits inside them."""
+        spans = [(w.start, w.end) for w in self.work if w.kind == "compute"]
+        return covered([*spans, *self.waits()]) - covered(self.waits())
+
+    @property
+    def optimizer(self) -> float:
+        """Seconds of the optimizer's steps."""
+        return covered((w.start, w.end) for w in self.work if w.kind == "optimizer")
+
+    def waits(self) -> list[tuple[float, float]]:
+        """When this rank waited for a move's payload: (start, end)."""
+        return [(m.landed - m.exposed, m.landed) for m in self.moves if m.exposed > 0]
+
+    def wire(self) -> dict[str, int]:
+        """Payload bytes sent in the window, by move (`MOVES`)."""
+        return {move: n for move in MOVES if (n := sum(m.nbytes for m in self.moves if m.move == move))}
+
+    def by_unit(self) -> dict[str, dict[str, int]]:
+        """The same by unit, then by move."""
+        out: dict[str, Counter[str]] = {}
+        for m in self.moves:
+            if m.move in MOVES:
+                out.setdefault(m.unit, Counter())[m.move] += m.nbytes
+        return {unit: dict(moves) for unit, moves in out.items()}
+
+    def levels(self) -> tuple[list[float], dict[str, list[int]]]:
+        """Memory as steps: (times, category -> bytes from that time on), from the window's start to its end."""
+        times, levels, now = [self.start], [dict(self.held)], Counter(self.held)
+        for at, category, _, delta in self.changes:
+            now[category] += delta
+            if at <= times[-1]:  # changes at one moment are one change
+                levels[-1] = dict(now)
+            else:
+                times.append(at)
+                levels.append(dict(now))
+        times.append(max(self.end, times[-1]))
+        levels.append(dict(now))
+        seen = {c for level in levels for c, n in level.items() if n}
+        order = [c for c in CATEGORIES if c in seen] + sorted(seen - set(CATEGORIES))
+        return times, {c: [level.get(c, 0) for level in levels] for c in order}
+
+    def peak(self) -> dict[str, int]:
+        """Bytes by category at the moment when their sum was largest."""
+        now, most = Counter(self.held), sum(self.held.values())
+        best, total = dict(now), most
+        for _, category, _, delta in self.changes:
+            now[category] += delta
+            total += delta
+            if total > most:
+                most, best = total, dict(now)
+        return {c: n for c, n in best.items() if n}
+
+    def write_chrome(self, path: str | Path) -> Path:
+        """Write the window as Chrome trace events; with torch.profiler's in the same file if it ran."""
+        from onefold.observe.chrome import write
+
+        return write(self, Path(path))
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The stretches covered by at least one of the spans, in order."""
+    out: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(end, out[-1][1])
+        else:
+            out.append((start, end))
+    return out
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds covered by at least one of the spans."""
+    return sum(end - start for start, end in merged(spans))
+
+
+@contextlib.contextmanager
+def record(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    activations: bool = False,
+    torch_profiler: bool = False,
+    vocabulary: int | None = None,
+) -> Iterator[Recording]:
+    """Record what happens in the block; the `Recording` is complete when the block ends. Local, no synchronization.
+
+    Args:
+        model: what `onefold.shard` returned.
+        optimizer: adds its moments to the memory, and its steps to the work.
+        activations: also what autograd keeps, see `watch_activations` (`vocabulary` goes there).
+        torch_profiler: runs torch.profiler too; its events go into the same Chrome trace.
+
+    Raises:
+        ValueError: the model was not sharded.
+        RuntimeError: a recording of this model is running already.
+    """
+    engine = engine_of(model)
+    if engine.memory.record:
+        raise RuntimeError("this model is being recorded already: end the other record() first.")
+    seen = Recording(engine.rank, engine.world_size, 0.0, 0.0, 0, activations_watched=activations)
+    with contextlib.ExitStack() as stack:
+        profiler = stack.enter_context(_profiler(engine)) if torch_profiler else None
+        saved = stack.enter_context(watch_activations(model, vocabulary)) if activations else None
+        steps = _watch_steps(optimizer, seen, stack) if optimizer is not None else None
+        seen.held = engine.memory.now()
+        if optimizer is not None:
+            seen.held[MOMENTS] = moments_of(optimizer)
+        before, exposed = engine.step, engine.traffic.exposed
+        engine.memory.record = True
+        seen.epoch = time.time() - time.perf_counter()
+        seen.start = time.perf_counter()
+        try:
+            yield seen
+        finally:
+            engine.memory.look()  # gradients that were dropped
+            seen.end = time.perf_counter()
+            engine.memory.record = False
+            seen.exposed = engine.traffic.exposed - exposed
+            seen.steps = steps[0] if steps is not None else engine.step - before
+            _collect(engine, seen)
+            if saved is not None:
+                seen.changes += [(at, category, "", delta) for at, category, delta in saved.timeline if at <= seen.end]
+            seen.changes.sort(key=lambda change: change[0])
+    if profiler is not None:
+        seen.profiler_trace = _exported(profiler)
+
+
+def _collect(engine: Engine, seen: Recording) -> None:
+    """Take over what the ledgers noted since the window began."""
+    rings: tuple[tuple[deque[Any], str | int], ...] = (
+        (engine.traffic.events, "launched"),
+        (engine.timeline, "start"),
+        (engine.memory.timeline, 0),
+    )
+    seen.truncated = any(_overrun(ring, key, seen.start) for ring, key in rings)
+    for e in engine.traffic.events:
+        if seen.start <= e.launched <= seen.end:
+            landed = seen.end if e.landed is None else e.landed
+            seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed))
+    spans = [s for s in engine.timeline if seen.start <= s.start and s.end <= seen.end]
+    seen.work += [Work(s.kind, s.unit, s.phase, s.start, s.end) for s in spans]
+    seen.moves.sort(key=lambda m: m.launched)
+    seen.work.sort(key=lambda w: w.start)
+    seen.changes += [change for change in engine.memory.timeline if seen.start <= change[0] <= seen.end]
+
+
+def _overrun(ring: deque[Any], key: str | int, start: float) -> bool:
+    """Whether a ring is full and its oldest entry is younger than the window."""
+    if ring.maxlen is None or len(ring) < ring.maxlen or not ring:
+        return False
+    oldest = ring[0][key] if isinstance(key, int) else getattr(ring[0], key)
+    return bool(oldest >= start)
+
+
+def _watch_steps(optimizer: torch.optim.Optimizer, seen: Recording, stack: contextlib.ExitStack) -> list[int]:
+    """Note the optimizer's steps and the moments they create; the count of steps is kept in the list."""
+    count, begun, held = [0], [0.0], [moments_of(optimizer)]
+
+    def before(*_: Any) -> None:
+        begun[0] = time.perf_counter()
+
+    def after(*_: Any) -> None:
+        end = time.perf_counter()
+        count[0] += 1
+        seen.work.append(Work("optimizer", "", "optimizer", begun[0], end))
+        if (now := moments_of(optimizer)) != held[0]:
+            seen.changes.append((end, MOMENTS, "", now - held[0]))
+            held[0] = now
+
+    stack.callback(optimizer.register_step_pre_hook(before).remove)
+    stack.callback(optimizer.register_step_post_hook(after).remove)
+    return count
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors in the optimizer's state, each storage once."""
+    with whole_sight():
+        return storage_bytes(t for state in list(optimizer.state.values()) for t in _tensors(state))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _profiler(engine: Engine) -> Any:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if engine.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=kinds)
+
+
+def _exported(profiler: Any) -> dict[str, Any]:
+    import json
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profiler.json"
+        profiler.export_chrome_trace(str(path))
+        exported: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return exported

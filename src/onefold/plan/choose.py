@@ -1,0 +1,191 @@
+"""The choice: the lowest stage that fits, then what slows least, and what each further step would buy.
+
+    stage 1 ► 2 ► 3        nothing recomputed, everything on the device
+      └► selective, then full checkpointing, again from the lowest stage
+           └► optimizer on the host ► all states on the host ► states on NVMe        (stages 2 and 3; planned, not run yet)
+
+On several ranks the ladder starts at stage 1: stage 0 sends the same bytes and divides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from onefold.plan.activity import Activity, blocks_of
+from onefold.plan.evaluate import Candidate, evaluate
+from onefold.plan.hardware import Machine
+from onefold.plan.job import Job, Scheme
+from onefold.plan.shapes import ModelShape
+from onefold.plan.times import Software
+
+Activities = Callable[[int, str], Activity]  # (samples of a micro-batch, checkpointing) → what they keep
+
+
+@dataclass(frozen=True)
+class Question:
+    """Everything a choice needs: the model, its activations at any micro-batch, the machine and the job."""
+
+    model: ModelShape
+    activities: Activities
+    machine: Machine
+    job: Job
+    software: Software | None = None
+
+    def answer(self, scheme: Scheme) -> Candidate:
+        """The account of one scheme. Raises ValueError where the global batch does not divide."""
+        activity = self.activities(scheme.micro_batch, scheme.checkpointing)
+        return evaluate(self.model, activity, self.machine, self.job, scheme, self.software)
+
+
+def ladder(job: Job, ranks: int, stages: tuple[int, ...] = ()) -> Iterator[Scheme]:
+    """Schemes from the least slowdown to the most, as this module's picture has them; what the job fixes stays fixed."""
+    micro = job.micro_batch or 1
+    on_device = stages or ((0,) if ranks == 1 else (1, 2, 3))
+    recomputes = (job.checkpointing,) if job.checkpointing else ("none", "selective", "full")
+    if job.offload in ("", "none"):
+        for checkpointing in recomputes:
+            for stage in on_device:
+                yield Scheme(stage, checkpointing, "none", micro)
+    for offload in ("optimizer", "parameters", "nvme") if not job.offload else (job.offload,):
+        if offload == "none":
+            return
+        for stage in (3,) if offload != "optimizer" else (2, 3):
+            if not stages or stage in stages:
+                yield Scheme(stage, recomputes[-1], offload, micro)
+
+
+def recommend(question: Question, stages: tuple[int, ...] = ()) -> Candidate | None:
+    """The first of the ladder that fits, at the largest micro-batch that fits if the job leaves it open; None if nothing fits."""
+    for scheme in ladder(question.job, question.machine.ranks, stages):
+        found = question.answer(_smallest(question, scheme))
+        if found.fits:
+            return largest_micro_batch(question, scheme) or found if not question.job.micro_batch else found
+    return None
+
+
+def _smallest(question: Question, scheme: Scheme) -> Scheme:
+    return scheme if question.job.micro_batch else scheme.with_(micro_batch=1)
+
+
+def largest_micro_batch(question: Question, scheme: Scheme, most: int = 4096) -> Candidate | None:
+    """The scheme at the largest micro-batch that fits (with a global batch, of those that divide it); None if not even 1 does.
+
+    Memory grows with the micro-batch, so halving finds it.
+    """
+    sizes = _sizes(question, most)
+    if not sizes:
+        return None
+    best: Candidate | None = None
+    low, high = 0, len(sizes) - 1
+    if isinstance(sizes, range):  # open-ended: double first, so that a small answer costs few traces
+        while high > 0 and low < high:
+            probe = min(high, max(1, low * 2))
+            found = question.answer(scheme.with_(micro_batch=sizes[probe]))
+            if not found.fits:
+                high = probe - 1
+                break
+            best, low = found, probe + 1
+    while low <= high:
+        middle = (low + high) // 2
+        found = question.answer(scheme.with_(micro_batch=sizes[middle]))
+        if found.fits:
+            best, low = found, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def _sizes(question: Question, most: int) -> range | list[int]:
+    job, ranks = question.job, question.machine.ranks
+    if not job.global_batch:
+        return range(1, most + 1)
+    if job.global_batch % ranks:
+        near = max(ranks, round(job.global_batch / ranks) * ranks)
+        raise ValueError(f"a global batch of {job.global_batch} does not divide among {ranks} ranks: use {near}.")
+    each = job.global_batch // ranks
+    return [b for b in range(1, each + 1) if each % b == 0 and b <= most]
+
+
+def largest_model(question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities], most: int = 4096) -> int:
+    """Parameters of the deepest model of this width that fits, of up to `most` of the same blocks; 0 if not even one block does.
+
+    Its peak is nearly affine in the number of blocks: a line through two depths says where to look.
+
+    Args:
+        build: the activations of a model of another depth.
+    """
+    blocks = len(blocks_of(question.model))
+    if not blocks or not _at(question, scheme, build, 1).fits:
+        return 0
+    low, high = 1, most + 1  # fits, does not (or is not asked)
+    near, far = blocks, 2 * blocks
+    for _ in range(24):
+        if high - low <= 1:
+            break
+        one, other = (_at(question, scheme, build, n) for n in (near, far))
+        slope = (one.spare - other.spare) / (far - near)
+        guess = near + int(one.spare / slope) if slope > 0 else high - 1
+        guess = min(max(guess, low + 1), high - 1)
+        if _at(question, scheme, build, guess).fits:
+            low = guess
+            near, far = guess, guess + 1
+        else:
+            high = guess
+            near, far = max(guess - 1, 1), guess
+    return deeper(question.model, low).numel
+
+
+def _at(question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities], blocks: int) -> Candidate:
+    model = deeper(question.model, blocks)
+    return replace(question, model=model, activities=build(model)).answer(scheme)
+
+
+def deeper(model: ModelShape, blocks: int) -> ModelShape:
+    """The model with `blocks` of its blocks: the first block again and again, everything else as it is."""
+    found = blocks_of(model)
+    others = [u for u in model.units if u not in found]
+    one = found[0]
+    prefix, _, suffix = one.name.partition("0")
+    copies = [replace(one, name=f"{prefix}{i}{suffix}") for i in range(blocks)]
+    at = model.units.index(one)
+    units = tuple(u for u in model.units[:at] if u in others) + tuple(copies) + tuple(u for u in model.units[at:] if u in others)
+    dims = replace(model.transformer, layers=blocks) if model.transformer else None
+    active = sum(u.numel for u in units) - (model.numel - model.active_numel) * blocks // max(len(found), 1)
+    return ModelShape(f"{model.name} with {blocks} blocks", units, dims, active)
+
+
+def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
+    """The sentence for a job that fits nowhere on this machine: what is nearest, what is missing, and how many ranks would do."""
+    schemes = ladder(question.job, question.machine.ranks, stages)
+    nearest = max((question.answer(_smallest(question, s)) for s in schemes), key=lambda c: c.spare)
+    lines = [
+        f"{question.model.name} does not fit: the nearest is {nearest.scheme}, whose peak of {_gib(nearest.account.peak_bytes)} "
+        f"exceeds the {_gib(nearest.usable)} of a device by {_gib(-nearest.spare)}."
+        if nearest.spare < 0
+        else f"{question.model.name} does not fit: {nearest.scheme} needs {_gib(nearest.account.host)} of host and "
+        f"{_gib(nearest.account.nvme)} of NVMe for each rank, more than a node has."
+    ]
+    ranks = question.machine.ranks
+    while ranks < 1 << 20:
+        ranks *= 2
+        if ranks > question.machine.per_node and ranks % question.machine.per_node:
+            break
+        more = replace(question, machine=_on(question.machine, ranks), job=replace(question.job, global_batch=0))
+        found = recommend(more)
+        if found is not None:
+            lines.append(f"On {ranks} devices {found.scheme} would fit.")
+            break
+    return " ".join(lines)
+
+
+def _on(machine: Machine, ranks: int) -> Machine:
+    from onefold.plan import hardware
+
+    between = machine.between or hardware.builtin().link("8x200g")
+    return replace(machine, ranks=ranks, between=between, measured=None if ranks != machine.ranks else machine.measured)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if math.isfinite(nbytes) else "unlimited"

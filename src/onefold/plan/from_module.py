@@ -1,0 +1,239 @@
+"""A model from its own code: built on the meta device, where parameters have shapes and no memory, and read as a plan reads it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
+from onefold.runtime.units import find_units
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_FFN = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
+_LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def model_shape(module: nn.Module, units: Sequence[str | type] | None = None, *, name: str = "", seq: int = 0) -> ModelShape:
+    """The parameters of `module` by unit, exactly as `onefold.shard` would bind them; no tensor is kept.
+
+    Args:
+        units: names or classes of the modules that become units, as `onefold.shard` takes them.
+        name: what to call it; "" takes the class's name.
+        seq: tokens in a sample, for the transformer's dimensions; 0 takes the longest that the module's config names.
+
+    Raises:
+        ValueError: `units` names nothing in this model.
+    """
+    shapes = tuple(
+        UnitShape(
+            spec.name or "(root)",
+            tuple(Parameter(f.names[0], tuple(f.param.shape), f.param.requires_grad, _dtype_name(f.param.dtype)) for f in spec.found),
+            looks_up_only=type(spec.module) is nn.Embedding,  # as runtime/unit.py decides it
+        )
+        for spec in find_units(module, units)
+    )
+    return ModelShape(name or type(module).__name__, shapes, transformer_of(module, seq), _active_numel(module, shapes))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _config_of(module: nn.Module) -> Any:
+    config = getattr(module, "config", None)
+    text = getattr(config, "get_text_config", None)
+    return text() if callable(text) else config
+
+
+def _first(config: Any, names: Sequence[str]) -> int:
+    return next((v for n in names if isinstance(v := getattr(config, n, None), int) and v > 0), 0)
+
+
+def transformer_of(module: nn.Module, seq: int = 0) -> Transformer | None:
+    """A transformers model's dimensions from its config; None where the config does not name layers, width, heads and vocabulary."""
+    config = _config_of(module)
+    layers, hidden, heads = (_first(config, names) for names in (_LAYERS, _HIDDEN, _HEADS))
+    vocabulary = _first(config, ("vocab_size",))
+    if not (layers and hidden and heads and vocabulary):
+        return None
+    experts = _first(config, _EXPERTS) or 1
+    own_ffn = _first(config, ("moe_intermediate_size",)) if experts > 1 else 0
+    names = {n.rpartition(".")[2] for n, _ in (*module.named_modules(), *module.named_parameters())}
+    tied = len({id(p) for p in _ends(module)}) < 2
+    return Transformer(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        ffn=own_ffn or _first(config, _FFN) or 4 * hidden,
+        vocab=vocabulary,
+        seq=seq or _first(config, _LENGTH) or 1024,
+        kv_heads=_first(config, ("num_key_value_heads",)) or heads,
+        head_dim=_first(config, ("head_dim",)) or hidden // heads,
+        gated=bool(names & {"gate_proj", "gate_up_proj"}),
+        experts=experts,
+        active=_first(config, _ACTIVE) or 1,
+        tied=tied,
+        fused_attention=getattr(config, "_attn_implementation", "sdpa") != "eager",
+    )
+
+
+def _ends(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The matrices of a model's two ends: token embedding and head."""
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        end = getattr(module, get, lambda: None)()
+        if end is not None and getattr(end, "weight", None) is not None:
+            yield end.weight
+
+
+def _active_numel(module: nn.Module, units: Sequence[UnitShape]) -> int:
+    """Parameters that one token passes through: of routed experts' only as many as are chosen."""
+    config = _config_of(module)
+    experts, active = _first(config, _EXPERTS), _first(config, _ACTIVE)
+    total = sum(u.numel for u in units)
+    if not experts or not active or active >= experts:
+        return total
+    routed = sum(p.numel for u in units for p in u.parameters if re.search(r"(^|\.)experts\.", p.name))
+    return total - routed + round(routed * active / experts)
+
+
+# -- from a name -------------------------------------------------------------------------------------------------------------------
+
+
+def module_of(source: str | Path) -> nn.Module:
+    """The model that `source` names, on the meta device: never allocated, however large.
+
+    Args:
+        source: a folder with a config.json, the config.json itself, or `package.module:factory` (called without arguments).
+
+    Raises:
+        ValueError: there is no such thing, or it makes no module; the message says what was looked for.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{source}: this folder has no config.json, so it is no Hugging Face model.")
+        return _from_config(path / "config.json")
+    if path.is_file():
+        if path.suffix != ".json":
+            raise ValueError(f"{source}: expected a config.json, its folder, or package.module:factory.")
+        return _from_config(path)
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(source)):
+        return _from_factory(str(source))
+    raise ValueError(f"{source}: there is no such folder or file, and it is not package.module:factory. Nothing is downloaded.")
+
+
+def _from_config(path: Path) -> nn.Module:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise ValueError(f"{path}: reading a Hugging Face config needs transformers: pip install 'onefold[train]'.") from None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable JSON: {error}.") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ValueError(f'{path} has no "model_type", so it is no Hugging Face config. A Llama\'s says "model_type": "llama".')
+    kind = values["model_type"]
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if kind not in known:
+        near = difflib.get_close_matches(kind, list(known.keys()), 3)
+        hint = f"Did you mean {' or '.join(near)}?" if near else "Code of a model's own is not run; name it as package.module:factory."
+        raise ValueError(f"{path}: transformers {transformers.__version__} has no model_type {kind!r}. {hint}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        return _build(_class_for(config), config)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a config's values break in the model's own code
+        raise ValueError(f"{path}: transformers could not build this model: {type(error).__name__}: {error}") from error
+
+
+def _class_for(config: Any) -> Any:
+    """The class that the config's `architectures` names, else the causal language model, else the plain model of its type."""
+    import transformers
+
+    for wanted in getattr(config, "architectures", None) or ():
+        if (found := getattr(transformers, wanted, None)) is not None:
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ValueError(f"transformers has no model class for {type(config).__name__}.")
+
+
+def _build(kind: Any, config: Any) -> nn.Module:
+    with _quietly(), torch.device("meta"), _without_init():
+        module = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()  # left out with the initialization
+    if module.dtype not in (torch.float32, torch.float64):  # a plan starts from full precision and follows the recipe from there
+        module = module.float()
+    return module.train()
+
+
+def _from_factory(source: str) -> nn.Module:
+    package, _, attribute = source.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{source}: cannot import {error.name!r} from {os.getcwd()} or the installed packages.") from None
+    factory = getattr(found, attribute, None)
+    if not callable(factory):
+        names = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
+        near = difflib.get_close_matches(attribute, names, 3) or names[:8]
+        raise ValueError(f"{source}: {package} has no function {attribute!r}. It has {', '.join(near) or 'none'}.")
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty and p.kind not in free]
+    if needed:
+        raise ValueError(f"{source}: the factory is called without arguments, but {attribute} asks for {', '.join(needed)}.")
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        made = factory()
+    module = made[0] if isinstance(made, tuple) and made else made
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{source}: expected an nn.Module or (nn.Module, tokenizer), got {type(made).__name__}.")
+    return module.train()
+
+
+@contextmanager
+def _without_init() -> Iterator[None]:
+    """Inside, transformers does not go through a new model to initialize it: there is nothing to initialize."""
+    for home in ("transformers.initialization", "transformers.modeling_utils"):  # of version 5, of earlier ones
+        try:
+            skip = getattr(importlib.import_module(home), "no_init_weights", None)
+        except ModuleNotFoundError:
+            continue
+        if skip is not None:
+            break
+    with skip() if skip is not None else nullcontext():
+        yield
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Warnings and bars of transformers off inside, then as before."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

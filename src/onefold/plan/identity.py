@@ -1,0 +1,82 @@
+"""Which machine this is, as far as speeds depend on it: a measurement is good for a machine with the same identity."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What speeds depend on. Host names are left out: a container gets a new one at each start.
+
+    Attributes:
+        cpu: the processor's name.
+        cores: CPUs this process may run on, affinity and cgroup quota counted in.
+        gpus: names of the GPUs that torch sees.
+        torch: its version; another one makes a measurement stale, not foreign.
+    """
+
+    cpu: str
+    cores: int
+    gpus: tuple[str, ...]
+    torch: str
+
+    def differences(self, other: Identity) -> list[str]:
+        """What makes `other` another machine, a phrase each; [] for the same one."""
+        out = []
+        if self.cpu != other.cpu:
+            out.append(f"a processor {self.cpu!r} where {other.cpu!r} is")
+        if self.cores != other.cores:
+            out.append(f"{self.cores} cores where {other.cores} may be used")
+        if self.gpus != other.gpus:
+            out.append(f"{_gpus(self.gpus)} where {_gpus(other.gpus)} there")
+        return out
+
+
+def this_machine() -> Identity:
+    """The machine this process runs on, as this process may use it."""
+    import torch
+
+    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    return Identity(cpu_name(), usable_cpus(), gpus, torch.__version__)
+
+
+def cpu_name() -> str:
+    """The processor's name as the kernel has it, else its architecture."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found.group(1).strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def usable_cpus() -> int:
+    """CPUs that the scheduler gives this process: the affinity mask, limited by the cgroup's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else max(1, min(count, math.ceil(float(quota) / float(period))))
+
+
+def total_host_memory() -> int:
+    """Bytes of host memory that this process may ever have: the machine's, or the cgroup's limit; 0 where neither is known."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        found += [] if limit == "max" else [int(limit)]
+    except (OSError, ValueError):
+        pass
+    return min(found, default=0)
+
+
+def _gpus(names: tuple[str, ...]) -> str:
+    return " and ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)) + " were" if names else "no GPU was"

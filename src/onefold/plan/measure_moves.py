@@ -1,0 +1,123 @@
+"""Measuring the moves between placements as the engine makes them, and what computing beside one costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from onefold.comm import Group
+from onefold.memory import empty
+from onefold.plan.measure import Bench
+from onefold.plan.measured import Overlap, Points
+
+#: Side of the matrix products that run beside a gather.
+SIDE = 512
+#: Rounds of the overlap measurement, of which the medians count.
+ROUNDS = 7
+
+
+class Moves:
+    """The three moves of one flat fp32 buffer of `nbytes` bytes, cut evenly among the group's ranks."""
+
+    def __init__(self, bench: Bench, nbytes: int) -> None:
+        self.bench, self.group = bench, bench.group
+        self.shard = max(1, nbytes // 4 // self.group.size)
+        self.full = torch.zeros(self.shard * self.group.size, device=bench.device)
+
+    def payload(self, move: str) -> int:
+        """Bytes that this rank sends, as the traffic ledger counts them."""
+        return 4 * self.shard * (self.group.size - 1) * (2 if move == "all-reduce" else 1)
+
+    def call(self, move: str) -> Callable[[], object]:
+        return {"all-gather": self.all_gather, "reduce-scatter": self.reduce_scatter, "all-reduce": self.all_reduce}[move]
+
+    def all_gather(self) -> None:
+        self.group.all_gather(self.full, self.bench.place("all-gather"), 0).wait()
+
+    def reduce_scatter(self) -> torch.Tensor:
+        """Exchange of intervals and a local sum into a received part, which would become the gradient: fresh memory each time."""
+        own, parts = self._exchange("reduce-scatter")
+        total, *others = parts
+        for part in (own, *others):
+            total.add_(part)
+        return total
+
+    def all_reduce(self) -> torch.Tensor:
+        """The same, with the sums put in a whole buffer and sent to all."""
+        own, parts = self._exchange("all-reduce")
+        total = empty(self.full.numel(), torch.float32, self.bench.device)
+        mine = self._interval(total, self.group.rank)
+        torch.add(own, parts[0], out=mine)
+        for part in parts[1:]:
+            mine.add_(part)
+        sends = [(p, mine) for p in self._peers()]
+        recvs = [(p, self._interval(total, p)) for p in self._peers()]
+        self.group.exchange(sends, recvs, self.bench.place("all-reduce"), 0, move="all-reduce").wait()
+        return total
+
+    def _exchange(self, move: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        recvs = [(p, empty(self.shard, torch.float32, self.bench.device)) for p in self._peers()]
+        sends = [(p, self._interval(self.full, p)) for p in self._peers()]
+        self.group.exchange(sends, recvs, self.bench.place(move), 0, move=move).wait()
+        return self._interval(self.full, self.group.rank), [part for _, part in recvs]
+
+    def _interval(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
+        return buffer[rank * self.shard : (rank + 1) * self.shard]
+
+    def _peers(self) -> list[int]:
+        return [p for p in range(self.group.size) if p != self.group.rank]
+
+
+def measure_move(bench: Bench, move: str) -> Points:
+    """(payload bytes that one rank sends, seconds) of `move` at every size."""
+    out = []
+    for nbytes in bench.sizes.move_bytes:
+        moves = Moves(bench, nbytes)
+        out.append((float(moves.payload(move)), bench.seconds(moves.call(move))))
+    return tuple(out)
+
+
+def measure_overlap(bench: Bench) -> Overlap:
+    """A gather, matrix products that take about as long, and both at once."""
+    gather = Moves(bench, bench.sizes.overlap_bytes)
+    a, b = torch.randn(2, SIDE, SIDE, device=bench.device)
+    out = torch.empty_like(a)
+    alone = bench.seconds(gather.all_gather)
+    one = bench.seconds(lambda: torch.mm(a, b, out=out))
+    count = max(1, round(alone / one))
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(a, b, out=out)
+
+    rounds = []
+    for _ in range(ROUNDS):
+        times = []
+        for call in (compute, gather.all_gather):
+            bench.together()
+            times.append(bench.once(call))
+        bench.together()
+        rounds.append([*times, *_both(bench, gather.group, gather.full, compute)])
+    medians = [bench.slowest(statistics.median(column)) for column in zip(*rounds, strict=True)]
+    return Overlap(compute=medians[0], gather=medians[1], together=medians[2], compute_beside=medians[3])
+
+
+def _both(bench: Bench, group: Group, full: torch.Tensor, compute: Callable[[], None]) -> tuple[float, float]:
+    """(seconds until both are done, seconds of the computing)."""
+    cuda = bench.device.type == "cuda"
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
+    begin = time.perf_counter()
+    pending = group.all_gather(full, bench.place("all-gather"), 0)
+    if cuda:
+        marks[0].record()
+    compute()
+    if cuda:
+        marks[1].record()
+    computed = time.perf_counter() - begin
+    pending.wait()
+    bench.synchronize()
+    whole = time.perf_counter() - begin
+    return whole, marks[0].elapsed_time(marks[1]) / 1000 if cuda else computed

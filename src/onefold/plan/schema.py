@@ -1,0 +1,132 @@
+"""The one schema of what is predicted and what is measured: an account of one rank over one optimizer step.
+
+    onefold.plan(...)  ──►  Account  ◄──  the ledgers of a run
+                              │
+                          compare()      line by line: predicted, measured, ratio
+
+Bytes are bytes of one rank, seconds are wall-clock, a step is an optimizer step with all its micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from onefold.memory import GATHERED, GRADIENTS, IDLE, MASTERS, PARAMETERS, REDUCTION
+
+MOMENTS = "moments"
+ACTIVATIONS = "activations"
+LOGITS = "logits"
+TEMPORARY = "temporary"
+FRAGMENTATION = "fragmentation"
+
+#: Every category of memory, in the order in which tables list them.
+CATEGORIES = (PARAMETERS, MASTERS, GRADIENTS, MOMENTS, GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION)
+#: What the engine itself takes and enters in its ledger; the optimizer holds the moments, autograd and the model the rest.
+ENGINE = (PARAMETERS, MASTERS, GRADIENTS, GATHERED, REDUCTION, IDLE)
+#: The moves that are counted on the wire.
+MOVES = ("all-gather", "reduce-scatter", "all-reduce")
+#: What a step's seconds are made of; `step` is their sum as far as they do not overlap.
+SECONDS = ("compute", "exposed communication", "optimizer", "io", "step")
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one rank holds, sends and spends.
+
+    Attributes:
+        rest: bytes between steps, by category.
+        peak: bytes at the moment when their sum is largest, by category.
+        bound: bytes that the sum never exceeds; 0 where nothing bounds it (a measurement).
+        host, nvme: bytes on the host and on NVMe that offloaded state takes.
+        wire: payload bytes sent in a step, by move.
+        links: the same bytes by link, "inside" a node and "between" nodes.
+        seconds: of a step, by `SECONDS`.
+        tokens_per_s: of all ranks together.
+        mfu: model FLOPs done in a second as a share of the machine's peak; None where the peak is not known.
+    """
+
+    rest: Mapping[str, int] = field(default_factory=dict)
+    peak: Mapping[str, int] = field(default_factory=dict)
+    bound: int = 0
+    host: int = 0
+    nvme: int = 0
+    wire: Mapping[str, int] = field(default_factory=dict)
+    links: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_s: float = 0.0
+    mfu: float | None = None
+
+    @property
+    def rest_bytes(self) -> int:
+        return sum(self.rest.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(self.wire.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary that `Account.from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Account:
+        known = {f.name for f in fields(cls)}
+        return cls(**{k: v for k, v in values.items() if k in known})
+
+    def lines(self) -> Iterator[tuple[str, str, float]]:
+        """(name, unit, value) of every figure: what `compare` puts side by side."""
+        for title, table in (("at rest", self.rest), ("at peak", self.peak)):
+            for category in CATEGORIES:
+                if table.get(category):
+                    yield f"{title}: {category}", "bytes", table[category]
+            if table:
+                yield f"{title}: all", "bytes", sum(table.values())
+        if self.bound:
+            yield "bound of the peak", "bytes", self.bound
+        if self.host:
+            yield "host", "bytes", self.host
+        if self.nvme:
+            yield "nvme", "bytes", self.nvme
+        for move, nbytes in self.wire.items():
+            yield f"wire: {move}", "bytes", nbytes
+        if self.wire:
+            yield "wire: all", "bytes", self.wire_bytes
+        for link, nbytes in self.links.items():
+            yield f"link: {link}", "bytes", nbytes
+        for name in SECONDS:
+            if name in self.seconds:
+                yield f"time: {name}", "s", self.seconds[name]
+        if self.tokens_per_s:
+            yield "tokens/s", "1/s", self.tokens_per_s
+        if self.mfu is not None:
+            yield "MFU", "", self.mfu
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure, predicted and measured; None where one side does not have it. `ratio` is measured ÷ predicted."""
+
+    name: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        return self.measured / self.predicted if self.predicted and self.measured is not None else None
+
+
+def compare(predicted: Account, measured: Account) -> list[Line]:
+    """Both accounts line by line, in the order of the prediction, then what only the measurement has."""
+    left = {name: (unit, value) for name, unit, value in predicted.lines()}
+    right = {name: (unit, value) for name, unit, value in measured.lines()}
+    names = [*left, *(n for n in right if n not in left)]
+    return [
+        Line(n, (left.get(n) or right[n])[0], left[n][1] if n in left else None, right[n][1] if n in right else None) for n in names
+    ]

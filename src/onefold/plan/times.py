@@ -1,0 +1,290 @@
+"""Seconds of a step from FLOPs and bytes: the time model.
+
+    compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks
+    communication  per move: the slower of its two links, + calls × hops × hop_seconds
+    exposed        what communication is left over when `overlap` of the compute beside it is used up; never less than the ends:
+                   the first gather and the last reduction of each micro-batch have nothing to hide behind
+    optimizer      bytes that the update moves ÷ memory bandwidth
+    io             host link and NVMe, as far as compute leaves room to hide them
+
+        compute  │██ fwd ████████████│████████ bwd ████████████████████│
+        moves    │▓▓▓ ▒▒▒ ▒▒▒ ▒▒▒    │ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒     ▓▓▓│     ▒ hidden   ▓ exposed: an end, or more than fits
+
+A ring over nodes carries size·(N−1)/N through each node's whole set of adapters: the node's bandwidth divides (`Traffic.ring`). Every
+constant is stated here (`Software`) or in `onefold.plan.systems`, which says on what it was fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from onefold.plan.hardware import Machine
+
+#: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch; "both" is all compute.
+Phase = Literal["forward", "backward", "both", "first forward", "last backward", "boundary"]
+_DTYPES: Mapping[str, str] = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Software:
+    """What software makes of the hardware. The defaults are what a plan uses for a machine nobody has measured.
+
+    Attributes:
+        kernel_share: of the rate that large products reach, what a whole transformer reaches: norms, softmax and small products take
+            the rest. Fitted to the Azure report (see `onefold.plan.systems`), as hop_seconds.
+        link_share: of the nominal link, what a collective of large messages reaches. An assumption; published runs: 0.17 to 1.
+        overlap: of the compute beside it, the share that communication can hide behind. An assumption for a schedule that prefetches.
+        hop_seconds: of one step of a ring, from one rank to the next. A collective over N ranks takes N−1 of them, which is the term
+            that grows with N.
+        straggler: spread of the ranks' speeds, an assumption; the slowest of N normally distributed ranks is sqrt(2 ln N) deviations
+            behind the mean.
+    """
+
+    kernel_share: float = 0.77
+    link_share: float = 0.8
+    overlap: float = 0.9
+    hop_seconds: float = 7e-6
+    straggler: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("kernel_share", "link_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a share above 0 and at most 1.")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap={self.overlap!r}: expected a share from 0 to 1.")
+        if self.hop_seconds < 0 or self.straggler < 0:
+            raise ValueError(f"hop_seconds={self.hop_seconds!r}, straggler={self.straggler!r}: expected 0 or more.")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends in a step by one kind of move.
+
+    Attributes:
+        move: "all-gather", "reduce-scatter" or "all-reduce".
+        inside, between: bytes by link, the mean over the ranks of a node; their sum is what the ledger counts.
+        calls: collectives in a step.
+        hops: messages that follow one another in one collective.
+        ranks: of the group.
+        phase: what it can hide behind; see `Phase`.
+    """
+
+    move: str
+    inside: float
+    between: float
+    calls: int
+    hops: int
+    ranks: int
+    phase: Phase = "both"
+
+    @property
+    def nbytes(self) -> float:
+        return self.inside + self.between
+
+    @classmethod
+    def ring(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
+        """Over all ranks in a ring that enters and leaves each node once: one rank of a node sends its bytes to the next node."""
+        between = nbytes / machine.local if machine.nodes > 1 else 0.0
+        return cls(move, nbytes - between, between, calls, machine.ranks - 1, machine.ranks, phase)
+
+    @classmethod
+    def pairwise(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
+        """Over all ranks, every rank to every other: most bytes leave the node, `per_node` times a ring's. One message time a call."""
+        others = max(machine.ranks - 1, 1)
+        between = nbytes * (machine.ranks - machine.local) / others
+        return cls(move, nbytes - between, between, calls, others, machine.ranks, phase)
+
+    @classmethod
+    def within_nodes(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
+        """In groups of one node's ranks."""
+        return cls(move, nbytes, 0.0, calls, machine.local - 1, machine.local, phase)
+
+    @classmethod
+    def across_nodes(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
+        """In groups of one rank of each node: every rank of a node sends between nodes."""
+        return cls(move, 0.0, nbytes, calls, machine.nodes - 1, machine.nodes, phase)
+
+    def seconds(self, machine: Machine, software: Software) -> float:
+        """Of all its calls, one after another."""
+        if self.ranks <= 1 or not (self.nbytes and self.calls):
+            return 0.0
+        if machine.measured is not None:
+            return self.calls * machine.measured.seconds_for(self.move, math.ceil(self.nbytes / self.calls), self.ranks)
+        inside = self.inside / (machine.gpu.link * software.link_share)
+        between = self.between * machine.local / (machine.between.bandwidth * software.link_share) if machine.between else 0.0
+        return max(inside, between) + self.calls * self.hops * software.hop_seconds
+
+
+def traffic_of(
+    wire: Mapping[str, float],
+    calls: Mapping[str, int],
+    machine: Machine,
+    *,
+    kept: bool = False,
+    at_boundary: bool = False,
+    nccl: bool = True,
+) -> list[Traffic]:
+    """What Onefold's moves are, from the bytes and calls that its ledger counts by move.
+
+    Gathers are rings on NCCL and pairwise on gloo; reductions are pairwise everywhere, since the sum is local; an all-reduce is both.
+
+    Args:
+        wire, calls: payload bytes a rank sends in a step, and collectives, by "all-gather", "reduce-scatter", "all-reduce".
+        kept: whole parameters are kept (stages 0 to 2), so that gathers refresh them once, behind the first forward pass.
+        at_boundary: gradients are reduced behind the last backward pass only.
+    """
+    gather = Traffic.ring if nccl else Traffic.pairwise
+    reduction: Phase = "last backward" if at_boundary else "backward"
+    moves = []
+    if wire.get("all-gather"):
+        moves.append(gather("all-gather", wire["all-gather"], calls["all-gather"], machine, "first forward" if kept else "both"))
+    if wire.get("reduce-scatter"):
+        moves.append(Traffic.pairwise("reduce-scatter", wire["reduce-scatter"], calls["reduce-scatter"], machine, reduction))
+    if wire.get("all-reduce"):
+        half, times = wire["all-reduce"] / 2, calls["all-reduce"]
+        moves.append(Traffic.pairwise("reduce-scatter", half, times, machine, reduction))
+        moves.append(gather("all-gather", half, times, machine, reduction))
+    return moves
+
+
+def links_of(traffic: Sequence[Traffic]) -> dict[str, int]:
+    """Bytes by link as an `Account` holds them: of one rank, the mean over the ranks of a node."""
+    return {"inside": round(sum(t.inside for t in traffic)), "between": round(sum(t.between for t in traffic))}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in one optimizer step.
+
+    Attributes:
+        flops: done, recompute included; model_flops: what MFU counts (None: the same).
+        precision: of the matrix products: "fp32", "tf32", "fp16", "bf16".
+        tokens: of all ranks together.
+        micro_batches: of one rank.
+        forward_share: of the compute, what is forward: 1/3, or 1/4 under full recompute.
+        memory_bytes: moved by everything that is no matrix product, if known; kernel_share is then not applied.
+        optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device, bytes it moves (28 an element: Adam
+            in fp32 reads p, g, m, v and writes p, m, v).
+        host_optimizer_bytes: the same on the host.
+        host_bytes, nvme_bytes: over this rank's host link, and to and from NVMe, in a step.
+        hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at that shape.
+    """
+
+    flops: float
+    traffic: Sequence[Traffic] = ()
+    model_flops: float | None = None
+    precision: str = "bf16"
+    tokens: float = 0.0
+    micro_batches: int = 1
+    forward_share: float = 1 / 3
+    memory_bytes: float | None = None
+    optimizer_numel: float = 0.0
+    optimizer_bytes: float = 0.0
+    host_optimizer_bytes: float = 0.0
+    host_bytes: float = 0.0
+    nvme_bytes: float = 0.0
+    hidden: int = 0
+    micro_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step by `schema.SECONDS`, MFU of the machine's nominal peak, and what the moves take if nothing hides them."""
+
+    seconds: Mapping[str, float]
+    mfu: float
+    tokens_per_s: float
+    communication: float = 0.0
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def step(self) -> float:
+        return self.seconds["step"]
+
+
+def slowest_of(ranks: int, straggler: float) -> float:
+    """How much longer a step takes than a rank's mean because all wait for the slowest: 1 + σ·sqrt(2 ln N)."""
+    return 1 + straggler * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 1.0
+
+
+def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
+    """Of forward, backward and recompute, all micro-batches."""
+    measured = machine.measured
+    if measured is not None and work.hidden and work.micro_tokens:
+        rate = measured.block_rate(work.hidden, work.micro_tokens, _DTYPES[work.precision], machine.ranks)
+        return work.flops / rate
+    rate = machine.matrix_rate(work.precision)
+    if work.memory_bytes is not None:
+        own = work.flops / rate + work.memory_bytes / machine.gpu.memory_bandwidth
+    else:
+        own = work.flops / (rate * software.kernel_share)
+    return own * slowest_of(machine.ranks, software.straggler)
+
+
+def exposed_seconds(work: Work, compute: float, machine: Machine, software: Software) -> tuple[float, float]:
+    """(exposed, all) seconds of communication.
+
+    Phase by phase: `overlap` × the phase's compute hides its moves, of which each hidden second costs `contention` of itself in compute.
+    """
+    room = software.overlap * (1 - machine.contention) * compute
+    left = {"forward": room * work.forward_share, "backward": room * (1 - work.forward_share)}
+    by_phase: dict[str, list[Traffic]] = {}
+    for traffic in work.traffic:
+        by_phase.setdefault(traffic.phase, []).append(traffic)
+    exposed = total = 0.0
+    # the narrowest room first: what it hides is gone for the wider
+    for phase in ("first forward", "last backward", "forward", "backward", "both", "boundary"):
+        once = phase in ("first forward", "last backward", "boundary")
+        hideable, ends = _hideable(by_phase.get(phase, ()), 1 if once else work.micro_batches, machine, software)
+        hidden = 0.0
+        for part in left:
+            if phase == "both" or phase.endswith(part):
+                taken = min(hideable - hidden, left[part] / (work.micro_batches if once else 1))
+                left[part] -= taken
+                hidden += taken
+        exposed += hideable + ends - hidden
+        total += hideable + ends
+    return exposed, total
+
+
+def _hideable(moves: Sequence[Traffic], micro_batches: int, machine: Machine, software: Software) -> tuple[float, float]:
+    """Seconds of these moves that compute can hide, and those of the first and last of each micro-batch, which it cannot."""
+    seconds = sum(t.seconds(machine, software) for t in moves)
+    calls = sum(t.calls for t in moves if t.nbytes and t.ranks > 1)
+    ends = seconds * min(1.0, 2 * micro_batches / calls) if calls else 0.0
+    return seconds - ends, ends
+
+
+def step_times(work: Work, machine: Machine, software: Software | None = None) -> Times:
+    """Seconds of a step of this work on one rank of this machine.
+
+    A calibrated machine's figures stand for its block rate, its moves and its optimizer. `software` None takes the defaults; on a
+    calibrated machine everything that it measured to overlap does (its `contention` says how much that is).
+    """
+    soft = software or (Software(overlap=1.0) if machine.measured is not None else Software())
+    compute = compute_seconds(work, machine, soft)
+    exposed, communication = exposed_seconds(work, compute, machine, soft)
+    optimizer = _optimizer_seconds(work, machine)
+    room = max(0.0, soft.overlap * compute - (communication - exposed))
+    io = _io_seconds(work, machine)
+    io = max(0.0, io - room)
+    step = compute + exposed + optimizer + io
+    seconds = {"compute": compute, "exposed communication": exposed, "optimizer": optimizer, "io": io, "step": step}
+    model = work.flops if work.model_flops is None else work.model_flops
+    mfu = model / (step * machine.peak(work.precision)) if step else 0.0
+    return Times(seconds, mfu, work.tokens / step if step else 0.0, communication)
+
+
+def _optimizer_seconds(work: Work, machine: Machine) -> float:
+    host = work.host_optimizer_bytes / (machine.host.memory_bandwidth / machine.local)
+    if machine.measured is not None and work.optimizer_numel:
+        return host + machine.measured.optimizer_seconds(round(work.optimizer_numel), machine.ranks)
+    return host + work.optimizer_bytes / machine.gpu.memory_bandwidth
+
+
+def _io_seconds(work: Work, machine: Machine) -> float:
+    """The host link and the disks work at the same time."""
+    return max(work.host_bytes / machine.host_link(), work.nvme_bytes / (machine.host.nvme_bandwidth / machine.local))

@@ -1,0 +1,371 @@
+"""Activations of a real module, traced without memory: what its forward pass keeps, what its backward pass needs besides.
+
+    module, batch ──► fake tensors ──► forward, backward ──► log of storages ──► ActivationTrace
+                      (plan/fake.py)    (its own code)       (plan/lifetimes.py)
+
+Nothing is allocated but integers (plan/values.py says why), and of many equal blocks a few are run (plan/repeat.py), so a model of any
+size is traced in about a second.
+
+What counts: every storage that is not a parameter or a buffer, once, however many views there are, from its first use to its last. The
+batch counts; parameters' gradients count from their making to their arrival (autograd's hand-over, where the engine copies and drops
+them). Not counted: memory that a kernel takes for itself and returns before it ends, and what an allocator adds by rounding.
+
+`logits` are storages whose first tensor's last dimension is the vocabulary and that are no parameter's gradient: the logits, their
+upcast, log-probabilities, and the gradients of these.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+
+from onefold.plan.fake import Faked, fake_batch, faked, passing_as_real
+from onefold.plan.kernels import CudaKernels
+from onefold.plan.lifetimes import Log, Read, Span, Watch, read
+from onefold.plan.recompute import Checkpointing, checkpointed
+from onefold.plan.repeat import Repetition, repetition_in, shortened, written_out
+from onefold.plan.values import Integers
+from onefold.runtime.units import find_units
+
+__all__ = ["ActivationTrace", "Precision", "Span", "UnitTrace", "trace", "trace_at"]
+
+Precision = Literal["fp32", "bf16", "fp16", "autocast-bf16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast-bf16": torch.float32}
+
+
+@dataclass(frozen=True)
+class UnitTrace:
+    """One unit's share.
+
+    Attributes:
+        name: as the engine has it, "(root)" for what belongs to no other unit (the loss too).
+        saved: bytes that autograd keeps for backward, each storage in the unit where it is first saved.
+        forward_flops, backward_flops: of matrix products, as torch counts them; recomputation belongs to backward.
+    """
+
+    name: str
+    saved: int
+    forward_flops: int
+    backward_flops: int
+
+
+@dataclass(frozen=True)
+class ActivationTrace:
+    """Activations of one micro-batch, in bytes.
+
+    Attributes:
+        units: in the engine's order, the root first.
+        spans: the step from beginning to end. Laid over what the engine holds at those times they give the joint peak.
+        saved, logits: what autograd keeps for backward, and how much of it is logits.
+        end_of_forward: everything in memory when the loss is computed and the model's output dropped.
+        inputs: of the batch.
+        notes: sentences about what had to be assumed.
+    """
+
+    units: tuple[UnitTrace, ...]
+    spans: tuple[Span, ...]
+    saved: int
+    logits: int
+    end_of_forward: int
+    inputs: int
+    precision: str
+    checkpointing: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """The largest sum of the step, parameters' gradients that have not arrived included."""
+        return self.peak_span.peak
+
+    @property
+    def peak_span(self) -> Span:
+        return max(self.spans, key=lambda s: s.peak)
+
+    def highest(self, unit: str, phase: str) -> Span | None:
+        """The span of `unit` in `phase` ("forward" or "backward") with the largest peak; None if it never runs in it."""
+        return max((s for s in self.spans if s.unit == unit and s.phase == phase), key=lambda s: s.peak, default=None)
+
+    @property
+    def forward_flops(self) -> int:
+        return sum(u.forward_flops for u in self.units)
+
+    @property
+    def backward_flops(self) -> int:
+        return sum(u.backward_flops for u in self.units)
+
+
+def trace(
+    module: nn.Module,
+    batch: Any,
+    *,
+    checkpointing: Checkpointing = "none",
+    precision: Precision = "fp32",
+    device: str | torch.device = "cpu",
+    units: Sequence[str | type] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    vocabulary: int | None = None,
+) -> ActivationTrace:
+    """Run forward and backward of `module` on fake tensors and tell what is in memory when.
+
+    The module may be real or on the meta device; it comes back as it was (mode, tensors, gradients). It is traced in training mode.
+
+    Args:
+        batch: a mapping (called as `module(**batch)`), a tuple or list (`module(*batch)`), or one argument. Contents of integer tensors
+            are used, those of floating-point tensors are not; both may be on the meta device.
+        checkpointing: "full" recomputes every repeated block, "selective" every second; "none" leaves the module as it is, so one
+            that checkpoints by itself still does.
+        precision: parameters and floating-point inputs are cast to it, as the engine casts them; "autocast-bf16" leaves them fp32 and
+            runs the forward pass under autocast.
+        device: whose kernels are chosen, "cpu" or "cuda" (see plan/kernels.py); no such device is needed.
+        units: names or classes of units, as `onefold.shard` takes them.
+        loss: the scalar to differentiate, from the module's output. None looks for `.loss`, a "loss" key, a first scalar; an output
+            without a loss is summed.
+        vocabulary: the last dimension of logits; None takes it from the module's config or its largest embedding.
+
+    Raises:
+        ValueError: the module cannot be traced, with the reason; or an argument is none of the above.
+    """
+    settings = Settings(checkpointing, precision, device, units, loss, vocabulary)
+    found = _trace_of(_record(module, batch, settings), settings)
+    if found is None:
+        found = _trace_of(_record(module, batch, settings, whole=True), settings)
+    assert found is not None
+    return found
+
+
+def trace_at(module: nn.Module, batch_of: Callable[[int], Any], micro_batches: Iterable[int], **options: Any) -> dict[int, ActivationTrace]:
+    """The traces at several micro-batch sizes, for the price of three.
+
+    Sizes are affine in the micro-batch, entry by entry of the log, wherever two traces differ in nothing but sizes: those at 2 and 3 say
+    what a larger one would be (1 is traced by itself: with one sample, copies are saved that more samples need). Where they differ in
+    more (a router's remainder), every size is traced.
+
+    Args:
+        batch_of: the batch of a given number of samples.
+        options: as of `trace`.
+    """
+    wanted = sorted(set(micro_batches))
+    if any(b < 1 for b in wanted):
+        raise ValueError(f"micro-batches {wanted}: expected samples, 1 or more.")
+    settings = Settings(**options)
+    out = {b: trace(module, batch_of(b), **options) for b in wanted if b == 1}
+    larger = [b for b in wanted if b > 1]
+    if not larger:
+        return out
+    if max(larger) < 4:
+        return out | {b: trace(module, batch_of(b), **options) for b in larger}
+    for whole in (False, True):
+        low, high = (_record(module, batch_of(b), settings, whole) for b in (2, 3))
+        if low.log.shape() != high.log.shape():
+            continue
+        for b in larger:
+            sizes = [x.nbytes + (b - 2) * (y.nbytes - x.nbytes) for x, y in zip(low.log.entries, high.log.entries, strict=True)]
+            found = _trace_of(replace(low, inputs=low.inputs + (b - 2) * (high.inputs - low.inputs)), settings, sizes)
+            if found is not None:
+                out[b] = found
+        if all(b in out for b in larger):
+            return out
+    return out | {b: trace(module, batch_of(b), **options) for b in larger if b not in out}
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `trace`."""
+
+    checkpointing: Checkpointing = "none"
+    precision: Precision = "fp32"
+    device: str | torch.device = "cpu"
+    units: Sequence[str | type] | None = None
+    loss: Callable[[Any], torch.Tensor] | None = None
+    vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in _DTYPES:
+            raise ValueError(f"precision={self.precision!r}: expected one of {', '.join(_DTYPES)}.")
+        if torch.device(self.device).type not in ("cpu", "cuda"):
+            raise ValueError(f"device={str(self.device)!r}: expected 'cpu' or 'cuda', whose kernels a trace knows.")
+
+    @property
+    def casts(self) -> torch.dtype | None:
+        """What floating-point inputs become, None where they stay."""
+        return _DTYPES[self.precision] if self.precision in ("bf16", "fp16") else None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step's log, with what is needed to read it: `names` of all units, bytes of the batch, blocks that were left out."""
+
+    log: Log
+    names: tuple[str, ...]
+    inputs: int
+    notes: tuple[str, ...]
+    repetition: Repetition | None
+
+
+def _record(module: nn.Module, batch: Any, settings: Settings, whole: bool = False) -> Recording:
+    """Run one step and write its log; `whole` runs every block, even if equal ones could be left out."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    names = tuple(spec.name or "(root)" for spec in find_units(module, settings.units))
+    vocabulary = settings.vocabulary if settings.vocabulary is not None else vocabulary_of(module)
+    log, integers = Log(vocabulary=vocabulary), Integers()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_without_collector())
+        stack.enter_context(_training(module))
+        stack.enter_context(checkpointed(module, settings.checkpointing))
+        repetition = None if whole else repetition_in(module)
+        if repetition is not None and not set(repetition.names) <= set(names):
+            repetition = None
+        if repetition is not None:
+            stack.enter_context(shortened(repetition))
+        stack.enter_context(passing_as_real())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        ours = stack.enter_context(faked(module, _DTYPES[settings.precision], integers))
+        given = fake_batch(batch, settings.casts, integers)
+        watch = Watch(log, ours.storages, integers.call)
+        present = dict(module.named_modules())
+        for name in names[1:]:
+            if name in present:
+                stack.callback(present[name].register_forward_pre_hook(_entering(watch, name), prepend=True).remove)
+                stack.callback(present[name].register_forward_hook(_leaving(watch), always_call=True).remove)
+        _listen(ours, watch)
+        inputs = _step(module, given, watch, settings)
+    notes = list(integers.notes)
+    if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+        notes.append("recurrent layers keep workspaces of their kernels, which are not counted")
+    return Recording(log, names, inputs, tuple(notes), repetition)
+
+
+def _step(module: nn.Module, batch: Any, watch: Watch, settings: Settings) -> int:
+    """Forward and backward under the watch; bytes of the batch."""
+    tensors = {watch.key(t): t.untyped_storage().nbytes() for t in _tensors_of(batch)}
+    inputs = sum(tensors.values())
+    del tensors
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16) if settings.precision == "autocast-bf16" else nullcontext()
+    with torch.enable_grad(), CudaKernels() if torch.device(settings.device).type == "cuda" else nullcontext(), watch:
+        with saved_tensors_hooks(watch.pack, lambda t: t), autocast:
+            scalar = (settings.loss or loss_of)(_call(module, batch))
+        watch.mark("turn")
+        if not scalar.requires_grad:
+            raise ValueError("the loss depends on no trainable parameter, so there is no backward pass to trace: unfreeze some parameters.")
+        # What scalar.backward() calls. That would leave CudaKernels for its duration, and a recomputation would run other kernels.
+        _engine_run_backward((scalar,), (torch.ones_like(scalar),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        watch.mark("over")
+    return inputs
+
+
+def _call(module: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+def _tensors_of(batch: Any) -> list[torch.Tensor]:
+    from torch.utils._pytree import tree_leaves
+
+    return [t for t in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch) if isinstance(t, torch.Tensor)]
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The scalar to differentiate in a module's output, in fp32: its loss, else the sum of its first floating-point tensor."""
+    from onefold.runtime.gather import tensors_in
+
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    tensors = [found] if isinstance(found, torch.Tensor) else [t for t in tensors_in(output) if t.dtype.is_floating_point]
+    if not tensors:
+        raise ValueError(f"the module returned {type(output).__name__} without a floating-point tensor: give trace() a loss=function.")
+    return tensors[0].float().reshape(()) if tensors[0].numel() == 1 else tensors[0].sum(dtype=torch.float32)
+
+
+def vocabulary_of(module: nn.Module) -> int:
+    """The vocabulary of a language model: its config's, else its largest embedding's; 0 if it has none."""
+    config = getattr(module, "config", None)
+    found = getattr(config, "vocab_size", None)
+    if isinstance(found, int):
+        return found
+    return max((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
+
+
+class _training:
+    """Inside, the module and all in it are in training mode; afterwards as they were."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modes = [(m, m.training) for m in module.modules()]
+
+    def __enter__(self) -> None:
+        for module, _ in self.modes:
+            module.training = True
+
+    def __exit__(self, *_: Any) -> None:
+        for module, mode in self.modes:
+            module.training = mode
+
+
+def _entering(watch: Watch, name: str) -> Callable[..., None]:
+    return lambda *_: watch.enter(name)
+
+
+def _leaving(watch: Watch) -> Callable[..., None]:
+    return lambda *_: watch.leave()
+
+
+def _listen(ours: Faked, watch: Watch) -> None:
+    """Take gradients as the engine takes them: when they are complete, at once."""
+    for name, param in ours.parameters.items():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_taking(watch, name))
+
+
+def _taking(watch: Watch, name: str) -> Callable[[torch.Tensor], None]:
+    def take(param: torch.Tensor) -> None:
+        if param.grad is not None:
+            watch.arrived(name, param.grad)
+            param.grad = None
+
+    return take
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Inside, Python collects no cycles: what dies does so by its last reference, at the same moment in every trace."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _trace_of(recording: Recording, settings: Settings, sizes: list[int] | None = None) -> ActivationTrace | None:
+    """What a recording says, with other `sizes` if given; None if the blocks left out would not have done what those traced did."""
+    found: Read | None = read(recording.log, sizes)
+    if recording.repetition is not None and found is not None:
+        found = written_out(found, recording.repetition)
+    if found is None:
+        return None
+    flops = {(name, phase): 0 for name in recording.names for phase in ("forward", "backward")}
+    for span in found.spans:
+        flops[span.unit, span.phase] += span.flops
+    return ActivationTrace(
+        units=tuple(UnitTrace(n, found.saved.get(n, 0), flops[n, "forward"], flops[n, "backward"]) for n in recording.names),
+        spans=found.spans,
+        saved=sum(found.saved.values()),
+        logits=found.saved_logits,
+        end_of_forward=found.end_of_forward,
+        inputs=recording.inputs,
+        precision=settings.precision,
+        checkpointing=settings.checkpointing,
+        notes=recording.notes,
+    )

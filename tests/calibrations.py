@@ -1,0 +1,54 @@
+"""A calibration made by hand, with figures that are easy to check."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from onefold.plan.calibrate import AtRanks, BlockPoint, Calibration, Disk, MatrixPoint, Overlap
+from onefold.plan.identity import this_machine
+
+LATENCY, BANDWIDTH = 1e-4, 2e9
+SIZES = (1e5, 1e6, 1e7)
+
+
+def line(latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> tuple[tuple[float, float], ...]:
+    """Moves that take exactly latency + bytes/bandwidth."""
+    return tuple((size, latency + size / bandwidth) for size in SIZES)
+
+
+def at_ranks(ranks: int, speed: float = 1.0) -> AtRanks:
+    """Ranks whose every rate is `speed` times the first's."""
+    several = ranks > 1
+    return AtRanks(
+        ranks=ranks,
+        threads=1,
+        matrices=tuple(MatrixPoint("float32", s, s, s, speed * rate) for s, rate in ((64, 1e10), (256, 4e10), (1024, 9e10))),
+        blocks=(BlockPoint("float32", 64, 64, speed * 5e9), BlockPoint("float32", 256, 256, speed * 2e10)),
+        copies=((1e6, 1e-4 / speed), (1e8, 1e-2 / speed)),
+        optimizer=((28e5, 1e-3 / speed), (28e6, 1e-2 / speed)),
+        moves={m: line(bandwidth=BANDWIDTH * speed) for m in ("all-gather", "reduce-scatter", "all-reduce")} if several else {},
+        overlap=Overlap(compute=1.0, gather=0.8, together=1.4, compute_beside=1.2) if several else None,
+    )
+
+
+def calibration(*counts: int) -> Calibration:
+    """This machine, as if measured now with these numbers of ranks; N ranks are each 1/N as fast as one."""
+    return Calibration(
+        identity=this_machine(),
+        device="cpu",
+        device_name="a processor",
+        backend="gloo",
+        device_bytes=1 << 34,
+        host_bytes=1 << 34,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        took_s=1.0,
+        quick=False,
+        at=tuple(at_ranks(c, 1 / c) for c in counts or (1, 2, 4)),
+        disk=Disk("/data", write=1e8, read=2e8),
+    )
+
+
+def elsewhere(found: Calibration) -> Calibration:
+    """The same figures from a machine with another processor."""
+    return replace(found, identity=replace(found.identity, cpu="Abacus 3000"))

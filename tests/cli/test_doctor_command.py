@@ -1,0 +1,235 @@
+"""`onefold doctor` as a user runs it: what it prints, what it refuses, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from calibrations import calibration, elsewhere
+from onefold.cli.doctor import doctor_command
+from onefold.cli.doctor_calibrate import default_ranks, threads_of
+from onefold.plan.calibrate import Calibration, default_path
+from onefold.plan.schema import MOVES
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+COMMAND = "import typer; from onefold.cli.doctor import doctor_command; typer.run(doctor_command)"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own; the terminal is wide enough for every table."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "cache"
+
+
+def doctor(*arguments: str) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(doctor_command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_it_says_what_the_machine_has_without_measuring(cache: Path) -> None:
+    result = doctor("--json", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    machine = said["machine"]
+    assert machine["ranks"] == machine["cpu"]["physical_cores"] >= 1
+    assert machine["backend"] == "gloo" and "gloo" in machine["backends"]
+    assert 0 < machine["memory"]["free"] <= machine["memory"]["total"]
+    assert machine["packages"]["torch"] and [d["use"] for d in machine["disks"]] == ["working folder", "temporary files", "cache"]
+    assert all(d["free"] > 0 for d in machine["disks"])
+    assert said["calibration"] is None and "onefold doctor --calibrate" in said["note"]
+    assert not cache.exists()
+
+
+def test_tables_say_the_same_for_people() -> None:
+    result = doctor("--device", "cpu")
+    assert result.exit_code == 0, result.output
+    for words in ("processor", "free", "onefold train starts", "There is no calibration at", "onefold doctor --calibrate"):
+        assert words in result.stdout
+
+
+def test_a_saved_calibration_is_shown() -> None:
+    calibration().save()
+    shown = doctor("--device", "cpu").stdout
+    for words in ("Rates of one rank", "all-gather", "reduce-scatter", "all-reduce", "4 ranks: 50% of a gather vanishes", "disk at /data"):
+        assert words in shown
+    said = json.loads(doctor("--device", "cpu", "--json").stdout)
+    assert Calibration.from_json(said["calibration"]).measured_ranks == (1, 2, 4)
+    assert said["note"] == ""
+
+
+def test_a_calibration_from_elsewhere_is_told_of_and_not_shown(tmp_path: Path) -> None:
+    elsewhere(calibration()).save()
+    said = json.loads(doctor("--device", "cpu", "--json").stdout)
+    assert said["calibration"] is None
+    assert "was measured on another machine: a processor 'Abacus 3000'" in said["note"]
+
+    asked = doctor("--device", "cpu", "--output", str(default_path()))
+    assert asked.exit_code == 2
+    assert "another machine" in asked.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--quick"], "--quick says how to measure: add --calibrate"),
+        (["--ranks", "2", "--disk", "."], "--ranks and --disk say how to measure"),
+        (["--calibrate", "--ranks", "two"], "--ranks two: expected numbers of ranks"),
+        (["--calibrate", "--ranks", ""], "expected numbers of ranks"),
+        (["--calibrate", "--ranks", "0,2"], "each 1 or more, such as 1,2,4"),
+        (["--calibrate", "--ranks", "1,1000000"], "1000000 ranks take"),
+        (["--calibrate", "--ranks", "1", "--disk", "/nowhere/at/all"], "--disk /nowhere/at/all: there is no such folder"),
+        (["--calibrate", "--output", "."], "this is a folder"),
+        (["--calibrate", "--output", "/proc/doctor.json"], "cannot be written to /proc/doctor.json"),
+        (["--output", "nowhere.json"], "there is no calibration at nowhere.json"),
+    ],
+)
+def test_what_cannot_be_gets_a_sentence(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = doctor("--device", "cpu", *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    as_json = json.loads(doctor("--device", "cpu", "--json", *arguments).stdout)
+    assert as_json["event"] == "error" and said in as_json["message"]
+
+
+def test_under_a_launcher_it_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    result = doctor("--device", "cpu", "--calibrate")
+    assert result.exit_code == 2
+    assert "Run it once, without a launcher" in result.stderr
+
+
+def test_cuda_without_a_gpu_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = doctor("--device", "cuda")
+    assert result.exit_code == 2
+    assert "torch finds no GPU here" in result.stderr
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 8, 64, 1000])
+def test_a_few_numbers_of_ranks_are_measured_from_one_to_all(most: int) -> None:
+    counts = default_ranks(most)
+    assert counts[0] == 1 and counts[-1] == most
+    assert counts == sorted(set(counts)) and len(counts) <= 4
+
+
+def test_threads_are_those_of_a_training_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_of([1, 2, 8], 4) == {1: 4, 2: 2, 8: 1}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_of([1, 2], 4) == {1: 3, 2: 3}
+
+
+# -- with ranks ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Place:
+    """A folder of its own for one command, and a way to find what it left behind."""
+
+    folder: Path
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH", "")]))
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-c", COMMAND, "--device", "cpu", "--output", str(self.folder / "doctor.json"), *arguments],
+            cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def processes(self, containing: str = "") -> list[int]:
+        """Process ids of what runs with this place's temporary folder."""
+        mark = f"TMPDIR={self.folder / 'tmp'}".encode()
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (process / "environ").read_bytes().split(b"\0") and containing in (process / "cmdline").read_text():
+                    found.append(int(process.name))
+        return found
+
+    def files(self) -> list[str]:
+        return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    (tmp_path / "tmp").mkdir()
+    return Place(tmp_path)
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"nothing within {seconds} s")
+
+
+@pytest.mark.slow
+def test_a_measurement_is_saved_printed_and_leaves_nothing_behind(place: Place) -> None:
+    process = place.start("--calibrate", "--quick", "--ranks", "2,1", "--json")
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    found = Calibration.load(place.folder / "doctor.json")
+    assert json.loads(out)["calibration"] == json.loads((place.folder / "doctor.json").read_text())
+    assert found.measured_ranks == (1, 2) and found.quick and found.dtypes == ("float32", "bfloat16")
+    for move in MOVES:
+        times = [found.seconds_for(move, nbytes, 2) for nbytes in (1, 1 << 10, 1 << 16, 1 << 20, 1 << 26)]
+        assert times[0] > 0 and times == sorted(times), (move, times)
+    assert found.disk is not None and found.disk.folder == str(place.folder)
+    assert place.files() == ["doctor.json"]
+    assert place.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_with_everything_it_started(place: Place, number: signal.Signals, status: int) -> None:
+    process = place.start("--calibrate", "--ranks", "2")
+    until(lambda: len(place.processes("doctor_rank")) == 2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status, err
+    assert f"stopped by {number.name}; nothing was measured." in err and "Traceback" not in err
+    assert place.files() == []
+    assert place.processes() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_told_of(place: Place) -> None:
+    process = place.start("--calibrate", "--ranks", "2", "--json")
+    ranks = until(lambda: len(found := place.processes("doctor_rank")) == 2 and found)
+    os.kill(ranks[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "was ended by SIGKILL" in json.loads(out)["message"] and "was ended by SIGKILL" in err
+    assert place.files() == []
+    assert place.processes() == []
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_killed_command(place: Place) -> None:
+    process = place.start("--calibrate", "--ranks", "2")
+    until(lambda: len(place.processes("doctor_rank")) == 2)
+    process.kill()
+    process.communicate(timeout=60)
+    until(lambda: not place.processes(), 30.0)
+    assert not (place.folder / "doctor.json").exists()

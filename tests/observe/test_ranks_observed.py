@@ -1,0 +1,115 @@
+"""Two real ranks: what they record on the wire is what the formula says, and their files make one report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from observed_loops import one_step, sharded
+
+import onefold
+from models import TinyMLP, features_of
+from onefold.observe import Meter, measured, reconciled, record, write_observed
+from onefold.observe.trace import Recording
+from ranks import run_ranks
+
+
+@dataclass
+class Seen:
+    """What one rank tells the test."""
+
+    wire: dict[str, int]
+    by_unit: dict[str, dict[str, int]]
+    sent: int
+    row: dict[str, Any]
+    numel: int
+    units: list[str]
+    moves: list[tuple[str, str]]
+    exposed: float
+    waits: float
+    inside: bool
+    links: dict[str, int]
+
+
+def rank_of_a_run(stage: int, folder: str) -> Seen:
+    torch.manual_seed(0)
+    model = onefold.shard(TinyMLP(width=64, depth=4), onefold.Recipe.zero(stage))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine = onefold.engine_of(model)
+    meter = Meter(model, optimizer)
+
+    def step(seed: int) -> None:
+        model(features_of(seed, 4, 7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    meter.step()
+    with record(model, optimizer, activations=True) as seen:
+        step(1)
+    row = meter.step()
+    account = measured(model, optimizer, seen, ranks_per_node=1)
+    machine = reconciled(model, account)
+    write_observed(folder, engine.rank, engine.world_size, account, recipe=engine.recipe, step=seen, machine=machine)
+    seen.write_chrome(Path(folder) / f"trace-{engine.rank}.json")
+    return Seen(
+        seen.wire(), seen.by_unit(), row["wire_bytes"], row, sum(u.numel for u in engine.units), [u.name for u in engine.units],
+        [(m.move, m.unit) for m in seen.moves], seen.exposed, sum(m.exposed for m in seen.moves), within(seen), account.links,
+    )  # fmt: skip
+
+
+def within(seen: Recording) -> bool:
+    """Whether every move of the recording lies in its window, waits included."""
+    return all(seen.start <= m.launched <= m.landed <= seen.end and m.exposed <= m.landed - m.launched + 1e-6 for m in seen.moves)
+
+
+@pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_recorded_bytes_are_the_formulas(stage: int, factor: int, tmp_path: Path) -> None:
+    """2Ψ(N-1)/N at stages 0 to 2, 3Ψ(N-1)/N at stage 3, in bytes of fp32, padding included."""
+    for rank, seen in enumerate(run_ranks(2, rank_of_a_run, stage, str(tmp_path))):
+        expected = factor * seen.numel * 4 // 2
+        assert sum(seen.wire.values()) == seen.sent == expected, f"rank {rank}: {seen.wire}, the formula says {expected}"
+        assert sum(sum(moves.values()) for moves in seen.by_unit.values()) == expected and set(seen.by_unit) == set(seen.units)
+        assert seen.links == {"between": expected}
+        assert seen.inside and 0 <= seen.waits <= seen.exposed + 1e-6, f"rank {rank}: {seen.waits} of {seen.exposed} s in moves"
+        assert seen.row["exposed_ms"] == pytest.approx(1000 * seen.exposed, abs=5)
+        if stage == 3:
+            assert all(
+                seen.moves.count(("all-gather", unit)) == 2 and seen.moves.count(("reduce-scatter", unit)) == 1 for unit in seen.units
+            )
+
+
+def test_the_ranks_files_make_one_report(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    from onefold.observe.report import build
+
+    run_ranks(2, rank_of_a_run, 3, str(tmp_path))
+    report = build(tmp_path)
+    assert set(report.missing) == {"loss", "throughput", "comparison"}, report.missing
+    assert set(report.figures["memory"]) == set(report.figures["timeline"]) == {"0", "1"}
+    traffic: Any = report.figures["traffic"]
+    assert {trace["name"] for trace in traffic["data"]} == {"all-gather", "reduce-scatter"}
+    names = {e["name"] for e in json.loads((tmp_path / "trace-1.json").read_text())["traceEvents"] if e["ph"] == "X"}
+    assert {"all-gather blocks.0", "reduce-scatter blocks.0", "blocks.0 forward", "blocks.0 backward", "optimizer"} <= names
+
+
+def mixed_precision(stage: int) -> tuple[dict[str, int], set[str]]:
+    model, optimizer = sharded(stage, "bf16")
+    one_step(model, optimizer)
+    with record(model, optimizer, activations=True) as seen:
+        one_step(model, optimizer)
+    held = {c: series[-1] for c, series in seen.levels()[1].items()}
+    assert {c: n for c, n in held.items() if n} == {**onefold.engine_of(model).memory.now(), "moments": held["moments"]}
+    assert min(min(series) for series in seen.levels()[1].values()) >= 0, "a category fell below nothing"
+    return seen.peak(), {m.dtype for m in seen.moves}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_in_mixed_precision_16_bits_travel_and_every_level_adds_up(stage: int) -> None:
+    for peak, dtypes in run_ranks(2, mixed_precision, stage):
+        assert dtypes == {"bfloat16"}
+        assert peak["master weights"] > 0 and peak["moments"] > 0

@@ -1,0 +1,49 @@
+"""`onefold report`: what it prints, in words and in JSON, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+typer = pytest.importorskip("typer", reason="typer is not installed")
+pytest.importorskip("plotly", reason="plotly is not installed")
+from synthetic_run import write_metrics, write_run
+from typer.testing import CliRunner
+
+from onefold.cli.report import report_command
+
+app = typer.Typer()
+app.command("report")(report_command)
+
+
+def test_it_writes_the_page_and_says_where(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    done = CliRunner().invoke(app, [str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert done.output == f"wrote {tmp_path / 'report.html'}\n" and (tmp_path / "report.html").stat().st_size > 1e6
+
+
+def test_it_says_what_the_run_left_out(tmp_path: Path) -> None:
+    write_metrics(tmp_path, steps=3)
+    done = CliRunner().invoke(app, [str(tmp_path), "--output", str(tmp_path / "deep" / "page.html")])
+    assert done.exit_code == 0 and (tmp_path / "deep" / "page.html").exists()
+    assert "without memory: The run left no observed.json." in done.output
+
+
+def test_json_holds_the_path_the_figures_and_what_is_missing(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1)
+    done = CliRunner().invoke(app, [str(tmp_path), "--json"])
+    said = json.loads(done.output)
+    assert said["event"] == "report" and said["report"] == str(tmp_path / "report.html")
+    assert set(said["missing"]) == {"imbalance"}
+    assert {"Loss", "Peak memory a rank"} <= {figure["label"] for figure in said["figures"]}
+
+
+def test_a_folder_that_is_no_run_ends_with_a_sentence_and_status_2(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [str(tmp_path / "nothing")])
+    assert done.exit_code == 2 and "is not a folder" in done.output
+    done = CliRunner().invoke(app, [str(tmp_path), "--json"])
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["event"] == "error"

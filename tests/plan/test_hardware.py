@@ -1,0 +1,124 @@
+"""GPUs, links and machines by name, and a user's file over the table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from calibrations import calibration as made_up
+
+from onefold.plan.hardware import builtin, calibrated, catalogue, gpu, machine
+from onefold.plan.systems import work
+from onefold.plan.times import step_times
+
+
+@pytest.mark.parametrize("name", builtin().gpus)
+def test_every_gpu_of_the_table_is_plausible(name: str) -> None:
+    found = gpu(name)
+    assert 10e9 < found.capacity < 300e9
+    assert found.rates["fp16"] >= found.rates["fp32"] >= 5e12
+    assert 0.4 < found.attainable < 0.95
+    assert 10e9 <= min(found.host_link, found.link) <= max(found.host_link, found.link) < found.memory_bandwidth < 10e12
+
+
+def test_an_unknown_gpu_or_link_gets_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'h100'.*'h100-80'"):
+        gpu("h100")
+    with pytest.raises(ValueError, match=r"'ib-hrd'.*'ib-hdr'"):
+        machine(16, 8, "a100-80", "ib-hrd")
+
+
+@pytest.mark.parametrize(
+    ("link", "bandwidth"),
+    [("100g", 12.5e9), ("8x200g", 200e9), ("25GB/s", 25e9), ("4x12.5GB/s", 50e9), ("ib-ndr", 400e9), ("10Gbps", 1.25e9)],
+)
+def test_a_link_is_a_name_or_a_rate(link: str, bandwidth: float) -> None:
+    between = machine(16, 8, "a100-80", link).between
+    assert between is not None
+    assert between.bandwidth == pytest.approx(bandwidth)
+
+
+def test_a_machine_counts_its_nodes() -> None:
+    many, few = machine(64, 8, "h100-80"), machine(4, 8, "h100-80")
+    assert (many.nodes, many.local) == (8, 8)
+    assert (few.nodes, few.local, few.between) == (1, 4, None)
+
+
+def test_ranks_that_do_not_fill_nodes_are_refused_with_counts_that_do() -> None:
+    with pytest.raises(ValueError, match=r"12 GPUs.*use 8 or 16"):
+        machine(12, 8)
+    with pytest.raises(ValueError, match="1 or more"):
+        machine(0, 8)
+
+
+def test_a_precision_that_the_gpu_lacks_runs_at_its_fp32_rate() -> None:
+    old = machine(8, 8, "v100-32")
+    assert old.peak("bf16") == old.peak("fp32") < old.peak("fp16")
+    with pytest.raises(ValueError, match=r"'fp8'.*bf16"):
+        old.peak("fp8")
+
+
+def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        "[gpu.mine]\ncapacity = 48e9\nbf16 = 150e12\nmemory_bandwidth = 1e12\n[gpu.h100-80]\nlink = 900e9\n[host.default]\nmemory = 1e11\n"
+    )
+    read = catalogue(file)
+    assert read.gpu("mine").capacity == 48_000_000_000
+    assert read.gpu("h100-80").link == 900e9
+    assert read.gpu("h100-80").capacity == gpu("h100-80").capacity
+    assert read.machine(8, 8, "mine").host.memory == 1e11
+    assert machine(8, 8, "h100-80").host.memory != 1e11
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[gpu.mine]\ncapacty = 1", "gpu.mine has no key 'capacty'. Did you mean 'capacity'"),
+        ("[gpu.mine]\ncapacity = 1e9", "gpu.mine lacks memory_bandwidth"),
+        ("[gpu.mine]\ncapacity = 1e9\nmemory_bandwidth = 1e9", "matrix rate"),
+        ("[gpu.mine]\ncapacity = 'big'", "gpu.mine"),
+        ("[gpu.h100-80]\ncapacity = -1", "gpu.h100-80.capacity is -1: expected a number above 0"),
+        ("[gpu.h100-80]\nattainable = 80", "at most 1"),
+        ("[link.mine]\ntitle = 'x'", "link.mine lacks bandwidth"),
+        ("[gpus.mine]", "no key 'gpus'. Did you mean 'gpu'"),
+        ("gpu = 3", "gpu is 3"),
+        ("[host.default]\nnvm = 1", "Did you mean 'nvme'"),
+        ("not toml", "not a TOML file"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_key_and_what_was_expected(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        catalogue(file)
+    assert says in str(error.value)
+    assert "wrong.toml" in str(error.value)
+
+
+def test_a_missing_file_says_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"\[gpu.NAME\]"):
+        catalogue(tmp_path / "none.toml")
+
+
+def test_a_calibrated_machine_has_the_measured_figures() -> None:
+    calibration = made_up()
+    here = calibrated(calibration, 2)
+    assert (here.ranks, here.nodes, here.between) == (2, 1, None)
+    assert here.capacity == calibration.device_bytes // 2
+    assert here.peak("fp32") == here.matrix_rate("fp32") == calibration.peak_rate("float32", 2)
+    assert here.contention == pytest.approx(1 - calibration.hidden(2))
+    assert here.measured is calibration
+
+
+def test_a_step_on_a_calibrated_machine_takes_the_measured_block_rate_and_moves() -> None:
+    calibration = made_up()
+    here = calibrated(calibration, 2)
+    task = replace(work(1e8, 4, 1e12, here, "zero-3", precision="fp32"), hidden=512, micro_tokens=1024, optimizer_numel=5e7)
+    times = step_times(task, here)
+    assert times.seconds["compute"] == pytest.approx(1e12 / calibration.block_rate(512, 1024, "float32", 2))
+    assert times.seconds["optimizer"] == pytest.approx(calibration.optimizer_seconds(50_000_000, 2))
+    expected = sum(t.calls * calibration.seconds_for(t.move, -(-t.nbytes // t.calls), 2) for t in task.traffic)
+    assert times.communication == pytest.approx(expected)
+    assert 0 < times.seconds["exposed communication"] <= times.communication

@@ -1,0 +1,143 @@
+"""What a plan computes in integers is what the engine's ledgers say: at rest, on the wire, and at peak."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from models import TinyGPT, TinyMLP, features_of
+from ranks import run_ranks
+
+MIB = 1 << 20
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "mlp":
+        return TinyMLP(16, 128, 6, 16)
+    if kind == "gpt":
+        return TinyGPT(vocabulary=301, width=64, heads=4, depth=4, length=16, tied=True)
+    return Routed(256, 5)
+
+
+class Routed(nn.Module):
+    """Blocks with two experts each that every sample sees both of: units of several small parameters, and a norm behind them."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(Expert(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).square().mean()
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.one, self.two = nn.Linear(width, 2), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.gate(x).softmax(-1)
+        return x + weight[..., :1] * self.one(x) + weight[..., 1:] * self.two(x)
+
+
+def batch_of(kind: str, seed: int) -> torch.Tensor:
+    if kind == "gpt":
+        return torch.randint(0, 301, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return features_of(seed, 4, 16)
+
+
+def step_of(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, seed: int) -> None:
+    import onefold
+
+    for k in range(micro_batches):
+        last = k + 1 == micro_batches
+        with contextlib.nullcontext() if last else onefold.no_sync(model):
+            out = model(batch_of(kind, 100 * seed + 10 * k + (dist.get_rank() if dist.is_initialized() else 0)))
+            out.float().square().mean().backward()
+    onefold.engine_of(model).memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def observed_all(kind: str, precision: str) -> list[dict[str, Any]]:
+    """All stages, one and three micro-batches, in one go: starting ranks costs more than training them."""
+    return [
+        {"setting": f"stage {stage}, {m} micro-batches"} | observed(kind, stage, precision, m, {}) for stage in (0, 1, 2, 3) for m in (1, 3)
+    ]
+
+
+def observed(kind: str, stage: int, precision: str, micro_batches: int, options: dict[str, Any]) -> dict[str, Any]:
+    """What the ledgers of a real engine say of a step in the steady state."""
+    import onefold
+    from onefold.plan.from_module import model_shape
+    from onefold.plan.replay import Replay
+    from onefold.plan.states import at_rest, units_of, wire
+
+    recipe = onefold.Recipe.zero(stage, precision=precision, stall_timeout=30.0, **options)
+    shape = model_shape(model_of(kind))
+    model = onefold.shard(model_of(kind), recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    engine = onefold.engine_of(model)
+    for step in range(3):
+        step_of(kind, model, optimizer, micro_batches, step)
+    rest = engine.memory.now()
+    engine.memory.reset_peak()
+    engine.traffic.reset()
+    step_of(kind, model, optimizer, micro_batches, 3)
+    moments = sum(t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values())
+    units = units_of(shape, recipe, engine.world_size, engine.rank)
+    replay = Replay(units, recipe).run(micro_batches)
+    return {
+        "rest": rest | {"moments": moments},
+        "wire": engine.traffic.by_move(),
+        "peak": engine.memory.peak(),
+        "planned rest": at_rest(units),
+        "planned wire": wire(units, recipe, micro_batches),
+        "planned peak": replay.peak,
+        "left": {k: v for k, v in replay.now.items() if v},
+    }
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt", "routed"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plan_in_integers_equals_the_ledgers(kind: str, ranks: int, precision: str) -> None:
+    for rank, settings in enumerate(run_ranks(ranks, observed_all, kind, precision)):
+        assert len(settings) == 8
+        for seen in settings:
+            told = f"{seen['setting']}, {precision}, rank {rank} of {ranks}: {seen}"
+            assert seen["rest"] == seen["planned rest"], told
+            assert seen["wire"] == seen["planned wire"], told
+            assert seen["left"] == {k: v for k, v in seen["rest"].items() if k != "moments"}, told
+            assert sum(seen["peak"].values()) == sum(seen["planned peak"].values()), told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"in_flight": 0},
+        {"in_flight": 5},
+        {"overlap": False},
+        {"reshard_after_forward": False},
+        {"reduce_at": "boundary"},
+    ],
+    ids=str,
+)
+def test_the_options_of_a_recipe_are_in_the_plan(options: dict[str, Any]) -> None:
+    for seen in run_ranks(2, observed, "mlp", 3, "fp32", 2, options):
+        assert seen["rest"] == seen["planned rest"], seen
+        assert seen["wire"] == seen["planned wire"], seen
+        assert sum(seen["peak"].values()) == sum(seen["planned peak"].values()), seen

@@ -1,0 +1,192 @@
+"""The recipe refuses, when it is built, what no run could mean, and lists what has no effect: each in a sentence."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import onefold
+from models import TinyMLP
+from onefold import Placement, Recipe, Row
+
+R, S = Placement.REPLICATED, Placement.SHARDED
+SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs", "sync_buffers")
+COUNTS = ("prefetch", "in_flight")
+BOOLEANS_ONLY = (1, 0, "yes", "False", None)
+COUNTS_ONLY = (-1, 1.0, "2", True, None)
+
+
+def refusal(**arguments: Any) -> str:
+    """What Recipe.zero says to `arguments`."""
+    with pytest.raises(ValueError) as caught:
+        Recipe.zero(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [4, -1, 3.0, "3", True, False, None, (3,)], ids=repr)
+def test_a_stage_is_one_of_four_whole_numbers(stage: Any) -> None:
+    said = refusal(stage=stage)
+    assert f"stage={stage!r}" in said and "0, 1, 2 or 3" in said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_four_stages_are_three_placements(stage: int) -> None:
+    recipe = Recipe.zero(stage)
+    placements = (recipe.parameters.placement, recipe.gradients.placement, recipe.optimizer.placement)
+    assert placements == (R,) * (3 - stage) + (S,) * stage
+    assert recipe.stage == stage
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bfloat16", "FP32", torch.bfloat16, None], ids=repr)
+def test_an_unknown_precision_is_told_the_known_ones(precision: Any) -> None:
+    said = refusal(stage=2, precision=precision)
+    assert f"precision={precision!r}" in said and all(known in said for known in ("fp32", "bf16", "fp16"))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("prefech", "prefetch"), ("inflight", "in_flight"), ("reshard_after_foward", "reshard_after_forward"), ("unit", "units"),
+        ("stall_time_out", "stall_timeout"), ("sync_buffer", "sync_buffers"), ("elementwise", "elementwise_optimizer"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_option_is_told_the_right_one(given: str, meant: str) -> None:
+    assert f"Did you mean {meant!r}?" in refusal(stage=3, **{given: 1})
+
+
+def test_an_option_like_no_other_is_told_all_that_there_are() -> None:
+    said = refusal(stage=3, wibble=1, quux=2)
+    assert "quux" in said and "wibble" in said and all(known in said for known in (*SWITCHES, *COUNTS, "stall_timeout", "units"))
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", BOOLEANS_ONLY, ids=repr)
+def test_a_switch_is_true_or_false_and_nothing_like_it(name: str, value: Any) -> None:
+    said = refusal(stage=3, **{name: value})
+    assert f"{name}={value!r}" in said and "True or False" in said
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("value", COUNTS_ONLY, ids=repr)
+def test_a_number_of_units_is_whole_and_not_negative(name: str, value: Any) -> None:
+    said = refusal(stage=3, **{name: value})
+    assert f"{name}={value!r}" in said and "whole number" in said
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1, float("nan"), "30", None, [30]], ids=repr)
+def test_a_timeout_is_seconds_above_zero(value: Any) -> None:
+    said = refusal(stage=1, stall_timeout=value)
+    assert f"stall_timeout={value!r}" in said and "seconds above 0" in said
+
+
+@pytest.mark.parametrize("value", ["blocks.0", "Block", torch.nn.Linear], ids=str)
+def test_units_are_a_list_even_of_one(value: Any) -> None:
+    said = refusal(stage=3, units=value)
+    assert f"units={value!r}" in said and "list" in said and f"[{value!r}]" in said
+
+
+def test_units_of_a_call_are_a_list_too() -> None:
+    with pytest.raises(ValueError, match=r"units='blocks\.0'.*list"):
+        onefold.shard(TinyMLP(), Recipe.zero(3), units="blocks.0")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("value", ["never", "micro_batch", "step", True, 1], ids=repr)
+def test_gradients_are_reduced_at_one_of_two_times(stage: int, value: Any) -> None:
+    said = refusal(stage=stage, reduce_at=value)
+    assert f"reduce_at={value!r}" in said and "'micro-batch'" in said and "'boundary'" in said
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_that_keep_gradients_whole_cannot_reduce_them_earlier(stage: int) -> None:
+    said = refusal(stage=stage, reduce_at="micro-batch")
+    assert f"stage {stage}" in said and "reduce_at='micro-batch'" in said and "stage 2 or 3" in said
+    assert Recipe.zero(stage, reduce_at="boundary") == Recipe.zero(stage)
+
+
+@pytest.mark.parametrize("name", ["wire", "master_dtype", "accumulate_dtype"])
+@pytest.mark.parametrize("value", ["bf16", torch.int8, torch.bool, 16], ids=repr)
+def test_a_dtype_is_a_floating_point_one_of_torch(name: str, value: Any) -> None:
+    said = refusal(stage=3, **{name: value})
+    assert f"{name}={value!r}" in said and "torch.dtype" in said
+
+
+COMBINATIONS = list(itertools.product((R, S), repeat=3))
+POSSIBLE = [(R,) * (3 - stage) + (S,) * stage for stage in range(4)]
+
+
+@pytest.mark.parametrize("placements", COMBINATIONS, ids=lambda rows: "-".join(p.value for p in rows))
+def test_rows_combine_to_the_four_stages_or_say_why_not(placements: tuple[Placement, ...]) -> None:
+    rows = [Row(placement, torch.float32, torch.float32) for placement in placements]
+    if placements in POSSIBLE:
+        assert Recipe(*rows).stage == POSSIBLE.index(placements)
+        return
+    with pytest.raises(ValueError, match=r"replicates the optimizer states.*Shard|keeps gradients replicated.*Shard"):
+        Recipe(*rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": Row(R, torch.float32)}, "replicates the optimizer states"),
+        ({"gradients": Row(R, torch.float32)}, "keeps gradients replicated"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"overlap": "no"}, "overlap='no'"),
+        ({"stall_timeout": 0}, "stall_timeout=0"),
+        ({"units": "blocks"}, "units='blocks'"),
+        ({"reduce_at": "never"}, "reduce_at='never'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_changed_copy_is_checked_again(changes: dict[str, Any], said: str) -> None:
+    recipe = Recipe.zero(3)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        recipe.replace(**changes)
+    assert recipe == Recipe.zero(3)
+
+
+WITHOUT_EFFECT: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
+    *((stage, {"prefetch": 2}, ("prefetch=2", f"stage {stage}")) for stage in (0, 1, 2)),
+    *((stage, {"reshard_after_forward": False}, ("reshard_after_forward=False", f"stage {stage}")) for stage in (0, 1, 2)),
+    (3, {"overlap": False, "prefetch": 4}, ("prefetch=4", "overlap=False")),
+    (2, {"overlap": False, "in_flight": 4}, ("in_flight=4", "overlap=False")),
+]
+
+
+@pytest.mark.parametrize(("stage", "options", "words"), WITHOUT_EFFECT, ids=str)
+def test_an_option_without_effect_ends_in_one_note(stage: int, options: dict[str, Any], words: tuple[str, ...]) -> None:
+    notes = Recipe.zero(stage, **options).notes
+    assert len(notes) == 1 and all(word in notes[0] for word in words) and "no effect" in notes[0], notes
+
+
+def test_options_that_apply_end_in_no_note() -> None:
+    options = {"prefetch": 2, "reshard_after_forward": False, "in_flight": 3, "units": ["blocks.0"], "stall_timeout": 5}
+    assert Recipe.zero(3, precision="bf16", reduce_at="boundary", wire=torch.float32, sync_buffers=False, **options).notes == ()
+    assert Recipe.zero(1, in_flight=1, cast_inputs=True, wire=torch.bfloat16).notes == ()
+
+
+def test_notes_are_logged_once_and_shown_with_the_recipe(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = Recipe.zero(1, prefetch=2, reshard_after_forward=False)
+    with caplog.at_level(logging.WARNING, logger="onefold"):
+        onefold.shard(TinyMLP(), recipe)
+    logged = [record.getMessage() for record in caplog.records if record.name == "onefold"]
+    assert len(recipe.notes) == 2 and logged == list(recipe.notes)
+    assert all(note in recipe.describe() for note in recipe.notes)
+
+
+def test_notes_make_no_difference_between_recipes() -> None:
+    assert Recipe.zero(1, prefetch=1) == Recipe.zero(1)
+    assert Recipe.zero(1, prefetch=1).notes and not Recipe.zero(1).notes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_sums_and_masters_stay_in_single_precision(precision: str) -> None:
+    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    recipe = Recipe.zero(3, precision=precision)
+    assert recipe.compute_dtype == recipe.parameters.wire == recipe.gradients.wire == compute
+    assert recipe.gradients.dtype == recipe.optimizer.dtype == torch.float32

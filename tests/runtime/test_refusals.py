@@ -1,0 +1,393 @@
+"""What cannot be right with a sharded model is refused in a sentence, on every rank, before it changes a number."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models import ResidualBlock, TinyMLP, features_of
+from ranks import run_ranks
+from trials import STAGES
+
+SHARDED = (1, 2, 3)  # stages at which a rank's optimizer sees less than the whole
+
+
+def sharded(stage: int, model: nn.Module | None = None, **options: Any) -> Any:
+    import onefold
+
+    recipe = onefold.Recipe.zero(stage, stall_timeout=5.0, **options)
+    return onefold.shard(TinyMLP() if model is None else model, recipe, units=(ResidualBlock,))
+
+
+def run(model: nn.Module) -> None:
+    model(features_of(0, 4, 7)).square().mean().backward()
+
+
+# -- other models ------------------------------------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A model with a part that somebody else has sharded."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 7)
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.first(x))
+
+
+def shard_around(stage: int) -> None:
+    sharded(stage, Around(sharded(stage)))
+
+
+def shard_a_part(stage: int) -> None:
+    sharded(stage, sharded(stage).blocks)
+
+
+def share_a_module(stage: int) -> None:
+    first = sharded(stage)
+    second = TinyMLP()
+    second.blocks[1] = first.blocks[1]
+    sharded(stage, second)
+
+
+def share_a_parameter(stage: int) -> None:
+    first = sharded(stage)
+    second = TinyMLP()
+    second.blocks[1].up.weight = first.blocks[1].up.weight  # type: ignore[union-attr]
+    sharded(stage, second)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------------------
+
+
+def copy_the_model(stage: int) -> None:
+    copy.deepcopy(sharded(stage))
+
+
+def copy_a_block(stage: int) -> None:
+    model = sharded(stage)
+    copy.deepcopy(model.blocks[1])
+
+
+def copy_a_parameter(stage: int) -> None:
+    model = sharded(stage)
+    copy.deepcopy(model.blocks[1].up.weight)
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------------------------
+
+
+def state_of_the_model(stage: int) -> None:
+    sharded(stage).state_dict()
+
+
+def state_of_a_block(stage: int) -> None:
+    model = sharded(stage)
+    model.blocks[1].state_dict()
+
+
+def state_of_a_leaf(stage: int) -> None:
+    model = sharded(stage)
+    model.enter.state_dict()
+
+
+def load_into_the_model(stage: int) -> None:
+    sharded(stage).load_state_dict(TinyMLP().state_dict())
+
+
+def load_into_a_block(stage: int) -> None:
+    model = sharded(stage)
+    model.blocks[1].load_state_dict(TinyMLP().blocks[1].state_dict())
+
+
+def load_into_a_leaf(stage: int) -> None:
+    model = sharded(stage)
+    model.enter.load_state_dict(TinyMLP().enter.state_dict())
+
+
+# -- another structure -------------------------------------------------------------------------------------------------------------
+
+
+def assign_a_parameter(stage: int) -> None:
+    model = sharded(stage)
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(20, 10))
+    run(model)
+
+
+def assign_a_parameter_of_the_root(stage: int) -> None:
+    model = sharded(stage)
+    model.leave.bias = nn.Parameter(torch.zeros(5))
+    run(model)
+
+
+def assign_between_steps(stage: int) -> None:
+    model = sharded(stage)
+    run(model)
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(20, 10))
+    run(model)
+
+
+def call_functionally(stage: int) -> None:
+    model = sharded(stage)
+    torch.func.functional_call(model, {"blocks.1.up.weight": torch.zeros(20, 10)}, (features_of(0, 4, 7),))
+
+
+def add_a_module(stage: int) -> None:
+    model = sharded(stage)
+    model.blocks[1].extra = nn.Linear(10, 10)
+    run(model)
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter around a layer."""
+
+    def __init__(self, around: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.around = around
+        self.down = nn.Linear(10, rank, bias=False)
+        self.up = nn.Linear(rank, 20, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.around(x) + self.up(self.down(x))
+
+
+def wrap_a_layer(stage: int) -> None:
+    model = sharded(stage)
+    model.blocks[1].up = Adapter(model.blocks[1].up)
+    run(model)
+
+
+def take_a_parameter_away(stage: int) -> None:
+    model = sharded(stage)
+    model.blocks[1].up.bias = None
+    run(model)
+
+
+# -- what would see an interval only -----------------------------------------------------------------------------------------------
+
+
+def clip_with_torch(stage: int) -> None:
+    model = sharded(stage)
+    run(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def measure_with_torch(stage: int) -> None:
+    model = sharded(stage)
+    run(model)
+    nn.utils.clip_grad_norm_(model.blocks[1].up.weight, 1.0)
+
+
+def hook_a_gradient(stage: int) -> None:
+    model = sharded(stage)
+    model.blocks[1].up.weight.register_hook(lambda grad: grad)
+
+
+def hook_an_accumulated_gradient(stage: int) -> None:
+    model = sharded(stage)
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+# -- moved or cast -----------------------------------------------------------------------------------------------------------------
+
+
+def halve(stage: int) -> None:
+    model = sharded(stage)
+    model.half()
+    model(features_of(0, 4, 7).half())
+
+
+def double_with_to(stage: int) -> None:
+    model = sharded(stage)
+    model.to(torch.float64)
+    model(features_of(0, 4, 7).double())
+
+
+def halve_one_block(stage: int) -> None:
+    model = sharded(stage)
+    model.blocks[1].half()
+    run(model)
+
+
+def halve_between_steps(stage: int) -> None:
+    model = sharded(stage)
+    run(model)
+    model.bfloat16()
+    run(model)
+
+
+def cast_a_mixed_one(stage: int) -> None:
+    model = sharded(stage, precision="bf16")
+    model.to(torch.bfloat16)
+    run(model)
+
+
+Action = Callable[[int], None]
+
+#: what was done, the stages at which it is refused, what the sentence must say
+ANOTHER_MODEL: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
+    (shard_around, STAGES, ("'part'", "another sharded model", "once")),
+    (shard_a_part, STAGES, ("another sharded model", "once")),
+    (share_a_module, STAGES, ("'blocks.1", "another sharded model", "once")),
+    (share_a_parameter, STAGES, ("'blocks.1.up'", "another sharded model", "once")),
+]
+COPIES: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
+    (copy_the_model, STAGES, ("deepcopy", "enter.weight", "full_state_dict")),
+    (copy_a_block, STAGES, ("deepcopy", "blocks.1.up.weight", "before shard()")),
+    (copy_a_parameter, STAGES, ("deepcopy", "blocks.1.up.weight", "before shard()")),
+]
+STATES: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
+    (action, SHARDED, ("onefold.full_state_dict", "full_params")) for action in (state_of_the_model, state_of_a_block, state_of_a_leaf)
+] + [
+    (action, SHARDED, ("onefold.load_full_state_dict", "write=True"))
+    for action in (load_into_the_model, load_into_a_block, load_into_a_leaf)
+]
+REPLACED: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
+    (assign_a_parameter, STAGES, ("'blocks.1.up.weight'", "replaced after shard()", "full_params(model, write=True)")),
+    (assign_a_parameter_of_the_root, STAGES, ("'leave.bias'", "replaced after shard()")),
+    (assign_between_steps, STAGES, ("'blocks.1.up.weight'", "replaced after shard()")),
+    (call_functionally, STAGES, ("'blocks.1.up.weight'", "functional_call")),
+]
+ADDED: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
+    (add_a_module, STAGES, ("had 16 parameters", "has 18 now", "before shard()")),
+    (wrap_a_layer, STAGES, ("had 16 parameters", "has 18 now", "adapters")),
+    (take_a_parameter_away, STAGES, ("had 16 parameters", "has 15 now")),
+]
+INTERVALS: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
+    (clip_with_torch, SHARDED, ("clip_grad_norm_", "onefold.clip_grad_norm_(model, max_norm)")),
+    (measure_with_torch, SHARDED, ("clip_grad_norm_", "onefold.clip_grad_norm_(model, max_norm)")),
+    (hook_a_gradient, STAGES, ("register_hook", "blocks.1.up.weight", "never fire")),
+    (hook_an_accumulated_gradient, STAGES, ("register_post_accumulate_grad_hook", "blocks.1.up.weight", "never fire")),
+]
+CAST: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
+    (halve, STAGES, ("moved or cast after shard()", "before shard()", "precision")),
+    (double_with_to, STAGES, ("moved or cast after shard()", "before shard()", "precision")),
+    (halve_one_block, STAGES, ("'blocks.1.", "moved or cast after shard()")),
+    (halve_between_steps, STAGES, ("moved or cast after shard()", "before shard()", "precision")),
+    (cast_a_mixed_one, STAGES, ("moved or cast after shard()", "before shard()", "precision")),
+]
+
+
+def told(actions: list[tuple[Action, tuple[int, ...], tuple[str, ...]]]) -> list[str]:
+    """On one rank: do each of these at each of its stages; a complaint for each that was not refused in the sentence expected."""
+    complaints = []
+    for action, stages, words in actions:
+        for stage in stages:
+            try:
+                action(stage)
+                complaints.append(f"{action.__name__} at stage {stage} was let pass")
+            except (ValueError, RuntimeError) as error:
+                missing = [word for word in words if word not in str(error)]
+                if missing:
+                    complaints.append(f"{action.__name__} at stage {stage} does not say {missing}: {type(error).__name__}: {error}")
+    return complaints
+
+
+def test_a_model_with_a_part_of_another_sharded_model_is_refused() -> None:
+    assert run_ranks(2, told, ANOTHER_MODEL) == [[], []]
+
+
+def test_a_copy_of_a_sharded_model_or_of_a_part_is_refused() -> None:
+    assert run_ranks(2, told, COPIES) == [[], []]
+
+
+def test_state_dicts_of_a_sharded_model_and_of_its_parts_point_to_the_whole_ones() -> None:
+    assert run_ranks(2, told, STATES) == [[], []]
+
+
+def test_a_parameter_replaced_after_sharding_is_named() -> None:
+    assert run_ranks(2, told, REPLACED) == [[], []]
+
+
+def test_parameters_added_or_taken_away_after_sharding_are_counted() -> None:
+    assert run_ranks(2, told, ADDED) == [[], []]
+
+
+def test_torchs_clipping_and_gradient_hooks_are_refused() -> None:
+    assert run_ranks(2, told, INTERVALS) == [[], []]
+
+
+def test_a_model_moved_or_cast_after_sharding_is_refused_at_its_next_forward() -> None:
+    assert run_ranks(2, told, CAST) == [[], []]
+
+
+def whole_again(stage: int) -> list[str]:
+    """Inside full_params the very same calls are ordinary, on the model and on its parts."""
+    import onefold
+
+    model = sharded(stage)
+    found = []
+    with onefold.full_params(model, write=True):
+        block = {name: torch.full_like(tensor, 0.5) for name, tensor in model.blocks[1].state_dict().items()}
+        model.blocks[1].load_state_dict(block)
+        pickle.loads(pickle.dumps(model.enter.state_dict()))
+        if model.blocks[1].up.weight.shape != (20, 10):
+            found.append("a block is not whole inside full_params")
+    state = onefold.full_state_dict(model)
+    found += [name for name, tensor in state.items() if name.startswith("blocks.1.") and not (tensor == 0.5).all()]
+    try:
+        model.blocks[1].state_dict()
+        found.append("state_dict() of a block was let pass after full_params")
+    except RuntimeError:
+        pass
+    run(model)
+    return found
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_what_is_refused_outside_full_params_works_inside(stage: int) -> None:
+    assert run_ranks(2, whole_again, stage) == [[], []]
+
+
+def refused_then_trains(stage: int) -> list[bool]:
+    """A refused change that is taken back leaves a model that trains as if nothing had been."""
+    import onefold
+
+    def weights(mistaken: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = sharded(stage)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run(model)
+        if mistaken:
+            mine = model.blocks[1].up.weight
+            model.blocks[1].up.weight = nn.Parameter(torch.zeros(20, 10))
+            with pytest.raises(RuntimeError, match="replaced"):
+                run(model)
+            model.blocks[1].up.weight = mine
+        run(model)
+        optimizer.step()
+        return onefold.full_state_dict(model)
+
+    expected, actual = weights(False), weights(True)
+    return [torch.equal(tensor, actual[name]) for name, tensor in expected.items()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_refused_replacement_that_is_taken_back_leaves_no_trace(stage: int) -> None:
+    rank_0, rank_1 = run_ranks(2, refused_then_trains, stage)
+    assert len(rank_0) == 16 and all(rank_0) and rank_1 == []
+
+
+def single_precision_only_when_asked() -> str:
+    """One process in one precision is not divided at all: there the same calls are plain PyTorch's."""
+    import onefold
+
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3))
+    copied = copy.deepcopy(model.blocks)
+    model.load_state_dict(model.state_dict())
+    run(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return type(copied).__name__
+
+
+def test_on_one_rank_nothing_of_this_is_refused() -> None:
+    assert single_precision_only_when_asked() == "ModuleList"
