@@ -21,7 +21,13 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 train: $(VENV)/.train
 	@$(BIN)/onefold train $(ARGS)
 
+# The report's tests look at it in a real Chromium; where none can be had they are skipped and say so.
+BROWSER := { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && { apt-get update -qq; apt-get install -y -qq --no-install-recommends chromium; }; } >/dev/null 2>&1 || \
+	echo "no Chromium: the tests of the report in a browser will be skipped"
+
 test: $(VENV)/.dev
+	@$(BROWSER)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-fast: $(VENV)/.dev

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from onefold.comm import Place
+from onefold.comm.group import members
 from onefold.optim import clip_grad_norm, unwatch, watch
 from onefold.recipe import Recipe
+from onefold.recipe.checks import check_units
 from onefold.runtime import state
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import guard_state_dict, install, install_on_part, statistics_of
@@ -53,8 +54,9 @@ def shard(
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
-    if isinstance(units, (str, type)):
-        raise ValueError(f"units={units!r}: expected a list of module names or classes.")
+    check_units(units)
+    if init is not None and not callable(init):
+        raise ValueError(f"init={init!r}: expected a function that initializes one module in place, or None.")
     if not isinstance(recipe, Recipe):
         raise ValueError(f"shard() was given {recipe!r} as recipe, expected a Recipe such as onefold.Recipe.zero(stage=3).")
     if is_sharded(module):
@@ -68,11 +70,7 @@ def shard(
     wanted = units if units is not None else recipe.units
     specs = find_units(module, wanted)
 
-    alone = not (
-        dist.is_available()
-        and dist.is_initialized()
-        and dist.get_world_size(group if not hasattr(group, "get_group") else group.get_group()) > 1
-    )
+    alone = len(members(group)[1]) == 1
     if alone and has_meta(module):
         for spec in specs:
             materialize(spec, specs, where, init, module, values=True)
@@ -106,7 +104,11 @@ def shard(
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the norm before, on every rank."""
+    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the norm before, on every rank.
+
+    Raises:
+        ValueError: `max_norm` is no number from 0 up (infinity measures only), or `norm_type` is none above 0.
+    """
     return clip_grad_norm(engine_of(module), max_norm, norm_type)
 
 
@@ -131,7 +133,7 @@ def load_full_state_dict(
     """Load rank 0's whole state dict (other ranks may give None). Collective. Returns the missing and the unexpected names.
 
     Raises:
-        ValueError: on every rank, if shapes differ, or names do under `strict`.
+        ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, or names do under `strict`.
     """
     return state.load_full_state_dict(engine_of(module), module, state_dict, strict)
 

@@ -166,7 +166,8 @@ class Place:
         return found
 
     def files(self) -> list[str]:
-        return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
+        """What is in this place, but for the folder for temporary files itself."""
+        return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p != self.folder / "tmp")
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def screenshots(report: Path, folder: Path) -> list[Path]:
             path = folder / f"report-{width}.png"
             with opened(browser, report, width) as seen:
                 seen.page.screenshot(path=str(path), full_page=True)
-            image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
+            image.open(path).convert("RGB").quantize(200).save(path, optimize=True)
             written.append(path)
     return written
 

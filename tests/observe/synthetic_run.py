@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from onefold.observe.runfile import write_observed
@@ -93,7 +94,8 @@ def account(step: Recording) -> Account:
     seconds = {"compute": step.compute, "exposed communication": step.exposed, "optimizer": step.optimizer, "step": step.seconds}
     wire = step.wire()
     links = {"inside": sum(wire.values())}
-    return Account(rest=rest, peak=step.peak(), wire=wire, links=links, seconds=seconds, tokens_per_s=5120.0, mfu=0.412)
+    figures = {"rest": rest, "peak": step.peak(), "ledger": step.peak(schema.ENGINE), "wire": wire, "links": links, "seconds": seconds}
+    return Account(**figures, tokens_per_s=5120.0, mfu=0.412)
 
 
 def planned() -> Account:
@@ -102,7 +104,7 @@ def planned() -> Account:
     peak = {c: int(n * 1.02) for c, n in real.peak.items()}
     seconds = {name: s * f for (name, s), f in zip(real.seconds.items(), (0.93, 1.4, 1.0, 0.97), strict=True)}
     bound = int(sum(peak.values()) * 1.06)
-    return Account(real.rest, peak, bound, wire=real.wire, links=real.links, seconds=seconds, tokens_per_s=5300.0, mfu=0.43)
+    return replace(real, peak=peak, bound=bound, seconds=seconds, tokens_per_s=5300.0, mfu=0.43)
 
 
 def write_metrics(folder: Path, steps: int = 200) -> None:

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from onefold.observe.report.figures import thinned
 from onefold.observe.report.metrics import read_metrics
 from onefold.observe.report.step import planned_peak
 from onefold.observe.report.words import in_bytes, in_seconds, in_unit
-from onefold.plan.schema import ACTIVATIONS, LOGITS, Account
+from onefold.plan.schema import ACTIVATIONS, ENGINE, LOGITS, MOMENTS, Account
 from onefold.recipe import Recipe
 
 pytest.importorskip("plotly", reason="plotly is not installed")
@@ -94,7 +95,9 @@ def test_without_activations_the_plans_line_leaves_them_out_too() -> None:
     step.activations_watched = False
     name, nbytes = planned_peak(plan, step)
     assert "without activations" in name
-    assert nbytes == plan.peak_bytes - plan.peak.get(ACTIVATIONS, 0) - plan.peak.get(LOGITS, 0)
+    assert nbytes == sum(step.peak(ENGINE).values()) + plan.peak[MOMENTS] < plan.peak_bytes
+    older = replace(plan, ledger={})
+    assert planned_peak(older, step)[1] == plan.peak_bytes - plan.peak.get(ACTIVATIONS, 0) - plan.peak.get(LOGITS, 0)
 
 
 def test_the_timeline_draws_every_move_and_its_exposed_part(run: Path) -> None:

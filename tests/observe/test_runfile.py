@@ -110,6 +110,12 @@ def test_a_spoilt_file_is_named_with_what_is_wrong(tmp_path: Path, file: str, sp
     assert str(path) in str(caught.value)
 
 
+def test_a_figure_that_is_younger_than_the_file_has_its_default(tmp_path: Path) -> None:
+    path = write_run(tmp_path, ranks=1) / "observed.json"
+    path.write_text(changed(lambda v: v["plan"].pop("ledger"))(path.read_text()))
+    assert read_observed(tmp_path).plan == replace(planned(), ledger={})
+
+
 def test_a_folder_without_a_run_says_who_writes_one(tmp_path: Path) -> None:
     with pytest.raises(RunFileError, match=r"onefold train.*write_observed"):
         read_observed(tmp_path)

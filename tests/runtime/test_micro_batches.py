@@ -163,6 +163,62 @@ def test_a_kept_gradient_that_was_changed_is_an_error_with_the_parameters_name(m
         assert len(said) == 2 * len(CHANGES) and not any(said.values()), said
 
 
+class Rows(nn.Module):
+    """An embedding of which a rank's batch touches few rows, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(128, 32)
+        self.leave = nn.Linear(32, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.leave(self.rows(ids)).sum()
+
+
+ON_ROWS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "scaled": lambda model, optimizer: model.rows.weight.grad.mul_(0.5),  # type: ignore[union-attr, operator]
+    "clipped": lambda model, optimizer: nn.utils.clip_grad_value_([model.rows.weight], 1e-3),  # type: ignore[list-item]
+    "nothing": lambda model, optimizer: None,
+    "all zeroed": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "one dropped": lambda model, optimizer: setattr(model.rows.weight, "grad", None),
+}
+
+
+def change_rows_of_others(mode: str, how: str) -> tuple[str, float]:
+    """Each rank's batch touches rows that lie in the other's interval. What is said, and the sum of this rank's reduced gradient."""
+    import onefold
+
+    stage, options = MODES[mode]
+    torch.manual_seed(0)
+    model = onefold.shard(Rows(), onefold.Recipe.zero(stage, stall_timeout=5.0, units=(), **options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(100, 104) if torch.distributed.get_rank() == 0 else torch.arange(0, 4)
+    with onefold.no_sync(model):
+        model(ids).backward()
+    ON_ROWS[how](model, optimizer)
+    try:
+        model(ids + 4).backward()
+    except RuntimeError as error:
+        return str(error), 0.0
+    return "", model.rows.weight.grad.abs().sum().item()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("mode", KEEPING)
+def test_a_changed_gradient_whose_part_here_is_all_zero_is_not_taken_for_a_dropped_one(mode: str) -> None:
+    for how in ("scaled", "clipped"):
+        for said, _ in run_ranks(2, change_rows_of_others, mode, how):
+            assert "'rows.weight'" in said and "was changed" in said, (how, said)
+
+
+@pytest.mark.parametrize("mode", KEEPING)
+def test_dropping_such_a_gradient_halves_what_two_micro_batches_bring(mode: str) -> None:
+    whole = [total for _, total in run_ranks(2, change_rows_of_others, mode, "nothing")]
+    for how in ("all zeroed", "one dropped"):
+        results = run_ranks(2, change_rows_of_others, mode, how)
+        assert [said for said, _ in results] == ["", ""]
+        assert [total for _, total in results] == pytest.approx([total / 2 for total in whole]) and min(whole) > 0
+
+
 def step_on_kept_gradients(mode: str) -> tuple[str, list[str]]:
     """A step taken under no_sync is refused; the micro-batch that was missing puts it right."""
     import onefold

@@ -94,7 +94,7 @@ def test_recomputing_activations_changes_no_bit(text: str, model: str, how: str)
 def test_half_precision_stays_near_fp32(text: str, precision: str) -> None:
     rows = steps(make(text, precision=precision))
     assert [row["loss"] for row in rows] == pytest.approx(losses(text), rel=0.02)
-    assert ("loss_scale" in rows[0]) == (precision == "fp16")
+    assert ("scale" in rows[0]) == (precision == "fp16")
 
 
 def test_epochs_count_passes_and_stopping_ends_after_the_step(text: str) -> None:

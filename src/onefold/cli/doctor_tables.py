@@ -62,13 +62,13 @@ def _compute(found: Calibration) -> Table:
 
 
 def _moves(found: Calibration) -> Table:
-    table = _table("Moves", ["ranks", "move", "latency", "bandwidth", "smallest", "largest"])
+    table = _table("Moves", ["ranks", "move", "latency", "bandwidth", "largest measured"])
     table.caption = "by the payload that each rank sends; latency and bandwidth are a line through all sizes"
     for at in found.at:
         for move in MOVES if at.ranks > 1 else ():
-            fit, points = at.curves[move].fit, at.curves[move].points
-            ends = (f"{readable(x)} in {_time(y)}" for x, y in (points[0], points[-1]))
-            table.add_row(str(at.ranks) if move == MOVES[0] else "", move, _time(fit.latency_s), _rate(fit.bytes_per_s), *ends)
+            fit, (nbytes, seconds) = at.curves[move].fit, at.curves[move].points[-1]
+            largest = f"{readable(nbytes)} in {_time(seconds)}"
+            table.add_row(str(at.ranks) if move == MOVES[0] else "", move, _time(fit.latency_s), _rate(fit.bytes_per_s), largest)
     return table
 
 

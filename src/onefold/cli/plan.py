@@ -15,6 +15,7 @@ _MODEL, _MACHINE, _JOB = "What is trained", "On what", "How"
 
 
 def plan_command(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(help="An architecture's name (llama-3-70b), a folder, config.json, or module:factory.", show_default=False),
@@ -64,6 +65,7 @@ def plan_command(
 
     try:
         wanted = _subject(model, params)
+        _check_machine(context, here)
         job = Job(
             seq=seq,
             micro_batch=_whole("--micro-batch", micro_batch),
@@ -76,7 +78,7 @@ def plan_command(
             offload="" if offload == "auto" else offload,
         )
         found = _plan(wanted, _machine(here, ranks, gpus, per_node, gpu, link, machines), job, _stages(stage))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if as_json:
             print(json.dumps({"event": "error", "kind": type(error).__name__, "message": str(error)}))
         print(f"error: {error}", file=sys.stderr)
@@ -99,6 +101,16 @@ def _subject(model: str | None, params: float | None) -> str | float:
     if (model is None) == (params is None):
         raise ValueError("give a model (a name such as llama-3-8b, a folder, config.json, module:factory) or --params, one of the two.")
     return params if params is not None else str(model)
+
+
+def _check_machine(context: typer.Context, here: bool) -> None:
+    """An option of the other kind of machine would be silently ignored."""
+    idle = ("gpus", "per_node", "gpu", "link", "machines") if here else ("ranks",)
+    given = [f"--{name.replace('_', '-')}" for name in idle if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    if given and here:
+        raise ValueError(f"{', '.join(given)} beside --here: this machine is what was measured; leave one of the two out.")
+    if given:
+        raise ValueError("--ranks belongs to --here; how many GPUs a named machine has is said with --gpus.")
 
 
 def _whole(option: str, given: str) -> int:

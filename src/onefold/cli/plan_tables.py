@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from onefold.plan.evaluate import Candidate
@@ -21,25 +23,37 @@ def show(plan: Plan, console: Console | None = None) -> None:
     batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
     device = f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({_gib(machine.capacity)}), {machine.local} a node"
     out.print(f"on {device}; {job.precision}, {job.seq} tokens a sample, {batch}, {job.optimizer}; activations {plan.source}")
-    out.print(_stages(plan), crop=False)
+    _print(out, _stages(plan))
     if plan.recommended is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
     else:
         out.print(_recommendation(plan, plan.recommended))
         if plan.next_steps:
-            out.print(_steps(plan, plan.recommended))
+            _print(out, _steps(plan, plan.recommended))
     for note in plan.notes:
         out.print(f"[dim]{note}[/dim]")
     out.print("[dim]MFU counts model FLOPs (6N + 12Lhs a token, no recompute) over the nominal rate of the device.[/dim]")
 
 
+def _print(out: Console, table: Table) -> None:
+    """As wide as it is: figures are of no use when they are cut."""
+    wide = Console(width=10_000, file=io.StringIO())
+    needed = Measurement.get(wide, wide.options, table).maximum
+    Console(file=out.file, width=max(out.width, needed), highlight=False).print(table)
+
+
 def _stages(plan: Plan) -> Table:
-    table = Table(title="a rank holds, sends and takes", title_justify="left", box=None, padding=(0, 2))
+    like, best = plan.stages[0].scheme, plan.recommended
+    title = f"a rank holds, sends and takes, at micro-batch {like.micro_batch}, checkpointing {like.checkpointing}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
     table.add_column("", no_wrap=True)
-    for candidate in plan.stages:
-        mark = " ◄" if plan.recommended is not None and candidate.scheme == plan.recommended.scheme else ""
-        table.add_column(f"stage {candidate.scheme.stage}{mark}", justify="right", no_wrap=True)
-    accounts = [c.account for c in plan.stages]
+    apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)  # one that offloads: a column of its own
+    columns = (*plan.stages, best) if best is not None and apart else plan.stages
+    for candidate in columns:
+        mark = " ◄" if best is not None and candidate.scheme == best.scheme else ""
+        off = ", offload" if candidate.scheme.offload != "none" else ""
+        table.add_column(f"stage {candidate.scheme.stage}{off}{mark}", justify="right", no_wrap=True)
+    accounts = [c.account for c in columns]
     table.add_row("[bold]at rest[/bold]", *(_gib(a.rest_bytes) for a in accounts))
     for category in CATEGORIES:
         if any(a.rest.get(category) for a in accounts):
@@ -49,14 +63,17 @@ def _stages(plan: Plan) -> Table:
         if any(a.peak.get(category) for a in accounts):
             table.add_row(f"  {category}", *(_gib(a.peak.get(category, 0)) for a in accounts))
     table.add_row("  never above", *(_gib(a.bound) for a in accounts))
-    table.add_row("fits", *("yes" if c.fits else f"no, by {_gib(-c.spare)}" for c in plan.stages))
+    for row, values in (("host", [a.host for a in accounts]), ("NVMe", [a.nvme for a in accounts])):
+        if any(values):
+            table.add_row(row, *(_gib(v) for v in values))
+    table.add_row("fits", *("yes" if c.fits else f"no, by {_gib(-c.spare)}" if c.spare < 0 else "no, host" for c in columns))
     table.add_row("[bold]sent in a step[/bold]", *(_gib(a.wire_bytes) for a in accounts))
     for link in ("inside", "between"):
         if any(a.links.get(link) for a in accounts):
             table.add_row(f"  {'inside a node' if link == 'inside' else 'between nodes'}", *(_gib(a.links.get(link, 0)) for a in accounts))
-    table.add_row("[bold]a step takes[/bold]", *(_seconds(a.seconds["step"]) for a in accounts))
+    table.add_row("[bold]a step takes[/bold]", *(_seconds(a.seconds.get("step", 0)) for a in accounts))
     for part in ("compute", "exposed communication", "optimizer", "io"):
-        if any(a.seconds[part] for a in accounts):
+        if any(a.seconds.get(part) for a in accounts):
             table.add_row(f"  {part}", *(_seconds(a.seconds[part]) for a in accounts))
     table.add_row("tokens/s", *(_count(a.tokens_per_s) for a in accounts))
     if any(a.mfu is not None for a in accounts):
@@ -72,7 +89,7 @@ def _recommendation(plan: Plan, best: Candidate) -> str:
     accumulated = f" × {best.accumulation} accumulated" if best.accumulation > 1 else ""
     text = (
         f"[bold]use {best.scheme}[/bold], micro-batch {best.scheme.micro_batch}{accumulated}: {_gib(best.account.peak_bytes)} of the "
-        f"{_gib(best.usable)} that a rank may use, {_seconds(best.account.seconds['step'])} a step."
+        f"{_gib(best.usable)} that a rank may use, {_seconds(best.account.seconds.get('step', 0))} a step."
     )
     if best.account.host:
         text += f" Host: {_gib(best.account.host)} a rank."
@@ -87,9 +104,9 @@ def _steps(plan: Plan, best: Candidate) -> Table:
     table = Table(title="what the next steps would buy", title_justify="left", box=None, padding=(0, 2))
     for name in ("", "peak", "saves", "step", "slower by"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    own = best.account.seconds["step"]
+    own = best.account.seconds.get("step", 0)
     for step in plan.next_steps:
-        peak, seconds = step.account.peak_bytes, step.account.seconds["step"]
+        peak, seconds = step.account.peak_bytes, step.account.seconds.get("step", 0)
         saved = best.account.peak_bytes - peak
         planned = "" if step.scheme.runs else " (planned)"
         slower = f"{seconds / own - 1:+.0%}" if own else "–"
@@ -106,6 +123,8 @@ def _gib(nbytes: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if not seconds:
+        return "–"
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 

@@ -14,6 +14,9 @@ in 16 bits and still be summed in fp32.
 
 [Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count. Two ranks that disagree on what comes
 next never take each other's bytes for something else: they wait, and the wait ends in a `StallError`.
+
+[Note: one rank stands for all] Under torch's "fake" backend (plan/simulate.py) nothing arrives. The moves are entered and called as
+on NCCL; what ranks tell each other is what this one would say.
 """
 
 from __future__ import annotations
@@ -73,20 +76,15 @@ class Group:
         self.ledger = TrafficLedger()
         self.heard: dict[int, int] = {}
         self.broken: StallError | None = None
+        self.imagined = False  # see [Note: one rank stands for all]
         self._counts: dict[tuple[str, int], int] = {}
         self._groups: list[Any] = []
-        if hasattr(process_group, "get_group"):
-            process_group = process_group.get_group()
-        if process_group is None and not (dist.is_available() and dist.is_initialized()):
-            self.rank, self.size, self.ranks = 0, 1, [0]
+        process_group, self.ranks = members(process_group)
+        if len(self.ranks) == 1:
+            self.rank, self.size = 0, 1
             return
-        self.ranks = dist.get_process_group_ranks(process_group) if process_group is not None else list(range(dist.get_world_size()))
         self.size = len(self.ranks)
-        if dist.get_rank() not in self.ranks:
-            raise ValueError(f"rank {dist.get_rank()} is not in the given group of ranks {self.ranks}: only its members call shard().")
         self.rank = self.ranks.index(dist.get_rank())
-        if self.size == 1:
-            return
         self.backend = _backend(process_group, device)
         # A subset calls new_group without the others, which use_local_synchronization allows; over all ranks it is collective.
         options: dict[str, Any] = {} if self.size == dist.get_world_size() else {"use_local_synchronization": True}
@@ -102,7 +100,8 @@ class Group:
                     f"to call it too. (backend: {text})"
                 ) from None
 
-        self.control_group = make("gloo")
+        self.imagined = self.backend == "fake"
+        self.control_group = make("fake" if self.imagined else "gloo")
         if self.backend == "gloo":
             self.gather_group = self.reduce_group = self.control_group
             self._groups = [self.control_group]
@@ -186,6 +185,8 @@ class Group:
         """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank order. Waits."""
         if self.size == 1:
             return [payload]
+        if self.imagined:
+            return [payload] * self.size
         parts = [payload if r == self.rank else torch.empty_like(payload) for r in range(self.size)]
         self.ledger.control_bytes += payload.numel() * (self.size - 1)
         tag = self._tag("control", 0)
@@ -253,6 +254,48 @@ class Group:
             inp[peer] = t
         work = dist.all_to_all(out, inp, group=self.reduce_group, async_op=True)
         return Pending(self, [work], place, event, keep=(out, inp))
+
+
+def members(given: Any) -> tuple[Any, list[int]]:
+    """The process group that `given` stands for (None: the default one, or none at all), and its global ranks; [0] for a lone process.
+
+    Raises:
+        ValueError: it is none, there are no process groups, or this rank is not in it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if given is not None:
+            raise ValueError(
+                f"group={given!r} was given, but this process is in no process group: call torch.distributed.init_process_group() "
+                "first, or leave group out to run on one process."
+            )
+        return None, [0]
+    rank, group = dist.get_rank(), given
+    outside = f"rank {rank} is not in the given group{{}}: only its members call shard()."
+    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(outside.format(" (new_group returned no group to it)"))
+    if hasattr(given, "get_group"):
+        if getattr(given, "ndim", 1) != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {given.ndim} dimensions {given.mesh_dim_names or ''}: expected a one-dimensional one, "
+                "such as mesh['data'] of a mesh with named dimensions."
+            )
+        if getattr(given, "get_coordinate", list)() is None:
+            raise ValueError(outside.format(f" {given!r}"))
+        group = given.get_group()
+    if group is None:
+        return None, list(range(dist.get_world_size()))
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group={given!r}: expected a torch.distributed ProcessGroup (dist.new_group([0, 1])), a one-dimensional DeviceMesh, "
+            "or None for all ranks."
+        )
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        raise ValueError(f"group={given!r} is no process group of this process (any more): it was destroyed, or made elsewhere.") from None
+    if rank not in ranks:
+        raise ValueError(outside.format(f" of ranks {ranks}"))
+    return group, ranks
 
 
 def _backend(process_group: Any, device: torch.device) -> str:

@@ -32,7 +32,8 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     and touching fresh memory costs a fault for each page. Where the system has no huge pages it is a mapping like any other.
     """
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    plain = device.type != "cpu" or nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE")
+    if plain or torch._C._len_torch_dispatch_stack():  # under a mode torch makes the tensor itself: it may be one without contents
         return torch.empty(numel, dtype=dtype, device=device)
     whole = -(-nbytes // HUGE_PAGE) * HUGE_PAGE  # the kernel aligns mappings of whole huge pages only
     mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -132,6 +133,11 @@ class Pool:
         """Let go of every buffer that is not in use."""
         self._free.clear()
         self.ledger.set(IDLE, 0)
+
+
+def storage_of(t: torch.Tensor) -> int:
+    """Which memory a tensor lies in: the same number for all its views, also where there are no contents (fake tensors, meta)."""
+    return t.untyped_storage()._cdata
 
 
 def _bytes(t: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 from onefold.observe.process import Reconciliation, reconcile
 from onefold.observe.trace import Recording, moments_of
-from onefold.plan.schema import CATEGORIES, FRAGMENTATION, MOMENTS, MOVES, Account
+from onefold.plan.schema import CATEGORIES, ENGINE, FRAGMENTATION, MOMENTS, MOVES, Account
 from onefold.runtime.registry import engine_of
 
 
@@ -57,6 +57,7 @@ def measured(
     account = Account(
         rest=_ordered(rest),
         peak=_ordered(peak),
+        ledger=_ordered(recording.peak(ENGINE) if recording is not None else engine.memory.peak()),
         wire=wire,
         links=_links(sum(wire.values()), engine.world_size, ranks_per_node),
         seconds=_seconds(recording, step_seconds),

@@ -15,7 +15,7 @@ import contextlib
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,14 @@ class Recording:
         order = [c for c in CATEGORIES if c in seen] + sorted(seen - set(CATEGORIES))
         return times, {c: [level.get(c, 0) for level in levels] for c in order}
 
-    def peak(self) -> dict[str, int]:
-        """Bytes by category at the moment when their sum was largest."""
-        now, most = Counter(self.held), sum(self.held.values())
-        best, total = dict(now), most
+    def peak(self, only: Sequence[str] | None = None) -> dict[str, int]:
+        """Bytes by category at the moment when their sum was largest; of the categories in `only`, if given."""
+        now = Counter({c: n for c, n in self.held.items() if only is None or c in only})
+        most = total = sum(now.values())
+        best = dict(now)
         for _, category, _, delta in self.changes:
+            if only is not None and category not in only:
+                continue
             now[category] += delta
             total += delta
             if total > most:

@@ -8,6 +8,7 @@ every stage, and costs one pass over 1/N of the gradients and one exchange of 8 
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 
@@ -34,18 +35,32 @@ def own_gradients(engine: Engine) -> list[torch.Tensor]:
 
 
 def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.Tensor:
-    """See `onefold.clip_grad_norm_`."""
-    if not norm_type > 0:
+    """See `onefold.clip_grad_norm_`.
+
+    Raises:
+        ValueError: before anything is exchanged: `max_norm` is no number from 0 up, or `norm_type` is none above 0.
+    """
+    limit, p = _number(max_norm), _number(norm_type)
+    if limit is None or not limit >= 0:
+        raise ValueError(f"max_norm={max_norm!r}: expected a number, 0 or more; float('inf') measures without clipping.")
+    if p is None or not p > 0:
         raise ValueError(f"norm_type={norm_type!r}: expected a number above 0, or inf.")
     with whole_sight(), torch.no_grad():
         engine.optimizer_is_stepping()
-        total = _total_norm(engine, own_gradients(engine), float(norm_type))
-        scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+        total = _total_norm(engine, own_gradients(engine), p)
+        scale = (limit / (total + 1e-6)).clamp(max=1.0)
         grads = [e.param.grad for e in engine.entries if e.param.grad is not None]
         # On the host a look at the number saves a pass over all gradients; on a device looking would cost a synchronization.
         if grads and not (engine.device.type == "cpu" and scale.item() == 1.0):
             torch._foreach_mul_(grads, scale.to(torch.float32))
         return total.to(torch.float32)
+
+
+def _number(value: object) -> float | None:
+    """`value` as a float if it is a number (a tensor of one element too), else None."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
 def _total_norm(engine: Engine, parts: list[torch.Tensor], p: float) -> torch.Tensor:

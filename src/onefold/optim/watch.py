@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import whole_sight
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -39,28 +40,29 @@ def unwatch(engine: Engine) -> None:
             _handles.pop().remove()
 
 
-def _engines_of(optimizer: Optimizer) -> set[Engine]:
-    found = set()
+def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
+    """The sharded parameters that `optimizer` steps, by engine."""
+    found: dict[Engine, list[Entry]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             entry = getattr(param, "_onefold_entry", lambda: None)()
             if entry is not None and (engine := entry.engine()) is not None:
-                found.add(engine)
+                found.setdefault(engine, []).append(entry)
     return found
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with whole_sight():
-        for engine in _engines_of(optimizer):
+        for engine in _entries_of(optimizer):
             engine.optimizer_is_stepping()
-            if engine.recipe.elementwise_optimizer is None and not all(f.whole_master for u in engine.units for f in u.flats):
+            if engine.recipe.elementwise_optimizer is not True and not all(f.whole_master for u in engine.units for f in u.flats):
                 refuse_unless_elementwise(optimizer)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with whole_sight():
-        for engine in _engines_of(optimizer):
-            engine.optimizer_has_stepped()
+        for engine, entries in _entries_of(optimizer).items():
+            engine.optimizer_has_stepped(entries)
 
 
 def refuse_unless_elementwise(optimizer: Optimizer) -> None:

@@ -75,13 +75,25 @@ class Activity:
             again = 0 if kept else whole
             slots.append(Slot(block.name, "backward", held + again + wide + largest, 0, largest))
             held -= whole if kept else point
-        first = [u for u in model.units if u not in blocks and u.parameters]
+        repeated = {u.name for u in blocks}
+        first = [u for u in model.units if u.name not in repeated and u.parameters]
         for unit in first:
             largest = max(p.numel for p in unit.parameters) * element_bytes
             slots.append(Slot(unit.name, "backward", held + largest, 0, largest))
-        each = transformer_flops_per_token(model.active_numel, dims, seq) * tokens
+        forward = transformer_flops_per_token(model.active_numel, dims, seq) * tokens / 3
+        whole_step = flops_per_token(model, dims, seq) * tokens
         again_share = sum(1 for k in kept_of if not k) / max(len(kept_of), 1)
-        return cls(tuple(slots), saved, logits, each * (1 + again_share / 3), each / 3, "formula")
+        return cls(tuple(slots), saved, logits, whole_step + again_share * forward, forward, "formula")
+
+
+def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> float:
+    """Model FLOPs of forward and backward, where frozen parameters have no gradients of their own: 4 each instead of 6."""
+    return transformer_flops_per_token(model.active_numel, dims, seq) - 2 * frozen_active(model)
+
+
+def frozen_active(model: ModelShape) -> int:
+    """Frozen parameters that a token passes through; of a mixture of experts, those beside its trained ones."""
+    return max(0, model.active_numel - model.trainable) if model.trainable < model.numel else 0
 
 
 def _kept(index: int, checkpointing: str) -> bool:

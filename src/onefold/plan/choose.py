@@ -48,10 +48,15 @@ def ladder(job: Job, ranks: int, stages: tuple[int, ...] = ()) -> Iterator[Schem
         for checkpointing in recomputes:
             for stage in on_device:
                 yield Scheme(stage, checkpointing, "none", micro)
-    for offload in ("optimizer", "parameters", "nvme") if not job.offload else (job.offload,):
-        if offload == "none":
-            return
-        for stage in (3,) if offload != "optimizer" else (2, 3):
+    if job.offload == "none":
+        return
+    if job.offload:
+        for checkpointing in recomputes:
+            for stage in stages or ((2, 3) if job.offload == "optimizer" else (3,)):
+                yield Scheme(stage, checkpointing, job.offload, micro)
+        return
+    for offload in ("optimizer", "parameters", "nvme"):
+        for stage in (2, 3) if offload == "optimizer" else (3,):
             if not stages or stage in stages:
                 yield Scheme(stage, recomputes[-1], offload, micro)
 
@@ -167,17 +172,40 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
         else f"{question.model.name} does not fit: {nearest.scheme} needs {_gib(nearest.account.host)} of host and "
         f"{_gib(nearest.account.nvme)} of NVMe for each rank, more than a node has."
     ]
-    ranks = question.machine.ranks
-    while ranks < 1 << 20:
-        ranks *= 2
-        if ranks > question.machine.per_node and ranks % question.machine.per_node:
-            break
-        more = replace(question, machine=_on(question.machine, ranks), job=replace(question.job, global_batch=0))
-        found = recommend(more)
+    found = next((f for q, s in _relaxed(question, stages) if (f := recommend(q, s)) is not None), None)
+    if found is not None:
+        return f"{lines[0]} Here {found.scheme} with micro-batch {found.scheme.micro_batch} would fit."
+    job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload="")
+    for ranks in _more_ranks(question.machine):
+        found = recommend(replace(question, machine=_on(question.machine, ranks), job=job))
         if found is not None:
-            lines.append(f"On {ranks} devices {found.scheme} would fit.")
+            lines.append(f"On {ranks} devices {found.scheme} with micro-batch 1 would fit.")
             break
+    else:
+        lines.append("No number of devices would do: one unit is too large. Take smaller units, a shorter --seq or a larger device.")
     return " ".join(lines)
+
+
+def _relaxed(question: Question, stages: tuple[int, ...]) -> Iterator[tuple[Question, tuple[int, ...]]]:
+    """The question with less and less of what was asked for: the micro-batch, the stage, the checkpointing, the offload."""
+    if question.job.micro_batch > 1:
+        question = replace(question, job=replace(question.job, micro_batch=1))
+        yield question, stages
+    if stages:
+        yield question, ()
+    if question.job.checkpointing:
+        question = replace(question, job=replace(question.job, checkpointing=""))
+        yield question, ()
+    if question.job.offload:
+        yield replace(question, job=replace(question.job, offload="")), ()
+
+
+def _more_ranks(machine: Machine, most: int = 1 << 17) -> Iterator[int]:
+    """Twice as many and twice again: within a node first, then in whole nodes."""
+    ranks = machine.ranks
+    while ranks < most:
+        ranks = min(2 * ranks, machine.per_node) if ranks < machine.per_node else 2 * ranks
+        yield ranks
 
 
 def _on(machine: Machine, ranks: int) -> Machine:

@@ -9,16 +9,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from onefold.memory import GATHERED, GRADIENTS, IDLE, MASTERS, PARAMETERS, REDUCTION
-from onefold.plan.activity import Activity
-from onefold.plan.formulas.compute import transformer_flops_per_token
+from onefold.memory import GATHERED, IDLE, REDUCTION
+from onefold.plan.activity import Activity, flops_per_token
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.replay import Moment, Replay
+from onefold.plan.offload import Moved, moved
+from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import UnitPlan, at_rest, gathers_of, units_of, wire
@@ -30,6 +30,8 @@ from onefold.recipe import Placement, Recipe
 FRAGMENTED = 0.10
 #: Bytes that a process takes of a GPU before its first tensor: context, kernels, communicator buffers.
 CONTEXT = 1 << 30
+#: What comes and goes in a step.
+_MOVING = (GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY)
 
 
 @dataclass(frozen=True)
@@ -59,28 +61,26 @@ def evaluate(
     """
     recipe = scheme.recipe(job)
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
-    units, moments, bound = _engine(model, recipe, machine.ranks, min(accumulation, 2))
+    units, moments, ledger, bound = _engine(model, recipe, machine.ranks, min(accumulation, 2))
     rest = at_rest(list(units), job.optimizer)
     states = rest.get(MOMENTS, 0)
-    peak = _peak(moments, activity, states)
-    host = nvme = 0
-    if scheme.offload != "none":
-        rest, peak, host, nvme = _offloaded(scheme, rest, peak, machine.ranks)
-    if machine.gpu.name != "here":
-        moving = sum(v for k, v in peak.items() if k in (GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY))
-        peak[FRAGMENTATION] = int(FRAGMENTED * moving)
-    top = max((s.peak for s in activity.slots), default=0)
-    gone = sum(rest.get(k, 0) for k in (MASTERS, PARAMETERS)) - sum(peak.get(k, 0) for k in (MASTERS, PARAMETERS))
-    limit = bound + states + top + peak.get(FRAGMENTATION, 0) - max(0, gone)
+    limit = bound + states + max((s.peak for s in activity.slots), default=0)
+    away = moved(scheme, units, job.optimizer) if scheme.offload != "none" else None
+    if away is not None:
+        rest = away.apply(rest) | {GATHERED: 0}
+        limit += sum(away.added.values()) - sum(away.gone.values())
+    peak = _peak(moments, activity, states, away, 0.0 if machine.gpu.name == "here" else FRAGMENTED)
+    host, nvme = (away.host, away.nvme) if away is not None else (0, 0)
     sent = wire(list(units), recipe, accumulation)
     nccl = getattr(machine.measured, "backend", "nccl") != "gloo"
     kept, late = recipe.parameters.placement is Placement.REPLICATED, recipe.reduce_at == "boundary"
     traffic = traffic_of(sent, calls_of(units, recipe, accumulation), machine, kept=kept, at_boundary=late, nccl=nccl)
-    times = step_times(_work(model, activity, machine, job, scheme, traffic, accumulation, states), machine, software)
+    times = step_times(_work(model, units, activity, machine, job, scheme, traffic, accumulation), machine, software)
     account = Account(
         rest={k: v for k, v in rest.items() if v},
         peak={k: v for k, v in peak.items() if v},
-        bound=limit,
+        ledger=dict(ledger),
+        bound=limit + peak.get(FRAGMENTATION, 0),
         host=host,
         nvme=nvme,
         wire=sent,
@@ -100,10 +100,12 @@ def usable_bytes(machine: Machine) -> int:
 
 
 @lru_cache(maxsize=256)
-def _engine(model: ModelShape, recipe: Recipe, ranks: int, micro_batches: int) -> tuple[tuple[UnitPlan, ...], tuple[Moment, ...], int]:
+def _engine(
+    model: ModelShape, recipe: Recipe, ranks: int, micro_batches: int
+) -> tuple[tuple[UnitPlan, ...], tuple[Moment, ...], dict[str, int], int]:
     units = units_of(model, recipe, ranks)
     replay = Replay(units, recipe).run(micro_batches)
-    return tuple(units), tuple(replay.moments), bound_of(units, recipe, micro_batches)
+    return tuple(units), tuple(replay.moments), replay.peak, bound_of(units, recipe, micro_batches)
 
 
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:
@@ -116,7 +118,8 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = (recipe.prefetch, recipe.in_flight) if recipe.overlap else (0, 0)
     gathered = [sum(f.numel * f.dtypes.compute.itemsize for f in u.flats if not f.kept) for u in units]
-    around = [g for g, u in zip(gathered, units, strict=True) if any(u.encloses(v) for v in units)]
+    names = outer(list(units))
+    around = [g for g, u in zip(gathered, units, strict=True) if u.name in names]
     reductions, total = [], 0
     for unit in units:
         one = 0
@@ -134,15 +137,15 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
     return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total
 
 
-def _peak(moments: tuple[Moment, ...], activity: Activity, states: int) -> dict[str, int]:
-    """The categories of the largest slot."""
+def _peak(moments: tuple[Moment, ...], activity: Activity, states: int, away: Moved | None, fragmented: float) -> dict[str, int]:
+    """The categories of the largest slot, once what is kept elsewhere is gone and fragmentation is added."""
     engine: dict[tuple[str, str], Moment] = {}
     for m in moments:
         best = engine.get((m.phase, m.unit))
         if best is None or m.total > best.total:
             engine[m.phase, m.unit] = m
     last = {phase: max((m for m in moments if m.phase == phase), key=lambda m: m.total, default=None) for phase in ("forward", "backward")}
-    rows: list[tuple[int, dict[str, int]]] = []
+    rows: list[dict[str, int]] = []
     slots = activity.slots
     for i, slot in enumerate(slots):
         beside = [slots[j] for j in (i - 1, i, i + 1) if 0 <= j < len(slots) and slots[j].phase == slot.phase]
@@ -151,28 +154,12 @@ def _peak(moments: tuple[Moment, ...], activity: Activity, states: int) -> dict[
         mine = dict(held.held) if held is not None else {}
         mine[ACTIVATIONS] = slot.peak - slot.logits - slot.gradients
         mine[LOGITS], mine[TEMPORARY], mine[MOMENTS] = slot.logits, slot.gradients, states
-        rows.append((sum(mine.values()), mine))
-    for m in moments:
-        if m.phase in ("step", "backward"):
-            rows.append((m.total + states, {**m.held, MOMENTS: states}))
-    return max(rows, key=lambda r: r[0])[1]
-
-
-def _offloaded(
-    scheme: Scheme, rest: Mapping[str, int], peak: Mapping[str, int], ranks: int
-) -> tuple[dict[str, int], dict[str, int], int, int]:
-    """(rest, peak, host, nvme) bytes of a rank when states leave the device: masters, moments and reduced gradients, then parameters too.
-
-    On NVMe the host keeps what is on its way: a sixteenth of the moments and masters, and the gradients (ZeRO-Infinity, section 5.1).
-    """
-    gone = (MASTERS, MOMENTS, GRADIENTS)
-    gradients = max(peak.get(GRADIENTS, 0), rest.get(MASTERS, 0))
-    moved = rest.get(MASTERS, 0) + rest.get(MOMENTS, 0)
-    left = {k: v for k, v in rest.items() if k not in gone}
-    high = {k: v for k, v in peak.items() if k not in gone}
-    if scheme.offload == "nvme":
-        return left, high, gradients + moved // 16, moved
-    return left, high, moved + gradients, 0
+        rows.append(mine)
+    rows += [{**m.held, MOMENTS: states} for m in moments if m.phase in ("step", "backward")]
+    rows = [away.apply(row) for row in rows] if away is not None else rows
+    for row in rows:
+        row[FRAGMENTATION] = int(fragmented * sum(v for k, v in row.items() if k in _MOVING))
+    return max(rows, key=lambda row: sum(row.values()))
 
 
 def calls_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int) -> dict[str, int]:
@@ -189,18 +176,18 @@ def calls_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int) -> d
 
 def _work(
     model: ModelShape,
+    units: Sequence[UnitPlan],
     activity: Activity,
     machine: Machine,
     job: Job,
     scheme: Scheme,
     traffic: list[Traffic],
     accumulation: int,
-    states: int,
 ) -> Work:
     tokens = scheme.micro_batch * job.seq * accumulation
-    per_token = transformer_flops_per_token(model.active_numel, model.transformer, job.seq)
+    per_token = flops_per_token(model, model.transformer, job.seq)
     flops = activity.flops * accumulation or per_token * tokens
-    stepped = states // 8 if job.optimizer in ("adam", "adamw") else states // 4
+    stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable for slot in f.layout.slots)
     host = scheme.offload != "none"
     element = 2 if job.precision != "fp32" else 4
     shard = model.trainable / machine.ranks

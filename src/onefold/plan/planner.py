@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.activity import Activity, assumed_dims, blocks_of
+from onefold.plan.activity import Activity, assumed_dims, blocks_of, frozen_active
 from onefold.plan.architectures import architecture, known
 from onefold.plan.choose import Activities, Question, cannot_fit, ladder, largest_micro_batch, largest_model, recommend
 from onefold.plan.evaluate import Candidate
@@ -29,6 +31,9 @@ from onefold.plan.states import MOMENTS_OF
 from onefold.plan.times import Software
 from onefold.plan.trace import trace, trace_at
 from onefold.recipe import COMPUTE_DTYPES, Recipe
+
+#: The note of a plan with adapters.
+_LORA = "LoRA: activations are those of training everything, which adapters need less than"
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ def plan(
     question = Question(shape, activities, machine, job, software)
     best = recommend(question, stages)
     like = best.scheme if best is not None else next(iter(ladder(job, machine.ranks, stages)))
-    shown = tuple(question.answer(Scheme(s, like.checkpointing, "none", like.micro_batch)) for s in (0, 1, 2, 3))
+    shown = tuple(question.answer(_column(s, like, job)) for s in (0, 1, 2, 3))
     micro, models = {}, {}
     for candidate in shown if largest else ():
         scheme = candidate.scheme
@@ -164,13 +169,20 @@ def plan(
     )
 
 
+def _column(stage: int, like: Scheme, job: Job) -> Scheme:
+    """The scheme of one stage side by side with the others: offloaded only if that was asked for and the stage can be."""
+    try:
+        return Scheme(stage, like.checkpointing, job.offload or "none", like.micro_batch)
+    except ValueError:
+        return Scheme(stage, like.checkpointing, "none", like.micro_batch)
+
+
 def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) -> list[Candidate]:
-    """The steps of the ladder behind the recommendation, the first of each kind, at its micro-batch."""
+    """The steps of the ladder behind the recommendation, at its micro-batch, each of which saves more than those before it."""
     out: list[Candidate] = []
-    for scheme in ladder(question.job, question.machine.ranks, stages):
-        later = scheme.with_(micro_batch=best.scheme.micro_batch)
-        if later == best.scheme or (later.stage < best.scheme.stage and later.checkpointing == best.scheme.checkpointing):
-            continue
+    micro = best.scheme.micro_batch
+    order = [scheme.with_(micro_batch=micro) for scheme in ladder(question.job, question.machine.ranks, stages)]
+    for later in order[order.index(best.scheme) + 1 :]:
         found = question.answer(later)
         if found.account.peak_bytes < min([best.account.peak_bytes, *(c.account.peak_bytes for c in out)]):
             out.append(found)
@@ -189,7 +201,7 @@ class _Subject:
 
 
 def _subject(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine) -> _Subject:
-    if isinstance(model, bool) or (isinstance(model, (int, float)) and not model >= 1):
+    if isinstance(model, bool) or (isinstance(model, (int, float)) and not 1 <= model < math.inf):
         raise ValueError(f"a model of {model!r} parameters: expected a positive number, such as 7.5e9.")
     if isinstance(model, (int, float)):
         model = ModelShape.of_size(int(model), f"{model:,.0f} parameters")
@@ -242,19 +254,33 @@ def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, los
             return Activity.from_trace(trace(module, make(micro_batch), checkpointing=how, **options))
         return Activity.from_trace(trace_at(module, make, [micro_batch], checkpointing=how, **options)[micro_batch])
 
+    if job.lora_rank:
+        return _Subject(shape, _frozen(activities, shape, job.seq), "traced from the module", (_LORA,))
     return _Subject(shape, activities, "traced from the module")
 
 
+def _frozen(activities: Activities, shape: ModelShape, seq: int) -> Activities:
+    """The activities less the FLOPs of gradients that frozen parameters do not have."""
+
+    def fewer(micro_batch: int, checkpointing: str) -> Activity:
+        found = activities(micro_batch, checkpointing)
+        return replace(found, flops=found.flops - 2 * frozen_active(shape) * micro_batch * seq)
+
+    return fewer
+
+
 def _tokens(module: nn.Module, seq: int) -> Callable[[int], Any]:
-    config = getattr(module, "config", None)
-    if config is None or not isinstance(getattr(config, "vocab_size", None), int):
+    taken = inspect.signature(module.forward).parameters
+    if "input_ids" not in taken:
         raise ValueError(
-            f"{type(module).__name__} is no transformers language model: give plan() a batch=function from a number of samples to a batch."
+            f"{type(module).__name__}.forward takes no input_ids, so it is no language model: give plan() a batch=function from a number "
+            "of samples to a batch."
         )
+    names = [name for name in ("input_ids", "labels") if name in taken]
 
     def make(samples: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros((samples, seq), dtype=torch.long, device="meta")
-        return {"input_ids": ids, "labels": ids}
+        return dict.fromkeys(names, ids)
 
     return make
 
@@ -271,7 +297,11 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
                 rows, columns = p.shape
                 adapters += [Parameter(f"{p.name}.lora_A", (rank, columns)), Parameter(f"{p.name}.lora_B", (rows, rank))]
         units.append(UnitShape(unit.name, (*frozen, *adapters), unit.looks_up_only))
-    return replace(model, name=f"{model.name}, LoRA of rank {rank}", units=tuple(units), active_numel=0)
+    added = sum(u.numel for u in units) - model.numel
+    if not added:
+        raise ValueError(f"{model.name} has no blocks with matrices to put adapters on: LoRA needs a model with its real shapes.")
+    name = f"{model.name}, LoRA of rank {rank}"
+    return replace(model, name=name, units=tuple(units), active_numel=model.active_numel + added)
 
 
 def _convention(job: Job) -> str:

@@ -52,7 +52,7 @@ class _Reduction:
     flat: FlatPlan
     buffer: _Buffer
     sent: _Buffer | None
-    parts: list[_Buffer]
+    lent: _Buffer | None
     into: _Buffer | None
 
 
@@ -74,6 +74,7 @@ class Replay:
         self.prefetch = recipe.prefetch if recipe.overlap else 0
         self.in_flight = recipe.in_flight if recipe.overlap else 0
         self.passive = all(f.passive for u in units for f in u.flats)
+        self.outer = outer(units)
         self.now: Counter[str] = Counter()
         self.total = 0
         self.best: dict[str, int] = {}
@@ -206,7 +207,7 @@ class Replay:
                 self._complete(around.pop(), k, deferring)
             if not unit.plan.looks_up_only:
                 self._acquire(unit)
-            if any(u is not unit and unit.plan.encloses(u.plan) for u in self.units):
+            if unit.plan.name in self.outer:
                 around.append(unit)  # its own parameters get their last gradient after those inside
                 if not self.passive:
                     self._early(unit, deferring)
@@ -265,17 +266,14 @@ class Replay:
         if buffer.dtype != flat.dtypes.wire:
             sent = self._take(buffer.numel, flat.dtypes.wire, REDUCTION)
         in_place = not flat.whole_master and flat.ranks > 1 and flat.dtypes.wire == flat.dtypes.sums
-        target = 1 if flat.rank == 0 else 0
-        into, parts = None, []
-        for peer in range(flat.ranks):
-            if peer == flat.rank:
-                continue
-            if in_place and peer == target:
-                into = _Buffer(flat.layout.shard_numel, flat.dtypes.wire, REDUCTION, pooled=False)
-                self._add(REDUCTION, into.nbytes)
-            else:
-                parts.append(self._take(flat.layout.shard_numel, flat.dtypes.wire, REDUCTION))
-        self.flying.append(_Reduction(flat, buffer, sent, parts, into))
+        shard, peers = flat.layout.shard_numel, flat.ranks - 1
+        into = lent = None
+        if in_place:
+            into, peers = _Buffer(shard, flat.dtypes.wire, REDUCTION, pooled=False), peers - 1
+            self._add(REDUCTION, into.nbytes)
+        if peers:
+            lent = self._take(peers * shard, flat.dtypes.wire, REDUCTION)
+        self.flying.append(_Reduction(flat, buffer, sent, lent, into))
 
     def _land(self, r: _Reduction) -> None:
         flat = r.flat
@@ -292,8 +290,8 @@ class Replay:
             self._add(GRADIENTS, nbytes)
             if dtype != flat.dtypes.sums:
                 self._give(self._take(flat.layout.shard_numel, flat.dtypes.sums, REDUCTION))
-        for part in r.parts:
-            self._give(part)
+        if r.lent is not None:
+            self._give(r.lent)
         self._give(r.buffer)
         self._hand_over(flat, nbytes)
 
@@ -313,6 +311,16 @@ class Replay:
             else:
                 self._add(GRADIENTS, copied)
             self.summed.append(nbytes)
+
+
+def outer(units: list[UnitPlan]) -> frozenset[str]:
+    """The names of the units around others."""
+    around = {u.name for u in units if u.path == ""} if len(units) > 1 else set()
+    names = {u.path: u.name for u in units}
+    for unit in units:
+        parts = unit.path.split(".")
+        around.update(names[p] for i in range(1, len(parts)) if (p := ".".join(parts[:i])) in names)
+    return frozenset(around)
 
 
 def _backwards(units: list[_Unit]) -> list[_Unit]:

@@ -38,6 +38,7 @@ class Account:
     Attributes:
         rest: bytes between steps, by category.
         peak: bytes at the moment when their sum is largest, by category.
+        ledger: bytes of what the engine itself holds (`ENGINE`) at the moment when their sum is largest, by category.
         bound: bytes that the sum never exceeds; 0 where nothing bounds it (a measurement).
         host, nvme: bytes on the host and on NVMe that offloaded state takes.
         wire: payload bytes sent in a step, by move.
@@ -49,6 +50,7 @@ class Account:
 
     rest: Mapping[str, int] = field(default_factory=dict)
     peak: Mapping[str, int] = field(default_factory=dict)
+    ledger: Mapping[str, int] = field(default_factory=dict)
     bound: int = 0
     host: int = 0
     nvme: int = 0
@@ -81,7 +83,7 @@ class Account:
 
     def lines(self) -> Iterator[tuple[str, str, float]]:
         """(name, unit, value) of every figure: what `compare` puts side by side."""
-        for title, table in (("at rest", self.rest), ("at peak", self.peak)):
+        for title, table in (("at rest", self.rest), ("at peak", self.peak), ("engine at its peak", self.ledger)):
             for category in CATEGORIES:
                 if table.get(category):
                     yield f"{title}: {category}", "bytes", table[category]

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 
+from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
+
 
 class Placement(enum.Enum):
     """Where one kind of state lives on the data-parallel axis.
@@ -46,6 +48,14 @@ class Row:
     wire: torch.dtype | None = None
     tier: Tier = Tier.DEVICE
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.placement, Placement):
+            raise ValueError(f"placement={self.placement!r}: expected Placement.REPLICATED or Placement.SHARDED.")
+        if not isinstance(self.tier, Tier):
+            raise ValueError(f"tier={self.tier!r}: expected one of {', '.join(map(str, Tier))}.")
+        check_dtype("dtype", self.dtype)
+        check_dtype("wire", self.wire, optional=True)
+
 
 _R, _S = Placement.REPLICATED, Placement.SHARDED
 
@@ -68,7 +78,8 @@ class Recipe:
     Attributes:
         parameters, gradients, optimizer: the three rows.
         reduce_at: "micro-batch" reduces gradients in every backward pass; "boundary" keeps them whole under
-            `onefold.no_sync` and reduces once an optimizer step (more memory, less traffic).
+            `onefold.no_sync` and reduces once an optimizer step (more memory, less traffic). None becomes "boundary" for replicated
+            gradients, else "micro-batch".
         reshard_after_forward: sharded parameters are dropped after the forward pass and gathered again in backward
             (3Ψ on the wire); False keeps them in between (2Ψ).
         prefetch: units gathered ahead of use; 0 gathers on demand.
@@ -77,7 +88,7 @@ class Recipe:
         cast_inputs: floating-point inputs of the forward pass are cast to the compute dtype.
         sync_buffers: running statistics of normalization layers follow rank 0, as in DDP.
         stall_timeout: seconds that a rank waits for the others before every rank gets a `StallError`.
-        elementwise_optimizer: None probes the optimizer before its first step; True is your word for it.
+        elementwise_optimizer: None or False tries the optimizer before its first step; True is your word for it.
         notes: sentences about options that have no effect; `shard` logs them once.
         units: names or classes of the modules that become units; None finds the repeated block.
     """
@@ -85,7 +96,7 @@ class Recipe:
     parameters: Row
     gradients: Row
     optimizer: Row
-    reduce_at: ReduceAt = "micro-batch"
+    reduce_at: ReduceAt | None = None
     reshard_after_forward: bool = True
     prefetch: int = 1
     in_flight: int = 2
@@ -98,6 +109,9 @@ class Recipe:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        for name in _ROWS:
+            if not isinstance(getattr(self, name), Row):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a Row(placement, dtype, wire).")
         p, g, o = self.parameters.placement, self.gradients.placement, self.optimizer.placement
         if o is _R and (g is _S or p is _S):
             raise ValueError(
@@ -109,24 +123,25 @@ class Recipe:
                 "the recipe shards parameters but keeps gradients replicated, which would cost the memory that sharding the "
                 "parameters saves. Shard the gradient row (stage 3); reduce_at='boundary' keeps them whole until the boundary."
             )
-        for name in ("parameters", "gradients", "optimizer"):
+        for name in _ROWS:
             if getattr(self, name).tier is not Tier.DEVICE:
                 raise NotImplementedError(
                     f"the {name} row asks for tier {getattr(self, name).tier.value!r}; only 'device' is built so far."
                 )
-        for name in ("prefetch", "in_flight"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name}={value!r}: expected a whole number of units, 0 or more.")
-        for name in ("reshard_after_forward", "overlap", "cast_inputs", "sync_buffers"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False.")
-        if isinstance(self.units, (str, type)):
-            raise ValueError(f"units={self.units!r}: expected a list of module names or classes, such as [{self.units!r}].")
-        if not isinstance(self.stall_timeout, (int, float)) or not self.stall_timeout > 0:
-            raise ValueError(f"stall_timeout={self.stall_timeout!r}: expected seconds above 0.")
+        check_options(self)
+        if isinstance(self.units, list):
+            object.__setattr__(self, "units", tuple(self.units))
+        if self.reduce_at is None:
+            object.__setattr__(self, "reduce_at", _usual_time(g))
         if self.reduce_at not in ("micro-batch", "boundary"):
             raise ValueError(f"reduce_at={self.reduce_at!r}: expected 'micro-batch' or 'boundary'.")
+        if g is _R and self.reduce_at == "micro-batch":
+            raise ValueError(
+                f"stage {self.stage} keeps gradients whole until the boundary, so reduce_at='micro-batch' cannot apply: "
+                "use stage 2 or 3, or leave reduce_at out."
+            )
+        given = {name: getattr(self, name) for name in _OPTIONS if getattr(self, name) != self.__dataclass_fields__[name].default}
+        object.__setattr__(self, "notes", tuple(dict.fromkeys([*self.notes, *without_effect(self, given)])))
 
     # -- presets ---------------------------------------------------------------------------------------------------------------
 
@@ -157,33 +172,26 @@ class Recipe:
         """
         if not isinstance(stage, int) or isinstance(stage, bool) or stage not in PLACEMENTS_OF_STAGE:
             raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3.")
-        if precision not in COMPUTE_DTYPES:
-            raise ValueError(f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}.")
+        if not isinstance(precision, str) or precision not in COMPUTE_DTYPES:
+            meant = str(precision).removeprefix("torch.")
+            hint = next((f" Did you mean {name!r}?" for name, dtype in COMPUTE_DTYPES.items() if _short(dtype) == meant), "")
+            raise ValueError(f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}.{hint}")
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {_did_you_mean(unknown[0], _OPTIONS)}")
-        if isinstance(options.get("units"), list):
-            options["units"] = tuple(options["units"])
+            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {did_you_mean(unknown[0], _OPTIONS)}")
         compute = COMPUTE_DTYPES[precision]
         p, g, o = PLACEMENTS_OF_STAGE[stage]
-        if reduce_at is None:
-            reduce_at = "boundary" if g is _R else "micro-batch"
-        if g is _R and reduce_at == "micro-batch":
-            raise ValueError(
-                f"stage {stage} keeps gradients whole until the boundary, so reduce_at='micro-batch' cannot apply: "
-                "use stage 2 or 3, or leave reduce_at out."
-            )
-        for name, dtype in (("wire", wire), ("master_dtype", master_dtype), ("accumulate_dtype", accumulate_dtype)):
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"{name}={dtype!r}: expected a floating-point torch.dtype.")
-        return cls(
+        check_dtype("wire", wire, optional=True)
+        check_dtype("master_dtype", master_dtype)
+        check_dtype("accumulate_dtype", accumulate_dtype)
+        recipe = cls(
             parameters=Row(p, compute, compute if p is _S or o is _S else None),
             gradients=Row(g, accumulate_dtype, wire or compute),
             optimizer=Row(o, master_dtype),
             reduce_at=reduce_at,
-            notes=tuple(_without_effect(stage, options)),
             **options,
         )
+        return replace(recipe, notes=tuple(without_effect(recipe, options)))
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str, world_size: int | None = None) -> Recipe:
@@ -196,8 +204,29 @@ class Recipe:
         read = read_deepspeed(config, world_size)
         return cls.zero(**read.recipe_arguments).replace(notes=tuple(read.recipe_notes))
 
+    @classmethod
+    def auto(cls, model: Any, **job: Any) -> Recipe:
+        """The lowest stage whose peak fits this machine, from a plan of `model`. Collective; see `onefold.plan.auto.recipe_for`."""
+        from onefold.plan.auto import recipe_for  # a room below this one: looked up only when it is asked for
+
+        return recipe_for(model, **job)
+
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed, checked again."""
+        """A copy with some fields changed, checked again.
+
+        Raises:
+            ValueError: an unknown field, or one of a value it cannot have.
+        """
+        unknown = sorted(set(changes) - set(self.__dataclass_fields__))
+        if unknown:
+            raise ValueError(f"a recipe has no {', '.join(unknown)}. {did_you_mean(unknown[0], set(self.__dataclass_fields__))}")
+        if "reduce_at" not in changes and self.reduce_at == _usual_time(self.gradients.placement):
+            changes["reduce_at"] = None  # what is usual for the gradient row as it will be
+        if "notes" not in changes:
+            changes["notes"] = tuple(n for n in self.notes if " has no effect " not in n)  # found anew
+            given = {name: value for name, value in changes.items() if name in _OPTIONS}
+            copy = replace(self, **changes)
+            return replace(copy, notes=(*copy.notes, *without_effect(copy, given)))
         return replace(self, **changes)
 
     # -- what it says ----------------------------------------------------------------------------------------------------------
@@ -227,29 +256,13 @@ class Recipe:
         return "\n".join([*lines, "; ".join(tail), *self.notes])
 
 
-_OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in ("parameters", "gradients", "optimizer", "reduce_at", "notes")}
+_ROWS = ("parameters", "gradients", "optimizer")
+_OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in (*_ROWS, "reduce_at", "notes")}
 
 
-def _without_effect(stage: int, options: Mapping[str, Any]) -> list[str]:
-    """A sentence for each option that was given and changes nothing, so that nothing is silently ignored."""
-    said = []
-    if stage != 3:
-        said += [
-            f"{name}={options[name]!r} has no effect at stage {stage}: it is about gathering sharded parameters (stage 3)."
-            for name in ("prefetch", "reshard_after_forward")
-            if name in options
-        ]
-    if options.get("overlap") is False:
-        said += [f"{name}={options[name]!r} has no effect under overlap=False." for name in ("prefetch", "in_flight") if options.get(name)]
-    return said
+def _usual_time(gradients: Placement) -> ReduceAt:
+    return "boundary" if gradients is _R else "micro-batch"
 
 
 def _short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _did_you_mean(given: str, known: set[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(given, sorted(known), 1)
-    return f"Did you mean {near[0]!r}?" if near else f"Known options: {', '.join(sorted(known))}."

@@ -31,15 +31,15 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
     payload = torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
     place = Place("control", "(end of backward)", engine.step, "backward")
     parts = [bytes(p.tolist()) for p in engine.group.exchange_control(payload, place)]
-    everywhere: list[set[int]] = [set(), set(), set()]
-    same = True
+    seen, same = [0, 0, 0], True
     for rank, part in enumerate(parts):
         engine.group.heard[engine.group.ranks[rank]] = struct.unpack_from("<q", part)[0]
         same = same and part[8:20] == head[8:20]
         at = len(head)
-        for seen, n in zip(everywhere, sizes, strict=True):
-            seen |= _unbits(part[at : at + (n + 7) // 8])
+        for i, n in enumerate(sizes):
+            seen[i] |= int.from_bytes(part[at : at + (n + 7) // 8], "little")
             at += (n + 7) // 8
+    everywhere = [_members(bits) for bits in seen]
     engine.reduce.finish(everywhere[0])
     if everywhere[1]:
         engine.reduce.second_round(sorted(everywhere[1]), everywhere[0])
@@ -75,10 +75,5 @@ def _bits(members: set[int], size: int) -> bytes:
     return sum(1 << i for i in members).to_bytes((size + 7) // 8, "little")
 
 
-def _unbits(raw: bytes) -> set[int]:
-    value, out = int.from_bytes(raw, "little"), set()
-    while value:
-        low = value & -value
-        out.add(low.bit_length() - 1)
-        value ^= low
-    return out
+def _members(bits: int) -> set[int]:
+    return {i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"}

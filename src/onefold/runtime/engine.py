@@ -18,17 +18,21 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.comm import Group, Place
-from onefold.memory import GRADIENTS, MemoryLedger, Pool
+from onefold.memory import GRADIENTS, MemoryLedger, Pool, storage_of
 from onefold.recipe import Recipe
 from onefold.runtime.agree import agree_and_finish
+from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
 from onefold.runtime.flat import Dtypes, Entry, Flat
 from onefold.runtime.gather import Gatherer, tensors_in
+from onefold.runtime.kept import gradient_bytes, show_kept, take_kept
+from onefold.runtime.moved import Moves, Pass
 from onefold.runtime.parameter import ForwardDepth, whole_sight
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.spans import Span, Spans
@@ -71,7 +75,10 @@ class Engine:
         self.passive = all(flat.passive for u in self.units for flat in u.flats)
         # Open forward passes of units: (unit, inside a backward pass, outermost of its pass over the model).
         self.stack: list[tuple[Unit, bool, bool]] = []
+        self.moves = Moves(self)
+        self.this_pass = Pass(self.moves)
         self.is_root_pass = False
+        self.raised_in: tuple[str, str] | None = None  # (unit, phase) of the last pass that raised
         self.part: object = None  # whoever called a part of the root by itself
         self.backward_open = False
         self.open_graphs = self.root_graphs = 0  # forward passes with gradients that no backward has followed
@@ -96,20 +103,16 @@ class Engine:
         """Everything is bound: create what works on it."""
         self.gather = Gatherer(self)
         self.reduce = Reducer(self)
+        root = self.units[0].module()
+        assert root is not None
+        self.structure = Structure(root, len(self.entries))
         self.follow_trainable()
         for unit in self.units:
             for flat in unit.flats:
                 for category, nbytes in flat.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
-        self.memory.probes[GRADIENTS] = self._gradient_bytes
+        self.memory.probes[GRADIENTS] = partial(gradient_bytes, self)
         self.memory.reset_peak()
-
-    def _gradient_bytes(self) -> int:
-        """Bytes of gradients that wait for the optimizer: reduced ones, and whole ones that wait for the boundary."""
-        if self.backward_open:  # buffers are on their way between owners: the ledger's own count is right
-            return self.memory.held(GRADIENTS)
-        reduced = sum(unique_bytes(e.param.grad for e in self.entries if e.kept is None))
-        return reduced + sum(b.numel() * b.element_size() for u in self.units for flat in u.flats for b in flat.grads.values())
 
     def close(self) -> None:
         """Let go of everything: buffers, communicators, the cycles among the engine's own objects."""
@@ -156,6 +159,8 @@ class Engine:
             outermost = not self.stack and not recompute
             if outermost:
                 self._begin_pass(is_root=unit.index == 0 and not part)
+            if not self.stack:
+                self.this_pass = Pass(self.moves)
             self.stack.append((unit, recompute, outermost))
             ForwardDepth.value += 1
             unit.depth += 1
@@ -185,6 +190,7 @@ class Engine:
         """The forward pass of a unit's module raised."""
         with whole_sight():
             while any(u is unit for u, _, _ in self.stack):
+                self.raised_in = self.raised_in or (unit.name, self.phase)  # the innermost unit comes first
                 _, outermost = self._pop()
                 self.spans.leave(unit.name, self.phase, keep=False)
                 if outermost:
@@ -201,10 +207,12 @@ class Engine:
     def _begin_pass(self, is_root: bool) -> None:
         if self.backward_open:  # a backward pass raised and never came to its end
             self.reset()
-        self.is_root_pass = is_root
+        self.is_root_pass, self.raised_in = is_root, None
         self.memory.look()
-        self._check_in_place()
-        self._check_complete()
+        check_in_place(self)
+        self.structure.look(everywhere=self.step < 2)
+        if self.step < 2:
+            check_not_wrapped(self.units[0].module())
         self.follow_trainable()
         self._mark_stale()
         if torch.is_grad_enabled() and self.open_graphs == 0:
@@ -239,9 +247,12 @@ class Engine:
         if not root and not early:
             return
 
+        this_pass = self.this_pass
+
         def backward_reached(_: torch.Tensor) -> None:
             if self.closed:
                 return
+            this_pass.backward_reached(root)
             with whole_sight():
                 self.backward_event()
                 if early:
@@ -264,31 +275,6 @@ class Engine:
                         entry.hooked = True
                         entry.compute.register_post_accumulate_grad_hook(_arrival(weakref.ref(self), weakref.ref(entry)))
 
-    def _check_in_place(self) -> None:
-        for unit in self.units:
-            for flat in unit.flats:
-                if flat.passive:
-                    continue
-                # The first of which this rank owns anything; where it owns nothing, the dtype still tells.
-                owned = next((e for e in flat.entries if flat.local(e)[0] < flat.local(e)[1]), None)
-                entry = owned or flat.entries[0]
-                want = flat.master.data_ptr() + (flat.local(entry)[0] - flat.owned[0]) * flat.master.element_size()
-                if (owned is not None and entry.param.data_ptr() != want) or entry.param.dtype != flat.master.dtype:
-                    raise RuntimeError(
-                        f"parameter {entry.slot.name!r} no longer lies in its flat buffer: the model was moved or cast after shard() "
-                        "(.to(), .half(), .cuda(), assigning .data). Do that before shard(), "
-                        "or give shard() a device and the recipe a precision."
-                    )
-
-    def _check_complete(self) -> None:
-        """Parameters added after shard() would train on every rank by themselves: found before the first steps."""
-        module = self.units[0].module()
-        if self.step < 2 and module is not None and (now := sum(1 for _ in module.parameters())) != len(self.entries):
-            raise RuntimeError(
-                f"the model had {len(self.entries)} parameters when it was sharded and has {now} now: "
-                "add modules (adapters, heads) before shard()."
-            )
-
     def _mark_stale(self) -> None:
         """Kept copies are stale once the masters moved: an optimizer stepped, or somebody wrote to them."""
         trained = self.stepped or (self.reduced_since_gather and not self.optimizer_seen)
@@ -300,9 +286,13 @@ class Engine:
                     flat.stale = flat.stale or versions != flat.versions or (trained and bool(flat.runs))
                     flat.versions = versions
                 self._make_stale(unit)
+                if unit.state is State.STALE:
+                    for flat in unit.flats:
+                        flat.refreshed = self.moves.count if flat.stale else flat.refreshed  # by the refresh that follows
 
     def make_stale(self) -> None:
         """The masters have been written to: every kept copy is out of date."""
+        self.moves.all_of(self.entries)
         for unit in self.units:
             for flat in unit.flats:
                 flat.stale = True
@@ -326,16 +316,18 @@ class Engine:
         """Called before an optimizer over these parameters steps."""
         if not any(flat.grads for u in self.units for flat in u.flats):
             return
-        self.reduce.take_kept()
+        take_kept(self)
         if any(flat.grads for u in self.units for flat in u.flats):
-            self.reduce.show_kept()
+            show_kept(self)
             raise RuntimeError(
                 "optimizer.step() was called while gradients kept under no_sync have not been reduced yet. Run the last micro-batch of the "
                 "step outside `onefold.no_sync(model)`."
             )
 
-    def optimizer_has_stepped(self) -> None:
+    def optimizer_has_stepped(self, entries: Iterable[Entry]) -> None:
+        """Called after an optimizer over the parameters of `entries` has stepped."""
         self.optimizer_seen = self.stepped = True
+        self.moves.stepped(entries)
 
     # -- backward --------------------------------------------------------------------------------------------------------------
 
@@ -362,7 +354,7 @@ class Engine:
                 self.open_graphs = max(0, self.open_graphs - 1)
                 self.root_graphs = max(0, self.root_graphs - 1)
             if self.deferring:
-                self.reduce.show_kept()
+                show_kept(self)
             self.backward_open = False
             self.gather.end_backward()
             self.memory.look()
@@ -404,16 +396,6 @@ class Engine:
         return "\n".join(lines)
 
 
-def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
-    """The bytes of each storage among `tensors`, once."""
-    seen = set()
-    with whole_sight():
-        for t in tensors:
-            if t is not None and (storage := t.untyped_storage()).data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                yield storage.nbytes()
-
-
 def _arrival(engine: weakref.ref[Engine], entry: weakref.ref[Entry]) -> Any:
     def hook(_: torch.Tensor) -> None:
         e, x = engine(), entry()
@@ -425,4 +407,4 @@ def _arrival(engine: weakref.ref[Engine], entry: weakref.ref[Entry]) -> Any:
 
 def _is_its_master(flat: Flat) -> bool:
     """The kept copy is the master itself on every rank (stage 0 in one dtype): it cannot be stale."""
-    return flat.whole_master and flat.full is not None and flat.full.data_ptr() == flat.master.data_ptr()
+    return flat.whole_master and flat.full is not None and storage_of(flat.full) == storage_of(flat.master)

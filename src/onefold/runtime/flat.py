@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from onefold.layout import FlatLayout, Slot, overlap
-from onefold.memory import MASTERS, PARAMETERS
+from onefold.memory import MASTERS, PARAMETERS, storage_of
 from onefold.recipe import Placement, Recipe
 from onefold.runtime.parameter import ShardedParameter, ShardInfo
 from onefold.runtime.units import Found
@@ -55,8 +55,8 @@ class Entry:
     """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass sees, `places` who refers to it."""
 
     __slots__ = (
-        "__weakref__", "active", "compute", "engine", "filled", "flat", "hooked", "index", "kept", "names", "number", "param", "places",
-        "released", "slot",
+        "__weakref__", "active", "compute", "engine", "filled", "flat", "hooked", "index", "kept", "moved", "names", "number", "param",
+        "places", "released", "slot",
     )  # fmt: skip
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
@@ -71,6 +71,7 @@ class Entry:
         self.filled = self.hooked = False
         self.kept: torch.Tensor | None = None  # what `.grad` shows of a gradient that is not reduced yet
         self.number = 0  # among all entries of the engine
+        self.moved = 0  # the last write to its master, see runtime/moved.py
 
 
 class Flat:
@@ -100,6 +101,7 @@ class Flat:
         self.runs: tuple[tuple[int, int], ...] = ()
         self.run_of: dict[int, tuple[int, int]] = {}
         self.versions, self.stale = 0, False  # of a kept copy: what the masters' version counters said; the masters moved on
+        self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
 
     # -- building --------------------------------------------------------------------------------------------------------------
 
@@ -155,6 +157,11 @@ class Flat:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
 
+    def overwritten_since(self, write: int) -> bool:
+        """Whether the values computed with before that write to the masters are gone (a copy has them until it is refreshed)."""
+        copied = self.kept and self.dtypes.compute != self.dtypes.master
+        return not self.passive and (not copied or self.refreshed >= write)
+
     def point_at(self, buffer: torch.Tensor | None) -> None:
         """Let the forward pass's parameters be views of `buffer`, or of nothing."""
         for entry in self.entries:
@@ -205,7 +212,7 @@ class Flat:
         out = {MASTERS: self.master.numel() * self.master.element_size()}
         if self.full is not None and self.kept:
             full = self.full.numel() * self.full.element_size()
-            if self.full.untyped_storage().data_ptr() == self.master.untyped_storage().data_ptr():
+            if storage_of(self.full) == storage_of(self.master):
                 return {PARAMETERS: full}
             out[PARAMETERS] = full
         return out

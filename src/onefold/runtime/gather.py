@@ -25,7 +25,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.comm import Place
-from onefold.memory import GATHERED
+from onefold.memory import GATHERED, storage_of
 from onefold.runtime.flat import Flat
 from onefold.runtime.unit import State, Unit
 
@@ -210,13 +210,13 @@ class Gatherer:
             flat.stale = False
             if flat.full is None:
                 flat.full = engine.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
-                self.by_storage[flat.full.untyped_storage().data_ptr()] = (unit, flat)
+                self.by_storage[storage_of(flat.full)] = (unit, flat)
             if flat.whole_master:
-                if flat.master.data_ptr() != flat.full.data_ptr():
+                if storage_of(flat.master) != storage_of(flat.full):
                     flat.full.copy_(flat.master)
                 continue
             mine = flat.full[flat.interval[0] : flat.interval[1]]
-            if mine.data_ptr() != flat.master.data_ptr():
+            if storage_of(mine) != storage_of(flat.master):  # else the masters are that interval of the copy
                 mine.copy_(flat.master)
             unit.pending.append(engine.group.all_gather(flat.full, place, flat.index))
 
@@ -242,7 +242,7 @@ class Gatherer:
         for flat in unit.flats:
             full, flat.full = flat.full, None
             if full is not None:
-                self.by_storage.pop(full.untyped_storage().data_ptr(), None)
+                self.by_storage.pop(storage_of(full), None)
                 flat.point_at(None)
                 self.engine.pool.give(full)
 
@@ -256,7 +256,7 @@ class Gatherer:
             return
         if torch.is_grad_enabled() and not self.engine.recipe.reshard_after_forward:
             return
-        if any(t.untyped_storage().data_ptr() in self.by_storage for t in tensors_in(output)):
+        if any(storage_of(t) in self.by_storage for t in tensors_in(output)):
             unit.sticky = True  # until the end of the pass
             return
         self.release(unit)
@@ -282,7 +282,7 @@ class Gatherer:
         by_storage = self.by_storage
 
         def pack(t: torch.Tensor) -> Any:
-            hit = by_storage.get(t.untyped_storage().data_ptr())
+            hit = by_storage.get(storage_of(t))
             if hit is not None and t.dtype == hit[1].dtypes.compute:
                 return Handle(self, *hit, t)
             if outer_pack:

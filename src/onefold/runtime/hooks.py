@@ -9,66 +9,87 @@ from torch import nn
 
 from onefold.runtime.engine import Engine, in_autograd
 from onefold.runtime.gather import tensors_in
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import infos, refuse_pickling, whole_sight
 from onefold.runtime.unit import Unit
+
+
+class _Hooks:
+    """What a module is given: `before`, `after` and `always` around its forward pass. As they are methods, pickling a module ends here."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.engine, self.unit, self.cast_to = engine, unit, _cast_to(engine)
+
+    def cast(self, args: Any, kwargs: Any) -> Any:
+        return None if self.cast_to is None else (_cast(args, self.cast_to), _cast(kwargs, self.cast_to))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # the parameters refuse it, with their names
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_pickling(self.unit.entries[0].slot.name if self.unit.flats else None)
+
+
+class _AroundUnit(_Hooks):
+    """Lets the engine know when the forward pass of a unit's module begins, ends, or raises."""
+
+    left = False
+
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.engine.whole_depth or self.engine.closed:
+            return None
+        self.left = False
+        outermost = self.engine.enter(self.unit)
+        return self.cast(args, kwargs) if outermost else None
+
+    def after(self, _: nn.Module, args: Any, output: Any) -> None:
+        if not (self.engine.whole_depth or self.engine.closed):
+            self.engine.leave(self.unit, output)
+            self.left = True
+
+    def always(self, _: nn.Module, args: Any, output: Any) -> None:
+        # Runs after `after`, and also when the forward pass raised: then nothing has left.
+        if not self.left and self.engine.stack and not self.engine.closed:
+            self.engine.abort(self.unit)
+
+
+class _AroundPart(_Hooks):
+    """The same for a module of the root unit that is called by itself."""
+
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        engine = self.engine
+        if engine.stack or engine.whole_depth or engine.closed or in_autograd():
+            return None
+        engine.part = self
+        engine.enter(self.unit, part=True)
+        return self.cast(args, kwargs)
+
+    def after(self, _: nn.Module, args: Any, output: Any) -> None:
+        if self.engine.part is self and len(self.engine.stack) == 1:
+            self.engine.part = None
+            self.engine.leave(self.unit, output)
+
+    def always(self, _: nn.Module, args: Any, output: Any) -> None:
+        if self.engine.part is self and len(self.engine.stack) == 1:  # it raised
+            self.engine.part = None
+            self.engine.abort(self.unit)
 
 
 def install(engine: Engine, unit: Unit, module: nn.Module) -> None:
     """Let `engine` know when the forward pass of `unit`'s module begins, ends, or raises."""
-    cast_to = _cast_to(engine)
-    left = [False]
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        if engine.whole_depth or engine.closed:
-            return None
-        left[0] = False
-        outermost = engine.enter(unit)
-        return (_cast(args, cast_to), _cast(kwargs, cast_to)) if outermost and cast_to is not None else None
-
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        if not (engine.whole_depth or engine.closed):
-            engine.leave(unit, output)
-            left[0] = True
-
-    def always(_: nn.Module, args: Any, output: Any) -> None:
-        # Runs after `after`, and also when the forward pass raised: then nothing has left.
-        if not left[0] and engine.stack and not engine.closed:
-            engine.abort(unit)
-
-    _register(module, before, after, always)
+    _register(module, _AroundUnit(engine, unit))
 
 
 def install_on_part(engine: Engine, module: nn.Module) -> None:
     """Let a module of the root unit be called by itself (an encoder, an embedding): that too is a pass over the model."""
-    root, token = engine.units[0], object()
-    cast_to = _cast_to(engine)
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        if engine.stack or engine.whole_depth or engine.closed or in_autograd():
-            return None
-        engine.part = token
-        engine.enter(root, part=True)
-        return (_cast(args, cast_to), _cast(kwargs, cast_to)) if cast_to is not None else None
-
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        if engine.part is token and len(engine.stack) == 1:
-            engine.part = None
-            engine.leave(root, output)
-
-    def always(_: nn.Module, args: Any, output: Any) -> None:
-        if engine.part is token and len(engine.stack) == 1:  # it raised
-            engine.part = None
-            engine.abort(root)
-
-    _register(module, before, after, always)
+    _register(module, _AroundPart(engine, engine.units[0]))
 
 
-def _register(module: nn.Module, before: Any, after: Any, always: Any) -> None:
-    for hook in (before, after, always):
+def _register(module: nn.Module, hooks: _AroundUnit | _AroundPart) -> None:
+    for hook in (type(hooks).before, type(hooks).after, type(hooks).always):
         _keep_from_compiler(hook)
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after)
-    module.register_forward_hook(always, always_call=True)
+    module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(hooks.after)
+    module.register_forward_hook(hooks.always, always_call=True)
 
 
 def _keep_from_compiler(hook: Any) -> None:
@@ -92,16 +113,20 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
     if all(flat.whole_master for u in engine.units for flat in u.flats):
         return
 
-    def on_save(_: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not engine.whole_depth and not engine.closed:
+    def on_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if engine.closed:
+            _refuse_leftovers(part)
+        elif not engine.whole_depth:
             raise RuntimeError(
                 "state_dict() of a sharded model would hold this rank's intervals under the names of whole parameters. "
                 "Use onefold.full_state_dict(model) on every rank (rank 0 gets the whole), "
                 "or call state_dict() inside `with onefold.full_params(model):`."
             )
 
-    def on_load(*_: Any) -> None:
-        if not engine.whole_depth and not engine.closed:
+    def on_load(part: nn.Module, *_: Any) -> None:
+        if engine.closed:
+            _refuse_leftovers(part)
+        elif not engine.whole_depth:
             raise RuntimeError(
                 "load_state_dict() on a sharded model would write whole parameters over this rank's intervals. "
                 "Use onefold.load_full_state_dict(model, state_dict) on every rank, "
@@ -110,6 +135,17 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
 
     module.register_state_dict_pre_hook(on_save)
     module.register_load_state_dict_pre_hook(on_load)
+
+
+def _refuse_leftovers(part: nn.Module) -> None:
+    """Raise RuntimeError if `part` has outlived its sharded model, and with it the way to make its parameters whole."""
+    names = [info.name for info in infos(list(part.parameters()), {}) if info.sharded]
+    if names:
+        raise RuntimeError(
+            f"this {type(part).__name__} has outlived the sharded model it was part of: its parameters ({', '.join(map(repr, names[:3]))}) "
+            "are this rank's intervals, and nothing can make them whole any more. "
+            "Keep the model, and take onefold.full_state_dict(model) from it."
+        )
 
 
 def statistics_of(module: nn.Module) -> list[tuple[nn.Module, str]]:

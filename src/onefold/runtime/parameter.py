@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -90,6 +90,8 @@ class ShardedParameter(nn.Parameter):
                     "torch.nn.utils.clip_grad_norm_ would see only this rank's interval of each gradient, and clip differently on "
                     "every rank. Use onefold.clip_grad_norm_(model, max_norm)."
                 )
+            if func == _DEVICE and _asked_by(_DDP):
+                raise ShardedParameterError(WRAPPED)
             try:
                 return func(*args, **kwargs)
             except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -103,10 +105,33 @@ class ShardedParameter(nn.Parameter):
             "or reduced. Copy the model before shard(), or build a fresh one and give it onefold.full_state_dict(model)."
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_pickling(self.__dict__["onefold"].name)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         info: ShardInfo | None = self.__dict__.get("onefold")
         with whole_sight():
             return f"ShardedParameter({info!r}, local={self.data!r})"
+
+
+def refuse_pickling(name: str | None) -> NoReturn:
+    """Raise ShardedParameterError: `name` is a parameter's, or None."""
+    raise ShardedParameterError(
+        f"pickling a sharded model{f' (parameter {name!r})' if name else ''}, as torch.save(model) does, would save one rank's interval. "
+        "Save torch.save(onefold.full_state_dict(model), path): every rank calls full_state_dict, rank 0 has the whole and writes it."
+    )
+
+
+WRAPPED = (
+    "this sharded model is wrapped in DistributedDataParallel, which would reduce gradients that it cannot see: onefold.shard() "
+    "does the reductions. Call the model that shard() returned; what else the wrapper holds should be sharded with it."
+)
+_DDP = ("nn/parallel/distributed.py", "nn\\parallel\\distributed.py")
+
+
+def _asked_by(files: str | tuple[str, ...]) -> bool:
+    """Whether the code that uses the parameter (two frames up) lies in one of `files`."""
+    return sys._getframe(2).f_code.co_filename.endswith(files)
 
 
 def _asked_by_clip_grad_norm() -> bool:
@@ -163,7 +188,7 @@ def _error(args: Any, kwargs: Any, func: Any) -> ShardedParameterError:
 
 
 _T: Any = torch.Tensor
-_GRAD = _T.grad.__get__
+_GRAD, _DEVICE = _T.grad.__get__, _T.device.__get__
 
 
 def _getters(*names: str) -> set[Any]:

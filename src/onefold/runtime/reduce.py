@@ -27,6 +27,7 @@ from onefold.comm import Pending, Place
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS, REDUCTION, empty
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.kept import take_kept
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.unit import Unit
 
@@ -43,9 +44,10 @@ class Reduction:
     run: tuple[int, int]
     buffer: torch.Tensor
     own: tuple[int, int]
-    parts: list[torch.Tensor | None]
+    parts: list[torch.Tensor]
     filled: list[bool]
     pending: Pending
+    lent: torch.Tensor | None = None  # one buffer of which the parts are rows
     sent: torch.Tensor | None = None  # where the wire's dtype is not the buffer's
     total: torch.Tensor | None = None
     gathering: Pending | None = None
@@ -68,44 +70,8 @@ class Reducer:
 
     # -- arrival ---------------------------------------------------------------------------------------------------------------
 
-    def show_kept(self) -> None:
-        """Let `.grad` show this rank's part of gradients kept under no_sync, so that zero_grad() has something to drop."""
-        for unit in self.units:
-            for flat in unit.flats:
-                for entry in flat.entries:
-                    if entry.filled and entry.param.grad is None:
-                        run, (a, b) = flat.run_of[entry.index], flat.local(entry)
-                        part = flat.grads[run][a - run[0] : b - run[0]] if b > a else flat.grads[run][:0]
-                        # .data: a version counter of its own, which tells whether the user wrote to it
-                        entry.kept = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
-
-    def take_kept(self) -> None:
-        """Before kept gradients are used: forget those that the user has dropped since.
-
-        Raises:
-            RuntimeError: the user changed a kept gradient; only dropping it can be followed.
-        """
-        for unit in self.units:
-            for flat in unit.flats:
-                for entry in flat.entries:
-                    kept, entry.kept = entry.kept, None
-                    if kept is None:
-                        continue
-                    now, entry.param.grad = entry.param.grad, None
-                    if now is None or (now is kept and kept._version and not kept.any()):
-                        entry.filled = False
-                    elif now is not kept or kept._version:
-                        raise RuntimeError(
-                            f"the gradient of {entry.slot.name!r} was changed between micro-batches under no_sync, where `.grad` shows "
-                            "only this rank's unreduced part. Change gradients after the last micro-batch; dropping them is fine."
-                        )
-                if flat.grads and not any(e.filled for e in flat.entries):
-                    for buffer in flat.grads.values():
-                        self.engine.pool.give(buffer)
-                    flat.grads.clear()
-
     def begin_backward(self) -> None:
-        self.take_kept()
+        take_kept(self.engine)
         self.turn, self.log, self.used = 0, [], set()
         for unit in self.units:
             unit.waiting = {e.number for e in unit.entries if e.active and not e.flat.passive}
@@ -230,25 +196,27 @@ class Reducer:
                 sent = buffer
                 if buffer.dtype != flat.dtypes.wire:
                     sent = engine.pool.take(buffer.numel(), flat.dtypes.wire, REDUCTION, unit.name).copy_(buffer)
-                sends, recvs = [], []
-                parts: list[torch.Tensor | None] = []
-                for peer in range(group.size):
-                    a, b = overlap(run, flat.layout.interval(peer))
-                    if peer == group.rank:
-                        parts.append(buffer[own[0] - run[0] : own[1] - run[0]])
-                        continue
-                    sends.append((peer, sent[a - run[0] : b - run[0]]))
-                    if peer == self._summed_into(flat):
-                        part = empty(own[1] - own[0], flat.dtypes.wire, buffer.device)
-                        engine.memory.add(REDUCTION, _bytes(part), unit.name)
-                    else:
-                        part = engine.pool.take(own[1] - own[0], flat.dtypes.wire, REDUCTION, unit.name)
-                    parts.append(part)
-                    recvs.append((peer, parts[-1]))
-                pending = group.exchange(sends, recvs, place, flat.index, move=move)  # type: ignore[arg-type]
+                sends = [(p, piece) for p, piece in enumerate(_cut(sent, run, flat)) if p != group.rank]
+                parts, lent = self._places(unit, flat, buffer[own[0] - run[0] : own[1] - run[0]])
+                recvs = [(p, part) for p, part in enumerate(parts) if p != group.rank]
+                pending = group.exchange(sends, recvs, place, flat.index, move=move)
                 copied = sent if sent is not buffer else None
-                self.flying.append(Reduction(unit, flat, run, buffer, own, parts, filled, pending, copied))
-                del sent, copied, sends, recvs
+                self.flying.append(Reduction(unit, flat, run, buffer, own, parts, filled, pending, lent, copied))
+                del sent, copied, sends, recvs, parts, lent
+
+    def _places(self, unit: Unit, flat: Flat, own: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Where the ranks' parts go, in rank order with this rank's `own` among them: rows of one lent buffer, but for one that stays."""
+        group, into, dtype = self.engine.group, self._summed_into(flat), flat.dtypes.wire
+        places = {group.rank: own}
+        if into is not None:
+            places[into] = empty(own.numel(), dtype, own.device)
+            self.engine.memory.add(REDUCTION, _bytes(places[into]), unit.name)
+        others = [p for p in range(group.size) if p not in places]
+        if not others:
+            return [places[p] for p in range(group.size)], None
+        lent = self.engine.pool.take(len(others) * own.numel(), dtype, REDUCTION, unit.name)
+        places |= zip(others, lent.view(len(others), own.numel()).unbind(), strict=True)
+        return [places[p] for p in range(group.size)], lent
 
     def _land(self, r: Reduction) -> None:
         """Wait for the parts, add them up in rank order, and hand over what can be handed over."""
@@ -259,11 +227,10 @@ class Reducer:
             pool.give(sent)
         into = self._summed_into(flat)
         total = self._sum_apart(r) if into is None else self._sum_in_place(r, into)
-        for rank in range(len(r.parts)):
-            lent, r.parts[rank] = r.parts[rank], None
-            if rank not in (group.rank, into) and lent is not None:
-                pool.give(lent)
-        del lent
+        r.parts.clear()
+        lent, r.lent = r.lent, None
+        if lent is not None:
+            pool.give(lent)
         buffer, r.buffer = r.buffer, total
         pool.give(buffer)
         r.total = total
@@ -284,17 +251,16 @@ class Reducer:
 
     def _sum_in_place(self, r: Reduction, into: int) -> torch.Tensor:
         total = r.parts[into]
-        assert total is not None
         self.engine.memory.add(REDUCTION, -_bytes(total), r.unit.name)
         self.engine.memory.add(GRADIENTS, _bytes(total))
         for rank, part in enumerate(r.parts):  # rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
-            if rank != into and part is not None:
+            if rank != into:
                 total.add_(part)
         return total
 
     def _sum_apart(self, r: Reduction) -> torch.Tensor:
         flat, group = r.flat, self.engine.group
-        first, *others = [p for p in r.parts if p is not None]
+        first, *others = r.parts
         if flat.whole_master:  # every rank wants all sums: put this rank's into the whole buffer, then gather
             numel, dtype = r.run[1] - r.run[0], flat.dtypes.wire
             total = empty(numel, dtype, first.device)
@@ -323,8 +289,7 @@ class Reducer:
         """The second half of an all-reduce: every rank's sums to every rank."""
         flat, group = r.flat, self.engine.group
         place = Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
-        cut = {p: overlap(r.run, flat.layout.interval(p)) for p in range(group.size)}
-        part = {p: total[a - r.run[0] : b - r.run[0]] for p, (a, b) in cut.items()}
+        part = _cut(total, r.run, flat)
         peers = [p for p in range(group.size) if p != group.rank]
         return group.exchange([(p, part[group.rank]) for p in peers], [(p, part[p]) for p in peers], place, flat.index, move="all-reduce")
 
@@ -358,6 +323,7 @@ class Reducer:
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over what other ranks used."""
+        self.engine.moves.graded |= used_anywhere
         while self.flying:
             self._land(self.flying.pop(0))
         for r in self.summed:
@@ -409,6 +375,12 @@ class Reducer:
                     if entry.kept is not None and entry.param.grad is entry.kept:
                         entry.param.grad = None
                     entry.filled, entry.kept, entry.compute.grad = False, None, None
+
+
+def _cut(buffer: torch.Tensor, run: tuple[int, int], flat: Flat) -> tuple[torch.Tensor, ...]:
+    """The ranks' pieces of a buffer over `run`, in rank order."""
+    cuts = [overlap(run, flat.layout.interval(p)) for p in range(flat.size)]
+    return buffer.split([b - a for a, b in cuts])
 
 
 def _bytes(t: torch.Tensor) -> int:

@@ -39,9 +39,8 @@ def scatter_masters(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor |
     with torch.no_grad():
         if group.rank == 0:
             assert full is not None
-            all_of_it = (0, flat.layout.numel)
-            cuts = [(p, all_of_it if flat.whole_master else flat.layout.interval(p)) for p in range(1, group.size)]
-            group.exchange([(p, full[a:b]) for p, (a, b) in cuts], [], place, flat.index, move="state").wait()
+            pieces = [full] * group.size if flat.whole_master else full.split(flat.layout.shard_numel) if full.numel() else []
+            group.exchange(list(enumerate(pieces))[1:], [], place, flat.index, move="state").wait()
             master.copy_(full[flat.owned[0] : flat.owned[1]])
         else:
             group.exchange([], [(0, master)], place, flat.index, move="state").wait()
@@ -157,7 +156,10 @@ def _compare(
 ) -> tuple[list[str], list[str], str | None]:
     if state is None:
         return [], [], "load_full_state_dict: rank 0 was given no state dict; give it the whole one (other ranks may give None)."
-    missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    complaint = _no_tensors(expected, state)
+    if complaint:
+        return [], [], complaint
+    missing, unexpected = sorted(set(expected) - set(state)), sorted(map(str, set(state) - set(expected)))
     wrong = [
         f"{n}: given {tuple(state[n].shape)}, expected {shapes.get(n, tuple(expected[n].shape))}"
         for n in expected
@@ -176,6 +178,23 @@ def _compare(
             ),
         )
     return missing, unexpected, None
+
+
+def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
+    """What is wrong with a `state` that is no dict, or holds something else than real tensors under known names."""
+    if not isinstance(state, Mapping):
+        return (
+            f"load_full_state_dict: rank 0 was given a {type(state).__name__}; expected a dict of whole tensors, "
+            "as onefold.full_state_dict(model) returns or torch.load(path) reads."
+        )
+    known = [n for n in expected if n in state]
+    others = [f"{n} is a {type(state[n]).__name__}" for n in known if not isinstance(state[n], torch.Tensor)]
+    if others:
+        return f"load_full_state_dict: expected tensors, but {'; '.join(others[:5])}. torch.as_tensor turns arrays into tensors."
+    imaginary = [n for n in known if state[n].is_complex() and not expected[n].is_complex()]
+    if imaginary:
+        return f"load_full_state_dict: {', '.join(imaginary[:5])} would lose their imaginary parts: give real tensors."
+    return None
 
 
 def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[str, torch.Tensor]) -> None:

@@ -1,88 +1,139 @@
-"""`--stage auto`: the lowest stage that divides memory and whose states fit what is free on every rank.
+"""`--stage auto`: the lowest stage, and with `--micro-batch auto` the largest micro-batch, whose peak fits on every rank.
 
-Bytes of states a rank holds, for Ψ trained parameters on N ranks with AdamW, c = bytes of the compute dtype:
-
-| stage | parameters | gradients (fp32) | masters (if c < 4) and AdamW's two moments (fp32) |
-|-------|------------|------------------|---------------------------------------------------|
-| 0     | cΨ         | 4Ψ               | (4 +) 8Ψ                                          |
-| 1     | cΨ         | 4Ψ               | (4 +) 8Ψ / N                                      |
-| 2     | cΨ         | 4Ψ / N           | (4 +) 8Ψ / N                                      |
-| 3     | cΨ / N     | 4Ψ / N           | (4 +) 8Ψ / N                                      |
-
-Which rows are divided is read from the recipe's table of stages. Frozen parameters count as parameters only. Activations
-and buffers in flight are not in here; a fifth of what is free is left for them.
+The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. On one rank it is stage 0: there is nothing
+to divide. A model whose code cannot be traced is judged by its states alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Placement
+import torch
+from torch import nn
+
+from onefold.plan.auto import USABLE, plan_here
+from onefold.plan.evaluate import Candidate
+from onefold.plan.formulas.compute import transformer_flops_per_token
+from onefold.plan.from_module import model_shape
+from onefold.plan.job import Job
+from onefold.plan.schema import GRADIENTS, Account
+from onefold.plan.states import at_rest, units_of
+from onefold.recipe import Recipe
+from onefold.train.errors import TrainError
 from onefold.train.machine import readable
-
-#: Share of the free memory that states may take.
-USABLE = 0.8
-_FP32 = 4
-_MOMENTS = 8
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A stage and why.
+    """What was chosen and why.
 
     Attributes:
-        stage: 0 to 3.
+        stage: 0 to 3. micro_batch: sequences a rank computes at once.
         reason: one sentence.
-        needed: {stage: bytes of states on one rank}.
-        available: bytes that states may take on the rank that has the least.
+        needed: {stage: bytes of one rank at peak}; of its states alone if the model could not be traced.
+        available: bytes that may be taken on the rank that has the least.
+        predicted: the account of the chosen stage, None if the model could not be traced.
+        flops_per_token: model FLOPs. peak_flops: what a rank's hardware can do, FLOP/s; None where nobody measured it.
+        notes: what the plan assumed.
     """
 
     stage: int
+    micro_batch: int
     reason: str
     needed: Mapping[int, int]
     available: int
+    predicted: Account | None = None
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    notes: tuple[str, ...] = ()
 
 
-def state_bytes(stage: int, world_size: int, precision: str, trained: int, frozen: int = 0) -> int:
-    """Bytes of parameters, gradients, masters and moments on one rank, by the table above (padding not counted)."""
-    compute = COMPUTE_DTYPES[precision].itemsize
-    masters = 0 if compute == _FP32 else _FP32
-    rows = zip(
-        PLACEMENTS_OF_STAGE[stage],
-        (compute * (trained + frozen), _FP32 * trained, (masters + _MOMENTS) * trained),
-        strict=True,
-    )
-    return sum(-(-size // world_size) if placement is Placement.SHARDED else size for placement, size in rows)
+@dataclass(frozen=True)
+class Asked:
+    """What the configuration and the machine say. `micro_batch` 0 is auto; `free` are bytes on the rank that has least."""
+
+    stage: str
+    micro_batch: int
+    global_batch: int
+    seq: int
+    precision: str
+    checkpointing: str
+    ranks: int
+    local_ranks: int
+    free: int
+    device: str
 
 
-def choose_stage(asked: str, world_size: int, precision: str, trained: int, frozen: int, free: int) -> Choice:
-    """Take the stage that was asked for, or find one.
+def choose(model: nn.Module, asked: Asked) -> Choice:
+    """Take the stage that was asked for, or the lowest that fits.
 
-    Stage 0 is taken by itself on one rank only: stage 1 sends the same bytes and holds less.
-
-    Args:
-        asked: "auto", or "0" to "3".
-        trained, frozen: numbers of parameters.
-        free: bytes free on the rank that has the least.
+    Raises:
+        TrainError: the batch does not divide.
     """
-    available = int(free * USABLE)
-    needed = {stage: state_bytes(stage, world_size, precision, trained, frozen) for stage in PLACEMENTS_OF_STAGE}
-    if asked != "auto":
-        return Choice(int(asked), f"stage {asked}, as asked", needed, available)
-    if world_size == 1:
-        return Choice(0, "stage 0: with one rank there is nothing to divide", needed, available)
-    for stage in (1, 2, 3):
-        if needed[stage] <= available:
-            why = f"its states take {readable(needed[stage])} of {readable(available)} a rank may use"
-            if stage == 1:
-                return Choice(1, f"stage 1: {why}; it sends what stage 0 sends and divides the optimizer", needed, available)
-            below = f"stage {stage - 1} would take {readable(needed[stage - 1])}"
-            return Choice(stage, f"stage {stage}, the lowest that fits: {why}, {below}", needed, available)
-    return Choice(
-        3,
-        f"stage 3 holds the least, {readable(needed[3])} a rank, which is more than the {readable(available)} that are "
-        "free: it may run out of memory (more ranks or --precision bf16 would help)",
-        needed,
-        available,
-    )
+    stages = () if asked.stage == "auto" else (int(asked.stage),)
+    try:
+        job = Job(
+            seq=asked.seq,
+            micro_batch=asked.micro_batch,
+            global_batch=asked.global_batch,
+            precision=asked.precision,
+            checkpointing=asked.checkpointing,
+            offload="none",
+        )
+        found = plan_here(
+            model, job, ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages,
+            batch=_batch_of(asked.seq),
+        )  # fmt: skip
+    except Exception as error:  # a model's own code may do anything under a trace; training it may still work
+        if isinstance(error, ValueError) and "does not divide" in str(error):
+            raise TrainError(str(error)) from None
+        return _by_states(model, asked, f"the model could not be traced ({type(error).__name__}: {str(error)[:120]})")
+    needed = {c.scheme.stage: c.account.peak_bytes for c in found.stages}
+    flops = transformer_flops_per_token(found.model.active_numel, found.model.transformer, asked.seq)
+    peak = found.machine.peak(asked.precision) if found.machine.measured is not None else None
+    best = found.recommended
+    if best is None:
+        last = stages[0] if stages else 0 if asked.ranks == 1 else 3
+        shown = next(c for c in found.stages if c.scheme.stage == last)
+        why = f"stage {last} needs {readable(needed[last])} a rank at peak of {readable(shown.usable)} free: it may run out of memory"
+        return Choice(last, shown.scheme.micro_batch, why, needed, shown.usable, shown.account, flops, peak, found.notes)
+    why = _why(asked, best, needed)
+    return Choice(best.scheme.stage, best.scheme.micro_batch, why, needed, best.usable, best.account, flops, peak, found.notes)
+
+
+def _why(asked: Asked, best: Candidate, needed: Mapping[int, int]) -> str:
+    stage = best.scheme.stage
+    fits = f"its peak takes {readable(best.account.peak_bytes)} of {readable(best.usable)} a rank may use"
+    if asked.stage != "auto":
+        return f"stage {stage}, as asked: {fits}"
+    if asked.ranks == 1:
+        return f"stage 0: with one rank there is nothing to divide; {fits}"
+    if stage == 1:
+        return f"stage 1: {fits}; it sends what stage 0 sends and divides the optimizer"
+    return f"stage {stage}, the lowest that fits: {fits}, stage {stage - 1} would take {readable(needed[stage - 1])}"
+
+
+def _batch_of(seq: int) -> Any:
+    def make(samples: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros((samples, seq), dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return make
+
+
+def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
+    """Judge by states and reduced gradients alone, with half of the free memory left for activations."""
+    shape, available = model_shape(model), int(asked.free * USABLE / 2)
+    needed = {}
+    for stage in (0, 1, 2, 3):
+        units = units_of(shape, Recipe.zero(stage, precision=asked.precision), asked.ranks)
+        gradients = sum(
+            (f.numel if f.whole_master else f.layout.shard_numel) * f.dtypes.sums.itemsize for u in units for f in u.flats if f.trainable
+        )
+        needed[stage] = sum((at_rest(units) | {GRADIENTS: gradients}).values())
+    candidates = [int(asked.stage)] if asked.stage != "auto" else [0] if asked.ranks == 1 else [1, 2, 3]
+    stage = next((s for s in candidates if needed[s] <= available), candidates[-1])
+    reason = f"stage {stage}: {why}; its states take {readable(needed[stage])} of {readable(available)} left for them"
+    return Choice(stage, asked.micro_batch or 1, reason, needed, available)

@@ -57,7 +57,9 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
 
     # batches and length of the run
-    micro_batch: int = Field(2, ge=1, description="Sequences a rank computes at once.")
+    micro_batch: int | Literal["auto"] = Field(
+        2, description="Sequences a rank computes at once, or auto for the most that fit."
+    )
     global_batch: int | None = Field(
         None,
         ge=1,
@@ -92,6 +94,7 @@ class TrainConfig(BaseModel):
     eval_samples: int = Field(16, ge=1, description="Held-out sequences a measurement reads, at most.")
     prompt: str | None = Field(None, description="What the text sample before and after training continues.")
     sample_tokens: int = Field(40, ge=0, description="Length of that sample; 0 makes none.")
+    tensorboard: bool = Field(False, description="Also write every figure for TensorBoard, into the output folder.")
     log_every: int = Field(1, ge=1, description="Steps between printed lines where there is no terminal.")
     json_lines: bool = Field(False, alias="json", description="Print JSON lines only.")
 
@@ -99,6 +102,17 @@ class TrainConfig(BaseModel):
     @classmethod
     def _stage_may_be_a_number(cls, value: object) -> object:
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("micro_batch", mode="before")
+    @classmethod
+    def _micro_batch_is_a_count(cls, value: object) -> object:
+        try:
+            count = value if value == "auto" else int(str(value))
+        except ValueError:
+            count = 0
+        if isinstance(value, bool) or count == 0 or (isinstance(count, int) and count < 1):
+            raise ValueError("expected a whole number, 1 or more, or auto")
+        return count
 
     @field_validator("units", mode="before")
     @classmethod

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,9 @@ import numpy as np
 import torch
 
 import onefold
+from onefold.observe.measure import measured
+from onefold.observe.meter import Meter
+from onefold.observe.trace import record
 from onefold.train.data import IGNORE, Batch, Samples
 from onefold.train.errors import TrainError
 from onefold.train.machine import process_memory
@@ -29,6 +31,8 @@ from onefold.train.order import eval_batches
 from onefold.train.prepare import Run
 
 Row = dict[str, Any]
+#: The step (from 0) that is recorded for the report: the first ones also build optimizer states and learn orders.
+RECORDED = 3
 
 
 def train(run: Run, stop_requested: Callable[[], bool], report: Callable[[Row], None]) -> int:
@@ -42,31 +46,22 @@ def train(run: Run, stop_requested: Callable[[], bool], report: Callable[[Row], 
         TrainError: the loss is not finite (fp16 excepted, where the scaler deals with it).
     """
     engine = onefold.engine_of(run.model)
+    meter = Meter(run.model, run.optimizer, run.choice.flops_per_token, run.choice.peak_flops)
+    recorded = min(RECORDED, run.steps - 1)
     run.model.train()
     for step in range(run.steps):
-        start, sent = time.perf_counter(), engine.traffic.total()
         for group in run.optimizer.param_groups:
             group["lr"] = run.config.lr * run.factor(step)
-        loss, tokens = _forward_backward(run, step)
-        norm = _update(run)
+        meter.start()
+        with record(run.model, run.optimizer, activations=True) if step == recorded else contextlib.nullcontext() as recording:
+            loss, tokens = _forward_backward(run, step)
+            norm = _update(run)
         total_loss, stopping = run.ranks.sum(loss, float(stop_requested()))
-        seconds = time.perf_counter() - start
         if not math.isfinite(total_loss) and run.scaler is None:
             raise TrainError(f"the loss at step {step + 1} is {total_loss}: try a lower --lr, a longer --warmup, or --clip.")
-        row: Row = {
-            "step": step + 1,
-            "loss": total_loss,
-            "grad_norm": norm,
-            "lr": run.optimizer.param_groups[0]["lr"],
-            "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
-            "step_ms": 1000 * seconds,
-            **memory(run),
-            "wire_bytes": engine.traffic.total() - sent,
-            "wire_bytes_total": engine.traffic.total(),
-        }
-        if run.scaler is not None:
-            row["loss_scale"] = float(run.scaler.get_scale())
+        row = _row(run, meter.step(total_loss, tokens, norm, run.scaler), step)
+        if recording is not None:
+            run.recording, run.measured = recording, measured(run.model, run.optimizer, recording)
         last = stopping > 0 or step + 1 == run.steps
         every = run.config.eval_every
         if every and len(run.data.held_out) and ((step + 1) % every == 0 or last) and not stopping:
@@ -79,10 +74,20 @@ def train(run: Run, stop_requested: Callable[[], bool], report: Callable[[Row], 
     return run.steps
 
 
+def _row(run: Run, figures: Row, step: int) -> Row:
+    """The figures of a step as this run keeps them: `memory` of the process, `held` of the engine by category."""
+    held = figures.pop("memory")
+    row: Row = {**figures, "step": step + 1, **memory(run), "held": held}
+    row["wire_bytes_total"] = onefold.engine_of(run.model).traffic.total()
+    if run.scaler is None:
+        del row["scale"], row["skipped"]
+    return row
+
+
 def _forward_backward(run: Run, step: int) -> tuple[float, int]:
     """(this rank's part of the loss, tokens of the whole global batch) of one step; gradients are left in the model."""
     samples, ranks = run.data.train, run.ranks
-    mine = run.order.micro_batches(step, ranks.rank, ranks.world_size, run.config.micro_batch)
+    mine = run.order.micro_batches(step, ranks.rank, ranks.world_size, run.choice.micro_batch)
     indices = run.order.at(step)
     counted = samples.counts(indices)
     tokens = 0
@@ -140,7 +145,8 @@ def held_out_loss(run: Run) -> float:
     run.model.eval()
     try:
         with torch.no_grad():
-            for indices, real in eval_batches(len(samples), run.config.eval_samples, ranks.rank, ranks.world_size, run.config.micro_batch):
+            micro = run.choice.micro_batch
+            for indices, real in eval_batches(len(samples), run.config.eval_samples, ranks.rank, ranks.world_size, micro):
                 batch, count = held_out_batch(samples, indices, real)
                 loss = float(loss_of(run.model, batch, ranks.device))
                 total += loss * count if count else 0.0
@@ -166,9 +172,9 @@ def held_out_batch(samples: Samples, indices: np.ndarray[Any, np.dtype[np.int64]
 
 
 def memory(run: Run) -> Row:
-    """Memory of this rank in bytes: of the process (or its GPU) now and at peak, and what the engine holds by category."""
+    """Memory of this rank in bytes: of the process, or its GPU, now and at peak."""
     if run.ranks.device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(run.ranks.device), torch.cuda.max_memory_allocated(run.ranks.device)
     else:
         now, peak = process_memory()
-    return {"memory": now, "memory_peak": peak, "states": dict(onefold.engine_of(run.model).memory.now())}
+    return {"memory": now, "memory_peak": peak}

@@ -9,6 +9,10 @@ import resource
 import sys
 from pathlib import Path
 
+from onefold.memory.host import free_host_memory
+
+__all__ = ["allowed_cpus", "free_host_memory", "physical_cores", "process_memory", "readable"]
+
 _CGROUP = Path("/sys/fs/cgroup")
 _CPU = Path("/sys/devices/system/cpu")
 
@@ -40,29 +44,6 @@ def _cpu_quota() -> float:
         return math.inf if quota == "max" else float(quota) / float(period)
     except (OSError, ValueError):
         return math.inf
-
-
-def free_host_memory() -> int:
-    """Bytes of memory that can be taken without swapping: the least of what the kernel and the cgroup say."""
-    candidates = []
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-        if found:
-            candidates.append(int(found.group(1)) * 1024)
-    except OSError:
-        pass
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((_CGROUP / "memory.current").read_text())
-            cache = re.search(r"^inactive_file (\d+)", (_CGROUP / "memory.stat").read_text(), re.MULTILINE)
-            candidates.append(int(limit) - used + (int(cache.group(1)) if cache else 0))
-    except (OSError, ValueError):
-        pass
-    if not candidates and hasattr(os, "sysconf"):
-        candidates.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    return max(0, min(candidates))
 
 
 def process_memory() -> tuple[int, int]:

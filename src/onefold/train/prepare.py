@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.observe.trace import Recording
+from onefold.plan.schema import Account
 from onefold.train.blocks import checkpoint_activations, compile_blocks
-from onefold.train.choose import Choice, choose_stage
+from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig
 from onefold.train.data import Data, load_data
 from onefold.train.errors import TrainError
@@ -42,6 +44,8 @@ class Run:
     factor: Callable[[int], float]
     trained: int
     frozen: int
+    recording: Recording | None = None  # of one step, once it was run
+    measured: Account | None = None
 
 
 def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> Run:
@@ -58,21 +62,21 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
     note(f"reading {config.data}")
     data = load_data(config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction)
     _check_vocabulary(loaded)
-    global_batch = config.global_batch or config.micro_batch * ranks.world_size
-    accumulation = accumulation_steps(global_batch, config.micro_batch, ranks.world_size)
+    model = loaded.module
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # a cache of keys and values is of no use in training; sampling asks for it
+    choice = _choice(config, ranks, model, int(free), note)
+    global_batch = config.global_batch or choice.micro_batch * ranks.world_size
+    accumulation = accumulation_steps(global_batch, choice.micro_batch, ranks.world_size)
     order = DataOrder(len(data.train), global_batch, config.seed)
     steps = config.steps or DEFAULT_STEPS
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * len(data.train) / global_batch))
 
-    model = loaded.module
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - trained
-    choice = choose_stage(config.stage, ranks.world_size, config.precision, trained, frozen, int(free))
     recipe = _recipe(config, choice.stage)
     no_decay = names_without_decay(model)
-    if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # a cache of keys and values is of no use in training; sampling asks for it
     checkpoint_activations(model, config.activation_checkpointing)
     note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
     try:
@@ -90,6 +94,34 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
     return Run(
         config, ranks, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen
     )  # fmt: skip
+
+
+def _choice(config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note: Callable[[str], None]) -> Choice:
+    """What the first rank chooses, on every rank. Collective."""
+    asked = Asked(
+        stage=config.stage,
+        micro_batch=0 if config.micro_batch == "auto" else config.micro_batch,
+        global_batch=config.global_batch or 0,
+        seq=config.seq,
+        precision=config.precision,
+        checkpointing=config.activation_checkpointing,
+        ranks=ranks.world_size,
+        local_ranks=ranks.local_world_size,
+        free=free,
+        device=ranks.device.type,
+    )
+    note("planning: what each stage would hold")
+    found: Choice | TrainError | None = None
+    if ranks.is_first:
+        try:
+            found = choose(model, asked)
+        except TrainError as error:
+            found = error
+    found = ranks.from_first(found)
+    if isinstance(found, TrainError):
+        raise found
+    assert found is not None
+    return found
 
 
 def _recipe(config: TrainConfig, stage: int) -> onefold.Recipe:

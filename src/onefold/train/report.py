@@ -86,12 +86,12 @@ class ConsoleReporter(Reporter):
         ):  # fmt: skip
             facts.add_row(f"[bold]{label}[/bold]", _plain(str(value)))
         self.console.print(facts)
-        stages = Table(title="states a rank would hold", title_justify="left", box=None, padding=(0, 2))
+        stages = Table(title="a rank would hold at peak", title_justify="left", box=None, padding=(0, 2))
         for column in ("stage", "needed", "may use", ""):
             stages.add_column(column, justify="left" if column == "" else "right")
-        for stage, needed in plan["states_needed"].items():
-            mark = "<- chosen" if int(stage) == plan["stage"] else "" if needed <= plan["states_available"] else "does not fit"
-            stages.add_row(str(stage), readable(needed), readable(plan["states_available"]), mark)
+        for stage, needed in plan["needed"].items():
+            mark = "<- chosen" if int(stage) == plan["stage"] else "" if needed <= plan["available"] else "does not fit"
+            stages.add_row(str(stage), readable(needed), readable(plan["available"]), mark)
         self.console.print(stages)
         self.console.print(_plain(plan["recipe"]), style="dim")
 

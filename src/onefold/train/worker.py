@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from onefold.observe.measure import reconciled
+from onefold.observe.runfile import write_observed
+from onefold.observe.tensorboard import TensorBoard
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError
 from onefold.train.export import export
 from onefold.train.loop import Row, train
+from onefold.train.memory_error import explain, is_out_of_memory
 from onefold.train.output import Metrics, with_output, write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks, join, leave
@@ -79,13 +85,23 @@ def _run(config: TrainConfig, ranks: Ranks, stop: StopSignal) -> int:
         rows: list[Row] = []
         with Metrics(folder / "metrics.jsonl" if ranks.is_first else Path(os.devnull)) as metrics:
 
+            board = TensorBoard(folder / "tensorboard") if config.tensorboard and ranks.is_first else None
+
             def report(row: Row) -> None:
                 rows.append(row)
                 metrics.write(row)
+                if board is not None:
+                    board.write(row)
                 say.step(row)
 
-            done = train(run, lambda: stop.requested, report)
+            try:
+                done = train(run, lambda: stop.requested, report)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise explain(run, error) from error
             stopped = done < run.steps
+            observe(run, folder, rows)
             kind = export(run, folder / "model")
             (peak,) = ranks.most(rows[-1]["memory_peak"])
             summary: Row = {
@@ -102,12 +118,35 @@ def _run(config: TrainConfig, ranks: Ranks, stop: StopSignal) -> int:
                 "metrics": str(folder / "metrics.jsonl"),
             }
             metrics.write(summary)
+            if board is not None:
+                board.close()
         if not stopped:
             _show_sample(run, say, "after")
         say.done(summary)
         return stop.exit_code if stopped else 0
     finally:
         say.close()
+
+
+def observe(run: Run, folder: Path, rows: list[Row]) -> None:
+    """Leave what the ledgers saw in the output folder, for `onefold report`. Each rank writes its own file."""
+    if run.measured is None:
+        return
+    later = rows[1:] or rows
+    step_s = statistics.median(row["step_ms"] for row in later) / 1000
+    tokens_per_s = statistics.median(row["tokens_per_s"] for row in later)
+    account = replace(run.measured, seconds={**run.measured.seconds, "step": step_s}, tokens_per_s=tokens_per_s)
+    write_observed(
+        folder,
+        run.ranks.rank,
+        run.ranks.world_size,
+        account,
+        recipe=run.recipe,
+        plan=run.choice.predicted,
+        step=run.recording,
+        machine=reconciled(run.model, account),
+        facts={key: value for key, value in describe(run).items() if isinstance(value, (str, int, float)) and key != "recipe"},
+    )
 
 
 def _show_sample(run: Run, say: Reporter, when: str) -> None:
@@ -132,11 +171,13 @@ def describe(run: Run) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "stage": run.choice.stage,
         "reason": run.choice.reason,
-        "states_needed": {str(stage): size for stage, size in run.choice.needed.items()},
-        "states_available": run.choice.available,
+        "needed": {str(stage): size for stage, size in run.choice.needed.items()},
+        "available": run.choice.available,
+        "predicted": run.choice.predicted.to_json() if run.choice.predicted else None,
+        "notes": list(run.choice.notes),
         "recipe": run.recipe.describe(),
         "precision": config.precision,
-        "micro_batch": config.micro_batch,
+        "micro_batch": run.choice.micro_batch,
         "global_batch": run.order.global_batch,
         "accumulation": run.accumulation,
         "seq": config.seq,

@@ -90,7 +90,7 @@ def spreads(ranks: Sequence[RankObserved]) -> list[Spread]:
         ("sent in a step", "bytes", lambda r: r.measured.wire_bytes),
         ("step", "s", seconds("step")),
         ("compute", "s", seconds("compute")),
-        ("exposed communication", "s", seconds("exposed communication")),
+        ("waiting (exposed)", "s", seconds("exposed communication")),
         ("optimizer", "s", seconds("optimizer")),
     ]
     out = []

@@ -20,7 +20,8 @@ def planned_peak(plan: Account, step: Recording) -> tuple[str, int]:
     """(what the plan's line is, bytes): without activations if the recording does not know them."""
     if step.activations_watched:
         return "plan's peak", plan.peak_bytes
-    return "plan's peak without activations", sum(plan.peak.get(c, 0) for c in (*ENGINE, MOMENTS))
+    engine = plan.ledger or {c: plan.peak.get(c, 0) for c in ENGINE}
+    return "plan's peak without activations", sum(engine.values()) + plan.peak.get(MOMENTS, 0)
 
 
 def memory(step: Recording, plan: Account | None) -> Figure:

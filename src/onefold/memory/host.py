@@ -1,0 +1,32 @@
+"""What is free on this host."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_host_memory() -> int:
+    """Bytes of memory that can be taken without swapping: the least of what the kernel and the cgroup say."""
+    candidates = []
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+        if found:
+            candidates.append(int(found.group(1)) * 1024)
+    except OSError:
+        pass
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((_CGROUP / "memory.current").read_text())
+            cache = re.search(r"^inactive_file (\d+)", (_CGROUP / "memory.stat").read_text(), re.MULTILINE)
+            candidates.append(int(limit) - used + (int(cache.group(1)) if cache else 0))
+    except (OSError, ValueError):
+        pass
+    if not candidates and hasattr(os, "sysconf"):
+        candidates.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    return max(0, min(candidates))

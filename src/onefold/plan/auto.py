@@ -1,0 +1,120 @@
+"""The plan for the machine that this process runs on: what `Recipe.auto` and `onefold train --stage auto` ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onefold.memory.host import free_host_memory
+from onefold.plan import hardware
+from onefold.plan.calibrate import Calibration, CalibrationError
+from onefold.plan.evaluate import Candidate
+from onefold.plan.hardware import Gpu, Machine
+from onefold.plan.job import Job
+from onefold.plan.planner import Plan, plan
+from onefold.recipe import Recipe
+
+#: Of what is free, the share that training may take: the rest is for buffers of libraries and for what starts later.
+USABLE = 0.9
+
+
+def machine_here(ranks: int, local_ranks: int, free: int, device: str) -> tuple[Machine, bool]:
+    """(this machine with `ranks` ranks that may take `free` bytes each, whether its speeds were measured).
+
+    The speeds are those that `onefold doctor --calibrate` left; without them bytes are planned all the same, and no seconds.
+    """
+    try:
+        found = hardware.calibrated(Calibration.load(), ranks)
+        measured = getattr(found.measured, "device", "") == device and ranks == local_ranks
+    except (CalibrationError, ValueError, OSError):
+        measured = False
+    if not measured:
+        unknown = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
+        default = hardware.builtin().hosts["default"]
+        host = replace(default, memory=free_host_memory())
+        between = hardware.builtin().link("100g") if ranks > local_ranks else None
+        return Machine(unknown, ranks, local_ranks, between, host), False
+    return replace(found, gpu=replace(found.gpu, capacity=free)), True
+
+
+def without_times(candidate: Candidate) -> Candidate:
+    """The candidate on a machine whose speeds nobody measured: bytes only."""
+    account = replace(candidate.account, seconds={}, tokens_per_s=0.0, mfu=None)
+    return replace(candidate, account=account)
+
+
+def plan_here(
+    model: nn.Module,
+    job: Job,
+    *,
+    ranks: int,
+    local_ranks: int,
+    free: int,
+    device: str,
+    stages: tuple[int, ...] = (),
+    batch: Callable[[int], Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Plan:
+    """The plan of a real module on this machine. Local: the same on every rank that is given the same figures.
+
+    Args:
+        free: bytes that are free for a rank, on the rank that has least.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: the module cannot be traced, or the batch does not divide.
+    """
+    machine, measured = machine_here(ranks, local_ranks, int(free * USABLE), device)
+    found = plan(model, machine, job, stages=stages, batch=batch, loss=loss, largest=False)
+    if measured:
+        return found
+    best = without_times(found.recommended) if found.recommended is not None else None
+    stages_ = tuple(without_times(c) for c in found.stages)
+    note = "speeds of this machine are not measured: onefold doctor --calibrate would add seconds to the plan"
+    steps = tuple(without_times(c) for c in found.next_steps)
+    return replace(found, stages=stages_, recommended=best, next_steps=steps, notes=(*found.notes, note))
+
+
+def recipe_for(
+    model: nn.Module,
+    *,
+    seq: int = 1024,
+    micro_batch: int = 1,
+    global_batch: int = 0,
+    precision: str = "fp32",
+    batch: Callable[[int], Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> Recipe:
+    """`Recipe.auto`: the lowest stage whose peak fits what is free on the rank that has least.
+
+    Collective if torch.distributed is initialized. The module may be on the meta device; it is not changed.
+
+    Args:
+        seq, micro_batch, global_batch, precision: of the job, see `plan.job.Job`.
+        batch, loss: as of `onefold.plan.plan`.
+        device: where it will be computed; None takes CUDA if there is any.
+        options: every other field of `Recipe`.
+
+    Raises:
+        ValueError: nothing fits (with what is nearest), or a figure that cannot be.
+    """
+    where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    local = min(ranks, torch.cuda.device_count() if where.type == "cuda" else ranks)
+    free = int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else free_host_memory() // local
+    if ranks > 1:
+        every: list[Any] = [None] * ranks
+        dist.all_gather_object(every, free)
+        free = min(every)
+    job = Job(seq=seq, micro_batch=micro_batch, global_batch=global_batch, precision=precision, checkpointing="none", offload="none")
+    found = plan_here(model, job, ranks=ranks, local_ranks=local, free=free, device=where.type, batch=batch, loss=loss)
+    if found.recommended is None:
+        raise ValueError(found.why_not)
+    return Recipe.zero(found.recommended.scheme.stage, precision=precision, **options)

@@ -1,0 +1,77 @@
+"""Gradients that wait for the boundary: what the user sees of them, and may do to them.
+
+Under `onefold.no_sync` a unit's gradient stays whole in its flat buffer, unreduced. `.grad` shows this rank's part of it, so that
+zero_grad() has something to drop. Dropping can be followed; any other change would reach one rank's part of one rank's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.memory import GRADIENTS, storage_of
+from onefold.runtime.parameter import whole_sight
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+
+def show_kept(engine: Engine) -> None:
+    """Let `.grad` show this rank's part of gradients kept under no_sync, so that zero_grad() has something to drop."""
+    for unit in engine.units:
+        for flat in unit.flats:
+            for entry in flat.entries:
+                if entry.filled and entry.param.grad is None:
+                    run, (a, b) = flat.run_of[entry.index], flat.local(entry)
+                    part = flat.grads[run][a - run[0] : b - run[0]] if b > a else flat.grads[run][:0]
+                    # .data: a version counter of its own, which tells whether the user wrote to it
+                    entry.kept = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
+
+
+def take_kept(engine: Engine) -> None:
+    """Before kept gradients are used: forget those that the user has dropped since.
+
+    Raises:
+        RuntimeError: the user changed a kept gradient; only dropping it can be followed.
+    """
+    shown = [(e, e.kept) for e in engine.entries if e.kept is not None]
+    # A part that is zero may have been zero before (rows of an embedding) and scaled: zeros tell of a drop if all parts were written to.
+    all_written = all(e.param.grad is not kept or kept._version for e, kept in shown)
+    for entry, kept in shown:
+        entry.kept = None
+        now, entry.param.grad = entry.param.grad, None
+        zeroed = now is kept and kept._version and not kept.any()
+        if now is None or (zeroed and (all_written or kept.numel() == entry.slot.numel)):
+            entry.filled = False
+        elif now is not kept or kept._version:
+            raise RuntimeError(
+                f"the gradient of {entry.slot.name!r} was changed between micro-batches under no_sync, where `.grad` shows "
+                "only this rank's unreduced part. Change gradients after the last micro-batch. Dropping them is fine: "
+                "optimizer.zero_grad(), or `.grad = None` for some of them."
+            )
+    for unit in engine.units:
+        for flat in unit.flats:
+            if flat.grads and not any(e.filled for e in flat.entries):
+                for buffer in flat.grads.values():
+                    engine.pool.give(buffer)
+                flat.grads.clear()
+
+
+def gradient_bytes(engine: Engine) -> int:
+    """Bytes of gradients that wait for the optimizer: reduced ones, and whole ones that wait for the boundary."""
+    if engine.backward_open:  # buffers are on their way between owners: the ledger's own count is right
+        return engine.memory.held(GRADIENTS)
+    reduced = sum(_unique_bytes(e.param.grad for e in engine.entries if e.kept is None))
+    return reduced + sum(b.numel() * b.element_size() for u in engine.units for flat in u.flats for b in flat.grads.values())
+
+
+def _unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
+    """The bytes of each storage among `tensors`, once."""
+    seen = set()
+    with whole_sight():
+        for t in tensors:
+            if t is not None and storage_of(t) not in seen:
+                seen.add(storage_of(t))
+                yield t.untyped_storage().nbytes()

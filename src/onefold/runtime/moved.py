@@ -1,0 +1,109 @@
+"""Which parameters have been written to since a forward pass computed with them.
+
+    forward A   step   backward A     the weights that A's gradients need are gone: plain PyTorch raises, and so does this
+    forward A   backward A   step     the usual order
+    forward A, forward B   step over B's parameters   backward A     fine
+
+Autograd's version counters do not see it: an optimizer writes to the masters, a backward pass reads the flat buffers that are made of them.
+
+A pass keeps one number, the count of writes when it began. Only a backward pass that finds another count looks closer: it walks up the
+graph from the pass's output and raises if it meets a parameter whose values have been overwritten. Copies in another dtype keep
+the old values until they are refreshed, and so does what a second optimizer does not step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onefold.runtime.flat import Entry
+from onefold.runtime.parameter import whole_sight
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+
+class Moves:
+    """Counts the writes to an engine's masters: `entry.moved` is the number of the last one that touched it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self.count = 0
+        self.graded: set[int] = set()  # parameters that got a gradient on some rank since they were last stepped
+
+    def stepped(self, entries: Iterable[Entry]) -> None:
+        """An optimizer over `entries` has stepped: those with a gradient moved, as far as other ranks own them too."""
+        self.count += 1
+        for entry in entries:
+            a, b = entry.flat.local(entry)
+            if entry.param.grad is not None or (a == b and entry.number in self.graded):
+                entry.moved = self.count
+            self.graded.discard(entry.number)
+
+    def all_of(self, entries: Iterable[Entry]) -> None:
+        """Somebody wrote to the masters of `entries`."""
+        self.count += 1
+        for entry in entries:
+            entry.moved = self.count
+
+    def refuse_if_computed_with(self, since: int) -> None:
+        """In a hook of a backward pass: look upstream of the node that it runs at.
+
+        Raises:
+            RuntimeError: values that were computed with after write `since` are gone.
+        """
+        engine = self._engine()
+        if engine is None:
+            return
+        moved = {id(e.compute): e for e in engine.entries if e.moved > since and e.flat.overwritten_since(e.moved)}
+        node = torch._C._current_autograd_node()
+        found = _leaves(node, moved) if moved and node is not None else []
+        if found:
+            others = f" and {len(found) - 1} others have" if len(found) > 1 else " has"
+            raise RuntimeError(
+                "backward() of a forward pass that ran before optimizer.step(), or before another write to the parameters: "
+                f"{found[0]!r}{others} changed since, so the gradients would be wrong. "
+                "Call backward() before step(), or run the forward pass again."
+            )
+
+
+class Pass:
+    """One pass over the model, as its backward pass remembers it."""
+
+    __slots__ = ("_moves", "since", "task")
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves, self.since, self.task = moves, moves.count, -1
+
+    def backward_reached(self, whole: bool) -> None:
+        """The backward pass came to an output of the whole pass, or of a unit inside it (which then need not be looked at again).
+
+        Raises:
+            RuntimeError: its parameters have been written to since.
+        """
+        if self.since == self._moves.count:
+            return
+        task = torch._C._current_graph_task_id()
+        if whole:
+            self.task = task
+        elif self.task == task:
+            return
+        with whole_sight():
+            self._moves.refuse_if_computed_with(self.since)
+
+
+def _leaves(start: Any, wanted: dict[int, Entry]) -> list[str]:
+    """The names of those parameters of `wanted` (by the id of the whole parameter) that the graph upstream of `start` leads to."""
+    found, seen, todo = [], {start}, [start]
+    while todo:
+        node = todo.pop()
+        if (entry := wanted.get(id(getattr(node, "variable", None)))) is not None:
+            found.append(entry.slot.name)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return sorted(found)

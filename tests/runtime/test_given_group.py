@@ -1,0 +1,69 @@
+"""What shard() is told to run over: a process group, a mesh, or nothing; everything else is a sentence on the rank that gave it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from models import TinyMLP
+from ranks import outcomes_of, run_ranks
+
+
+def shard_over(group: Any, stage: int = 3) -> None:
+    import onefold
+
+    onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=5.0), group=group)
+
+
+def shard_from_outside(stage: int) -> None:
+    shard_over(dist.new_group([0, 1]), stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_outside_the_group_is_told_so_and_the_members_go_on(stage: int) -> None:
+    outcomes = outcomes_of(3, shard_from_outside, stage, timeout=40.0)
+    assert [o.error for o in outcomes] == ["", "", "ValueError"], outcomes
+    assert all(word in outcomes[2].message for word in ("rank 2", "group", "only its members")), outcomes
+
+
+def refusals() -> dict[str, str]:
+    """What is said to each thing that is no group."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    gone = dist.new_group([0, 1])
+    dist.destroy_process_group(gone)
+    given = {
+        "a number": 3,
+        "a name": "world",
+        "a list": [0, 1],
+        "the number of no group": -100,
+        "a mesh of two dimensions": init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor")),
+        "a destroyed group": gone,
+    }
+    said = {}
+    for name, group in given.items():
+        try:
+            shard_over(group)
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+    shard_over(init_device_mesh("cpu", (2,)))
+    shard_over(dist.group.WORLD)
+    return said
+
+
+def test_what_is_no_group_of_ranks_is_refused_in_a_sentence() -> None:
+    for rank, said in enumerate(run_ranks(2, refusals)):
+        for name, text in (("a number", "3"), ("a name", "'world'"), ("a list", "[0, 1]")):
+            assert f"group={text}" in said[name] and "ProcessGroup" in said[name], said
+        assert f"rank {rank} is not in the given group" in said["the number of no group"], said
+        assert "2 dimensions" in said["a mesh of two dimensions"] and "one-dimensional" in said["a mesh of two dimensions"], said
+        assert "destroyed" in said["a destroyed group"], said
+
+
+def test_a_group_without_process_groups_is_not_passed_over() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match=r"group=\[0, 1\].*init_process_group"):
+        shard_over([0, 1])
