@@ -33,8 +33,19 @@ __all__ = [
     "initialize",
     "load_full_state_dict",
     "no_sync",
+    "observe",
+    "plan",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The rooms `plan` and `observe` are loaded when they are first asked for: training alone needs neither."""
+    if name in ("plan", "observe"):
+        import importlib
+
+        return importlib.import_module(f"onefold.{name}")
+    raise AttributeError(f"module 'onefold' has no attribute {name!r}")
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

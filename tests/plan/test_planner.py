@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ GIB = 1 << 30
 
 def gpus(ranks: int, capacity: float = 80 * GIB) -> Machine:
     """Ranks with this much memory each, in one node or in nodes of eight."""
-    found = machine(ranks, min(ranks, 8) if ranks % 8 else 8, "a100-80", "8x200g")
+    found = machine(ranks, 8 if ranks % 8 == 0 else ranks, "a100-80", "8x200g")
     return replace(found, gpu=replace(found.gpu, capacity=int(capacity)))
 
 
@@ -47,7 +49,8 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     root = [Parameter("head", draw(sizes))] if draw(st.booleans()) else []
     units = [UnitShape("(root)", tuple(root)), UnitShape("embed", (Parameter("embed.weight", draw(sizes)),), looks_up_only=True)]
     for i in range(draw(st.integers(1, 6))):
-        named = [Parameter(f"blocks.{i}.p{k}", shape, trainable=not (frozen and k == 0 and len(block) > 1)) for k, shape in enumerate(block)]
+        first = len(block) > 1 and frozen
+        named = [Parameter(f"blocks.{i}.p{k}", shape, trainable=k > 0 or not first) for k, shape in enumerate(block)]
         units.append(UnitShape(f"blocks.{i}", tuple(named)))
     return ModelShape("random", tuple(units))
 
@@ -120,7 +123,7 @@ def test_a_peak_never_exceeds_the_bound_that_is_printed(
     for where in ("optimizer", "parameters", "nvme") if offload and stage == 3 else ("none",):
         scheme = Scheme(stage, checkpointing, where, micro)
         found = evaluate(shape, activity(shape, job, micro, checkpointing), gpus(ranks), job, scheme).account
-        assert 0 < found.rest_bytes <= found.peak_bytes <= found.bound or (where in ("parameters", "nvme") and not found.rest_bytes)
+        assert bool(found.rest_bytes) == (where in ("none", "optimizer")) and found.rest_bytes <= found.peak_bytes
         assert found.peak_bytes <= found.bound, (scheme, found)
         assert min(found.peak.values()) > 0 and min((*found.rest.values(), 1)) > 0
 
@@ -135,7 +138,9 @@ def test_a_higher_stage_never_holds_more_at_rest(shape: ModelShape, precision: s
 
 @given(shapes(), stages, precisions, st.integers(1, 24), st.integers(1, 24))
 @settings(max_examples=200)
-def test_more_ranks_never_hold_more_at_rest_beyond_their_padding(shape: ModelShape, stage: int, precision: str, few: int, more: int) -> None:
+def test_more_ranks_never_hold_more_at_rest_beyond_their_padding(
+    shape: ModelShape, stage: int, precision: str, few: int, more: int
+) -> None:
     """What is divided shrinks with every rank. What is replicated is as long as the layout, whose end is padded to whole intervals."""
     few, more = sorted((few, more))
     recipe = Recipe.zero(stage, precision=precision)
@@ -154,7 +159,7 @@ def test_twice_the_ranks_never_need_a_higher_peak(doublings: int, stage: int, pr
     shape, job = ModelShape.of_size(20_000_000), Job(seq=64, micro_batch=micro, precision=precision)
     own = activity(shape, job, micro)
     peaks = [evaluate(shape, own, gpus(2**k), job, Scheme(stage, micro_batch=micro)).account.peak_bytes for k in range(1, doublings + 1)]
-    assert all(b <= a * 1.005 for a, b in zip(peaks, peaks[1:])), peaks
+    assert all(b <= a * 1.005 for a, b in itertools.pairwise(peaks)), peaks
 
 
 @given(st.integers(1, 5), st.sampled_from((0, 1, 2, 3)), st.sampled_from(CHECKPOINTING))
@@ -170,10 +175,8 @@ def test_a_larger_micro_batch_never_needs_less(micro: int, stage: int, checkpoin
 
 def test_stage_1_holds_whole_gradients_between_micro_batches_and_stage_2_does_not() -> None:
     shape, job = ModelShape.of_size(20_000_000), Job(seq=16, global_batch=16)
-    one, two = (
-        evaluate(shape, activity(shape, job, 1), gpus(4), job, Scheme(s)).account.ledger.get(GRADIENTS, 0) for s in (1, 2)
-    )
-    assert one >= 4 * shape.numel and two < 2 * shape.numel
+    one, two = (sum(evaluate(shape, activity(shape, job, 1), gpus(4), job, Scheme(s)).account.ledger.values()) for s in (1, 2))
+    assert one - two > 3 * shape.numel
 
 
 # -- offload and LoRA --------------------------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ def test_what_is_offloaded_never_hides_a_moment_that_is_larger_without_it() -> N
 
 
 def test_an_offloaded_scheme_is_planned_and_not_run() -> None:
-    found = plan(ModelShape.of_size(200_000_000), gpus(2, 3.2 * GIB), Job(seq=32), largest=False)
+    found = plan(ModelShape.of_size(200_000_000), gpus(2, 2.1 * GIB), Job(seq=32), largest=False)
     assert found.recommended is not None and found.recommended.scheme.offload == "optimizer"
     assert not found.recommended.scheme.runs
     with pytest.raises(NotImplementedError, match="optimizer on the host"):
@@ -387,8 +390,6 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
         "factory": "onefold_tests_factory:make_gpt",
         "module": TokenModel(),
     }
-    import sys
-
     sys.modules["onefold_tests_factory"] = sys.modules[__name__]
     try:
         found = {kind: plan(model, gpus(2), Job(seq=12), largest=False) for kind, model in asked.items()}
@@ -406,7 +407,7 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [("gtp2", "Did you mean 'gpt2'"), (0, "positive number"), (float("inf"), "positive number"), (True, "positive number"), ([], "expected")],
+    [("gtp2", "Did you mean 'gpt2'"), (0, "positive"), (float("inf"), "positive"), (float("nan"), "positive"), (True, "positive"), ([], "expected")],
 )
 def test_what_is_no_model_is_refused_in_a_sentence(model: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -449,7 +450,7 @@ def test_a_global_batch_that_does_not_divide_names_one_that_does() -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Plan:
-    return plan(TokenModel(), gpus(2), Job(seq=12))
+    return plan(TokenModel(), gpus(2, 1.5 * GIB), Job(seq=12))
 
 
 def test_a_plan_goes_through_json_and_comes_back(small: Plan) -> None:

@@ -190,3 +190,97 @@ def test_sums_and_masters_stay_in_single_precision(precision: str) -> None:
     recipe = Recipe.zero(3, precision=precision)
     assert recipe.compute_dtype == recipe.parameters.wire == recipe.gradients.wire == compute
     assert recipe.gradients.dtype == recipe.optimizer.dtype == torch.float32
+
+
+@pytest.mark.parametrize("value", [True, float("inf")], ids=repr)
+def test_a_timeout_is_a_finite_number_and_no_switch(value: Any) -> None:
+    said = refusal(stage=1, stall_timeout=value)
+    assert f"stall_timeout={value!r}" in said and "finite" in said
+
+
+@pytest.mark.parametrize("value", [5, [3], ("a", None), {"a"}, {"a": 1}], ids=repr)
+def test_units_are_names_or_classes_in_an_order(value: Any) -> None:
+    assert f"units={value!r}" in refusal(stage=3, units=value)
+    with pytest.raises(ValueError, match=re.escape(f"units={value!r}")):
+        onefold.shard(TinyMLP(), Recipe.zero(3), units=value)
+
+
+def test_a_list_of_units_becomes_a_tuple_however_it_is_given() -> None:
+    rows = [Row(S, torch.float32, torch.float32)] * 3
+    assert Recipe.zero(3, units=["a"]).units == Recipe(*rows, units=["a"]).units == ("a",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["no", 1, 0], ids=repr)
+def test_the_word_for_an_optimizer_is_true_false_or_none(value: Any) -> None:
+    assert f"elementwise_optimizer={value!r}" in refusal(stage=3, elementwise_optimizer=value)
+
+
+@pytest.mark.parametrize("name", ["master_dtype", "accumulate_dtype"])
+def test_only_the_wire_may_have_no_dtype(name: str) -> None:
+    assert f"{name}=None" in refusal(stage=3, **{name: None})
+    assert Recipe.zero(3, precision="bf16", wire=None).gradients.wire == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", torch.bfloat16, ["bf16"], "float16", torch.float32, ""], ids=repr)
+def test_a_precision_by_another_name_is_told_its_own(precision: Any) -> None:
+    said = refusal(stage=2, precision=precision)
+    meant = {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float16": "fp16", "torch.float32": "fp32"}.get(str(precision))
+    assert f"precision={precision!r}" in said and (f"Did you mean {meant!r}?" if meant else "of fp32, bf16, fp16.") in said
+
+
+def test_rows_and_what_they_are_made_of_are_checked() -> None:
+    row = Row(S, torch.float32)
+    for build, word in (
+        (lambda: Recipe("x", row, row), "parameters='x'"),  # type: ignore[arg-type]
+        (lambda: Recipe(row, row, None), "optimizer=None"),  # type: ignore[arg-type]
+        (lambda: Row("sharded", torch.float32), "placement='sharded'"),  # type: ignore[arg-type]
+        (lambda: Row(S, "fp32"), "dtype='fp32'"),  # type: ignore[arg-type]
+        (lambda: Row(S, torch.float32, "bf16"), "wire='bf16'"),  # type: ignore[arg-type]
+        (lambda: Row(S, torch.float32, tier="host"), "tier='host'"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=re.escape(word)):
+            build()
+
+
+def test_a_changed_copy_knows_its_fields() -> None:
+    with pytest.raises(ValueError, match=r"prefech.*Did you mean 'prefetch'"):
+        Recipe.zero(3).replace(prefech=1)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_stay_whole_cannot_be_reduced_earlier_by_a_changed_copy_or_by_rows(stage: int) -> None:
+    recipe = Recipe.zero(stage)
+    with pytest.raises(ValueError, match=r"reduce_at='micro-batch' cannot apply"):
+        recipe.replace(reduce_at="micro-batch")
+    with pytest.raises(ValueError, match=r"reduce_at='micro-batch' cannot apply"):
+        Recipe(recipe.parameters, recipe.gradients, recipe.optimizer, reduce_at="micro-batch")
+    assert Recipe(recipe.parameters, recipe.gradients, recipe.optimizer) == recipe
+
+
+def test_the_usual_time_of_reducing_follows_the_gradient_row() -> None:
+    one, two = Recipe.zero(1), Recipe.zero(2)
+    assert one.replace(gradients=two.gradients) == two and two.replace(gradients=one.gradients) == one
+    at_boundary = Recipe.zero(2, reduce_at="boundary")
+    assert at_boundary.replace(prefetch=0).reduce_at == "boundary"
+
+
+LATER: list[tuple[Recipe, str, tuple[str, ...]]] = [
+    (Recipe.zero(3).replace(overlap=False, prefetch=4), "replaced", ("prefetch=4", "overlap=False")),
+    (Recipe.zero(1).replace(prefetch=1), "replaced by what it was", ("prefetch=1", "stage 1")),
+    (Recipe(Row(R, torch.float32), *[Row(S, torch.float32)] * 2, prefetch=3), "by rows", ("prefetch=3", "stage 2")),
+    (Recipe.zero(2, overlap=False, prefetch=2), "for two reasons", ("prefetch=2", "stage 2")),
+    (Recipe.zero(3, cast_inputs=False), "without casts", ("cast_inputs=False", "fp32")),
+    (Recipe.zero(0, elementwise_optimizer=True), "with whole parameters", ("elementwise_optimizer=True", "stage 0")),
+]
+
+
+@pytest.mark.parametrize(("recipe", "how", "words"), LATER, ids=[how for _, how, _ in LATER])
+def test_an_option_without_effect_is_noted_however_the_recipe_was_made(recipe: Recipe, how: str, words: tuple[str, ...]) -> None:
+    assert len(recipe.notes) == 1 and all(word in recipe.notes[0] for word in words) and "no effect" in recipe.notes[0], recipe.notes
+
+
+def test_a_note_goes_with_what_it_was_about() -> None:
+    recipe = Recipe.zero(2, prefetch=2, reshard_after_forward=False)
+    assert len(recipe.notes) == 2
+    assert len(recipe.replace(prefetch=1, reshard_after_forward=True).replace(in_flight=1).notes) == 0
+    assert recipe.replace(notes=("mine",)).notes[0] == "mine"

@@ -8,11 +8,11 @@ import re
 
 import pytest
 import torch
+from test_refusals import SHARDED, Action, Adapter, run, sharded, told
 from torch import nn
 
 from models import TinyMLP
 from ranks import run_ranks
-from test_refusals import SHARDED, Action, Adapter, run, sharded, told
 from trials import STAGES
 
 # -- saved as objects --------------------------------------------------------------------------------------------------------------
@@ -184,7 +184,8 @@ ARGUMENTS: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
     (name_units_by_number, STAGES, ("units=[3]", "module names or classes")),
 ]
 WRAPPED: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
-    (action, STAGES, ("DistributedDataParallel", "onefold.shard()")) for action in (wrap_in_ddp, wrap_a_container_in_ddp, shard_what_ddp_holds)
+    (action, STAGES, ("DistributedDataParallel", "onefold.shard()"))
+    for action in (wrap_in_ddp, wrap_a_container_in_ddp, shard_what_ddp_holds)
 ]
 
 

@@ -15,8 +15,8 @@ in 16 bits and still be summed in fp32.
 [Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count. Two ranks that disagree on what comes
 next never take each other's bytes for something else: they wait, and the wait ends in a `StallError`.
 
-[Note: one rank stands for all] Under torch's "fake" backend (plan/simulate.py) nothing arrives. The moves are entered and called as
-on NCCL; what ranks tell each other is what this one would say.
+[Note: one rank stands for all] Under torch's "fake" backend (plan/simulate.py) moves are entered in the ledger and nothing arrives.
+What the others would tell this rank is what it would tell them.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ class Group:
                     f"to call it too. (backend: {text})"
                 ) from None
 
-        self.imagined = self.backend == "fake"
-        self.control_group = make("fake" if self.imagined else "gloo")
+        if self.backend == "fake":
+            self.imagined, self.control_group = True, None
+            return
+        self.control_group = make("gloo")
         if self.backend == "gloo":
             self.gather_group = self.reduce_group = self.control_group
             self._groups = [self.control_group]
@@ -161,6 +163,8 @@ class Group:
         shard = full.numel() // self.size
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         event = self._record(move, place, mine.numel() * mine.element_size() * (self.size - 1), full.dtype)
+        if self.imagined:
+            return self._imagine(place, event, full)
         if self.backend != "gloo":
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return Pending(self, [gather(full, mine, group=self.gather_group, async_op=True)], place, event, keep=full)
@@ -177,6 +181,8 @@ class Group:
             return Pending(self, [], place)
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.uint8)
         event = self._record(move, place, sum(t.numel() * t.element_size() for _, t in sends), dtype)
+        if self.imagined:
+            return self._imagine(place, event, (sends, recvs))
         if self.backend != "gloo":
             return self._all_to_all(sends, recvs, place, event)
         return self._pairwise(sends, recvs, place, unit_index, move, event)
@@ -199,6 +205,8 @@ class Group:
         """One number of every rank: a one-element tensor becomes [size], in rank order. On NCCL without waiting on the host."""
         if self.size == 1:
             return value.reshape(1)
+        if self.imagined:
+            return value.reshape(1).expand(self.size)
         if self.backend == "gloo":
             payload = value.detach().cpu().reshape(1).view(torch.uint8)
             return torch.cat(self.exchange_control(payload, place)).view(value.dtype).to(value.device)
@@ -243,6 +251,9 @@ class Group:
         works = [dist.irecv(t, group=group, group_src=p, tag=tag) for p, t in recvs if t.numel()]
         works += [dist.isend(t, group=group, group_dst=p, tag=tag) for p, t in sends if t.numel()]
         return Pending(self, works, place, event, keep=(sends, recvs), after=after)
+
+    def _imagine(self, place: Place, event: TrafficEvent, keep: Any) -> Pending:
+        return Pending(self, [], place, event, keep, after=[lambda: self.ledger.waited(event, time.perf_counter())])
 
     def _all_to_all(self, sends: Parts, recvs: Parts, place: Place, event: TrafficEvent) -> Pending:
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.float32)

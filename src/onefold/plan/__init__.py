@@ -1,1 +1,22 @@
-"""Room `plan`: what a job will hold, send and take, before it runs. Knows no running engine."""
+"""Room `plan`: what a job will hold, send and take, before it runs. Knows no running engine.
+
+`onefold.plan(model, ...)` is `onefold.plan.api.plan`: the room can be called by its own name.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+
+class _Room(types.ModuleType):
+    """This package, which answers when it is called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from onefold.plan.api import plan
+
+        return plan(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Room

@@ -175,7 +175,7 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     found = next((f for q, s in _relaxed(question, stages) if (f := recommend(q, s)) is not None), None)
     if found is not None:
         return f"{lines[0]} Here {found.scheme} with micro-batch {found.scheme.micro_batch} would fit."
-    job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload="")
+    job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload="none" if question.job.offload == "none" else "")
     for ranks in _more_ranks(question.machine):
         found = recommend(replace(question, machine=_on(question.machine, ranks), job=job))
         if found is not None:
@@ -187,7 +187,7 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
 
 
 def _relaxed(question: Question, stages: tuple[int, ...]) -> Iterator[tuple[Question, tuple[int, ...]]]:
-    """The question with less and less of what was asked for: the micro-batch, the stage, the checkpointing, the offload."""
+    """The question with less and less of what was asked for: the micro-batch, the stage, the checkpointing, where states go."""
     if question.job.micro_batch > 1:
         question = replace(question, job=replace(question.job, micro_batch=1))
         yield question, stages
@@ -196,7 +196,7 @@ def _relaxed(question: Question, stages: tuple[int, ...]) -> Iterator[tuple[Ques
     if question.job.checkpointing:
         question = replace(question, job=replace(question.job, checkpointing=""))
         yield question, ()
-    if question.job.offload:
+    if question.job.offload not in ("", "none"):
         yield replace(question, job=replace(question.job, offload="")), ()
 
 

@@ -113,7 +113,7 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
 
     S + G·(prefetch + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, C the gathered units around
     others, R the largest reduction of a unit (its buffer, what is received, a copy in the wire's dtype if that differs), T all gradients
-    once they are reduced, or as long as they are kept whole.
+    once they are reduced (and copied where the masters have another dtype), and as long as they are kept whole.
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = (recipe.prefetch, recipe.in_flight) if recipe.overlap else (0, 0)
@@ -128,9 +128,11 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
             late = recipe.reduce_at == "boundary" and micro_batches > 1
             one += f.numel * (2 * wire_bytes + (wire_bytes if late and wire_bytes != sums else 0))
             one += f.layout.shard_numel * (sums if wire_bytes != sums else 0)
-            numel = f.numel if f.whole_master else f.layout.shard_numel
-            kept = f.numel * f.dtypes.sums.itemsize if recipe.reduce_at == "boundary" and micro_batches > 1 else 0
-            total += numel * (f.dtypes.sums.itemsize + (f.dtypes.wire.itemsize if f.whole_master else 0)) + kept
+            kept = f.numel * sums if late else 0
+            landed = f.dtypes.wire if f.whole_master else f.dtypes.sums
+            copied = f.dtypes.master.itemsize if landed != f.dtypes.master else 0
+            twice = landed.itemsize if f.whole_master else 0  # all-reduced sums wait for the end of backward
+            total += (f.numel if f.whole_master else f.layout.shard_numel) * (landed.itemsize + copied + twice) + kept
         reductions.append(one)
     every = sum(gathered) if not recipe.reshard_after_forward else 0
     ahead = max(every, max(gathered, default=0) * (prefetch + 2)) + sum(around)

@@ -56,7 +56,7 @@ def moved(scheme: Scheme, units: Iterable[UnitPlan], optimizer: str) -> Moved:
         largest = max((sum(f.numel * f.dtypes.compute.itemsize for f in u.flats) for u in units), default=0)
         added[GATHERED] = 2 * largest
     else:
-        added[PARAMETERS] = sum(_copy(f) for f in trained if not f.kept)
+        added[PARAMETERS] = sum(_owned(f) * f.dtypes.compute.itemsize for f in trained if not f.kept)
     whole = masters + states + copies
     if scheme.offload == "nvme":
         return Moved(gone, added, gradients + int(whole * ON_ITS_WAY), whole)

@@ -26,6 +26,7 @@ from onefold.plan.evaluate import Candidate
 from onefold.plan.from_module import model_shape, module_of
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
+from onefold.plan.recompute import repeated_blocks
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.plan.states import MOMENTS_OF
 from onefold.plan.times import Software
@@ -142,6 +143,8 @@ def plan(
     """
     job = job or Job()
     subject = _subject(model, job, batch, loss, machine)
+    if not subject.repeats and not job.checkpointing:
+        job = replace(job, checkpointing="none")  # there are no blocks to recompute
     shape, activities = subject.shape, subject.activities
     question = Question(shape, activities, machine, job, software)
     best = recommend(question, stages)
@@ -198,6 +201,7 @@ class _Subject:
     activities: Activities
     source: str
     notes: tuple[str, ...] = ()
+    repeats: bool = True
 
 
 def _subject(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine) -> _Subject:
@@ -256,7 +260,7 @@ def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, los
 
     if job.lora_rank:
         return _Subject(shape, _frozen(activities, shape, job.seq), "traced from the module", (_LORA,))
-    return _Subject(shape, activities, "traced from the module")
+    return _Subject(shape, activities, "traced from the module", repeats=bool(repeated_blocks(module)))
 
 
 def _frozen(activities: Activities, shape: ModelShape, seq: int) -> Activities:

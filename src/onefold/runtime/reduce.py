@@ -44,7 +44,7 @@ class Reduction:
     run: tuple[int, int]
     buffer: torch.Tensor
     own: tuple[int, int]
-    parts: list[torch.Tensor]
+    parts: dict[int, torch.Tensor]
     filled: list[bool]
     pending: Pending
     lent: torch.Tensor | None = None  # one buffer of which the parts are rows
@@ -196,15 +196,18 @@ class Reducer:
                 sent = buffer
                 if buffer.dtype != flat.dtypes.wire:
                     sent = engine.pool.take(buffer.numel(), flat.dtypes.wire, REDUCTION, unit.name).copy_(buffer)
-                sends = [(p, piece) for p, piece in enumerate(_cut(sent, run, flat)) if p != group.rank]
                 parts, lent = self._places(unit, flat, buffer[own[0] - run[0] : own[1] - run[0]])
-                recvs = [(p, part) for p, part in enumerate(parts) if p != group.rank]
+                recvs = [(p, part) for p, part in parts.items() if p != group.rank]
+                if group.imagined:  # two messages stand for all
+                    sends = [(group.rank, sent[: own[0] - run[0]]), (group.rank, sent[own[1] - run[0] :])]
+                else:
+                    sends = [(p, piece) for p, piece in enumerate(_cut(sent, run, flat)) if p != group.rank]
                 pending = group.exchange(sends, recvs, place, flat.index, move=move)
                 copied = sent if sent is not buffer else None
                 self.flying.append(Reduction(unit, flat, run, buffer, own, parts, filled, pending, lent, copied))
                 del sent, copied, sends, recvs, parts, lent
 
-    def _places(self, unit: Unit, flat: Flat, own: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def _places(self, unit: Unit, flat: Flat, own: torch.Tensor) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
         """Where the ranks' parts go, in rank order with this rank's `own` among them: rows of one lent buffer, but for one that stays."""
         group, into, dtype = self.engine.group, self._summed_into(flat), flat.dtypes.wire
         places = {group.rank: own}
@@ -212,11 +215,10 @@ class Reducer:
             places[into] = empty(own.numel(), dtype, own.device)
             self.engine.memory.add(REDUCTION, _bytes(places[into]), unit.name)
         others = [p for p in range(group.size) if p not in places]
-        if not others:
-            return [places[p] for p in range(group.size)], None
-        lent = self.engine.pool.take(len(others) * own.numel(), dtype, REDUCTION, unit.name)
-        places |= zip(others, lent.view(len(others), own.numel()).unbind(), strict=True)
-        return [places[p] for p in range(group.size)], lent
+        lent = self.engine.pool.take(len(others) * own.numel(), dtype, REDUCTION, unit.name) if others else None
+        if lent is not None and not group.imagined:  # else nothing arrives there
+            places |= zip(others, lent.view(len(others), own.numel()).unbind(), strict=True)
+        return dict(sorted(places.items())), lent
 
     def _land(self, r: Reduction) -> None:
         """Wait for the parts, add them up in rank order, and hand over what can be handed over."""
@@ -253,14 +255,14 @@ class Reducer:
         total = r.parts[into]
         self.engine.memory.add(REDUCTION, -_bytes(total), r.unit.name)
         self.engine.memory.add(GRADIENTS, _bytes(total))
-        for rank, part in enumerate(r.parts):  # rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
+        for rank, part in r.parts.items():  # rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
             if rank != into:
                 total.add_(part)
         return total
 
     def _sum_apart(self, r: Reduction) -> torch.Tensor:
         flat, group = r.flat, self.engine.group
-        first, *others = r.parts
+        first, *others = r.parts.values()
         if flat.whole_master:  # every rank wants all sums: put this rank's into the whole buffer, then gather
             numel, dtype = r.run[1] - r.run[0], flat.dtypes.wire
             total = empty(numel, dtype, first.device)
@@ -289,9 +291,11 @@ class Reducer:
         """The second half of an all-reduce: every rank's sums to every rank."""
         flat, group = r.flat, self.engine.group
         place = Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
-        part = _cut(total, r.run, flat)
         peers = [p for p in range(group.size) if p != group.rank]
-        return group.exchange([(p, part[group.rank]) for p in peers], [(p, part[p]) for p in peers], place, flat.index, move="all-reduce")
+        own = total[r.own[0] - r.run[0] : r.own[1] - r.run[0]]
+        part = _cut(total, r.run, flat) if not group.imagined else ()
+        recvs = [(p, part[p]) for p in peers] if part else []
+        return group.exchange([(p, own) for p in peers], recvs, place, flat.index, move="all-reduce")
 
     # -- handing over ----------------------------------------------------------------------------------------------------------
 

@@ -39,8 +39,11 @@ def scatter_masters(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor |
     with torch.no_grad():
         if group.rank == 0:
             assert full is not None
-            pieces = [full] * group.size if flat.whole_master else full.split(flat.layout.shard_numel) if full.numel() else []
-            group.exchange(list(enumerate(pieces))[1:], [], place, flat.index, move="state").wait()
+            sends = []  # an imagined group has nobody to send to
+            if not group.imagined:
+                pieces = [full] * group.size if flat.whole_master else full.split(max(1, flat.layout.shard_numel))
+                sends = list(enumerate(pieces))[1:]
+            group.exchange(sends, [], place, flat.index, move="state").wait()
             master.copy_(full[flat.owned[0] : flat.owned[1]])
         else:
             group.exchange([], [(0, master)], place, flat.index, move="state").wait()
