@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from onefold.train.choose import choose_stage, state_bytes
+from onefold.plan.auto import USABLE
+from onefold.train.choose import Asked, choose
 from onefold.train.errors import TrainError
 from onefold.train.groups import names_without_decay, parameter_groups
 from onefold.train.machine import free_host_memory, physical_cores, process_memory, readable
-from onefold.train.schedule import lr_factor, warmup_steps
+from onefold.train.schedule import lr_factor, steps_of, warmup_steps
 
 GIB = 1 << 30
 
@@ -58,20 +61,60 @@ def test_matrices_decay_and_nothing_else_does() -> None:
     assert {id(p) for p in others["params"]} == {id(model.embed.weight), id(model.norm.weight), id(model.norm.bias), id(model.gain)}
 
 
-def test_state_bytes_follow_the_table() -> None:
-    psi, n = 1_000_000, 4
-    assert [state_bytes(s, n, "fp32", psi) for s in range(4)] == [16 * psi, 8 * psi + 2 * psi, 4 * psi + 3 * psi, 4 * psi]
-    assert [state_bytes(s, n, "bf16", psi) for s in range(4)] == [18 * psi, 6 * psi + 3 * psi, 2 * psi + 4 * psi, 18 * psi // 4]
-    assert state_bytes(3, n, "fp32", 0, frozen=psi) == psi
+class Language(nn.Module):
+    """input_ids, labels → {"loss"}: wide blocks and short sequences, so that states outweigh activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 256)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(6))
+        self.head = nn.Linear(256, 64)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
-@pytest.mark.parametrize(("free", "stage"), [(100, 1), (11, 2), (8, 3), (1, 3)])
-def test_auto_takes_the_lowest_stage_that_fits(free: int, stage: int) -> None:
-    choice = choose_stage("auto", 4, "fp32", GIB, 0, free * GIB)
-    assert choice.stage == stage and str(stage) in choice.reason
-    assert choice.available == int(free * GIB * 0.8)
-    assert choose_stage("auto", 1, "fp32", GIB, 0, free * GIB).stage == 0
-    assert choose_stage("0", 4, "fp32", GIB, 0, free * GIB).stage == 0
+def asked(**changes: Any) -> Asked:
+    plain: dict[str, Any] = {"stage": "auto", "micro_batch": 1, "global_batch": 0, "seq": 8, "precision": "fp32", "checkpointing": "none"}
+    here: dict[str, Any] = {"ranks": 4, "local_ranks": 4, "free": GIB, "device": "cpu"}
+    return Asked(**{**plain, **here, **changes})
+
+
+def test_auto_takes_the_lowest_stage_that_fits() -> None:
+    model = Language()
+    needed = choose(model, asked()).needed
+    assert needed[3] < needed[2] == needed[1] < needed[0], needed
+    for free, stage in ((GIB, 1), (needed[1] / USABLE + 4096, 1), (needed[1] / USABLE - 4096, 3), (needed[3] / USABLE / 2, 3)):
+        choice = choose(model, asked(free=int(free)))
+        assert choice.stage == stage and f"stage {stage}" in choice.reason, (free, choice)
+        assert ("may run out of memory" in choice.reason) == (free * USABLE < needed[3]), choice.reason
+    assert choose(model, asked(ranks=1, local_ranks=1)).stage == 0
+    assert choose(model, asked(stage="2")).stage == 2
+
+
+def test_auto_takes_the_largest_micro_batch_that_divides_and_fits() -> None:
+    model = Language()
+    roomy = choose(model, asked(micro_batch=0, global_batch=48, seq=64))
+    assert roomy.micro_batch == 12  # 48 over 4 ranks
+    four = choose(model, asked(micro_batch=4, global_batch=48, seq=64)).needed[1]
+    tight = choose(model, asked(micro_batch=0, global_batch=48, seq=64, stage="1", free=int(four / USABLE) + 4096))
+    assert tight.micro_batch == 4, tight
+    with pytest.raises(TrainError, match="does not divide"):
+        choose(model, asked(micro_batch=5, global_batch=48))
+
+
+def test_a_model_that_cannot_be_traced_is_judged_by_its_states() -> None:
+    class Fussy(Language):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            raise RuntimeError("not today")
+
+    choice = choose(Fussy(), asked())
+    assert choice.stage == 1 and "could not be traced" in choice.reason and choice.predicted is None
+    params = sum(p.numel() for p in Fussy().parameters())
+    assert choice.needed[0] == pytest.approx(16 * params, rel=0.02)
 
 
 def test_the_machine_answers() -> None:
@@ -79,3 +122,16 @@ def test_the_machine_answers() -> None:
     now, peak = process_memory()
     assert 0 < now <= peak
     assert (readable(10), readable(2048), readable(513 << 20), readable(3 << 39)) == ("10 B", "2 KiB", "513 MiB", "1.5 TiB")
+
+
+@pytest.mark.parametrize(
+    ("trace", "steps", "found"), [(None, 40, (3, 3)), (None, 2, (1, 1)), ("4", 10, (3, 3)), ("2:5", 5, (1, 4)), ("1:1", 1, (0, 0))]
+)
+def test_the_recorded_steps_are_those_that_were_named(trace: str | None, steps: int, found: tuple[int, int]) -> None:
+    assert steps_of(trace, steps) == found
+
+
+@pytest.mark.parametrize("trace", ["0", "5:4", "3:12", "a", "1:2:3", "", "-1", "2:"])
+def test_steps_that_a_run_does_not_have_cannot_be_recorded(trace: str) -> None:
+    with pytest.raises(TrainError, match="--trace"):
+        steps_of(trace, 10)

@@ -77,7 +77,8 @@ def _option(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
 def _plain_type(annotation: Any) -> Any:
     """What the command line reads for a field: unions with None and tuples, which it has no form for, become plain types."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+        kinds = [a for a in typing.get_args(annotation) if a is not type(None)]
+        annotation = kinds[0] if len(kinds) == 1 else str
     if typing.get_origin(annotation) is tuple:
         return str
     return annotation if annotation in (bool, int, float, str) or typing.get_origin(annotation) is Literal else str

@@ -45,7 +45,8 @@ def plan(
         stage: only this one; None for the lowest that fits.
         batch, loss: for modules that are no language model of `input_ids` and `labels`; see `plan.planner.plan`.
         largest: also find the largest micro-batch and model for each stage.
-        job: the fields of `plan.job.Job`: seq, micro_batch, global_batch, precision, accumulate, checkpointing, optimizer, lora_rank, offload.
+        job: the fields of `plan.job.Job`: seq, micro_batch, global_batch, precision, accumulate, checkpointing, optimizer, lora_rank,
+            offload.
 
     Raises:
         ValueError: a name, an option or a figure that cannot be; the message says what to change.

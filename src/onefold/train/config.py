@@ -95,6 +95,10 @@ class TrainConfig(BaseModel):
     prompt: str | None = Field(None, description="What the text sample before and after training continues.")
     sample_tokens: int = Field(40, ge=0, description="Length of that sample; 0 makes none.")
     tensorboard: bool = Field(False, description="Also write every figure for TensorBoard, into the output folder.")
+    trace: str | None = Field(
+        None, description="Steps to trace, one or FROM:TO, counted from 1: trace-rankN.json in the output folder, for Perfetto."
+    )
+    torch_profiler: bool = Field(False, description="Put torch.profiler's events into that trace too.")
     log_every: int = Field(1, ge=1, description="Steps between printed lines where there is no terminal.")
     json_lines: bool = Field(False, alias="json", description="Print JSON lines only.")
 

@@ -21,47 +21,44 @@ import numpy as np
 import torch
 
 import onefold
-from onefold.observe.measure import measured
 from onefold.observe.meter import Meter
-from onefold.observe.trace import record
 from onefold.train.data import IGNORE, Batch, Samples
 from onefold.train.errors import TrainError
 from onefold.train.machine import process_memory
 from onefold.train.order import eval_batches
 from onefold.train.prepare import Run
+from onefold.train.window import Window
 
 Row = dict[str, Any]
-#: The step (from 0) that is recorded for the report: the first ones also build optimizer states and learn orders.
-RECORDED = 3
 
 
-def train(run: Run, stop_requested: Callable[[], bool], report: Callable[[Row], None]) -> int:
+def train(run: Run, stop_requested: Callable[[], bool], report: Callable[[Row], None], window: Window | None = None) -> int:
     """Run the steps and return how many were done. Collective; all ranks return after the same one.
 
     Args:
         stop_requested: whether this rank was asked to stop.
         report: gets one row of metrics a step, on every rank.
+        window: what records steps; None records the one for the report.
 
     Raises:
         TrainError: the loss is not finite (fp16 excepted, where the scaler deals with it).
     """
     engine = onefold.engine_of(run.model)
     meter = Meter(run.model, run.optimizer, run.choice.flops_per_token, run.choice.peak_flops)
-    recorded = min(RECORDED, run.steps - 1)
+    window = window or Window(run)
     run.model.train()
     for step in range(run.steps):
         for group in run.optimizer.param_groups:
             group["lr"] = run.config.lr * run.factor(step)
         meter.start()
-        with record(run.model, run.optimizer, activations=True) if step == recorded else contextlib.nullcontext() as recording:
-            loss, tokens = _forward_backward(run, step)
-            norm = _update(run)
+        window.begin(step)
+        loss, tokens = _forward_backward(run, step)
+        norm = _update(run)
         total_loss, stopping = run.ranks.sum(loss, float(stop_requested()))
         if not math.isfinite(total_loss) and run.scaler is None:
             raise TrainError(f"the loss at step {step + 1} is {total_loss}: try a lower --lr, a longer --warmup, or --clip.")
         row = _row(run, meter.step(total_loss, tokens, norm, run.scaler), step)
-        if recording is not None:
-            run.recording, run.measured = recording, measured(run.model, run.optimizer, recording)
+        window.end(step, over=stopping > 0)
         last = stopping > 0 or step + 1 == run.steps
         every = run.config.eval_every
         if every and len(run.data.held_out) and ((step + 1) % every == 0 or last) and not stopping:

@@ -50,8 +50,8 @@ def _wrong_line(predicted: Account, held: dict[str, int], available: int) -> str
     others = {k: v for k, v in predicted.peak.items() if k not in ENGINE}
     told = ", ".join(f"{k} {readable(v)}" for k, v in others.items())
     return (
-        f"the plan expected a peak of {readable(predicted.peak_bytes)} of {readable(available)} free; the engine's lines hold, so it was wrong "
-        f"about the others ({told}), or about what was free: other programs may have taken memory since."
+        f"the plan expected a peak of {readable(predicted.peak_bytes)} of {readable(available)} free; the engine's lines hold, so it "
+        f"was wrong about the others ({told}), or about what was free: other programs may have taken memory since."
     )
 
 

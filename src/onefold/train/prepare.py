@@ -22,7 +22,7 @@ from onefold.train.groups import names_without_decay, parameter_groups
 from onefold.train.models import Loaded, load_on_first_rank
 from onefold.train.order import DataOrder, accumulation_steps
 from onefold.train.ranks import Ranks
-from onefold.train.schedule import lr_factor, warmup_steps
+from onefold.train.schedule import lr_factor, steps_of, warmup_steps
 
 
 @dataclass
@@ -75,6 +75,7 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * len(data.train) / global_batch))
 
+    steps_of(config.trace, steps)  # said before anything long begins
     recipe = _recipe(config, choice.stage)
     no_decay = names_without_decay(model)
     checkpoint_activations(model, config.activation_checkpointing)

@@ -42,3 +42,25 @@ def lr_factor(kind: str, steps: int, warmup: int, minimum: float) -> Callable[[i
         return minimum + (1 - minimum) * fall
 
     return factor
+
+
+#: The step (from 0) that is recorded unless told otherwise: the first ones also build optimizer states and learn orders.
+RECORDED = 3
+
+
+def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
+    """The first and the last step to record, from 0. `trace` is "FROM:TO" or one step, from 1, both included.
+
+    Raises:
+        TrainError: it is neither, or lies outside the run.
+    """
+    if trace is None:
+        one = min(RECORDED, steps - 1)
+        return one, one
+    parts = trace.split(":")
+    if len(parts) > 2 or not all(p.strip().isdigit() for p in parts):
+        raise TrainError(f"--trace {trace}: expected one step or FROM:TO, counted from 1, such as 4:6.")
+    first, last = int(parts[0]), int(parts[-1])
+    if not 1 <= first <= last <= steps:
+        raise TrainError(f"--trace {trace}: the run has steps 1 to {steps}, and FROM is at most TO.")
+    return first - 1, last - 1

@@ -27,6 +27,7 @@ from onefold.train.ranks import Ranks, join, leave
 from onefold.train.report import JsonReporter, Reporter, reporter
 from onefold.train.sample import prompt_of, sample
 from onefold.train.stop import CONTROL, INTERRUPTED, StopSignal
+from onefold.train.window import Window
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -94,12 +95,18 @@ def _run(config: TrainConfig, ranks: Ranks, stop: StopSignal) -> int:
                     board.write(row)
                 say.step(row)
 
+            window = Window(run)
             try:
-                done = train(run, lambda: stop.requested, report)
+                done = train(run, lambda: stop.requested, report, window)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 raise explain(run, error) from error
+            finally:
+                window.close()
+            traced = window.write(folder)
+            if traced is not None:
+                say.note(f"trace: {traced} (one file a rank; open it in Perfetto)")
             stopped = done < run.steps
             observe(run, folder, rows)
             kind = export(run, folder / "model")

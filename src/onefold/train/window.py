@@ -1,0 +1,48 @@
+"""The steps of a run that are recorded: one for the report, or those that `--trace` names."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from onefold.observe.measure import measured
+from onefold.observe.trace import Recording, record
+from onefold.train.prepare import Run
+from onefold.train.schedule import steps_of
+
+
+class Window:
+    """Records the run's steps from `first` to `last`; what it saw is put into the run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.first, self.last = steps_of(run.config.trace, run.steps)
+        self._stack = contextlib.ExitStack()
+        self._recording: Recording | None = None
+
+    def begin(self, step: int) -> None:
+        """A step is about to begin."""
+        if step == self.first:
+            profiler = self.run.config.torch_profiler
+            seen = record(self.run.model, self.run.optimizer, activations=True, torch_profiler=profiler)
+            self._recording = self._stack.enter_context(seen)
+
+    def end(self, step: int, over: bool) -> None:
+        """A step has ended; `over`: it was the run's last."""
+        if self._recording is not None and (step >= self.last or over):
+            self._stack.close()
+            recording, self._recording = self._recording, None
+            self.run.recording = recording
+            self.run.measured = measured(self.run.model, self.run.optimizer, recording)
+
+    def close(self) -> None:
+        """The run broke off."""
+        self._recording = None
+        self._stack.close()
+
+    def write(self, folder: Path) -> Path | None:
+        """This rank's trace, if the run was asked for one."""
+        config = self.run.config
+        if self.run.recording is None or (config.trace is None and not config.torch_profiler):
+            return None
+        return self.run.recording.write_chrome(folder / f"trace-rank{self.run.ranks.rank}.json")
