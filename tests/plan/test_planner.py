@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -407,7 +408,14 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [("gtp2", "Did you mean 'gpt2'"), (0, "positive"), (float("inf"), "positive"), (float("nan"), "positive"), (True, "positive"), ([], "expected")],
+    [
+        ("gtp2", "Did you mean 'gpt2'"),
+        (0, "positive"),
+        (math.inf, "positive"),
+        (math.nan, "positive"),
+        (True, "positive"),
+        ([], "expected"),
+    ],
 )
 def test_what_is_no_model_is_refused_in_a_sentence(model: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -450,7 +458,7 @@ def test_a_global_batch_that_does_not_divide_names_one_that_does() -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Plan:
-    return plan(TokenModel(), gpus(2, 1.5 * GIB), Job(seq=12))
+    return plan(TokenModel(), gpus(2), Job(seq=12, global_batch=16))
 
 
 def test_a_plan_goes_through_json_and_comes_back(small: Plan) -> None:

@@ -8,24 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from models import TinyMLP
-from ranks import outcomes_of, run_ranks
+from ranks import run_ranks
 
 
 def shard_over(group: Any, stage: int = 3) -> None:
     import onefold
 
     onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=5.0), group=group)
-
-
-def shard_from_outside(stage: int) -> None:
-    shard_over(dist.new_group([0, 1]), stage)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_outside_the_group_is_told_so_and_the_members_go_on(stage: int) -> None:
-    outcomes = outcomes_of(3, shard_from_outside, stage, timeout=40.0)
-    assert [o.error for o in outcomes] == ["", "", "ValueError"], outcomes
-    assert all(word in outcomes[2].message for word in ("rank 2", "group", "only its members")), outcomes
 
 
 def refusals() -> dict[str, str]:

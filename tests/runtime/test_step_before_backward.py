@@ -13,8 +13,6 @@ from models import TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
 from trials import STAGES
 
-PRECISIONS = ("fp32", "bf16")
-
 
 def sharded(stage: int, model: nn.Module | None = None, precision: str = "fp32", **options: Any) -> Any:
     import onefold
@@ -136,8 +134,9 @@ def test_copies_in_sixteen_bits_serve_a_late_backward_until_they_are_refreshed(w
         assert "ran before optimizer.step()" in said
 
 
-def test_gathered_parameters_in_sixteen_bits_are_gathered_anew_and_cannot_serve_it() -> None:
-    for said, _ in run_ranks(2, sixteen_bits, 3, False):
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_gathered_parameters_in_sixteen_bits_are_gathered_anew_and_cannot_serve_it(world_size: int) -> None:
+    for said, _ in run_ranks(world_size, sixteen_bits, 3, False):
         assert "ran before optimizer.step()" in said
 
 

@@ -58,6 +58,10 @@ def plan_command(
     optimizer: Annotated[str, typer.Option("--optimizer", rich_help_panel=_JOB)] = "adamw",
     lora: Annotated[int, typer.Option("--lora", help="Rank of LoRA adapters; 0 trains everything.", rich_help_panel=_JOB)] = 0,
     offload: Annotated[Offload, typer.Option("--offload", help="States off the device.", rich_help_panel=_JOB)] = "auto",
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Also run the engine as one of all ranks, without memory or network, and compare.")
+    ] = False,
+    rank: Annotated[int, typer.Option("--rank", help="With --simulate: which rank.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Tell before the run what each rank will hold, send and take, stage by stage, and which stage to use."""
@@ -77,24 +81,37 @@ def plan_command(
             lora_rank=lora,
             offload="" if offload == "auto" else offload,
         )
+        if rank and not simulate:
+            raise ValueError(f"--rank {rank} belongs to --simulate; a plan is the same for every rank.")
         found = _plan(wanted, _machine(here, ranks, gpus, per_node, gpu, link, machines), job, _stages(stage))
+        ran = _simulated(found, wanted, rank) if simulate else None
     except (ValueError, OSError) as error:
         if as_json:
             print(json.dumps({"event": "error", "kind": type(error).__name__, "message": str(error)}))
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     if as_json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps(found.to_json() | ({"simulation": ran.to_json()} if ran is not None else {})))
         return
     from onefold.cli.plan_tables import show
 
     show(found)
+    if ran is not None:
+        from onefold.cli.plan_simulation import show_simulation
+
+        show_simulation(ran)
 
 
 def _plan(wanted: Any, machine: Any, job: Any, stages: tuple[int, ...]) -> Any:
     from onefold.plan.planner import plan
 
     return plan(wanted, machine, job, stages=stages)
+
+
+def _simulated(found: Any, wanted: Any, rank: int) -> Any:
+    from onefold.cli.plan_simulation import simulated
+
+    return simulated(found, wanted, rank)
 
 
 def _subject(model: str | None, params: float | None) -> str | float:

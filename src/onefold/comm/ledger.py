@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +41,13 @@ class TrafficEvent:
 
 
 class TrafficLedger:
-    """Counts payload bytes sent by this rank. `control` messages (a few hundred bytes a step) are kept apart from the payload."""
+    """Counts payload bytes sent by this rank. `control` messages (a few hundred bytes a step) are kept apart from the payload.
+
+    Bytes and exposed seconds are counted always; single events are kept only while somebody records (`wanted`).
+    """
 
     def __init__(self) -> None:
+        self.wanted: Callable[[], bool] = bool  # whether events are kept, asked at each move; bool() is False
         self.events: deque[TrafficEvent] = deque(maxlen=WINDOW)
         self._marks: deque[tuple[Any, Any, TrafficEvent | None]] = deque()
         self.reset()
@@ -58,7 +63,8 @@ class TrafficLedger:
         """Enter a move that is about to start; the event is completed by `waited`."""
         self._moves[move, unit] += nbytes
         event = TrafficEvent(move, unit, nbytes, peers, dtype, phase, step, time.perf_counter())
-        self.events.append(event)
+        if self.wanted():
+            self.events.append(event)
         return event
 
     def waited(self, event: TrafficEvent | None, since: float) -> None:

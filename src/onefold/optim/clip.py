@@ -51,7 +51,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         scale = (limit / (total + 1e-6)).clamp(max=1.0)
         grads = [e.param.grad for e in engine.entries if e.param.grad is not None]
         # On the host a look at the number saves a pass over all gradients; on a device looking would cost a synchronization.
-        if grads and not (engine.device.type == "cpu" and scale.item() == 1.0):
+        if grads and not (engine.device.type == "cpu" and not engine.group.imagined and scale.item() == 1.0):
             torch._foreach_mul_(grads, scale.to(torch.float32))
         return total.to(torch.float32)
 

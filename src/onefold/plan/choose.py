@@ -122,23 +122,25 @@ def largest_model(question: Question, scheme: Scheme, build: Callable[[ModelShap
         build: the activations of a model of another depth.
     """
     blocks = len(blocks_of(question.model))
-    if not blocks or not _at(question, scheme, build, 1).fits:
+    seen: dict[int, Candidate] = {}
+
+    def at(count: int) -> Candidate:
+        if count not in seen:
+            seen[count] = _at(question, scheme, build, count)
+        return seen[count]
+
+    if not blocks or not at(1).fits:
         return 0
     low, high = 1, most + 1  # fits, does not (or is not asked)
-    near, far = blocks, 2 * blocks
-    for _ in range(24):
+    before, guess = 1, max(blocks, 2)
+    for tried in range(32):
         if high - low <= 1:
             break
-        one, other = (_at(question, scheme, build, n) for n in (near, far))
-        slope = (one.spare - other.spare) / (far - near)
-        guess = near + int(one.spare / slope) if slope > 0 else high - 1
         guess = min(max(guess, low + 1), high - 1)
-        if _at(question, scheme, build, guess).fits:
-            low = guess
-            near, far = guess, guess + 1
-        else:
-            high = guess
-            near, far = max(guess - 1, 1), guess
+        low, high = (guess, high) if at(guess).fits else (low, guess)
+        slope = (at(before).spare - at(guess).spare) / (guess - before) if guess != before else 0.0
+        straight = slope > 0 and tried < 12
+        before, guess = guess, guess + int(at(guess).spare / slope) if straight else (low + high) // 2
     return deeper(question.model, low).numel
 
 

@@ -211,6 +211,8 @@ def _subject(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: Any
         model = ModelShape.of_size(int(model), f"{model:,.0f} parameters")
     if isinstance(model, (str, Path)):
         model = architecture(str(model)) if known(str(model)) else _module(model)
+        if hasattr(getattr(model, "config", None), "use_cache"):
+            model.config.use_cache = False  # ours alone: training keeps no cache of keys and values
     if isinstance(model, nn.Module):
         return _traced(model, job, batch, loss, machine)
     if not isinstance(model, ModelShape):
@@ -250,13 +252,14 @@ def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, los
     make = batch or _tokens(module, job.seq)
     device = "cpu" if machine.gpu.name == "here" and getattr(machine.measured, "device", "cpu") == "cpu" else "cuda"
     options: dict[str, Any] = {"precision": job.precision, "device": device, "loss": loss}
+    memo: dict[Any, Any] = {}
 
     @lru_cache(maxsize=256)
     def activities(micro_batch: int, checkpointing: str) -> Activity:
         how: Any = checkpointing
         if micro_batch < 4:
             return Activity.from_trace(trace(module, make(micro_batch), checkpointing=how, **options))
-        return Activity.from_trace(trace_at(module, make, [micro_batch], checkpointing=how, **options)[micro_batch])
+        return Activity.from_trace(trace_at(module, make, [micro_batch], memo=memo, checkpointing=how, **options)[micro_batch])
 
     if job.lora_rank:
         return _Subject(shape, _frozen(activities, shape, job.seq), "traced from the module", (_LORA,))

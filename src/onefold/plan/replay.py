@@ -75,6 +75,7 @@ class Replay:
         self.in_flight = recipe.in_flight if recipe.overlap else 0
         self.passive = all(f.passive for u in units for f in u.flats)
         self.outer = outer(units)
+        self.ends_first = any(u.looks_up_only for u in units)  # the embedding is a unit of its own, so the root is a final norm or a head
         self.now: Counter[str] = Counter()
         self.total = 0
         self.best: dict[str, int] = {}
@@ -202,19 +203,26 @@ class Replay:
         order = _backwards(self.units)
         self.cursor = [u for u in order if not u.plan.kept and not u.plan.looks_up_only]
         around: list[_Unit] = []
+        tail: list[_Unit] = []  # the root where it holds nothing but what follows the blocks: done before them
         for unit in order:
+            if tail and any(c.isdigit() for c in unit.plan.name):
+                self._complete(tail.pop(), k, deferring)
             while around and not around[-1].plan.encloses(unit.plan):
                 self._complete(around.pop(), k, deferring)
             if not unit.plan.looks_up_only:
                 self._acquire(unit)
-            if unit.plan.name in self.outer:
+            if unit.plan.path == "" and self.ends_first:
+                tail.append(unit)
+                if not self.passive:
+                    self._early(unit, deferring)
+            elif unit.plan.name in self.outer:
                 around.append(unit)  # its own parameters get their last gradient after those inside
                 if not self.passive:
                     self._early(unit, deferring)
             else:
                 self._complete(unit, k, deferring)
-        while around:
-            self._complete(around.pop(), k, deferring)
+        for unit in (*tail, *reversed(around)):
+            self._complete(unit, k, deferring)
         while self.flying:
             self._land(self.flying.pop(0))
         for nbytes in self.copies:  # all-reduced sums in another dtype than the masters'

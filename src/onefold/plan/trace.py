@@ -140,7 +140,14 @@ def trace(
     return found
 
 
-def trace_at(module: nn.Module, batch_of: Callable[[int], Any], micro_batches: Iterable[int], **options: Any) -> dict[int, ActivationTrace]:
+def trace_at(
+    module: nn.Module,
+    batch_of: Callable[[int], Any],
+    micro_batches: Iterable[int],
+    *,
+    memo: dict[Any, Any] | None = None,
+    **options: Any,
+) -> dict[int, ActivationTrace]:
     """The traces at several micro-batch sizes, for the price of three.
 
     Sizes are affine in the micro-batch, entry by entry of the log, wherever two traces differ in nothing but sizes: those at 2 and 3 say
@@ -149,8 +156,10 @@ def trace_at(module: nn.Module, batch_of: Callable[[int], Any], micro_batches: I
 
     Args:
         batch_of: the batch of a given number of samples.
+        memo: an empty dictionary to give again to later calls with the same module and batches, which then record nothing.
         options: as of `trace`.
     """
+    memo = {} if memo is None else memo
     wanted = sorted(set(micro_batches))
     if any(b < 1 for b in wanted):
         raise ValueError(f"micro-batches {wanted}: expected samples, 1 or more.")
@@ -162,7 +171,9 @@ def trace_at(module: nn.Module, batch_of: Callable[[int], Any], micro_batches: I
     if max(larger) < 4:
         return out | {b: trace(module, batch_of(b), **options) for b in larger}
     for whole in (False, True):
-        low, high = (_record(module, batch_of(b), settings, whole) for b in (2, 3))
+        if (settings, whole) not in memo:
+            memo[settings, whole] = [_record(module, batch_of(b), settings, whole) for b in (2, 3)]
+        low, high = memo[settings, whole]
         if low.log.shape() != high.log.shape():
             continue
         for b in larger:

@@ -59,7 +59,8 @@ class Engine:
         self.group = Group(process_group, device, recipe.stall_timeout)
         self.rank, self.world_size = self.group.rank, self.group.size
         self.traffic = self.group.ledger
-        self.memory = MemoryLedger()
+        self.memory = memory = MemoryLedger()
+        self.traffic.wanted = lambda: memory.record
         self.pool = Pool(device, self.memory)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
@@ -255,7 +256,7 @@ class Engine:
             this_pass.backward_reached(root)
             with whole_sight():
                 self.backward_event()
-                if early:
+                if early and not self.gather.is_done(unit):
                     self.gather.acquire(unit, backward=True)
 
         for t in tensors_in(output):

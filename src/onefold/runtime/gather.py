@@ -261,6 +261,11 @@ class Gatherer:
             return
         self.release(unit)
 
+    def is_done(self, unit: Unit) -> bool:
+        """This backward pass has used the unit, and nothing of it is saved or awaited any more: a further output of its forward pass (a
+        cache of keys and values) is no reason to gather it again."""
+        return unit.index in self.backward_log and not unit.handles and not unit.waiting
+
     def maybe_release(self, unit: Unit) -> None:
         """Release the unit if its backward is over: no saved handle, no gradient awaited, no forward pass open."""
         if self.engine.backward_open and unit.claimed and not unit.kept and not unit.handles and not unit.waiting and not unit.depth:

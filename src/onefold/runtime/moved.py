@@ -38,10 +38,15 @@ class Moves:
         """An optimizer over `entries` has stepped: those with a gradient moved, as far as other ranks own them too."""
         self.count += 1
         for entry in entries:
-            a, b = entry.flat.local(entry)
-            if entry.param.grad is not None or (a == b and entry.number in self.graded):
+            if entry.param.grad is not None or (entry.number in self.graded and self._is_others(entry)):
                 entry.moved = self.count
             self.graded.discard(entry.number)
+
+    @staticmethod
+    def _is_others(entry: Entry) -> bool:
+        """This rank owns nothing of it, and so has no gradient to tell by."""
+        a, b = entry.flat.local(entry)
+        return a == b
 
     def all_of(self, entries: Iterable[Entry]) -> None:
         """Somebody wrote to the masters of `entries`."""

@@ -1,0 +1,91 @@
+"""What the plan says of a cell, and how far the measurement is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+from benchmarks.plan_matrix.settings import Cell, batch, build
+from onefold.plan.activity import Activity
+from onefold.plan.auto import machine_here
+from onefold.plan.choose import Question
+from onefold.plan.from_module import model_shape
+from onefold.plan.job import Job, Scheme
+from onefold.plan.schema import Account
+from onefold.plan.trace import trace
+
+MIB = 1 << 20
+#: Relative errors that a prediction may have: the engine's peak, and a calibrated step's time.
+PEAK, TIME = 0.05, 0.25
+
+
+@lru_cache(maxsize=64)
+def _activity(architecture: str, precision: str, checkpointing: str, micro_batch: int, seq: int) -> Activity:
+    cell = Cell(architecture, 1, 0, precision, 1, checkpointing, micro_batch, seq)
+    how: Any = {"checkpointing": checkpointing, "precision": precision, "device": "cpu"}
+    return Activity.from_trace(trace(build(architecture), batch(cell, micro_batch, 0), **how))
+
+
+def predict(cell: Cell) -> tuple[Account, bool]:
+    """(the account, whether its seconds come from a calibration of this machine with that many ranks)."""
+    machine, calibrated = machine_here(cell.ranks, cell.ranks, 1 << 40, "cpu")
+    samples = cell.micro_batch * cell.ranks * cell.accumulation
+    job = Job(
+        seq=cell.seq, micro_batch=cell.micro_batch, global_batch=samples, precision=cell.precision, checkpointing=cell.checkpointing
+    )
+
+    def activities(micro: int, how: str) -> Activity:
+        return _activity(cell.architecture, cell.precision, how, micro, cell.seq)
+
+    shape = model_shape(build(cell.architecture), seq=cell.seq)
+    found = Question(shape, activities, machine, job).answer(Scheme(cell.stage, cell.checkpointing, "none", cell.micro_batch))
+    account = found.account
+    return (account if calibrated else replace(account, seconds={})), calibrated
+
+
+def judge(cell: Cell, account: Account, seen: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
+    """One rank's row: what was predicted, what was measured, and what is wrong, as sentences."""
+    rest, ledger, peak = (sum(seen[name].values()) for name in ("rest", "ledger", "peak"))
+    predicted = sum(account.ledger.values())
+    wrong = []
+    if abs(rest - account.rest_bytes) > MIB:
+        wrong.append(f"at rest {rest:,} bytes, predicted {account.rest_bytes:,}")
+    if dict(seen["wire"]) != dict(account.wire):
+        wrong.append(f"on the wire {seen['wire']}, predicted {dict(account.wire)}")
+    if abs(ledger - predicted) > PEAK * predicted:
+        wrong.append(f"engine's peak {ledger:,} bytes, predicted {predicted:,}")
+    if max(ledger, peak) > account.bound:
+        wrong.append(f"peak {max(ledger, peak):,} bytes, above the bound of {account.bound:,}")
+    step = account.seconds.get("step")
+    if step and seconds and abs(seconds - step) > TIME * step:
+        wrong.append(f"a step took {1000 * seconds:.0f} ms, predicted {1000 * step:.0f}")
+    return {
+        "cell": cell.to_json(),
+        "rest": [account.rest_bytes, rest],
+        "wire": [account.wire_bytes, sum(seen["wire"].values())],
+        "ledger": [predicted, ledger],
+        "peak": [account.peak_bytes, peak],
+        "bound": account.bound,
+        "step_s": [step, seconds],
+        "wrong": wrong,
+    }
+
+
+def orders(rows: Iterable[Mapping[str, Any]], near: float = 0.05) -> list[str]:
+    """Pairs of stages whose measured order is not the predicted one; where either side differs by less than `near`, it is a tie."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if all(row["step_s"]):
+            groups.setdefault(str({k: v for k, v in row["cell"].items() if k != "stage"}), []).append(row)
+    out = []
+    for group in groups.values():
+        for a, b in combinations(group, 2):
+            (pa, ma), (pb, mb) = a["step_s"], b["step_s"]
+            tie = abs(pa - pb) <= near * max(pa, pb) or abs(ma - mb) <= near * max(ma, mb)
+            if not tie and (pa < pb) != (ma < mb):
+                other = f"stage {b['cell']['stage']} {1000 * mb:.0f} ms"
+                out.append(f"{Cell(**a['cell'])}: {1000 * ma:.0f} ms, {other}; predicted the other way")
+    return out

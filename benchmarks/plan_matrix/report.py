@@ -1,0 +1,53 @@
+"""The matrix as Markdown: how far off the predictions are, what was wrong, every row."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.plan_matrix.settings import Cell
+
+_FIGURES = (("rest", "bytes at rest"), ("wire", "bytes on the wire"), ("ledger", "engine's peak"), ("peak", "peak, activations included"))
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The page for what `__main__` writes as JSON."""
+    rows: Sequence[Mapping[str, Any]] = found["rows"]
+    wrong = [r for r in rows if r["wrong"]]
+    lines = [
+        "# Planned and measured",
+        "",
+        f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch {found['torch']}.",
+        f"{len(rows)} settings, {len(wrong)} wrong, {len(found['orders'])} orders of stages turned.",
+        "",
+        "| measured ÷ predicted | least | median | most |",
+        "|---|---|---|---|",
+    ]
+    for key, title in (*_FIGURES, ("step_s", "seconds of a step")):
+        ratios = [r[key][1] / r[key][0] for r in rows if r[key][0] and r[key][1]]
+        if ratios:
+            lines.append(f"| {title} | {min(ratios):.4f} | {statistics.median(ratios):.4f} | {max(ratios):.4f} |")
+    if wrong or found["orders"]:
+        lines += ["", "## Wrong", ""]
+        lines += [f"- {Cell(**r['cell'])}: {'; '.join(r['wrong'])}" for r in wrong]
+        lines += [f"- order of stages: {sentence}" for sentence in found["orders"]]
+    lines += [
+        "",
+        "## Every setting",
+        "",
+        "MiB and ms, predicted / measured, of the first rank; the bound is what the plan says is never exceeded.",
+        "",
+        "| model | ranks | stage | precision | accumulation | checkpointing | at rest | wire | engine's peak | peak | bound | step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_row(r) for r in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    c = row["cell"]
+    figures = [" / ".join(f"{n / 2**20:.2f}" for n in row[key]) for key, _ in _FIGURES]
+    step = " / ".join(f"{1000 * s:.0f}" if s else "–" for s in row["step_s"])
+    cells = [c["architecture"], c["ranks"], c["stage"], c["precision"], c["accumulation"], c["checkpointing"], *figures]
+    return f"| {' | '.join(str(x) for x in cells)} | {row['bound'] / 2**20:.2f} | {step} |"

@@ -1,0 +1,188 @@
+"""`onefold plan` as a user runs it: every option, what it prints, what it refuses, and the lines that the docs claim."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from calibrations import calibration
+from onefold.cli.plan import plan_command
+from onefold.plan.schema import Account
+
+CLAIMS = Path(__file__).parents[2] / "docs" / "validation.md"
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of this test's own: no calibration."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def command(*arguments: str) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(plan_command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def said(*arguments: str) -> dict[str, Any]:
+    result = command(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def refused(*arguments: str) -> str:
+    """The sentence; the same in JSON."""
+    result = command(*arguments)
+    assert result.exit_code == 2 and not result.stdout, result.output
+    assert result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+    as_json = command(*arguments, "--json")
+    event = json.loads(as_json.stdout)
+    assert event["event"] == "error" and f"error: {event['message']}\n" == result.stderr
+    return str(event["message"])
+
+
+def test_a_70_billion_model_on_64_gpus_is_answered() -> None:
+    found = said("llama-3-70b", "--gpus", "64", "--gpu", "h100-80", "--seq", "4096")
+    assert found["schema"] == 1 and found["model"]["parameters"] == pytest.approx(70.6e9, rel=0.01)
+    assert found["machine"] | {"bytes": 0} == {"gpu": "h100-80", "ranks": 64, "per_node": 8, "bytes": 0}
+    assert [c["fits"] for c in found["stages"][:3]] == [False] * 3
+    best = found["recommended"]
+    assert best["stage"] == 3 and best["fits"]
+    account = Account.from_json(best["account"])
+    assert 0 < account.rest_bytes < account.peak_bytes <= min(account.bound, best["usable"])
+    assert account.links["inside"] + account.links["between"] == pytest.approx(account.wire_bytes, rel=1e-6)
+    assert account.seconds["step"] > account.seconds["compute"] > 0 and 0 < (account.mfu or 0) < 1
+    assert found["largest_model"]["3"] > found["model"]["parameters"] and found["largest_micro_batch"]["3"] >= 1
+
+
+def test_tables_say_what_the_json_says() -> None:
+    result = command("gpt2", "--gpus", "4", "--seq", "512")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "gpt2: 124M parameters", "4 × NVIDIA H100", "at rest", "at peak", "never above", "sent in a step", "a step takes", "tokens/s",
+        "MFU", "largest micro-batch", "largest model of this width", "use stage 1", "what the next steps would buy", "= 18;", "stage 3",
+        "bytes per trained parameter", "6N + 12Lhs",
+    ):  # fmt: skip
+        assert words in result.stdout, (words, result.stdout)
+    assert "…" not in result.stdout
+
+
+def test_every_option_reaches_the_plan() -> None:
+    plain = ("gpt2-xl", "--gpus", "8", "--per-node", "4", "--gpu", "a100-40", "--link", "100g")
+    base = said(*plain)
+    assert base["machine"] | {"bytes": 0} == {"gpu": "a100-40", "ranks": 8, "per_node": 4, "bytes": 0}
+    assert base["stages"][1]["account"]["links"]["between"] > 0
+
+    def peak(*more: str) -> int:
+        return Account.from_json(said(*plain, *more)["stages"][1]["account"]).peak_bytes
+
+    own = peak()
+    assert peak("--seq", "1024") < own < peak("--micro-batch", "2")
+    assert peak("--precision", "fp32", "--checkpointing", "none") > peak("--checkpointing", "none")
+    assert peak("--checkpointing", "full") < peak("--checkpointing", "selective") < peak("--checkpointing", "none")
+    assert peak("--optimizer", "sgd") < peak("--optimizer", "lion") < own
+    assert peak("--lora", "8") < own
+    assert peak("--offload", "optimizer") < peak("--offload", "nvme") == own  # at stage 1 the optimizer can go, parameters cannot
+    summed = said(*plain, "--accumulate", "bf16")["job"]
+    assert summed["accumulate"] == "bf16"
+    batch = said(*plain, "--global-batch", "64", "--micro-batch", "auto")
+    assert 64 % (8 * batch["recommended"]["micro_batch"]) == 0
+    assert batch["recommended"]["accumulation"] * batch["recommended"]["micro_batch"] == 8
+    assert said(*plain, "--stage", "3")["recommended"]["stage"] == 3
+    off = said(*plain, "--offload", "nvme")["recommended"]
+    assert off["offload"] == "nvme" and off["account"]["nvme"] > 0
+    assert said("--params", "7.5e9", "--gpus", "64")["model"]["parameters"] == 7_500_000_000
+
+
+def test_a_machine_file_adds_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[gpu.mine]\ncapacity = 48e9\nmemory_bandwidth = 1e12\nbf16 = 150e12\n[link.ours]\nbandwidth = 50e9\n')
+    found = said("gpt2", "--gpu", "mine", "--link", "ours", "--machines", str(file), "--gpus", "16")
+    assert found["machine"]["gpu"] == "mine" and found["machine"]["bytes"] == 48e9
+
+
+def test_here_is_the_calibrated_machine() -> None:
+    assert "onefold doctor --calibrate" in refused("gpt2", "--here")
+    calibration().save()
+    found = said("gpt2", "--here", "--precision", "fp32", "--seq", "128", "--ranks", "2")
+    assert found["machine"]["gpu"] == "here" and found["machine"]["ranks"] == 2
+    assert said("gpt2", "--here", "--precision", "fp32", "--seq", "128")["machine"]["ranks"] == 4
+    assert "measured with 1,2,4" in refused("gpt2", "--here", "--precision", "fp32", "--ranks", "8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("gpt2 --gpu h100", "h100-80"),
+        ("gpt2 --gpus 16 --link 8x", "link"),
+        ("gtp2", "Did you mean 'gpt2'"),
+        ("no/such/folder", "no such folder"),
+        ("package.nowhere:factory", "cannot import"),
+        ("", "one of the two"),
+        ("gpt2 --params 1e9", "one of the two"),
+        ("--params 0", "positive number"),
+        ("gpt2 --gpus 12", "do not fill nodes of 8: use 8 or 16"),
+        ("gpt2 --gpus 0", "1 or more"),
+        ("gpt2 --global-batch 100 --micro-batch 8", "use 128"),
+        ("gpt2 --global-batch 100 --micro-batch auto --gpus 16", "does not divide"),
+        ("gpt2 --micro-batch 0", "1 or more, or auto"),
+        ("gpt2 --stage 4", "0, 1, 2, 3 or auto"),
+        ("gpt2 --seq 0", "seq=0"),
+        ("gpt2 --optimizer adamz", "adamw"),
+        ("gpt2 --stage 1 --offload nvme", "use stage 3"),
+        ("--params 7e9 --lora 8", "real shapes"),
+        ("gpt2 --here --gpus 4", "leave one of the two out"),
+        ("gpt2 --ranks 4", "--here"),
+        ("gpt2 --machines nowhere.toml", "no hardware file"),
+    ],
+)
+def test_what_cannot_be_gets_a_sentence(arguments: str, words: str) -> None:
+    assert words in refused(*shlex.split(arguments))
+
+
+def test_a_bad_machine_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text("[gpu.mine]\ncapacty = 1\n")
+    sentence = refused("gpt2", "--machines", str(file))
+    assert "bad.toml" in sentence and "Did you mean 'capacity'" in sentence
+    file.write_text("gpu = [")
+    assert "not a TOML file" in refused("gpt2", "--machines", str(file))
+
+
+def test_what_fits_nowhere_names_what_is_nearest_and_what_would_do() -> None:
+    found = said("llama-3-70b", "--gpus", "8", "--gpu", "a100-40", "--offload", "none")
+    assert found["recommended"] is None
+    assert "does not fit: the nearest is stage 3, full checkpointing" in found["why_not"]
+    assert "On " in found["why_not"] and "devices stage 3" in found["why_not"], found["why_not"]
+    table = command("llama-3-70b", "--gpus", "8", "--gpu", "a100-40", "--offload", "none")
+    assert table.exit_code == 0 and "nothing fits." in table.stdout
+    fixed = said("llama-3-8b", "--gpus", "8", "--gpu", "a100-40", "--stage", "1", "--offload", "none")
+    assert fixed["recommended"] is not None or "Here stage" in fixed["why_not"], fixed["why_not"]
+    never = said("mt-nlg-530b", "--gpus", "8", "--gpu", "v100-32")
+    assert "No number of devices would do" in never["why_not"]
+
+
+def lines() -> list[str]:
+    """Every `onefold plan` line of docs/validation.md."""
+    found = [part for part in CLAIMS.read_text(encoding="utf-8").split("`") if part.startswith("onefold plan ")]
+    return list(dict.fromkeys(found))
+
+
+def test_the_docs_have_lines_to_try() -> None:
+    assert len(lines()) >= 5
+
+
+@pytest.mark.parametrize("line", lines())
+def test_every_line_that_the_docs_claim_runs(line: str) -> None:
+    arguments = [a for a in shlex.split(line)[2:] if a != "--json"]
+    found = said(*arguments)
+    assert len(found["stages"]) == 4 and found["notes"]
+    assert found["recommended"] is not None or found["why_not"]

@@ -1,0 +1,66 @@
+"""The plan against real ranks: a part of `benchmarks/plan_matrix`, bytes alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+pytest.importorskip("transformers")
+
+from benchmarks.plan_matrix.planning import judge, orders, predict
+from benchmarks.plan_matrix.settings import ARCHITECTURES, Cell, cells
+
+
+def seen_by_a_rank(part: list[dict[str, Any]], root: str) -> list[dict[str, Any]]:
+    """What this rank's ledgers say of each cell."""
+    sys.path.insert(0, root)
+    from benchmarks.plan_matrix.measuring import measure
+
+    return [measure(Cell(**cell), activations=False) for cell in part]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_ledgers_of_real_models_say_what_the_plan_said(architecture: str, ranks: int) -> None:
+    part = [c for c in cells([architecture], [ranks], ["bf16"], [1, 2], ["none"]) if not (ranks == 1 and c.stage in (1, 2))]
+    seen = run_ranks(ranks, seen_by_a_rank, [c.to_json() for c in part], str(ROOT), timeout=300.0)
+    for i, cell in enumerate(part):
+        account, _ = predict(cell)
+        for rank in range(ranks):
+            row = judge(cell, account, seen[rank][i], None)
+            assert row["wrong"] == [], f"{cell}, rank {rank}: {row}, {seen[rank][i]['ledger']}, {dict(account.ledger)}"
+
+
+def test_a_cell_that_is_off_is_called_wrong() -> None:
+    cell = Cell("gpt2", 2, 1, "bf16", 1, "none")
+    account, _ = predict(cell)
+    right = {"rest": account.rest, "wire": account.wire, "ledger": account.ledger, "peak": account.peak}
+    assert judge(cell, account, right, None)["wrong"] == []
+    off = {
+        "rest": {**account.rest, "parameters": account.rest["parameters"] + (2 << 20)},
+        "wire": {**account.wire, "all-gather": account.wire["all-gather"] + 1},
+        "ledger": {k: int(1.06 * v) for k, v in account.ledger.items()},
+        "peak": {k: 4 * v for k, v in account.peak.items()},
+    }
+    wrong = judge(cell, account, off, None)["wrong"]
+    words = ("rest", "wire", "engine", "bound")
+    assert [next(w for w in words if w in sentence) for sentence in wrong] == list(words)
+
+
+def test_orders_that_turn_are_told_and_ties_are_not() -> None:
+    def row(stage: int, predicted: float, measured: float) -> dict[str, Any]:
+        return {"cell": Cell("gpt2", 2, stage, "fp32", 1, "none").to_json(), "step_s": [predicted, measured]}
+
+    assert orders([row(1, 1.0, 1.0), row(3, 1.5, 1.4)]) == []
+    assert len(orders([row(1, 1.0, 1.5), row(3, 1.5, 1.0)])) == 1
+    assert orders([row(1, 1.0, 1.5), row(2, 1.01, 1.0)]) == []
