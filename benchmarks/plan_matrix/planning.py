@@ -33,9 +33,7 @@ def predict(cell: Cell) -> tuple[Account, bool]:
     """(the account, whether its seconds come from a calibration of this machine with that many ranks)."""
     machine, calibrated = machine_here(cell.ranks, cell.ranks, 1 << 40, "cpu")
     samples = cell.micro_batch * cell.ranks * cell.accumulation
-    job = Job(
-        seq=cell.seq, micro_batch=cell.micro_batch, global_batch=samples, precision=cell.precision, checkpointing=cell.checkpointing
-    )
+    job = Job(seq=cell.seq, micro_batch=cell.micro_batch, global_batch=samples, precision=cell.precision, checkpointing=cell.checkpointing)
 
     def activities(micro: int, how: str) -> Activity:
         return _activity(cell.architecture, cell.precision, how, micro, cell.seq)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_replay import batch_of, model_of
 from torch import nn
 
 import onefold
@@ -18,7 +19,6 @@ from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
 from onefold.plan.simulate import Simulation, simulate
 from onefold.plan.stand_in import stand_in
 from ranks import run_ranks
-from test_replay import batch_of, model_of
 
 with_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 SMALL = Transformer(layers=3, hidden=96, heads=4, ffn=384, vocab=512, seq=32)
@@ -44,19 +44,20 @@ def check(found: Simulation) -> None:
 # -- against the closed forms ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8, 64, 1024])
-@pytest.mark.parametrize("kind", ["mlp", "gpt", "routed"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("mlp", 1), ("mlp", 8), ("mlp", 1024), ("gpt", 1), ("gpt", 2), ("gpt", 64), ("gpt", 1024), ("routed", 2), ("routed", 64)],
+)
 def test_the_engine_and_the_closed_forms_agree_to_the_byte(kind: str, ranks: int) -> None:
-    for stage in (0, 1, 2, 3):
-        for precision, micro_batches in (("fp32", 1), ("bf16", 3)):
-            recipe = onefold.Recipe.zero(stage, precision=precision)
-            found = simulate(model_of(kind), recipe, ranks, micro_batches=micro_batches, batch=batch_of(kind, 0), loss=loss)
-            check(found)
-            assert sum(found.account.ledger.values()) == sum(found.predicted.ledger.values()), (stage, precision, found.account.ledger)
+    settings = ((0, "bf16", 1), (0, "fp32", 3), (1, "bf16", 3), (2, "fp32", 3), (3, "fp32", 1), (3, "bf16", 3))
+    for stage, precision, micro_batches in settings:
+        recipe = onefold.Recipe.zero(stage, precision=precision)
+        found = simulate(model_of(kind), recipe, ranks, micro_batches=micro_batches, batch=batch_of(kind, 0), loss=loss)
+        check(found)
+        assert sum(found.account.ledger.values()) == sum(found.predicted.ledger.values()), (stage, precision, found.account.ledger)
 
 
-@pytest.mark.parametrize("ranks", [2, 64, 4096])
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(("kind", "ranks"), [("gpt", 4096), ("mixtral", 64), ("size", 2)])
 def test_shapes_without_code_are_stood_in_for(kind: str, ranks: int) -> None:
     for stage, micro_batches in ((0, 1), (1, 3), (2, 3), (3, 1)):
         found = simulate(SHAPES[kind], onefold.Recipe.zero(stage, precision="bf16"), ranks, rank=ranks - 1, micro_batches=micro_batches)

@@ -1,0 +1,357 @@
+"""A step of the real engine as one rank of N, on one machine: torch's fake process group and fake tensors.
+
+    module ──► copy of fake tensors ──► onefold.shard as rank r of N ──► forward, backward, step ──► its ledgers
+                                                                                                        ║ equal, byte for byte
+    shapes ──────────────────────────► closed forms (plan/states.py), replay (plan/replay.py) ──────────╜
+
+Nothing is computed and nothing is sent, so a model of any size on any number of ranks runs here. Everything else is the engine's own:
+its layouts, hooks, schedule, pool and ledgers. No step of it knows that it is a simulation, but that a group of the "fake" backend stays
+silent ([Note: one rank stands for all] in comm/group.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from onefold.plan.architectures import architecture, known
+from onefold.plan.fake import fake_batch, passing_as_real
+from onefold.plan.from_module import model_shape, module_of
+from onefold.plan.recompute import Checkpointing, checkpointed
+from onefold.plan.replay import Replay
+from onefold.plan.schema import MOMENTS, Account
+from onefold.plan.shapes import ModelShape
+from onefold.plan.stand_in import code_of, stand_in
+from onefold.plan.states import at_rest, units_of, wire
+from onefold.plan.trace import loss_of
+from onefold.plan.values import Integers
+from onefold.recipe import Placement, Recipe
+from onefold.runtime.parameter import ShardedParameter
+
+#: Ranks up to which a simulation is asked for; more would work.
+MOST_RANKS = 4096
+OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "adam": ("Adam", {}),
+    "sgd": ("SGD", {}),
+    "sgd-momentum": ("SGD", {"momentum": 0.9}),
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that the engine did.
+
+    Attributes:
+        what: a move ("all-gather", "reduce-scatter", "all-reduce"), or a category of memory ("gathered units", ...).
+        nbytes: payload sent, or the change in bytes held (below 0 where they are given back).
+    """
+
+    what: str
+    unit: str
+    nbytes: int
+    moved: bool = False
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """One unit's step: elements with padding, moves by their kind, bytes sent."""
+
+    elements: int
+    moves: Mapping[str, int]
+    sent: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What the ledgers of rank `rank` of `ranks` said of one optimizer step in the steady state.
+
+    Attributes:
+        account: at rest (moments are the optimizer's own tensors), the engine's ledger at its peak, the wire by move.
+        predicted: the same by closed forms and replay, without an engine.
+        events: every move and every change of memory, in order.
+        units: by name.
+        source: whose forward pass ran: "the module", "transformers' code", "a stand-in of the same parameters".
+        seconds: that the simulation took, of wall-clock.
+        notes: what had to be assumed about values.
+    """
+
+    name: str
+    parameters: int
+    rank: int
+    ranks: int
+    micro_batches: int
+    account: Account
+    predicted: Account
+    events: tuple[Event, ...]
+    units: Mapping[str, UnitSummary]
+    source: str
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the closed forms agree on bytes at rest and on the wire, to the byte."""
+        return self.account.rest == self.predicted.rest and self.account.wire == self.predicted.wire
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; events as [what, unit, bytes, is a move]."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        own |= {"account": self.account.to_json(), "predicted": self.predicted.to_json(), "exact": self.exact}
+        own["events"] = [list(dataclasses.astuple(e)) for e in self.events]
+        own["units"] = {name: dataclasses.asdict(u) for name, u in self.units.items()}
+        return own
+
+
+def simulate(
+    model: nn.Module | ModelShape | str | Path,
+    recipe: Recipe,
+    ranks: int,
+    *,
+    rank: int = 0,
+    micro_batches: int = 1,
+    batch: Any = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    samples: int = 1,
+    seq: int = 128,
+    checkpointing: Checkpointing = "none",
+    optimizer: str = "adamw",
+    steps: int = 2,
+) -> Simulation:
+    """Run `steps` optimizer steps as rank `rank` of `ranks` and tell what the ledgers say of the last.
+
+    The module comes back as it was; no process group is left behind.
+
+    Args:
+        model: a module (real or on the meta device), a public architecture's name, a folder, config.json or `module:factory`, or a shape.
+        micro_batches: of a step; all but the last run under `onefold.no_sync`.
+        batch, loss: as `plan.trace.trace` takes them. Without a batch: `samples` of `seq` tokens (what the engine holds and sends does
+            not depend on them).
+        optimizer: one of `OPTIMIZERS`.
+        steps: at least 2: the orders of units are learned in the first.
+
+    Raises:
+        ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody knows.
+        RuntimeError: a process group is there already.
+    """
+    _check(ranks, rank, micro_batches, steps, optimizer)
+    module, shape, units, source = _subject(model, recipe)
+    begun, integers = time.perf_counter(), Integers()
+    recipe = dataclasses.replace(recipe, units=units)
+    if recipe.optimizer.placement is Placement.SHARDED:  # it is: those of OPTIMIZERS are element-wise
+        recipe = dataclasses.replace(recipe, elementwise_optimizer=True)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(passing_as_real())
+        stack.enter_context(_one_of(ranks, rank))
+        stack.enter_context(_fake_mode())
+        twin = _twin(module, integers).train()
+        given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
+        seen = stack.enter_context(_engine_on(twin, recipe))
+        stack.enter_context(checkpointed(twin, checkpointing if source != _STAND_IN else "none"))
+        stack.enter_context(torch.enable_grad())
+        answers = _Answers(integers) if source != _STAND_IN else nullcontext()
+        account = _steps(twin, seen, given, answers, loss or loss_of, optimizer, micro_batches, steps)
+        events, summaries = _events(seen), _summaries(seen)
+        del twin, given
+    plans = units_of(shape, recipe, ranks, rank)
+    predicted = Account(
+        rest=at_rest(plans, optimizer), ledger=Replay(plans, recipe).run(micro_batches).peak, wire=wire(plans, recipe, micro_batches)
+    )
+    seconds = time.perf_counter() - begun
+    return Simulation(
+        shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes)
+    )
+
+
+_MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
+
+
+def _check(ranks: int, rank: int, micro_batches: int, steps: int, optimizer: str) -> None:
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"a simulation of {ranks} ranks: expected 1 to {MOST_RANKS}.")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}.")
+    if micro_batches < 1 or steps < 2:
+        raise ValueError(f"{micro_batches} micro-batches, {steps} steps: expected at least 1 and 2 (the first step learns the order).")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer {optimizer!r}: a simulation runs torch's own; expected one of {', '.join(OPTIMIZERS)}.")
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError(
+            "a process group is initialized in this process, and a simulation needs the place for its own: simulate before "
+            "init_process_group, or in another process (`onefold plan --simulate`)."
+        )
+
+
+def _subject(model: Any, recipe: Recipe) -> tuple[nn.Module, ModelShape, tuple[str | type, ...] | None, str]:
+    """The module to run, its shape, its units, and whose code it is."""
+    if isinstance(model, str | Path) and known(str(model)):
+        code = code_of(str(model)) if recipe.units is None else None
+        if code is not None:
+            return code, dataclasses.replace(model_shape(code), name=architecture(str(model)).name), None, _CODE
+        model = architecture(str(model))
+    if isinstance(model, str | Path):
+        model = module_of(model)
+    if isinstance(model, ModelShape):
+        module, names = stand_in(model)
+        return module, model, tuple(names), _STAND_IN
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"a simulation was asked for {type(model).__name__}: expected a module, a name, a folder or a ModelShape.")
+    return model, model_shape(model, recipe.units), recipe.units, _MODULE
+
+
+def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -> Any:
+    if source == _STAND_IN:
+        return torch.empty(1, device="meta")
+    if batch is not None:
+        return batch
+    if not isinstance(getattr(getattr(module, "config", None), "vocab_size", None), int):
+        raise ValueError(f"{type(module).__name__} is no transformers language model: give simulate() a batch, as its forward takes it.")
+    ids = torch.zeros((samples, seq), dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+# -- the world of one rank -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _one_of(ranks: int, rank: int) -> Iterator[None]:
+    """Inside, this process is rank `rank` of a fake process group."""
+    if ranks == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _fake_mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class _Answers(TorchDispatchMode):
+    """Inside, questions of a forward pass about contents are answered as in a trace (plan/values.py)."""
+
+    def __init__(self, integers: Integers) -> None:
+        super().__init__()
+        self._integers = integers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._integers.call(func, args, kwargs or {})
+
+
+def _twin(module: nn.Module, integers: Integers) -> nn.Module:
+    """A copy of the module whose tensors are fake ones on the CPU, shared where they are shared; hooks and settings are copied."""
+    memo: dict[int, Any] = {}
+    for inner in module.modules():
+        for table in (inner._parameters, inner._buffers, inner.__dict__):
+            for value in table.values():
+                if table is inner.__dict__ and isinstance(value, dict):
+                    continue  # the tables of the module itself
+                for t in tree_leaves(value) if isinstance(value, torch.Tensor | list | tuple) else ():
+                    if isinstance(t, torch.Tensor) and id(t) not in memo:
+                        memo[id(t)] = _fake_of(t, integers)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # whatever a model's own parts do not bear
+        raise ValueError(f"{type(module).__name__} cannot be copied for a simulation ({type(error).__name__}: {error}).") from error
+
+
+def _fake_of(t: torch.Tensor, integers: Integers) -> torch.Tensor:
+    new = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+    if isinstance(t, nn.Parameter):
+        return nn.Parameter(new, requires_grad=t.requires_grad)
+    if not (t.is_meta or t.dtype.is_floating_point or t.dtype.is_complex) and t.layout is torch.strided:
+        return fake_batch(t, None, integers)  # with its contents
+    return new
+
+
+@contextmanager
+def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
+    """The engine of the sharded twin; closed afterwards, whatever happened."""
+    from onefold.optim import unwatch
+    from onefold.shard import engine_of, shard
+
+    engine = engine_of(shard(twin, recipe, device="cpu"))
+    _answer_like_parameters(engine)
+    try:
+        yield engine
+    finally:
+        unwatch(engine)
+        engine.close()
+        gc.collect()
+
+
+def _answer_like_parameters(engine: Any) -> None:
+    """A fake parameter is a FakeTensor, not an nn.Parameter, so shard() leaves its class alone; let it gather itself when it is used all
+    the same (by another module, by a recomputation that calls no hooks), as a `ShardedParameter` does."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    both = type("FakeShardedParameter", (ShardedParameter, FakeTensor), {})
+    for entry in engine.entries:
+        if type(entry.param) is FakeTensor and not entry.flat.passive:
+            entry.param.__class__ = both
+
+
+def _steps(twin: nn.Module, engine: Any, batch: Any, answers: Any, loss: Any, optimizer: str, micro_batches: int, steps: int) -> Account:
+    from onefold.shard import no_sync
+
+    kind, options = OPTIMIZERS[optimizer]
+    stepper = getattr(torch.optim, kind)(twin.parameters(), lr=1e-3, fused=True, **options)
+    for step in range(steps):
+        if step + 1 == steps:
+            engine.memory.now()
+            engine.memory.reset_peak()
+            engine.traffic.reset()
+            engine.memory.record = True
+        for k in range(micro_batches):
+            with no_sync(twin) if k + 1 < micro_batches else nullcontext(), answers:
+                loss(_call(twin, batch)).backward()
+        engine.memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
+        stepper.step()
+        stepper.zero_grad()
+    left = engine.memory.now()
+    engine.memory.record = False
+    held = [t for state in stepper.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    rest = left | {MOMENTS: sum(t.numel() * t.element_size() for t in held)}
+    return Account(rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=engine.traffic.by_move())
+
+
+def _call(module: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+def _events(engine: Any) -> tuple[Event, ...]:
+    rows = [(at, Event(category, unit, nbytes)) for at, category, unit, nbytes in engine.memory.timeline]
+    rows += [(e.launched, Event(e.move, e.unit, e.nbytes, moved=True)) for e in engine.traffic.events]
+    return tuple(event for _, event in sorted(rows, key=lambda row: row[0]))
+
+
+def _summaries(engine: Any) -> dict[str, UnitSummary]:
+    moves: dict[str, Counter[str]] = {}
+    for event in engine.traffic.events:
+        moves.setdefault(event.unit, Counter())[event.move] += 1
+    sent = engine.traffic.by_unit()
+    return {u.name: UnitSummary(u.numel, dict(moves.get(u.name, {})), sum(sent.get(u.name, {}).values())) for u in engine.units}
