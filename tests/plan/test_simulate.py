@@ -105,6 +105,7 @@ def real(kind: str, stage: int, precision: str, micro_batches: int) -> dict[str,
         engine.memory.now()
         optimizer.step()
         optimizer.zero_grad()
+    engine.memory.now()  # the gradients are gone
     engine.memory.record = False
     rows = [(at, (category, unit, nbytes)) for at, category, unit, nbytes in engine.memory.timeline]
     rows += [(e.launched, (e.move, e.unit, e.nbytes)) for e in engine.traffic.events if e.move != "control"]
