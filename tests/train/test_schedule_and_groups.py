@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.observe.process import resident_memory
 from onefold.plan.auto import USABLE
 from onefold.train.choose import Asked, choose
 from onefold.train.errors import TrainError
 from onefold.train.groups import names_without_decay, parameter_groups
-from onefold.train.machine import free_host_memory, physical_cores, process_memory, readable
+from onefold.train.machine import free_host_memory, physical_cores, readable
 from onefold.train.schedule import lr_factor, steps_of, warmup_steps
 
 GIB = 1 << 30
@@ -119,7 +120,7 @@ def test_a_model_that_cannot_be_traced_is_judged_by_its_states() -> None:
 
 def test_the_machine_answers() -> None:
     assert physical_cores() >= 1 and free_host_memory() > 0
-    now, peak = process_memory()
+    now, peak = resident_memory()
     assert 0 < now <= peak
     assert (readable(10), readable(2048), readable(513 << 20), readable(3 << 39)) == ("10 B", "2 KiB", "513 MiB", "1.5 TiB")
 

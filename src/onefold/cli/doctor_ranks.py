@@ -10,15 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from onefold.cli.doctor_rank import JOB, RESULT
 from onefold.plan.sizes import Sizes
-from onefold.train.launch import child_environment
+from onefold.train.launch import child_environment, noted_signals
 
 #: Seconds between two looks at the ranks.
 INTERVAL = 0.05
@@ -48,7 +47,7 @@ def measure_with_ranks(sizes: Sizes, threads: Mapping[int, int], device: str, sa
         Stopped: SIGINT, SIGTERM or SIGHUP arrived.
     """
     world = max(threads)
-    with _signals() as arrived, tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name:
+    with noted_signals() as arrived, tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         job = {
             "parent": os.getpid(),
@@ -110,19 +109,3 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
                 os.killpg(rank.pid, signal.SIGKILL)
     for rank in ranks:
         rank.wait()
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Inside, signals that ask to stop are written down instead of ending this process in the middle of its cleaning up."""
-    arrived: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield arrived
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

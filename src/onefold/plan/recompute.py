@@ -15,7 +15,12 @@ Checkpointing = Literal["none", "full", "selective"]
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks of the largest list (by parameters) whose members are all of one class; [] if there is none."""
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 and len({type(c) for c in m}) == 1]
-    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))
+    largest = max(lists, key=_size, default=None)
+    return list(largest) if largest is not None and _size(largest) else []
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 @contextmanager

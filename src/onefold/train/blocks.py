@@ -7,19 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.plan.recompute import repeated_blocks
 from onefold.train.errors import TrainError
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the largest `nn.ModuleList` or `nn.Sequential` whose members are all of one class; [] if there is none."""
-    best: list[nn.Module] = []
-    weight = 0
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len({type(m) for m in module}) == 1:
-            size = sum(p.numel() for p in module.parameters())
-            if size > weight:
-                best, weight = list(module), size
-    return best
 
 
 def checkpoint_activations(model: nn.Module, how: str) -> None:

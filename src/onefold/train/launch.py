@@ -90,7 +90,7 @@ def launch(config: TrainConfig) -> int:
     nproc, why = ranks_to_start(config)
     if not config.json_lines:
         print(f"starting {nproc} ranks ({why})", flush=True)
-    with _signals() as arrived, _control_folder() as control:
+    with noted_signals() as arrived, _control_folder() as control:
         (control / "config.json").write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
         process = subprocess.Popen(
             [sys.executable, "-m", "onefold.train.agent", "--standalone", f"--nproc-per-node={nproc}",
@@ -158,7 +158,7 @@ def _end(process: subprocess.Popen[bytes], control: Path) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def noted_signals() -> Iterator[list[int]]:
     """Inside, signals that ask to stop are written down here instead of ending this process."""
     arrived: list[int] = []
 

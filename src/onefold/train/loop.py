@@ -22,9 +22,9 @@ import torch
 
 import onefold
 from onefold.observe.meter import Meter
+from onefold.observe.process import resident_memory
 from onefold.train.data import IGNORE, Batch, Samples
 from onefold.train.errors import TrainError
-from onefold.train.machine import process_memory
 from onefold.train.order import eval_batches
 from onefold.train.prepare import Run
 from onefold.train.window import Window
@@ -173,5 +173,5 @@ def memory(run: Run) -> Row:
     if run.ranks.device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(run.ranks.device), torch.cuda.max_memory_allocated(run.ranks.device)
     else:
-        now, peak = process_memory()
+        now, peak = resident_memory()
     return {"memory": now, "memory_peak": peak}

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import resource
-import sys
 from pathlib import Path
 
 from onefold.memory.host import free_host_memory
 
-__all__ = ["allowed_cpus", "free_host_memory", "physical_cores", "process_memory", "readable"]
+__all__ = ["allowed_cpus", "free_host_memory", "physical_cores", "readable"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPU = Path("/sys/devices/system/cpu")
@@ -44,19 +41,6 @@ def _cpu_quota() -> float:
         return math.inf if quota == "max" else float(quota) / float(period)
     except (OSError, ValueError):
         return math.inf
-
-
-def process_memory() -> tuple[int, int]:
-    """(resident bytes now, highest ever) of this process."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        now, peak = (re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE) for key in ("VmRSS", "VmHWM"))
-        if now and peak:
-            return int(now.group(1)) * 1024, int(peak.group(1)) * 1024
-    except OSError:
-        pass
-    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return highest, highest
 
 
 def readable(amount: float) -> str:
