@@ -52,6 +52,29 @@ def test_what_is_no_group_of_ranks_is_refused_in_a_sentence() -> None:
         assert "destroyed" in said["a destroyed group"], said
 
 
+def in_groups_of_different_number() -> list[float] | None:
+    """Rank 0 of a subset is in one group more than rank 1 is: torch names a subset's new group after that number."""
+    import torch
+
+    import onefold
+
+    lone = dist.new_group([0])
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return None
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=20.0), group=pair)
+    assert onefold.engine_of(model).group.communicator(20.0) is not None
+    out = model(torch.ones(2, 7)).sum()
+    del lone
+    return [float(out), float(len(onefold.engine_of(model).group.ranks))]
+
+
+def test_ranks_of_a_subset_may_be_in_other_groups_besides() -> None:
+    first, second, outside = run_ranks(3, in_groups_of_different_number)
+    assert first == second and first[1] == 2
+    assert outside is None
+
+
 def test_a_group_without_process_groups_is_not_passed_over() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"group=\[0, 1\].*init_process_group"):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -86,30 +86,61 @@ class Group:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self.backend = _backend(process_group, device)
-        # A subset calls new_group without the others, which use_local_synchronization allows; over all ranks it is collective.
-        options: dict[str, Any] = {} if self.size == dist.get_world_size() else {"use_local_synchronization": True}
-        limit = timedelta(seconds=timeout)
-
-        def make(backend: str) -> Any:
-            try:
-                return dist.new_group(self.ranks, backend=backend, timeout=limit, **options)
-            except RuntimeError as error:
-                text = str(error).splitlines()[0][:200]
-                raise StallError(
-                    f"rank {dist.get_rank()} waited {timeout:g} s in shard() for the other ranks of {self.ranks} "
-                    f"to call it too. (backend: {text})"
-                ) from None
-
         if self.backend == "fake":
             self.imagined, self.control_group = True, None
             return
-        self.control_group = make("gloo")
-        if self.backend == "gloo":
-            self.gather_group = self.reduce_group = self.control_group
-            self._groups = [self.control_group]
-        else:
-            self.gather_group, self.reduce_group = make(self.backend), make(self.backend)
-            self._groups = [self.control_group, self.gather_group, self.reduce_group]
+        with self._alike(process_group, timeout):
+            self.control_group = self._make("gloo", timeout)
+            if self.backend == "gloo":
+                self.gather_group = self.reduce_group = self.control_group
+            else:
+                self.gather_group, self.reduce_group = self._make(self.backend, timeout), self._make(self.backend, timeout)
+
+    def communicator(self, timeout: float) -> Any:
+        """One more gloo communicator over the same ranks, for messages of the host that may wait `timeout` seconds. Collective."""
+        with self._alike(self.control_group, self.timeout):
+            return self._make("gloo", timeout)
+
+    def _make(self, backend: str, timeout: float) -> Any:
+        # A subset calls new_group without the others, which use_local_synchronization allows; over all ranks it is collective.
+        options: dict[str, Any] = {} if self.size == dist.get_world_size() else {"use_local_synchronization": True}
+        try:
+            self._groups.append(dist.new_group(self.ranks, backend=backend, timeout=timedelta(seconds=timeout), **options))
+        except RuntimeError as error:
+            raise self._alone(timeout, error) from None
+        return self._groups[-1]
+
+    def _alone(self, timeout: float, error: Exception) -> StallError:
+        return StallError(
+            f"rank {dist.get_rank()} waited {timeout:g} s in shard() for the other ranks of {self.ranks} "
+            f"to call it too. (backend: {str(error).splitlines()[0][:200]})"
+        )
+
+    @contextlib.contextmanager
+    def _alike(self, group: Any, timeout: float) -> Iterator[None]:
+        """Inside, the ranks of a subset know equally many groups: from that number torch makes the name by which a new one meets.
+
+        A rank that is in more groups than another would wait for it under another name. Lone groups make up the difference.
+        """
+        known = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", None)
+        if self.size == dist.get_world_size() or known is None:
+            yield
+            return
+        me, name, store = dist.get_rank(), f"onefold/groups/{group.group_name}/", dist.distributed_c10d._get_default_store()
+        turn = store.add(f"{name}turns/{me}", 1)  # the same on every rank, since each comes here as often as the others
+        keys = [f"{name}{turn}/{rank}" for rank in self.ranks]
+        store.set(f"{name}{turn}/{me}", str(len(known)))
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise self._alone(timeout, error) from None
+        most = max(int(store.get(key)) for key in keys)
+        fill = [dist.new_group([me], backend="gloo", use_local_synchronization=True) for _ in range(most - len(known))]
+        try:
+            yield
+        finally:
+            for lone in fill:
+                dist.destroy_process_group(lone)
 
     def close(self) -> None:
         """Give the communicators back. Local; call it when nothing is under way."""
