@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from onefold.plan.calibrate import AtRanks, BlockPoint, Calibration, Disk, MatrixPoint, Overlap
+from onefold.plan.calibrate import AtRanks, BlockPoint, Calibration, Disk, MatrixPoint, Overlap, StepPoint
+from onefold.plan.efficiency import PARTS, work_of
+from onefold.plan.hardware import calibrated
 from onefold.plan.identity import this_machine
+from onefold.plan.times import step_times
 
 LATENCY, BANDWIDTH = 1e-4, 2e9
 SIZES = (1e5, 1e6, 1e7)
@@ -32,8 +35,35 @@ def at_ranks(ranks: int, speed: float = 1.0) -> AtRanks:
     )
 
 
+def reference_steps(ranks: int) -> tuple[StepPoint, ...]:
+    """Stages 0 and 3 (0 alone on one rank), whose seconds are still to be said."""
+    sent = {0: {"all-reduce": 4e6}, 3: {"all-gather": 8e7, "reduce-scatter": 4e7}}
+    calls = {"all-reduce": 4, "all-gather": 16, "reduce-scatter": 8}
+    return tuple(
+        StepPoint("float32", stage, 64, 64, 2, 1e8, 10**6, sent[stage], {m: calls[m] for m in sent[stage]}, 1.0)
+        if ranks > 1
+        else StepPoint("float32", stage, 64, 64, 2, 1e8, 10**6, {}, {}, 1.0)
+        for stage in ((0, 3) if ranks > 1 else (0,))
+    )
+
+
+def with_steps(found: Calibration, step_share: float = 1.0, move_share: float = 1.0) -> Calibration:
+    """The calibration with reference steps that reached these shares of its rates exactly."""
+    software, at = replace(PARTS, step_share=step_share, move_share=move_share), []
+    for a in found.at:
+        machine = calibrated(found, a.ranks)
+        steps = reference_steps(a.ranks)
+        at.append(replace(a, steps=tuple(replace(s, seconds=step_times(work_of(s, machine), machine, software).step) for s in steps)))
+    return replace(found, at=tuple(at))
+
+
 def calibration(*counts: int) -> Calibration:
-    """This machine, as if measured now with these numbers of ranks; N ranks are each 1/N as fast as one."""
+    """This machine, as if measured now with these numbers of ranks: N are each 1/N as fast as one, and a step is the sum of its parts."""
+    return with_steps(without_steps(*counts))
+
+
+def without_steps(*counts: int) -> Calibration:
+    """The same as it was before reference steps were taken."""
     return Calibration(
         identity=this_machine(),
         device="cpu",

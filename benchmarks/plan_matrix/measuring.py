@@ -1,15 +1,22 @@
-"""What the ledgers of a real engine say of a cell of the matrix, on this rank."""
+"""What the ledgers and the clock say of cells of the matrix, on this rank.
+
+Cells of one setting (the stages) live side by side and take their timed steps in turns, so that a slow moment of the machine meets all of
+them and their order can be judged round by round:
+
+    round    1            2            3
+    stage    0 1 2 3      1 2 3 0      2 3 0 1       a turn is a step that warms up, and one that counts
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import onefold
 from benchmarks.plan_matrix.settings import Cell, batch, build
@@ -21,52 +28,71 @@ from onefold.train.blocks import checkpoint_activations
 WARMUP = 3
 
 
-def measure(cell: Cell, steps: int = 0, activations: bool = True) -> dict[str, Any]:
-    """Train `cell` and read the ledgers. Collective over `cell.ranks` ranks.
+class Training:
+    """A cell's model under the engine, warmed up. Collective over `cell.ranks` ranks, as are its methods."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell, self.number = cell, 0
+        model = build(cell.architecture)
+        checkpoint_activations(model, cell.checkpointing)
+        recipe = onefold.Recipe.zero(cell.stage, precision=cell.precision, stall_timeout=60.0)
+        self.model = onefold.shard(model.train(), recipe)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.engine = onefold.engine_of(self.model)
+        for _ in range(WARMUP):
+            self.step()
+
+    def step(self) -> None:
+        """One optimizer step with all its micro-batches."""
+        self.number += 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for k in range(self.cell.accumulation):
+            with contextlib.nullcontext() if k + 1 == self.cell.accumulation else onefold.no_sync(self.model):
+                given = batch(self.cell, self.cell.micro_batch, 10_000 * self.number + 100 * k + rank)
+                self.model(**given).loss.backward()
+        self.engine.memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def ledgers(self, activations: bool) -> dict[str, Any]:
+        """rest, ledger, peak: bytes by category; wire: of a step, by move. `activations`: with everything that autograd saves."""
+        rest = measured(self.model, self.optimizer).rest
+        self.engine.memory.reset_peak()
+        self.engine.traffic.reset()
+        self.step()
+        wire, ledger, peak = self.engine.traffic.by_move(), self.engine.memory.peak(), {}
+        if activations:
+            with record(self.model, self.optimizer, activations=True) as seen:
+                self.step()
+            peak = dict(measured(self.model, self.optimizer, seen).peak)
+        return {"rest": dict(rest), "wire": wire, "ledger": ledger, "peak": peak}
+
+    def span(self) -> tuple[float, float]:
+        """(begin, end) of a step on this machine's clock, which all ranks begin together."""
+        if self.cell.ranks > 1:
+            dist.barrier()
+        begin = time.perf_counter()
+        self.step()
+        return begin, time.perf_counter()
+
+
+def measure(cells: Sequence[Cell], rounds: int = 0, activations: bool = True) -> list[dict[str, Any]]:
+    """Train `cells`, which differ in their stage alone, and read their ledgers. Collective over their ranks.
 
     Args:
-        steps: how many steps are timed; 0 times none.
+        rounds: how often each cell's step is timed; 0 times none.
         activations: also record a step with everything that autograd saves.
 
     Returns:
-        rest, ledger, peak: bytes by category; wire: of a step, by move; seconds: of each timed step.
+        For each cell rest, ledger, peak, wire (see `Training.ledgers`), and spans: (begin, end) of the timed step of each round.
     """
-    model: nn.Module = build(cell.architecture)
-    checkpoint_activations(model, cell.checkpointing)
-    model = onefold.shard(model.train(), onefold.Recipe.zero(cell.stage, precision=cell.precision, stall_timeout=60.0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    engine = onefold.engine_of(model)
-    for number in range(WARMUP):
-        step(cell, model, optimizer, number)
-    rest = measured(model, optimizer).rest
-    engine.memory.reset_peak()
-    engine.traffic.reset()
-    step(cell, model, optimizer, WARMUP)
-    wire, ledger = engine.traffic.by_move(), engine.memory.peak()
-    seconds = []
-    for number in range(steps):
-        if cell.ranks > 1:
-            dist.barrier()
-        start = time.perf_counter()
-        step(cell, model, optimizer, 100 + number)
-        seconds.append(time.perf_counter() - start)
-    peak: dict[str, int] = {}
-    if activations:
-        with record(model, optimizer, activations=True) as seen:
-            step(cell, model, optimizer, 1000)
-        peak = dict(measured(model, optimizer, seen).peak)
-    del model, optimizer, engine
+    trained = [Training(cell) for cell in cells]
+    seen = [training.ledgers(activations) | {"spans": []} for training in trained]
+    for number in range(rounds):
+        for i in range(len(trained)):
+            at = (number + i) % len(trained)
+            trained[at].step()
+            seen[at]["spans"].append(trained[at].span())
+    trained.clear()
     gc.collect()
-    return {"rest": dict(rest), "wire": wire, "ledger": ledger, "peak": peak, "seconds": seconds}
-
-
-def step(cell: Cell, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """One optimizer step with all its micro-batches."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for k in range(cell.accumulation):
-        with contextlib.nullcontext() if k + 1 == cell.accumulation else onefold.no_sync(model):
-            given = batch(cell, cell.micro_batch, 10_000 * number + 100 * k + rank)
-            model(**given).loss.backward()
-    onefold.engine_of(model).memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
-    optimizer.step()
-    optimizer.zero_grad()
+    return seen

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
@@ -20,6 +21,8 @@ from onefold.plan.trace import trace
 MIB = 1 << 20
 #: Relative errors that a prediction may have: the engine's peak, and a calibrated step's time.
 PEAK, TIME = 0.05, 0.25
+#: Two stages that are predicted to differ by less take the same; of the rounds, the share that must show an order for it to count.
+NEAR, AGREE = 0.05, 0.8
 
 
 @lru_cache(maxsize=64)
@@ -44,8 +47,8 @@ def predict(cell: Cell) -> tuple[Account, bool]:
     return (account if calibrated else replace(account, seconds={})), calibrated
 
 
-def judge(cell: Cell, account: Account, seen: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
-    """One rank's row: what was predicted, what was measured, and what is wrong, as sentences."""
+def judge(cell: Cell, account: Account, seen: Mapping[str, Any], rounds: Sequence[float] = ()) -> dict[str, Any]:
+    """One rank's row: what was predicted, what was measured, and what is wrong, as sentences. `rounds`: seconds of each timed step."""
     rest, ledger, peak = (sum(seen[name].values()) for name in ("rest", "ledger", "peak"))
     predicted = sum(account.ledger.values())
     wrong = []
@@ -57,7 +60,7 @@ def judge(cell: Cell, account: Account, seen: Mapping[str, Any], seconds: float 
         wrong.append(f"engine's peak {ledger:,} bytes, predicted {predicted:,}")
     if max(ledger, peak) > account.bound:
         wrong.append(f"peak {max(ledger, peak):,} bytes, above the bound of {account.bound:,}")
-    step = account.seconds.get("step")
+    step, seconds = account.seconds.get("step"), statistics.median(rounds) if rounds else None
     if step and seconds and abs(seconds - step) > TIME * step:
         wrong.append(f"a step took {1000 * seconds:.0f} ms, predicted {1000 * step:.0f}")
     return {
@@ -68,22 +71,42 @@ def judge(cell: Cell, account: Account, seen: Mapping[str, Any], seconds: float 
         "peak": [account.peak_bytes, peak],
         "bound": account.bound,
         "step_s": [step, seconds],
+        "rounds_s": list(rounds),
         "wrong": wrong,
     }
 
 
-def orders(rows: Iterable[Mapping[str, Any]], near: float = 0.05) -> list[str]:
-    """Pairs of stages whose measured order is not the predicted one; where either side differs by less than `near`, it is a tie."""
+def orders(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many pairs of stages of one setting came in the predicted order ("right"), are "ties", or "turned" (sentences).
+
+    A pair is a tie where the plan says that they take the same, within `NEAR` or within the spread of the measurement (half the
+    distance between the quartiles of the rounds' differences, as a share of the step); and where the measurement itself does not tell:
+    fewer than `AGREE` of its rounds came in the same order.
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        if all(row["step_s"]):
+        if row["step_s"][0] and row["rounds_s"]:
             groups.setdefault(str({k: v for k, v in row["cell"].items() if k != "stage"}), []).append(row)
-    out = []
+    right, ties, turned = 0, 0, []
     for group in groups.values():
         for a, b in combinations(group, 2):
-            (pa, ma), (pb, mb) = a["step_s"], b["step_s"]
-            tie = abs(pa - pb) <= near * max(pa, pb) or abs(ma - mb) <= near * max(ma, mb)
-            if not tie and (pa < pb) != (ma < mb):
+            predicted = b["step_s"][0] / a["step_s"][0] - 1
+            differences = [y / x - 1 for x, y in zip(a["rounds_s"], b["rounds_s"], strict=True)]
+            later = sum(d > 0 for d in differences) / len(differences)
+            if abs(predicted) <= max(NEAR, _spread(differences)) or 1 - AGREE < later < AGREE:
+                ties += 1
+            elif (predicted > 0) == (later >= AGREE):
+                right += 1
+            else:
+                (pa, ma), (pb, mb) = a["step_s"], b["step_s"]
                 other = f"stage {b['cell']['stage']} {1000 * mb:.0f} ms"
-                out.append(f"{Cell(**a['cell'])}: {1000 * ma:.0f} ms, {other}; predicted the other way")
-    return out
+                turned.append(f"{Cell(**a['cell'])}: {1000 * ma:.0f} ms, {other}; predicted {1000 * pa:.0f} and {1000 * pb:.0f}")
+    return {"right": right, "ties": ties, "turned": turned}
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2

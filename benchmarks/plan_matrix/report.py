@@ -14,12 +14,13 @@ _FIGURES = (("rest", "bytes at rest"), ("wire", "bytes on the wire"), ("ledger",
 def markdown(found: Mapping[str, Any]) -> str:
     """The page for what `__main__` writes as JSON."""
     rows: Sequence[Mapping[str, Any]] = found["rows"]
-    wrong = [r for r in rows if r["wrong"]]
+    wrong, orders = [r for r in rows if r["wrong"]], found["orders"]
     lines = [
         "# Planned and measured",
         "",
         f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch {found['torch']}.",
-        f"{len(rows)} settings, {len(wrong)} wrong, {len(found['orders'])} orders of stages turned.",
+        f"{len(rows)} settings, {len(wrong)} wrong. Pairs of stages of one setting: {orders['right']} in the predicted order, "
+        f"{orders['ties']} ties (`planning.orders` says when), {len(orders['turned'])} turned.",
         "",
         "| measured ÷ predicted | least | median | most |",
         "|---|---|---|---|",
@@ -28,10 +29,10 @@ def markdown(found: Mapping[str, Any]) -> str:
         ratios = [r[key][1] / r[key][0] for r in rows if r[key][0] and r[key][1]]
         if ratios:
             lines.append(f"| {title} | {min(ratios):.4f} | {statistics.median(ratios):.4f} | {max(ratios):.4f} |")
-    if wrong or found["orders"]:
+    if wrong or orders["turned"]:
         lines += ["", "## Wrong", ""]
         lines += [f"- {Cell(**r['cell'])}: {'; '.join(r['wrong'])}" for r in wrong]
-        lines += [f"- order of stages: {sentence}" for sentence in found["orders"]]
+        lines += [f"- order of stages: {sentence}" for sentence in orders["turned"]]
     lines += [
         "",
         "## Every setting",

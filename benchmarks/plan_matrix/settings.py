@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -45,9 +45,17 @@ def cells(
     accumulations: Sequence[int] = (1, 4),
     checkpointing: Sequence[str] = ("none", "full"),
 ) -> list[Cell]:
-    """The product, stages innermost: those of one setting are measured next to one another."""
+    """The product, stages innermost."""
     product = itertools.product(architectures, ranks, precisions, accumulations, checkpointing, (0, 1, 2, 3))
     return [Cell(a, n, stage, p, k, c) for a, n, p, k, c, stage in product]
+
+
+def by_setting(part: Iterable[Cell]) -> list[list[Cell]]:
+    """Cells that differ in their stage alone, together."""
+    out: dict[Cell, list[Cell]] = {}
+    for cell in part:
+        out.setdefault(replace(cell, stage=0), []).append(cell)
+    return list(out.values())
 
 
 def build(architecture: str) -> nn.Module:

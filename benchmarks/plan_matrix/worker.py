@@ -11,15 +11,15 @@ from benchmarks.plan_matrix.settings import Cell
 
 
 def main() -> None:
-    """Join the others, measure the cells one after another, leave."""
+    """Join the others, measure one setting after another, leave."""
     exit_with_the_launcher()
     job, path, rank = read_job()
     torch.set_num_threads(job["setting"]["threads"])
     if job["setting"]["ranks"] > 1:
         store = f"file://{path.with_name('store')}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"])
-    seen = [measure(Cell(**cell), steps=job["steps"]) for cell in job["cells"]]
-    leave({"rank": rank, "cells": seen}, path, rank)
+    seen = [measure([Cell(**cell) for cell in part], job["rounds"]) for part in job["settings"]]
+    leave({"rank": rank, "settings": seen}, path, rank)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,19 @@ from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
 from onefold.shard import clip_grad_norm_, engine_of, full_params, full_state_dict, load_full_state_dict, no_sync, shard
 
 __version__ = "0.1.0"
+#: Loaded when they are first asked for: training alone needs none of them.
+_LAZY = {
+    "checkpoint": ("Checkpointer", "CheckpointError", "load", "load_async", "save", "save_async"),
+    "checkpoint.adapters": ("load_adapters", "save_adapters"),
+    "checkpoint.dcp": ("dcp_state_dict",),
+    "checkpoint.export": ("export",),
+    "checkpoint.huggingface": ("load_pretrained",),
+}
+_ROOMS = ("checkpoint", "observe", "plan")
+
 __all__ = [
+    "CheckpointError",
+    "Checkpointer",
     "Engine",
     "GradScaler",
     "Placement",
@@ -26,25 +38,37 @@ __all__ = [
     "ShardedParameterError",
     "StallError",
     "Tier",
+    "checkpoint",
     "clip_grad_norm_",
+    "dcp_state_dict",
     "engine_of",
+    "export",
     "full_params",
     "full_state_dict",
     "initialize",
+    "load",
+    "load_adapters",
+    "load_async",
     "load_full_state_dict",
+    "load_pretrained",
     "no_sync",
     "observe",
     "plan",
+    "save",
+    "save_adapters",
+    "save_async",
     "shard",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """The rooms `plan` and `observe` are loaded when they are first asked for: training alone needs neither."""
-    if name in ("plan", "observe"):
-        import importlib
+    import importlib
 
+    if name in _ROOMS:
         return importlib.import_module(f"onefold.{name}")
+    for room, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(f"onefold.{room}"), name)
     raise AttributeError(f"module 'onefold' has no attribute {name!r}")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,10 +21,13 @@ from onefold.recipe.checks import check_units
 from onefold.runtime import state
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import guard_state_dict, install, install_on_part, statistics_of
-from onefold.runtime.materialize import has_meta, materialize, modules_of
+from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.registry import engine_of, is_sharded, register
 from onefold.runtime.units import UnitSpec, find_units
+
+if TYPE_CHECKING:
+    from onefold.checkpoint.huggingface import Weights
 
 
 def shard(
@@ -34,6 +38,7 @@ def shard(
     units: Sequence[str | type] | None = None,
     init: Callable[[nn.Module], object] | None = None,
     device: torch.device | str | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Divide a model's training state among the ranks as the recipe says. Collective; in place; returns the module.
 
@@ -48,6 +53,8 @@ def shard(
         units: names or classes of the modules that become units; None finds the repeated block.
         init: initializes one module in place (called for modules on the meta device).
         device: where to compute; None keeps the module's device (for meta modules: CUDA if there is any, else CPU).
+        weights: a Hugging Face folder (safetensors). Each rank reads the bytes that it will own, and no value is made up first. What
+            the folder has not keeps the value it has, or gets one from `init` if it is on the meta device.
 
     Raises:
         ValueError: what was given cannot be; the message says what to change.
@@ -68,19 +75,26 @@ def shard(
             )
     where = _device(module, device)
     wanted = units if units is not None else recipe.units
+    brought = _open(weights, module, where, init)
+    coming = brought.coming if brought is not None else set()
     specs = find_units(module, wanted)
+    unset: list[str] = []
 
     alone = len(members(group)[1]) == 1
-    if alone and has_meta(module):
+    if alone and has_meta(module) and (brought is None or brought.error is None):
         for spec in specs:
-            materialize(spec, specs, where, init, module, values=True)
+            unset += materialize(spec, specs, where, init, module, True, coming, memory=True)
+        tie(specs)
         specs = find_units(module, wanted)
     engine = Engine(specs, recipe, group, where)
-    _compare_ranks(engine, recipe, specs)
+    _compare_ranks(engine, recipe, specs, brought is not None)
+    if brought is not None:
+        brought.settle(engine)
     values = _rank_0_needs_values(engine, module)
     for spec, unit in zip(specs, engine.units, strict=True):
-        materialize(spec, specs, where, init, module, values=values)
-        state.lay_out(engine, unit)
+        unset += materialize(spec, specs, where, init, module, values, coming)
+        state.lay_out(engine, unit, coming)
+    _refuse_unset([name for name in unset if name not in coming])
     engine.group.broadcast([b for b in module.buffers() if b is not None], Place("state", "buffers", 0, "state"))
 
     engine.buffers = statistics_of(module) if recipe.sync_buffers else []
@@ -96,10 +110,13 @@ def shard(
     if engine.rank == 0:
         for note in recipe.notes:
             logging.getLogger("onefold").warning(note)
-    engine.make_stale()
-    engine.traffic.reset()
     register(module, engine)
     weakref.finalize(module, _close, engine)
+    if brought is not None:
+        with contextlib.closing(brought):
+            brought.pour(engine, module)
+    engine.make_stale()
+    engine.traffic.reset()
     return module
 
 
@@ -148,7 +165,24 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec]) -> None:
+def _open(weights: str | os.PathLike[str] | None, module: nn.Module, device: torch.device, init: Any) -> Weights | None:
+    if weights is None:
+        return None
+    from onefold.checkpoint.huggingface import Weights
+
+    return Weights(weights, module, device, makes_up=init is not None)
+
+
+def _refuse_unset(buffers: list[str]) -> None:
+    if buffers:
+        raise ValueError(
+            f"this model has buffers on the meta device that neither reset_parameters() nor _init_weights() nor init gave a value: "
+            f"{', '.join(map(repr, buffers[:5]))}. Give shard(..., init=function) a function that initializes one module in place, its "
+            "buffers as well, or build such modules in memory."
+        )
+
+
+def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights: bool) -> None:
     """Raise on every rank if the ranks were given different recipes or models."""
     found = [(f.names, tuple(f.param.shape), f.param.dtype, f.param.requires_grad) for s in specs for f in s.found]
     parts = {
@@ -158,6 +192,7 @@ def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec]) -> Non
         "parameter dtypes": [dtype for *_, dtype, _ in found],
         "frozen parameters": [trainable for *_, trainable in found],
         "units": [s.name for s in specs],
+        "weights": weights,
     }
     digest = b"".join(hashlib.sha256(repr(part).encode()).digest()[:8] for part in parts.values())
     payload = torch.frombuffer(bytearray(digest), dtype=torch.uint8)

@@ -335,9 +335,12 @@ def test_one_process_needs_no_process_group(tmp_path: Path, caplog: pytest.LogCa
 
 def test_wrong_calls_are_sentences() -> None:
     engine, *_ = onefold.initialize(model=build(), config=config(1))
-    for call in (engine.save_checkpoint, engine.load_checkpoint):
-        with pytest.raises(NotImplementedError, match=r"onefold\.full_state_dict"):
-            call("somewhere")
+    with pytest.raises(NotImplementedError, match="leave it out"):
+        engine.save_checkpoint("somewhere", exclude_frozen_parameters=True)
+    with pytest.raises(NotImplementedError, match="load by names"):
+        engine.load_checkpoint("somewhere", custom_load_fn=print)
+    with pytest.raises(ValueError, match="a name for one in it"):
+        engine.save_checkpoint("somewhere", "a/b")
     with pytest.raises(ValueError, match=r"a tensor of shape \(4, 3\)"):
         engine.backward(engine(batch(0, 0)))
     with engine.no_sync():

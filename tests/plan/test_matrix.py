@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ if str(ROOT) not in sys.path:
 
 pytest.importorskip("transformers")
 
+from benchmarks.plan_matrix.__main__ import group_seconds
 from benchmarks.plan_matrix.planning import judge, orders, predict
 from benchmarks.plan_matrix.settings import ARCHITECTURES, Cell, cells
 
@@ -24,8 +26,9 @@ def seen_by_a_rank(part: list[dict[str, Any]], root: str) -> list[dict[str, Any]
     """What this rank's ledgers say of each cell."""
     sys.path.insert(0, root)
     from benchmarks.plan_matrix.measuring import measure
+    from benchmarks.plan_matrix.settings import by_setting
 
-    return [measure(Cell(**cell), activations=False) for cell in part]
+    return [seen for setting in by_setting([Cell(**cell) for cell in part]) for seen in measure(setting, activations=False)]
 
 
 @pytest.mark.slow
@@ -37,7 +40,7 @@ def test_the_ledgers_of_real_models_say_what_the_plan_said(architecture: str, ra
     for i, cell in enumerate(part):
         account, _ = predict(cell)
         for rank in range(ranks):
-            row = judge(cell, account, seen[rank][i], None)
+            row = judge(cell, account, seen[rank][i])
             assert row["wrong"] == [], f"{cell}, rank {rank}: {row}, {seen[rank][i]['ledger']}, {dict(account.ledger)}"
 
 
@@ -45,22 +48,36 @@ def test_a_cell_that_is_off_is_called_wrong() -> None:
     cell = Cell("gpt2", 2, 1, "bf16", 1, "none")
     account, _ = predict(cell)
     right = {"rest": account.rest, "wire": account.wire, "ledger": account.ledger, "peak": account.peak}
-    assert judge(cell, account, right, None)["wrong"] == []
+    assert judge(cell, account, right)["wrong"] == []
     off = {
         "rest": {**account.rest, "parameters": account.rest["parameters"] + (2 << 20)},
         "wire": {**account.wire, "all-gather": account.wire["all-gather"] + 1},
         "ledger": {k: int(1.06 * v) for k, v in account.ledger.items()},
         "peak": {k: 4 * v for k, v in account.peak.items()},
     }
-    wrong = judge(cell, account, off, None)["wrong"]
+    wrong = judge(cell, account, off)["wrong"]
     words = ("rest", "wire", "engine", "bound")
     assert [next(w for w in words if w in sentence) for sentence in wrong] == list(words)
 
 
-def test_orders_that_turn_are_told_and_ties_are_not() -> None:
-    def row(stage: int, predicted: float, measured: float) -> dict[str, Any]:
-        return {"cell": Cell("gpt2", 2, stage, "fp32", 1, "none").to_json(), "step_s": [predicted, measured]}
+def row(stage: int, predicted: float, *rounds: float) -> dict[str, Any]:
+    cell = Cell("gpt2", 2, stage, "fp32", 1, "none")
+    return {"cell": cell.to_json(), "step_s": [predicted, statistics.median(rounds)], "rounds_s": list(rounds)}
 
-    assert orders([row(1, 1.0, 1.0), row(3, 1.5, 1.4)]) == []
-    assert len(orders([row(1, 1.0, 1.5), row(3, 1.5, 1.0)])) == 1
-    assert orders([row(1, 1.0, 1.5), row(2, 1.01, 1.0)]) == []
+
+def test_orders_that_turn_are_told() -> None:
+    assert orders([row(1, 1.0, 1.0, 1.1, 0.9), row(3, 1.5, 1.4, 1.5, 1.4)]) == {"right": 1, "ties": 0, "turned": []}
+    found = orders([row(1, 1.0, 1.5, 1.6, 1.5), row(3, 1.5, 1.0, 1.0, 1.1)])
+    assert (found["right"], found["ties"]) == (0, 0)
+    assert "stage 1" in found["turned"][0] and "1500 ms, stage 3 1000 ms; predicted 1000 and 1500" in found["turned"][0]
+
+
+def test_stages_are_a_tie_where_the_plan_or_the_rounds_do_not_tell_them_apart() -> None:
+    tie = {"right": 0, "ties": 1, "turned": []}
+    assert orders([row(1, 1.0, 1.5, 1.5), row(2, 1.01, 1.0, 1.0)]) == tie  # the plan says they take the same
+    assert orders([row(1, 1.0, 1.5, 1.0, 1.5, 1.0), row(2, 1.1, 1.0, 1.5, 1.0, 1.5)]) == tie  # every round says something else
+    assert orders([row(1, 1.0, 1.0, 1.0, 1.0), row(2, 1.1, 0.95, 0.5, 0.3)]) == tie  # all rounds agree, but not on how much
+
+
+def test_the_seconds_of_a_step_go_from_the_first_begin_to_the_last_end() -> None:
+    assert group_seconds([{"spans": [[1.0, 2.0], [5.0, 7.0]]}, {"spans": [[1.5, 2.5], [4.0, 6.0]]}]) == [1.5, 3.0]

@@ -14,7 +14,7 @@ from onefold.comm import Group
 from onefold.plan.measure import Bench, Block, block_flops
 from onefold.plan.measure_disk import measure_disk
 from onefold.plan.measure_moves import Moves
-from onefold.plan.measure_ranks import measure, steps
+from onefold.plan.measure_ranks import measure, says
 from onefold.plan.measured import ADAMW_BYTES, AtRanks
 from onefold.plan.schema import MOVES
 from onefold.plan.sizes import MIB, Sizes
@@ -37,7 +37,7 @@ def test_one_rank_measures_everything_but_moves() -> None:
     said: list[str] = []
     at, link = measure(TINY, {1: 1}, torch.device("cpu"), said.append)
     assert link is None
-    assert len(said) == steps([1])
+    assert len(said) == says([1], TINY, steps=False)
     check(at[0], 1)
     assert at[0].moves == {}
     assert at[0].overlap is None
@@ -53,7 +53,7 @@ def test_ranks_measure_together_and_agree() -> None:
     (first, said), (second, silence), (third, _) = run_ranks(3, measured_on_a_rank, {1: 1, 3: 1})
     assert [a.ranks for a in first] == [1, 3]
     assert second == third == first[1:]  # the slowest rank counts, and all know it
-    assert len(said) == steps([1, 3])
+    assert len(said) == says([1, 3], TINY, steps=False)
     assert silence == []
     check(first[1], 3)
     assert set(first[1].moves) == set(MOVES)

@@ -66,6 +66,10 @@ def in_groups_of_different_number() -> list[float] | None:
     assert onefold.engine_of(model).group.communicator(20.0) is not None
     out = model(torch.ones(2, 7)).sum()
     del lone
+    for _ in range(4):  # each makes its communicators after the last one's have gone
+        del model
+        model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=20.0), group=pair)
+        model(torch.ones(2, 7))
     return [float(out), float(len(onefold.engine_of(model).group.ranks))]
 
 

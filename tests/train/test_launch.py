@@ -8,7 +8,7 @@ import pytest
 
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
-from onefold.train.launch import child_environment, from_slurm, joins, ranks_to_start
+from onefold.train.launch import child_environment, from_slurm, joins, ranks_to_start, torchrun_arguments
 from onefold.train.machine import physical_cores
 
 
@@ -49,3 +49,16 @@ def test_cores_are_divided_among_ranks_unless_the_user_has_said_so(tmp_path: Pat
 def test_ranks_are_as_many_as_asked_for_or_as_cores() -> None:
     assert ranks_to_start(resolve({"nproc": 3, "device": "cpu"}))[0] == 3
     assert ranks_to_start(resolve({"device": "cpu"}))[0] == physical_cores()
+
+
+def test_torchrun_gets_a_rendezvous_of_its_own_on_one_machine_and_the_users_on_several() -> None:
+    assert torchrun_arguments(resolve({"max_restarts": 3}), 2) == ["--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    several = {"nnodes": "1:4", "rdzv_endpoint": "a:29500", "output": "x", "resume": "auto", "rdzv_conf": "last_call_timeout=5"}
+    found = torchrun_arguments(resolve(several), 2)
+    meeting = {"--nnodes=1:4", "--rdzv-endpoint=a:29500", "--rdzv-backend=c10d", "--rdzv-id=onefold", "--rdzv-conf=last_call_timeout=5"}
+    assert meeting <= set(found)
+    for name, message in (("rdzv_endpoint", "HOST:PORT"), ("resume", "--resume auto")):
+        with pytest.raises(TrainError, match=message):
+            torchrun_arguments(resolve({k: v for k, v in several.items() if k != name}), 2)
+    with pytest.raises(TrainError, match="--output"):
+        torchrun_arguments(resolve({"nnodes": 2, "rdzv_endpoint": "a:29500"}), 2)

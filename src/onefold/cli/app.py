@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from onefold.cli.checkpoint import app as checkpoint_app
 from onefold.cli.doctor import doctor_command
 from onefold.cli.plan import plan_command
 from onefold.cli.report import report_command
@@ -23,6 +24,7 @@ app.command("train")(train_command)
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("report")(report_command)
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def _print_version(wanted: bool) -> None:

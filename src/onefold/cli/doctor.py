@@ -16,7 +16,7 @@ from onefold.train.errors import TrainError
 
 def doctor_command(
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure rates of compute, memory, moves between ranks and disk: about a minute.")
+        bool, typer.Option("--calibrate", help="Measure rates of compute, memory, moves and disk, and training steps: some minutes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     output: Annotated[

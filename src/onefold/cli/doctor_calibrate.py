@@ -17,7 +17,7 @@ from onefold.cli.doctor_ranks import measure_with_ranks
 from onefold.plan.calibrate import KIND, VERSION, Calibration, CalibrationError
 from onefold.plan.identity import this_machine
 from onefold.plan.measure_disk import measure_disk
-from onefold.plan.measure_ranks import steps
+from onefold.plan.measure_ranks import says
 from onefold.plan.sizes import MIB, Sizes
 from onefold.train.machine import readable
 
@@ -44,7 +44,7 @@ def measure_machine(found: dict[str, Any], ranks: str | None, disk: Path, path: 
     _check_writable(path)
     sizes = Sizes.for_device(found["device"], quick, _half_dtypes(found["device"])).within(_free_for_a_rank(found, counts[-1]))
     begin, busy = time.monotonic(), _others()
-    with Progress(steps(counts) + 2, counts, silent) as progress:
+    with Progress(says(counts, sizes, steps=True) + 2, counts, silent) as progress:
         progress.say("disk")
         try:
             disk_rates = measure_disk(disk, sizes.disk_bytes)

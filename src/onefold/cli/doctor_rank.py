@@ -41,6 +41,7 @@ def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
+    from onefold.cli.doctor_steps import take_steps
     from onefold.plan.measure_ranks import measure
     from onefold.plan.records import decode
     from onefold.plan.sizes import Sizes
@@ -54,7 +55,7 @@ def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=MEETING))
     threads = {int(count): int(number) for count, number in job["threads"].items()}
-    at, link = measure(decode(Sizes, job["sizes"]), threads, device, lambda text: print(text, flush=True))
+    at, link = measure(decode(Sizes, job["sizes"]), threads, device, lambda text: print(text, flush=True), take_steps)
     if rank == 0:
         result = {"at": [asdict(a) for a in at], "host_link": asdict(link) if link else None}
         (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")

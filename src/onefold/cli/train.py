@@ -24,6 +24,8 @@ PANELS = {
     "micro_batch": "Batches and length",
     "lr": "Optimization",
     "activation_checkpointing": "Memory and speed of the computation",
+    "save_every": "What the run survives",
+    "max_restarts": "Starting again, on several machines",
     "eval_every": "What is measured and shown",
 }
 
@@ -59,7 +61,8 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
         from onefold.train.worker import run_rank
 
         return run_rank(config)
-    return launch(with_output(config))
+    # On several machines the first rank of all decides about the folder, which may be in use by the time that others come.
+    return launch(with_output(config) if config.nodes[1] == 1 else config)
 
 
 def _option(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:

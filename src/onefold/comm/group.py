@@ -89,7 +89,7 @@ class Group:
         if self.backend == "fake":
             self.imagined, self.control_group = True, None
             return
-        with self._alike(process_group, timeout):
+        with self._meeting():
             self.control_group = self._make("gloo", timeout)
             if self.backend == "gloo":
                 self.gather_group = self.reduce_group = self.control_group
@@ -98,47 +98,52 @@ class Group:
 
     def communicator(self, timeout: float) -> Any:
         """One more gloo communicator over the same ranks, for messages of the host that may wait `timeout` seconds. Collective."""
-        with self._alike(self.control_group, self.timeout):
-            return self._make("gloo", timeout)
+        with self._meeting():
+            return self._make("gloo", timeout, "the first save or load")
 
-    def _make(self, backend: str, timeout: float) -> Any:
+    def _make(self, backend: str, timeout: float, where: str = "shard()") -> Any:
         # A subset calls new_group without the others, which use_local_synchronization allows; over all ranks it is collective.
         options: dict[str, Any] = {} if self.size == dist.get_world_size() else {"use_local_synchronization": True}
+        start = time.perf_counter()
         try:
             self._groups.append(dist.new_group(self.ranks, backend=backend, timeout=timedelta(seconds=timeout), **options))
         except RuntimeError as error:
-            raise self._alone(timeout, error) from None
+            raise self._alone(time.perf_counter() - start, where, error) from None
         return self._groups[-1]
 
-    def _alone(self, timeout: float, error: Exception) -> StallError:
+    def _alone(self, waited: float, where: str, error: Exception) -> StallError:
         return StallError(
-            f"rank {dist.get_rank()} waited {timeout:g} s in shard() for the other ranks of {self.ranks} "
+            f"rank {dist.get_rank()} waited {waited:.0f} s in {where} for the other ranks of {self.ranks} "
             f"to call it too. (backend: {str(error).splitlines()[0][:200]})"
         )
 
     @contextlib.contextmanager
-    def _alike(self, group: Any, timeout: float) -> Iterator[None]:
-        """Inside, the ranks of a subset know equally many groups: from that number torch makes the name by which a new one meets.
+    def _meeting(self) -> Iterator[None]:
+        """Inside, the ranks of a subset know equally many groups, and more than when they last made one.
 
-        A rank that is in more groups than another would wait for it under another name. Lone groups make up the difference.
+        torch makes the name by which a subset's new group meets from its ranks and that number: a rank that is in more groups than
+        another would wait under another name, and after a group has gone the next would meet at its stale addresses. Lone groups make
+        up the difference.
         """
         known = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", None)
         if self.size == dist.get_world_size() or known is None:
             yield
             return
-        me, name, store = dist.get_rank(), f"onefold/groups/{group.group_name}/", dist.distributed_c10d._get_default_store()
+        me, store, name = dist.get_rank(), dist.distributed_c10d._get_default_store(), f"onefold/groups/{self.ranks}/"
         turn = store.add(f"{name}turns/{me}", 1)  # the same on every rank, since each comes here as often as the others
-        keys = [f"{name}{turn}/{rank}" for rank in self.ranks]
-        store.set(f"{name}{turn}/{me}", str(len(known)))
+        used = int(store.get(f"{name}used/{me}")) if turn > 1 else 0
+        store.set(f"{name}{turn}/{me}", str(max(len(known), used)))
+        keys, start = [f"{name}{turn}/{rank}" for rank in self.ranks], time.perf_counter()
         try:
-            store.wait(keys, timedelta(seconds=timeout))
+            store.wait(keys, timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise self._alone(timeout, error) from None
+            raise self._alone(time.perf_counter() - start, "shard()", error) from None
         most = max(int(store.get(key)) for key in keys)
         fill = [dist.new_group([me], backend="gloo", use_local_synchronization=True) for _ in range(most - len(known))]
         try:
             yield
         finally:
+            store.set(f"{name}used/{me}", str(len(known)))
             for lone in fill:
                 dist.destroy_process_group(lone)
 

@@ -16,13 +16,14 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from math import inf, log
 from pathlib import Path
 from typing import Any
 
 from onefold.plan.curve import Fit, nearest_mean
 from onefold.plan.identity import Identity, this_machine
-from onefold.plan.measured import ADAMW_BYTES, AtRanks, BlockPoint, Disk, HostLink, MatrixPoint, Overlap
+from onefold.plan.measured import ADAMW_BYTES, AtRanks, BlockPoint, Disk, HostLink, MatrixPoint, Overlap, StepPoint
 from onefold.plan.records import decode
 from onefold.plan.schema import MOVES
 
@@ -115,6 +116,36 @@ class Calibration:
         self._check_dtype(dtype)
         place = (float(hidden), float(tokens))
         return self._at(ranks, lambda a: nearest_mean([((p.hidden, p.tokens), p.flops_per_s) for p in a.blocks if p.dtype == dtype], place))
+
+    def shares(self, hidden: int, tokens: int, dtype: str = "float32", ranks: int = 1) -> tuple[float, float]:
+        """(of the block rate, of the moves' rates) what a step of the engine reaches, as its reference steps showed; 1 without them.
+
+        See `onefold.plan.efficiency`.
+        """
+        self._check_dtype(dtype)
+        place = (float(hidden), float(tokens))
+
+        def at(a: AtRanks, which: int) -> float:
+            known = [((float(h), float(t)), both[which]) for (d, h, t), both in self._shares(a).items() if d == dtype]
+            return nearest_mean(known, place) if known else 1.0
+
+        return self._at(ranks, lambda a: at(a, 0)), self._at(ranks, lambda a: at(a, 1))
+
+    @cached_property
+    def _known_shares(self) -> dict[int, dict[tuple[str, int, int], tuple[float, float]]]:
+        return {}
+
+    def _shares(self, at: AtRanks) -> dict[tuple[str, int, int], tuple[float, float]]:
+        """By (dtype, hidden, tokens) of the reference steps."""
+        from onefold.plan.efficiency import shares
+        from onefold.plan.hardware import calibrated
+
+        if at.ranks not in self._known_shares:
+            machine = calibrated(self, at.ranks)
+            sorts = dict.fromkeys((s.dtype, s.hidden, s.tokens) for s in at.steps)
+            each = {sort: [s for s in at.steps if (s.dtype, s.hidden, s.tokens) == sort] for sort in sorts}
+            self._known_shares[at.ranks] = {sort: shares(steps, machine) for sort, steps in each.items()}
+        return self._known_shares[at.ranks]
 
     def copy_rate(self, ranks: int = 1) -> float:
         """Bytes per second, read and written ones counted, of a large copy within memory."""
@@ -260,6 +291,8 @@ class Calibration:
             reasons.append(f"with torch {self.identity.torch}, and this is {torch.__version__}")
         if age.days > FRESH_DAYS:
             reasons.append(f"{age.days} days ago")
+        if not any(a.steps for a in self.at):
+            reasons.append("before reference steps were part of it")
         if self.busy > BUSY:
             reasons.append(f"while other programs took {self.busy:.0%} of its processors")
         return f"The machine was measured {' and '.join(reasons)}: measure again with onefold doctor --calibrate." if reasons else ""
@@ -273,5 +306,6 @@ def default_path() -> Path:
 
 
 __all__ = [
-    "AtRanks", "BlockPoint", "Calibration", "CalibrationError", "Disk", "Fit", "HostLink", "MatrixPoint", "Overlap", "default_path",
+    "AtRanks", "BlockPoint", "Calibration", "CalibrationError", "Disk", "Fit", "HostLink", "MatrixPoint", "Overlap", "StepPoint",
+    "default_path",
 ]  # fmt: skip

@@ -8,14 +8,13 @@ from collections.abc import Callable
 
 import torch
 
-from onefold.comm import Group
 from onefold.memory import empty
 from onefold.plan.measure import Bench
 from onefold.plan.measured import Overlap, Points
 
 #: Side of the matrix products that run beside a gather.
 SIDE = 512
-#: Rounds of the overlap measurement, of which the medians count.
+#: Timings of the overlap over all rounds, of which the medians count.
 ROUNDS = 7
 
 
@@ -93,24 +92,25 @@ def measure_overlap(bench: Bench) -> Overlap:
         for _ in range(count):
             torch.mm(a, b, out=out)
 
-    rounds = []
-    for _ in range(ROUNDS):
-        times = []
-        for call in (compute, gather.all_gather):
-            bench.together()
-            times.append(bench.once(call))
-        bench.together()
-        rounds.append([*times, *_both(bench, gather.group, gather.full, compute)])
-    medians = [bench.slowest(statistics.median(column)) for column in zip(*rounds, strict=True)]
-    return Overlap(compute=medians[0], gather=medians[1], together=medians[2], compute_beside=medians[3])
+    spans: list[tuple[float, float]] = []
+    beside = []
+    for _ in range(-(-ROUNDS // bench.sizes.rounds)):
+        spans += [bench.span(compute), bench.span(gather.all_gather)]
+        whole, computed = _both(bench, gather, compute)
+        spans.append(whole)
+        beside.append(computed)
+    seconds = bench.group_seconds(spans)
+    medians = [statistics.median(seconds[i::3]) for i in range(3)]
+    return Overlap(compute=medians[0], gather=medians[1], together=medians[2], compute_beside=bench.greatest(statistics.median(beside)))
 
 
-def _both(bench: Bench, group: Group, full: torch.Tensor, compute: Callable[[], None]) -> tuple[float, float]:
-    """(seconds until both are done, seconds of the computing)."""
+def _both(bench: Bench, gather: Moves, compute: Callable[[], None]) -> tuple[tuple[float, float], float]:
+    """((begin, end) until both are done, seconds of the computing)."""
     cuda = bench.device.type == "cuda"
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
+    bench.together()
     begin = time.perf_counter()
-    pending = group.all_gather(full, bench.place("all-gather"), 0)
+    pending = gather.group.all_gather(gather.full, bench.place("all-gather"), 0)
     if cuda:
         marks[0].record()
     compute()
@@ -119,5 +119,5 @@ def _both(bench: Bench, group: Group, full: torch.Tensor, compute: Callable[[], 
     computed = time.perf_counter() - begin
     pending.wait()
     bench.synchronize()
-    whole = time.perf_counter() - begin
-    return whole, marks[0].elapsed_time(marks[1]) / 1000 if cuda else computed
+    end = time.perf_counter()
+    return (begin, end), marks[0].elapsed_time(marks[1]) / 1000 if cuda else computed

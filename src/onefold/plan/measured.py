@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import inf
+from statistics import median
 from typing import Any
 
 from onefold.plan.curve import Curve
@@ -73,6 +75,40 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class StepPoint:
+    """A reference step: the engine itself trains a small transformer of the very blocks that were measured, and this is how long it took.
+
+    Attributes:
+        dtype: of the computation; stage: 0 or 3.
+        hidden, tokens: width of its blocks, and tokens of a micro-batch (one sequence).
+        micro_batches: of a step. flops: model FLOPs of the whole step, as `BlockPoint` counts them, and 6 a weight and token of the head.
+        numel: elements that this rank's optimizer steps.
+        wire, calls: payload bytes that a rank sends in the step, and collectives, by move.
+        seconds: until the last rank was done.
+    """
+
+    dtype: str
+    stage: int
+    hidden: int
+    tokens: int
+    micro_batches: int
+    flops: float
+    numel: int
+    wire: dict[str, float]
+    calls: dict[str, int]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _positive(self, "hidden", "tokens", "micro_batches", "flops", "numel", "seconds")
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage {self.stage}: expected 0, 1, 2 or 3.")
+        if set(self.wire) != set(self.calls):
+            raise ValueError(
+                f"wire names {', '.join(self.wire) or 'no move'} and calls {', '.join(self.calls) or 'none'}: expected the same."
+            )
+
+
+@dataclass(frozen=True)
 class AtRanks:
     """What one rank does while `ranks` ranks of this machine, of `threads` threads each, do the same.
 
@@ -81,6 +117,7 @@ class AtRanks:
         optimizer: (bytes moved, seconds) of a fused AdamW step over a flat fp32 shard, `ADAMW_BYTES` an element.
         moves: (payload bytes that one rank sends, seconds) by move, as the traffic ledger counts them; {} for one rank.
         overlap: None for one rank.
+        steps: reference steps; () in files that are older than they.
     """
 
     ranks: int
@@ -91,6 +128,7 @@ class AtRanks:
     optimizer: Points
     moves: dict[str, Points] = field(default_factory=dict)
     overlap: Overlap | None = None
+    steps: tuple[StepPoint, ...] = ()
 
     def __post_init__(self) -> None:
         _positive(self, "ranks", "threads")
@@ -129,6 +167,34 @@ class Disk:
 
     def __post_init__(self) -> None:
         _positive(self, "write", "read")
+
+
+def middle(rounds: Sequence[AtRanks]) -> AtRanks:
+    """Rounds of one measurement as one: of each figure its median. Rounds lie apart in time, so that no slow moment decides."""
+    first = rounds[0]
+
+    def points(name: str) -> tuple[Any, ...]:
+        return tuple(_median_record(same) for same in zip(*(getattr(r, name) for r in rounds), strict=True))
+
+    def seconds(of: Sequence[Points]) -> Points:
+        return tuple((same[0][0], median(y for _, y in same)) for same in zip(*of, strict=True))
+
+    return replace(
+        first,
+        matrices=points("matrices"),
+        blocks=points("blocks"),
+        copies=seconds([r.copies for r in rounds]),
+        optimizer=seconds([r.optimizer for r in rounds]),
+        moves={move: seconds([r.moves[move] for r in rounds]) for move in first.moves},
+        overlap=_median_record([r.overlap for r in rounds]) if first.overlap is not None else None,
+        steps=points("steps"),
+    )
+
+
+def _median_record(same: Sequence[Any]) -> Any:
+    """Records that agree in all but their measured figures, which become medians."""
+    figures = [f.name for f in fields(same[0]) if f.type == "float"]
+    return replace(same[0], **{name: median(getattr(record, name) for record in same) for name in figures})
 
 
 def _positive(record: Any, *names: str) -> None:

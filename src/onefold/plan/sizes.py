@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 KIB, MIB = 1 << 10, 1 << 20
+#: Blocks and vocabulary of the model that takes the reference steps.
+REFERENCE_BLOCKS, REFERENCE_VOCABULARY = 4, 2048
 T = TypeVar("T")
 
 
@@ -22,7 +24,9 @@ class Sizes:
         move_bytes: of the whole buffer that is gathered or reduced.
         overlap_bytes: of the gather that runs beside matrix products.
         disk_bytes: of the file that is written and read.
-        budget_s: seconds a point may take beyond its least number of repeats.
+        budget_s: seconds a point may take beyond its least number of repeats, over all rounds.
+        rounds: how often everything is measured; the median of the rounds counts.
+        steps: (hidden, tokens) of the reference steps.
     """
 
     dtypes: tuple[str, ...]
@@ -34,6 +38,8 @@ class Sizes:
     overlap_bytes: int
     disk_bytes: int
     budget_s: float
+    rounds: int = 1
+    steps: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def for_device(cls, device: str, quick: bool = False, half: tuple[str, ...] = ("bfloat16",)) -> Sizes:
@@ -53,6 +59,8 @@ class Sizes:
             overlap_bytes=64 * MIB if gpu else 16 * MIB,
             disk_bytes=512 * MIB if gpu else 256 * MIB,
             budget_s=0.1,
+            rounds=3,
+            steps=((1024, 4096),) if gpu else ((128, 128), (256, 256)),
         )
         return large._fewer() if quick else large
 
@@ -67,6 +75,7 @@ class Sizes:
             self,
             matrices=_some([(m, n, k) for m, n, k in self.matrices if 4 * (m * k + n * k + m * n) <= room], self.matrices),
             blocks=_some([(h, t) for h, t in self.blocks if 4 * (24 * h * h + 32 * h * t) <= room], self.blocks),
+            steps=tuple((h, t) for h, t in self.steps if reference_bytes(h, t) <= room),
             copy_bytes=_some([b for b in self.copy_bytes if 2 * b <= room], self.copy_bytes),
             optimizer_numels=_some([n for n in self.optimizer_numels if 16 * n <= room], self.optimizer_numels),
             move_bytes=moves,
@@ -85,6 +94,8 @@ class Sizes:
             overlap_bytes=self.move_bytes[3],
             disk_bytes=self.disk_bytes // 8,
             budget_s=self.budget_s / 5,
+            rounds=1,
+            steps=self.steps[:1],
         )
 
 
@@ -99,3 +110,9 @@ def _matrices(squares: tuple[int, ...], tokens: tuple[int, ...], hidden: tuple[i
 
 def _some(kept: list[T], of: tuple[T, ...]) -> tuple[T, ...]:
     return tuple(kept) or of[:1]
+
+
+def reference_bytes(hidden: int, tokens: int) -> int:
+    """About what a reference step takes on one rank: weights, gradients, masters, moments and a gather, activations, logits."""
+    numel = 12 * hidden * hidden * REFERENCE_BLOCKS + 2 * REFERENCE_VOCABULARY * hidden
+    return 24 * numel + 4 * tokens * (40 * hidden * REFERENCE_BLOCKS + 3 * REFERENCE_VOCABULARY)

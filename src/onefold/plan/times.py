@@ -1,6 +1,7 @@
 """Seconds of a step from FLOPs and bytes: the time model.
 
-    compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks
+    compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
+                   on a calibrated machine FLOPs ÷ (what N ranks' blocks reach together × step_share)
     communication  per move: the slower of its two links, + calls × hops × hop_seconds
     exposed        what communication is left over when `overlap` of the compute beside it is used up; never less than the ends:
                    the first gather and the last reduction of each micro-batch have nothing to hide behind
@@ -41,6 +42,8 @@ class Software:
             that grows with N.
         straggler: spread of the ranks' speeds, an assumption; the slowest of N normally distributed ranks is sqrt(2 ln N) deviations
             behind the mean.
+        step_share, move_share: on a calibrated machine, what a step of the engine reaches of the rates of its blocks and of its moves,
+            which were each measured alone. From reference steps (`onefold.plan.efficiency`); 1 without them.
     """
 
     kernel_share: float = 0.77
@@ -48,11 +51,16 @@ class Software:
     overlap: float = 0.9
     hop_seconds: float = 7e-6
     straggler: float = 0.01
+    step_share: float = 1.0
+    move_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("kernel_share", "link_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a share above 0 and at most 1.")
+        for name in ("step_share", "move_share"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number above 0.")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap={self.overlap!r}: expected a share from 0 to 1.")
         if self.hop_seconds < 0 or self.straggler < 0:
@@ -112,7 +120,8 @@ class Traffic:
         if self.ranks <= 1 or not (self.nbytes and self.calls):
             return 0.0
         if machine.measured is not None:
-            return self.calls * machine.measured.seconds_for(self.move, math.ceil(self.nbytes / self.calls), self.ranks)
+            once = machine.measured.seconds_for(self.move, math.ceil(self.nbytes / self.calls), self.ranks)
+            return self.calls * once / software.move_share
         inside = self.inside / (machine.gpu.link * software.link_share)
         between = self.between * machine.local / (machine.between.bandwidth * software.link_share) if machine.between else 0.0
         return max(inside, between) + self.calls * self.hops * software.hop_seconds
@@ -215,7 +224,7 @@ def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
     measured = machine.measured
     if measured is not None and work.hidden and work.micro_tokens:
         rate = measured.block_rate(work.hidden, work.micro_tokens, _DTYPES[work.precision], machine.ranks)
-        return work.flops / rate
+        return work.flops / (rate * software.step_share)
     rate = machine.matrix_rate(work.precision)
     if work.memory_bytes is not None:
         own = work.flops / rate + work.memory_bytes / machine.gpu.memory_bandwidth
@@ -262,9 +271,9 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     """Seconds of a step of this work on one rank of this machine.
 
     A calibrated machine's figures stand for its block rate, its moves and its optimizer. `software` None takes the defaults; on a
-    calibrated machine everything that it measured to overlap does (its `contention` says how much that is).
+    calibrated machine what its reference steps showed (`measured_software`).
     """
-    soft = software or (Software(overlap=1.0) if machine.measured is not None else Software())
+    soft = software or measured_software(work, machine)
     compute = compute_seconds(work, machine, soft)
     exposed, communication = exposed_seconds(work, compute, machine, soft)
     optimizer = _optimizer_seconds(work, machine)
@@ -276,6 +285,19 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     model = work.flops if work.model_flops is None else work.model_flops
     mfu = model / (step * machine.peak(work.precision)) if step else 0.0
     return Times(seconds, mfu, work.tokens / step if step else 0.0, communication)
+
+
+def measured_software(work: Work, machine: Machine) -> Software:
+    """The defaults; on a calibrated machine everything that was measured to overlap does (its `contention` says how much that is), and
+    steps of this dtype and size reach the shares that its reference steps reached.
+    """
+    if machine.measured is None:
+        return Software()
+    shares = getattr(machine.measured, "shares", None)
+    if shares is None or not (work.hidden and work.micro_tokens):
+        return Software(overlap=1.0)
+    step, move = shares(work.hidden, work.micro_tokens, _DTYPES[work.precision], machine.ranks)
+    return Software(overlap=1.0, step_share=step, move_share=move)
 
 
 def _optimizer_seconds(work: Work, machine: Machine) -> float:

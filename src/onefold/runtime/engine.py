@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,9 @@ class Engine:
         self.optimizer_seen = self.stepped = self.reduced_since_gather = False
         self.buffers: list[tuple[nn.Module, str]] = []
         self.closed = False
+        # Asks what work behind the training has failed with (None: told already); the next optimizer step raises it.
+        self.failure: Callable[[], BaseException | None] | None = None
+        self.settle: Callable[[], None] | None = None  # waits for that work
 
     def _unit(self, index: int, spec: UnitSpec) -> Unit:
         groups: dict[tuple[torch.dtype, bool], list[Any]] = {}
@@ -120,6 +123,8 @@ class Engine:
         if self.closed:
             return
         self.closed = True
+        if self.settle is not None:
+            self.settle()
         self.group.close()
         for unit in self.units:
             for flat in unit.flats:
@@ -315,6 +320,10 @@ class Engine:
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
+        if self.failure is not None:
+            failure, self.failure = self.failure(), None
+            if failure is not None:
+                raise failure
         if not any(flat.grads for u in self.units for flat in u.flats):
             return
         take_kept(self)

@@ -240,6 +240,8 @@ class Gatherer:
         unit.claimed = False
         unit.move(State.SHARDED, self.engine.step)
         for flat in unit.flats:
+            if flat.kept:  # on one rank what is frozen rests in the compute dtype, beside what is cast
+                continue
             full, flat.full = flat.full, None
             if full is not None:
                 self.by_storage.pop(storage_of(full), None)

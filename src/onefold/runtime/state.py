@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -100,13 +100,14 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
                         out[name] = whole
     if group.rank != 0:
         return {}
-    order = _plain_state_dict(engine, module)
+    order = plain_state_dict(engine, module)
     return {
         name: out[name] if name in out else value.detach().cpu().clone() for name, value in order.items() if isinstance(value, torch.Tensor)
     }
 
 
-def _plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
+def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
+    """The module's own state dict: this rank's intervals under the parameters' names, buffers, extra state. Local."""
     engine.whole_depth += 1  # lets the guard on state_dict() pass
     try:
         with whole_sight():
@@ -135,7 +136,7 @@ def load_full_state_dict(
     engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
 ) -> tuple[list[str], list[str]]:
     """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See `onefold.load_full_state_dict`."""
-    expected = {n: v for n, v in _plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
+    expected = {n: v for n, v in plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
     shapes = {n: tuple(e.slot.shape) for e in engine.entries for n in e.names}
     verdict: list[Any] = [None]
     if engine.rank == 0:
@@ -224,13 +225,19 @@ def _load_buffers(engine: Engine, buffers: Mapping[str, torch.Tensor], state: Ma
     engine.group.broadcast(list(buffers.values()), Place("state", "buffers", engine.step, "state"))
 
 
-def lay_out(engine: Engine, unit: Unit) -> None:
-    """Build the unit's flat buffers; rank 0's weights are everybody's."""
+def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
+    """Build the unit's flat buffers; rank 0's weights are everybody's. Parameters named in `coming` stay 0 until somebody writes them."""
     for flat in unit.flats:
         if flat.passive:
             continue
 
         def fill(master: torch.Tensor, flat: Flat = flat) -> None:
+            if any(entry.slot.name in coming for entry in flat.entries):
+                master.zero_()
+                for entry in flat.entries:
+                    if entry.slot.name not in coming:
+                        _scatter_entry(engine, unit, entry, master)
+                return
             full = None
             if engine.rank == 0:
                 full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
@@ -243,3 +250,23 @@ def lay_out(engine: Engine, unit: Unit) -> None:
 
         with whole_sight(), torch.no_grad():
             flat.build(fill, engine.device)
+
+
+def _scatter_entry(engine: Engine, unit: Unit, entry: Entry, master: torch.Tensor) -> None:
+    """Rank 0's value of one parameter into every rank's `master` ([owned]) of its flat buffer."""
+    flat, group, slot = entry.flat, engine.group, entry.slot
+    a, b = flat.local(entry)
+    mine = master[a - flat.owned[0] : b - flat.owned[0]]
+    if group.rank != 0:
+        group.exchange([], [(0, mine)], _place(engine, unit), flat.index, move="state").wait()
+        return
+    parameters, attribute, _ = entry.places[0]
+    source = parameters[attribute]
+    assert source is not None
+    whole = source.detach().to(engine.device, flat.dtypes.master).reshape(-1)
+    sends = []
+    for peer in range(1, 1 if group.imagined else group.size):
+        start, end = (slot.start, slot.end) if flat.whole_master else flat.layout.local(slot, peer)
+        sends.append((peer, whole[start - slot.start : end - slot.start]))
+    group.exchange(sends, [], _place(engine, unit), flat.index, move="state").wait()
+    mine.copy_(whole[a - slot.start : b - slot.start])

@@ -1,7 +1,8 @@
 """The process between `onefold train` and its ranks: torchrun's elastic agent, without its log of what the ranks say better.
 
 Run as `python -m onefold.train.agent` with torchrun's own arguments, in a session of its own: a Ctrl-C in the terminal
-reaches the launcher only, and the launcher decides (see `onefold.train.stop`).
+reaches the launcher only, and the launcher decides (see `onefold.train.stop`). Schedulers that send a signal to every process of a
+job reach this one too: it lets them pass, and ends on `END`, which the launcher sends.
 """
 
 from __future__ import annotations
@@ -11,29 +12,68 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 from onefold.train.stop import CONTROL, follow_parent
 
+#: What ends the agent and its ranks at once.
+END = signal.SIGQUIT
+#: How long torchrun waits between SIGTERM and SIGKILL when it starts ranks anew, in seconds.
+GRACE = "ONEFOLD_GRACE"
+
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks and wait for them. Returns the exit status."""
+    """Start the ranks, start them again as often as may be, and wait for them. Returns the exit status."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
     logging.disable(logging.CRITICAL)
+    _let_signals_pass()
     follow_parent()
+    asked = run.parse_args(arguments)
+    for name, value in (("signals_to_handle", END.name), ("shutdown_timeout", int(float(os.environ.get(GRACE, "30"))))):
+        if hasattr(asked, name):  # not in every version of torch
+            setattr(asked, name, value)
     try:
-        run.run(run.parse_args(arguments))
+        run.run(asked)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        spoken = Path(os.environ[CONTROL], "failed").exists()
-        if not spoken:
+        if not _has_spoken(Path(os.environ[CONTROL])):
             print(f"error: {_how_it_ended(rank, failure.exitcode)}", file=sys.stderr)
         return 1
     except SignalException as error:
         return 128 + error.sigval
+    except RendezvousTimeoutError:
+        print("error: the machines did not meet in time: fewer than --nnodes asks for came to --rdzv-endpoint.", file=sys.stderr)
+        return 1
+    except RendezvousClosedError:
+        print("error: the run has ended on the other machines.", file=sys.stderr)
+        return 1
+    except RendezvousError as error:
+        text = str(error).splitlines()[0]
+        hint = "is it HOST:PORT of one of them, and is that one up?"
+        print(f"error: the machines cannot meet at --rdzv-endpoint ({text}): {hint}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _let_signals_pass() -> None:
+    """A handler that does nothing rather than SIG_IGN, which the ranks would inherit."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)
+    signal.signal(END, end)
+
+
+def _has_spoken(control: Path) -> bool:
+    """Whether a rank of the last start told what went wrong."""
+    starts = [file.stat().st_mtime_ns for file in control.glob("rank-*.pid")]
+    return any(file.stat().st_mtime_ns >= min(starts, default=0) for file in control.glob("failed-*"))
 
 
 def _how_it_ended(rank: int, status: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError, did_you_mean
 
 Stage = Literal["auto", "0", "1", "2", "3"]
@@ -88,6 +89,31 @@ class TrainConfig(BaseModel):
     )
     compile: bool = Field(False, description="torch.compile each block.")
 
+    # what a run survives
+    save_every: int | None = Field(None, ge=1, description="Steps between checkpoints, in OUTPUT/checkpoints.")
+    keep: int = Field(3, ge=1, description="Checkpoints kept, the newest.")
+    async_save: bool = Field(True, description="Write checkpoints behind the training.")
+    resume: str = Field(
+        "none",
+        description="auto (the newest whole checkpoint of --output, else from the beginning), none, or a checkpoint or a folder of them.",
+    )
+    save_before: str | None = Field(None, description="Save and end with status 0 before this time since the start, such as 170m.")
+    grace: str = Field("30s", description="What SIGTERM or SIGUSR1 leaves for finishing the step and saving.")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop", description="Where loss or gradients are not finite: end the run, leave the step out, or go back to the last checkpoint."
+    )
+    nonfinite_limit: int = Field(5, ge=1, description="Such steps in a row that end the run all the same.")
+    slow_factor: float = Field(1.5, ge=0, description="Name a rank that computes this many times as long as the others; 0 never does.")
+
+    # what torchrun is asked for, where this command starts it
+    max_restarts: int = Field(0, ge=0, description="How often ranks are started again after one has gone.")
+    nnodes: str = Field("1", description="Machines of the run, N or MIN:MAX; each runs this command.")
+    rdzv_endpoint: str | None = Field(None, description="HOST:PORT where the machines meet.")
+    rdzv_id: str = Field("onefold", description="Name of the run there.")
+    rdzv_backend: str = Field("c10d", description="How they meet.")
+    rdzv_conf: str | None = Field(None, description="More for that, such as last_call_timeout=10,keep_alive_interval=2.")
+    local_addr: str | None = Field(None, description="This machine's address, where its name does not lead to it.")
+
     # what is measured and shown
     eval_every: int = Field(10, ge=0, description="Steps between held-out losses; 0 measures none.")
     eval_fraction: float = Field(0.05, gt=0, lt=1, description="Share of the data that is held out.")
@@ -122,6 +148,44 @@ class TrainConfig(BaseModel):
     @classmethod
     def _units_may_be_one_string(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("save_before", "grace")
+    @classmethod
+    def _is_a_duration(cls, value: str | None) -> str | None:
+        if value is not None:
+            seconds_of(value)
+        return value
+
+    @field_validator("nnodes", mode="before")
+    @classmethod
+    def _nnodes_is_a_range(cls, value: object) -> str:
+        parts = str(value).split(":")
+        if len(parts) > 2 or not all(p.isdecimal() for p in parts) or not 1 <= int(parts[0]) <= int(parts[-1]):
+            raise ValueError("expected a number of machines, N or MIN:MAX, such as 1:4")
+        return str(value)
+
+    @field_validator("slow_factor")
+    @classmethod
+    def _slow_is_above_one(cls, value: float) -> float:
+        if 0 < value <= 1:
+            raise ValueError("expected more than 1, such as 1.5, or 0 for no alert")
+        return value
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """(fewest, most) machines of the run."""
+        parts = self.nnodes.split(":")
+        return int(parts[0]), int(parts[-1])
+
+    @model_validator(mode="after")
+    def _what_survival_needs(self) -> TrainConfig:
+        if self.resume != "none" and self.overwrite:
+            raise ValueError("resume goes on with an earlier run and overwrite replaces it; give one of them.")
+        if self.resume == "auto" and self.output is None:
+            raise ValueError("resume auto looks for checkpoints in the output folder, and none is named; add --output FOLDER.")
+        if self.on_nonfinite == "rollback" and self.save_every is None:
+            raise ValueError("on_nonfinite rollback goes back to a checkpoint, and none is written; add --save-every N.")
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:

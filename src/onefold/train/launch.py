@@ -15,15 +15,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
+from onefold.train.agent import END
+from onefold.train.agent import GRACE as GRACE_OF_AGENT
 from onefold.train.config import TrainConfig
+from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError
 from onefold.train.machine import physical_cores
-from onefold.train.stop import CONTROL
+from onefold.train.stop import CONTROL, FINAL, PREEMPTION, REQUESTS, STARTED, TRAINING, Stop
 
 #: What torch.distributed reads when ranks are started by somebody else.
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Seconds that ranks get to end after SIGTERM, before SIGKILL.
+#: Seconds that the agent gets to end, before SIGKILL.
 GRACE = 5.0
+#: Seconds beyond --grace in which ranks that have saved may still leave.
+SPARE = 5.0
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -85,25 +90,59 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
     return (config.nproc, "as asked") if config.nproc else (cores, f"one a physical core, {cores} here")
 
 
+def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
+    """What torchrun is asked for: a rendezvous of its own on one machine, the user's on several.
+
+    Raises:
+        TrainError: something that several machines need is missing.
+    """
+    arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={config.max_restarts}"]
+    fewest, most = config.nodes
+    if most == 1 and config.rdzv_endpoint is None:
+        return ["--standalone", *arguments]
+    several = f"--nnodes {config.nnodes}"
+    if config.rdzv_endpoint is None:
+        raise TrainError(f"{several}: say where the machines meet, with --rdzv-endpoint HOST:PORT (one of them, the same on all).")
+    if config.output is None:
+        raise TrainError(f"{several}: name the folder that all machines see, with --output.")
+    if fewest < most and config.resume != "auto":
+        raise TrainError(f"{several}: machines may come and go, and each time the run goes on from a checkpoint: add --resume auto.")
+    arguments += [
+        f"--nnodes={config.nnodes}",
+        f"--rdzv-backend={config.rdzv_backend}",
+        f"--rdzv-endpoint={config.rdzv_endpoint}",
+        f"--rdzv-id={config.rdzv_id}",
+    ]
+    arguments += [f"--rdzv-conf={config.rdzv_conf}"] if config.rdzv_conf else []
+    arguments += [f"--local-addr={config.local_addr}"] if config.local_addr else []
+    return arguments
+
+
 def launch(config: TrainConfig) -> int:
-    """Run `config` on ranks of this machine and return the exit status: 0, 1 for a failure, 130 after Ctrl-C."""
+    """Run `config` on ranks of this machine and return the exit status: 0, 1 for a failure, 130 after Ctrl-C. See `onefold.train.stop`."""
     nproc, why = ranks_to_start(config)
+    asked = torchrun_arguments(config, nproc)
     if not config.json_lines:
         print(f"starting {nproc} ranks ({why})", flush=True)
     with noted_signals() as arrived, _control_folder() as control:
         (control / "config.json").write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
+        environment = child_environment(os.environ, nproc, control, config.compile)
         process = subprocess.Popen(
-            [sys.executable, "-m", "onefold.train.agent", "--standalone", f"--nproc-per-node={nproc}",
-             f"--log-dir={control}",
+            [sys.executable, "-m", "onefold.train.agent", *asked, f"--log-dir={control}",
              "-m", "onefold.train.worker", str(control / "config.json")],
-            env=child_environment(os.environ, nproc, control, config.compile),
+            env={**environment, **_for_several(config), GRACE_OF_AGENT: str(seconds_of(config.grace)), STARTED: str(time.time())},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
         try:
-            return _wait(process, control, arrived, quiet=config.json_lines)
+            return _Waiting(process, control, arrived, nproc, config).to_the_end()
         finally:
             _end(process, control)
+
+
+def _for_several(config: TrainConfig) -> dict[str, str]:
+    """On several machines torchrun is to make a fresh store for each start: kept over restarts, it leads those that stay to one that has gone."""
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if config.nodes[1] > 1 else {}
 
 
 def child_environment(environment: Mapping[str, str], nproc: int, control: Path, compiling: bool) -> dict[str, str]:
@@ -116,40 +155,99 @@ def child_environment(environment: Mapping[str, str], nproc: int, control: Path,
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if not compiling:
         ours["TORCHINDUCTOR_CACHE_DIR"] = str(control / "inductor")
     return {**ours, **environment, CONTROL: str(control)}
 
 
-def _wait(process: subprocess.Popen[bytes], control: Path, arrived: list[int], quiet: bool) -> int:
-    told = 0
-    while process.poll() is None:
-        time.sleep(0.05)
-        if len(arrived) <= told:
-            continue
-        told += 1
-        worth_saving = (control / "training").exists()
-        if told > 1 or not worth_saving:
-            _end(process, control)
-            break
-        (control / "stop").touch()
-        if not quiet:
-            _say("\nstopping after this step, then saving; Ctrl-C again ends at once")
-    if arrived:
-        return 128 + arrived[0]
-    return process.returncode
+class _Waiting:
+    """The launcher while its ranks run: passes requests on, and sees that they are met in time."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: Path, arrived: list[int], nproc: int, config: TrainConfig) -> None:
+        self.process, self.control, self.arrived, self.nproc, self.config = process, control, arrived, nproc, config
+        self.heard = 0
+        self.deadline: float | None = None
+        self.interrupted: int | None = None
+
+    def to_the_end(self) -> int:
+        """The exit status of the run."""
+        while self.process.poll() is None:
+            time.sleep(0.05)
+            code = self._look()
+            if code is not None:
+                _end(self.process, self.control)
+                return code
+        if self.interrupted is not None:
+            return 128 + self.interrupted
+        code = self.process.returncode
+        if code < 0:
+            _say(f"error: the agent that starts the ranks was ended by {signal.Signals(-code).name}.")
+        return code if code >= 0 else 128 - code
+
+    def _look(self) -> int | None:
+        """An exit status if the run is over now, whatever its processes do."""
+        new, self.heard = self.arrived[self.heard :], len(self.arrived)
+        for number in new:
+            over = self._passed_on(number)
+            if over is not None:
+                return over
+        if (self.control / FINAL).exists():
+            return 1
+        if self.deadline is not None and len(list(self.control.glob("ended-*"))) == self.nproc and not _alive(self.control):
+            return 0  # its own agent might wait minutes for those of other machines
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            _say(f"error: step and checkpoint took longer than --grace {self.config.grace}; what was saved before remains.")
+            return 1
+        return None
+
+    def _passed_on(self, number: int) -> int | None:
+        """Ask the ranks for what the signal means; an exit status if there is nothing to wait for."""
+        if not (self.control / TRAINING).exists():
+            return 128 + number
+        by_scheduler = number in PREEMPTION
+        if by_scheduler and self.deadline is None:
+            self.deadline = time.monotonic() + seconds_of(self.config.grace) + SPARE
+            (self.control / REQUESTS[Stop.PREEMPT]).touch()
+            self._tell(f"\n{signal.Signals(number).name}: saving a checkpoint after this step, then ending")
+        elif not by_scheduler:
+            if self.interrupted is not None:
+                return 128 + self.interrupted
+            self.interrupted = number
+            (self.control / REQUESTS[Stop.INTERRUPT]).touch()
+            self._tell("\nstopping after this step, then saving; Ctrl-C again ends at once")
+        return None
+
+    def _tell(self, text: str) -> None:
+        if not self.config.json_lines:
+            _say(text)
+
+
+def _pids(control: Path) -> Iterator[int]:
+    for file in control.glob("rank-*.pid"):
+        with contextlib.suppress(OSError, ValueError):
+            yield int(file.read_text())
+
+
+def _alive(control: Path) -> bool:
+    """Whether a rank of this machine still runs."""
+    for pid in _pids(control):
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return True
+    return False
 
 
 def _end(process: subprocess.Popen[bytes], control: Path) -> None:
     """Leave no process: ranks at once, then the agent. Each rank leads a group of its own, which goes with it."""
     if process.poll() is not None:
         return
-    for file in control.glob("rank-*.pid"):
+    for pid in _pids(control):
         for kill in (os.killpg, os.kill):
-            with contextlib.suppress(OSError, ValueError):
-                kill(int(file.read_text()), signal.SIGKILL)
-    process.terminate()
+            with contextlib.suppress(OSError):
+                kill(pid, signal.SIGKILL)
+    process.send_signal(END)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE)
     if process.poll() is None:
@@ -165,7 +263,7 @@ def noted_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGHUP, *PREEMPTION)}
     try:
         yield arrived
     finally:

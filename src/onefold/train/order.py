@@ -7,19 +7,26 @@ the samples drawn from (seed, epoch). Ranks and micro-batches only cut that list
     2 ranks, micro-batch 2              |  r0   |  r1   |  r0   |  r1   |
                                         └ micro-batch 0 ┴ micro-batch 1 ┘
 
-so another number of ranks at the same B sees the same samples at every step.
+so another number of ranks at the same B sees the same samples at every step, and a checkpoint needs to keep the step, B and the
+seed only; and how many global batches were skipped, where a run went back to a checkpoint and around samples that it could not digest.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from onefold.train.data import Samples
 from onefold.train.errors import TrainError
 
 Indices = npt.NDArray[np.int64]
+#: Samples that a fingerprint reads.
+_PROBES = 64
 
 
 @dataclass
@@ -30,11 +37,15 @@ class DataOrder:
         samples: how many there are.
         global_batch: how many an optimizer step reads, B.
         seed: with the step, all that decides.
+        fingerprint: of the samples; "" if nobody took it.
+        skipped: global batches that are left out: step s reads batch s + skipped.
     """
 
     samples: int
     global_batch: int
     seed: int
+    fingerprint: str = ""
+    skipped: int = 0
     _epoch: int = field(default=-1, repr=False)
     _permutation: Indices = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
 
@@ -46,7 +57,8 @@ class DataOrder:
 
     def at(self, step: int) -> Indices:
         """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs, even several."""
-        positions = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.int64)
+        first = (step + self.skipped) * self.global_batch
+        positions = np.arange(first, first + self.global_batch, dtype=np.int64)
         epochs, offsets = positions // self.samples, positions % self.samples
         out = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -58,6 +70,36 @@ class DataOrder:
         """The micro-batches of `rank` at `step`, each of shape [micro_batch], in order."""
         cut = self.at(step).reshape(-1, world_size, micro_batch)
         return [cut[m, rank] for m in range(cut.shape[0])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; with the step it is the position in the data."""
+        return {
+            "samples": self.samples,
+            "global_batch": self.global_batch,
+            "seed": self.seed,
+            "fingerprint": self.fingerprint,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the run that kept `state`.
+
+        Raises:
+            TrainError: this order reads other samples, or in another order.
+        """
+        mine = self.state_dict()
+        for name, option in (("seed", "--seed"), ("global_batch", "--global-batch")):
+            if state[name] != mine[name]:
+                raise TrainError(
+                    f"the checkpoint was made with {option} {state[name]}, this run has {option} {mine[name]}: it would not go on with the "
+                    f"samples where the other stopped. Use {option} {state[name]}, or start another run from the exported model (--model)."
+                )
+        if (state["samples"], state["fingerprint"]) != (mine["samples"], mine["fingerprint"]):
+            raise TrainError(
+                f"the checkpoint was made on other data: {state['samples']} samples then, {mine['samples']} now, or others. Use the same "
+                "--data, --seq, --tokenizer and --eval-fraction, or start another run from the exported model (--model)."
+            )
+        self.skipped = int(state["skipped"])
 
     def _permuted(self, epoch: int) -> Indices:
         if epoch != self._epoch:
@@ -81,6 +123,34 @@ def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> 
             f"({at_once} sequences at once); use {near}, or another --micro-batch."
         )
     return global_batch // at_once
+
+
+def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) -> int:
+    """The largest micro-batch, `wanted` at most, with which the global batch of an earlier start can be cut on these ranks.
+
+    Raises:
+        TrainError: there is none.
+    """
+    share, rest = divmod(global_batch, world_size)
+    if rest:
+        counts = ", ".join(str(n) for n in range(1, 2 * world_size) if global_batch % n == 0)
+        raise TrainError(
+            f"the run goes on with its global batch of {global_batch} sequences, which {world_size} ranks cannot share equally. "
+            f"It can go on with {counts} ranks; a global batch that every number of ranks divides (such as 24) is safest."
+        )
+    return max(size for size in range(1, min(wanted, share) + 1) if share % size == 0)
+
+
+def fingerprint_of(samples: Samples) -> str:
+    """A checksum of up to 64 samples spread over all of them: tells other data from the same."""
+    count = len(samples)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, _PROBES)).astype(np.int64))
+    crc = 0
+    for index in chosen:
+        batch = samples.batch(np.array([index]))
+        for name in sorted(batch):
+            crc = zlib.crc32(batch[name].numpy().tobytes(), crc)
+    return f"{crc:08x}"
 
 
 def eval_batches(held_out: int, limit: int, rank: int, world_size: int, micro_batch: int) -> list[tuple[Indices, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +20,21 @@ from onefold.train.data import Data, load_data
 from onefold.train.errors import TrainError
 from onefold.train.groups import names_without_decay, parameter_groups
 from onefold.train.models import Loaded, load_on_first_rank
-from onefold.train.order import DataOrder, accumulation_steps
+from onefold.train.order import DataOrder, accumulation_steps, fingerprint_of, micro_batch_that_divides
 from onefold.train.ranks import Ranks
+from onefold.train.resume import Point
 from onefold.train.schedule import lr_factor, steps_of, warmup_steps
+from onefold.train.stop import Stop
 
 
 @dataclass
 class Run:
-    """A run that is ready to step."""
+    """A run that is ready to step.
+
+    Attributes:
+        start: steps that were done before, in an earlier start. earlier: what that start kept beside its checkpoint.
+        stopped: why the steps end before the last one.
+    """
 
     config: TrainConfig
     ranks: Ranks
@@ -46,14 +53,20 @@ class Run:
     frozen: int
     recording: Recording | None = None  # of one step, once it was run
     measured: Account | None = None
+    start: int = 0
+    earlier: dict[str, Any] = field(default_factory=dict)
+    stopped: Stop = Stop.NONE
 
 
-def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> Run:
+def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None], point: Point | None = None) -> Run:
     """Load, choose, shard. Collective: every rank calls it with the same configuration.
 
     Args:
         note: tells the user what is being done, a line at a time.
+        point: the checkpoint that the run will go on from (`resume.load` does); its global batch stays, whatever the ranks are now.
     """
+    if point is not None and point.global_batch is not None:
+        config = _with_global_batch(config, point.global_batch, ranks, note)
     (free,) = ranks.least(ranks.free_memory())
     note(f"loading {config.model}")
     loaded = load_on_first_rank(config.model, config.tokenizer, config.seed, config.seq, ranks)
@@ -70,7 +83,7 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
     choice = _choice(config, ranks, model, int(free), note)
     global_batch = config.global_batch or choice.micro_batch * ranks.world_size
     accumulation = accumulation_steps(global_batch, choice.micro_batch, ranks.world_size)
-    order = DataOrder(len(data.train), global_batch, config.seed)
+    order = DataOrder(len(data.train), global_batch, config.seed, fingerprint_of(data.train))
     steps = config.steps or DEFAULT_STEPS
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * len(data.train) / global_batch))
@@ -95,6 +108,25 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None]) -> R
     return Run(
         config, ranks, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen
     )  # fmt: skip
+
+
+def _with_global_batch(config: TrainConfig, global_batch: int, ranks: Ranks, note: Callable[[str], None]) -> TrainConfig:
+    """`config` with the global batch of the run that goes on, and a micro-batch that divides it.
+
+    Raises:
+        TrainError: another one was asked for, or these ranks cannot share it.
+    """
+    if config.global_batch not in (None, global_batch):
+        raise TrainError(
+            f"--global-batch {config.global_batch}: the run to go on with has {global_batch}, which decides the samples of every step. "
+            "Leave the option out, or start another run from the exported model (--model)."
+        )
+    wanted = config.micro_batch if config.micro_batch != "auto" else global_batch
+    micro_batch = micro_batch_that_divides(wanted, global_batch, ranks.world_size)
+    if config.micro_batch == "auto" or micro_batch == wanted:
+        return config.model_copy(update={"global_batch": global_batch})
+    note(f"micro-batches of {micro_batch} instead of {wanted}, so that {ranks.world_size} ranks share the global batch of {global_batch}")
+    return config.model_copy(update={"global_batch": global_batch, "micro_batch": micro_batch})
 
 
 def _choice(config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note: Callable[[str], None]) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onefold.comm import StallError
 from onefold.train.machine import free_host_memory
+from onefold.train.meeting import meet
+
+#: Seconds in which all ranks must have started.
+MEETING = 1800.0
 
 
 @dataclass
@@ -54,13 +60,21 @@ class Ranks:
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        self._talk("what the first rank says", lambda: dist.broadcast_object_list(box, src=0, group=self.control))
         return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Collective; it must pickle."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        self._talk("what each rank says", lambda: dist.all_gather_object(found, value, group=self.control))
+        return found
 
     def wait(self) -> None:
         """Until every rank is here. Collective."""
         if self.world_size > 1:
-            dist.barrier(group=self.control)
+            self._talk("each other", lambda: dist.barrier(group=self.control))
 
     def free_memory(self) -> int:
         """Bytes free for this rank: of its GPU, or its part of the host's."""
@@ -72,8 +86,15 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(numbers, op=how, group=self.control)
+        self._talk("the ranks' figures", lambda: dist.all_reduce(numbers, op=how, group=self.control))
         return numbers.tolist()
+
+    def _talk(self, what: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except RuntimeError as error:
+            text = str(error).splitlines()[0][:200]
+            raise StallError(f"rank {self.rank} lost the others while it waited for {what}. (backend: {text})") from None
 
 
 def join(device: str, timeout: float) -> Ranks:
@@ -91,7 +112,11 @@ def join(device: str, timeout: float) -> Ranks:
     if use_cuda:
         torch.cuda.set_device(where)
     backend = "nccl" if use_cuda else "gloo"
-    dist.init_process_group(f"cpu:gloo,cuda:{backend}" if use_cuda else backend)
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    if world_size > 1:
+        store = dist.PrefixStore("onefold", store)
+        store = dist.PrefixStore(meet(store, rank, world_size, MEETING), store)
+    dist.init_process_group(f"cpu:gloo,cuda:{backend}" if use_cuda else backend, store=store, rank=rank, world_size=world_size)
     # Loading, sampling and saving keep rank 0 longer than the others, so the host group is patient.
     patience = timedelta(seconds=max(1800.0, timeout))
     control = dist.new_group(backend="gloo", timeout=patience) if world_size > 1 else None

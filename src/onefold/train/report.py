@@ -28,6 +28,12 @@ class Reporter:
     def step(self, row: dict[str, Any]) -> None:
         """Metrics of one step."""
 
+    def alert(self, text: str) -> None:
+        """Something needs an eye: a step that was left out, a slow rank."""
+
+    def saved(self, row: dict[str, Any]) -> None:
+        """A checkpoint is whole: its step, path, seconds, and the seconds of them in which the training stood still."""
+
     def done(self, row: dict[str, Any]) -> None:
         """The run is over and saved."""
 
@@ -53,6 +59,12 @@ class JsonReporter(Reporter):
 
     def step(self, row: dict[str, Any]) -> None:
         self._write("step", **row)
+
+    def alert(self, text: str) -> None:
+        self._write("alert", text=text)
+
+    def saved(self, row: dict[str, Any]) -> None:
+        self._write("checkpoint", **row)
 
     def done(self, row: dict[str, Any]) -> None:
         self._write("done", **row)
@@ -105,15 +117,25 @@ class ConsoleReporter(Reporter):
         elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps):
             self.console.print(f"step {row['step']}/{self._steps}  {_figures(row)}")
 
+    def alert(self, text: str) -> None:
+        self.console.print(f"[yellow]{_plain(text)}[/yellow]")
+
+    def saved(self, row: dict[str, Any]) -> None:
+        text = f"checkpoint {row['path']} in {row['seconds']:.1f} s, {row['stall_s']:.2f} s of them waited for"
+        self.console.print(f"[dim]{_plain(text)}[/dim]")
+
     def done(self, row: dict[str, Any]) -> None:
         self._stop_bar()
-        verb = "stopped" if row["stopped"] else "done"
+        verb = f"stopped ({row['why']})" if row["stopped"] else "done"
         first, last = row["first_loss"], row["last_loss"]
+        losses = f"loss {first:.3f} -> {last:.3f}, " if first is not None and last is not None else ""
         self.console.print(
-            f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s: loss {first:.3f} -> {last:.3f}, "
+            f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s: {losses}"
             f"{readable(row['wire_bytes_total'])} sent by each rank, peak memory {readable(row['memory_peak'])} a rank"
         )
-        self.console.print(f"saved {_plain(row['model_kind'])} {_plain(row['model'])}, {_plain(row['metrics'])}")
+        kept = [f"{row['model_kind']} {row['model']}"] if row["model"] else []
+        kept += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
+        self.console.print(f"saved {_plain(', '.join([*kept, row['metrics']]))}")
 
     def close(self) -> None:
         self._stop_bar()
@@ -137,7 +159,9 @@ class ConsoleReporter(Reporter):
 
 
 def _figures(row: dict[str, Any]) -> str:
-    parts = [f"loss {row['loss']:.3f}"]
+    parts = [f"loss {row['loss']:.3f}" if row["loss"] is not None else "loss not finite"]
+    if row.get("left_out"):
+        parts.append("left out")
     if "eval_loss" in row:
         parts.append(f"held-out {row['eval_loss']:.3f}")
     parts.append(f"{row['tokens_per_s']:.0f} tokens/s")

@@ -1,82 +1,172 @@
-"""Ending a run on Ctrl-C without losing it, whoever delivers the signal.
+"""Ending a run without losing it, whoever asks.
 
-    terminal ──SIGINT──► onefold train ── file `stop` ──► every rank: finish the step, agree, save, exit 0
-       (own launcher)         │ second SIGINT ──SIGKILL──► every rank, at once
-                              └ before training began: as the second
+    who asks                                    what the ranks do after the step                       exit status
+    Ctrl-C (SIGINT, or the terminal closed)     the model, and a checkpoint if the run keeps any       130 (129)
+    SIGTERM, SIGUSR1 (Slurm, Kubernetes, spot)  a checkpoint, within --grace                           0
+    --save-before                               a checkpoint, in time                                  0
+    the same before the first step              nothing: there is nothing to save                      128 + signal
+    Ctrl-C twice                                nothing, at once                                       130
 
-    another launcher ──SIGINT or SIGTERM──► every rank: finish the step, agree, save, exit 130
+    terminal, scheduler ──signal──► onefold train ── file in the control folder ──► every rank
+    another launcher    ──signal──────────────────────────────────────────────────► every rank
 
-Ranks agree by reducing a flag with each step's loss, so that all leave after the same step. The launcher and its ranks meet
-in a temporary folder, the control folder: ranks leave their process ids there, rank 0 says when there is something to
-save, and the first rank that fails is the one that speaks.
+Ranks agree by reducing what they were asked with each step's loss, so that all leave after the same step. SIGTERM is also how torchrun
+ends ranks to start them anew, because one has gone (then the others cannot finish their step, and end with an error) or because a
+machine has come (then they finish it and save, and nothing is lost).
+
+[Note: signals on a thread] Python runs a signal's handler on the main thread, between two instructions: not while that thread waits
+inside a collective. The numbers of arriving signals are therefore written to a pipe by the interpreter, at once, and a thread reads it.
+
+The launcher and its ranks meet in a temporary folder, the control folder: ranks leave their process ids there, the first of a
+machine says when there is something to save, and the first rank that fails is the one that speaks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 
 CONTROL = "ONEFOLD_CONTROL"
+#: When the launcher started, seconds since the epoch.
+STARTED = "ONEFOLD_STARTED"
 INTERRUPTED = 130
+#: What a rank returns that was not asked to end itself, so that its agent starts it again with the machines that remain.
+AGAIN = 75
+TRAINING, FINAL = "training", "final"
+#: Signals by which schedulers announce the end.
+PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stop(enum.IntFlag):
+    """Why a run ends before its last step."""
+
+    NONE = 0
+    INTERRUPT = 1
+    PREEMPT = 2
+    TIME = 4
+
+    @property
+    def reason(self) -> str:
+        """For people."""
+        if self & Stop.PREEMPT:
+            return "SIGTERM or SIGUSR1"
+        return "--save-before" if self & Stop.TIME else "Ctrl-C" if self else ""
+
+
+#: The file in the control folder by which the launcher passes a request on.
+REQUESTS = {Stop.INTERRUPT: "stop-interrupt", Stop.PREEMPT: "stop-preempt"}
 
 
 class StopSignal:
-    """On a rank: has somebody asked this rank to stop?
+    """On a rank: what has this rank been asked?
 
-    Under this package's launcher SIGTERM keeps its default, so that a rank stuck in a collective dies at once when
-    torchrun ends it after another rank's failure.
+    Args:
+        rank: among all. local_rank: among those of this machine.
+        grace: seconds from the first SIGTERM or SIGUSR1 after which the rank ends without having saved, with status 1.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, local_rank: int = 0, grace: float = 30.0) -> None:
         folder = os.environ.get(CONTROL)
         self.control = Path(folder) if folder else None
-        self.rank = rank
-        self._signals = 0
-        self._worth_saving = False
-        signal.signal(signal.SIGINT, self._on_signal)
-        if self.control is None:
-            signal.signal(signal.SIGTERM, self._on_signal)
-        else:
+        self.rank, self.local_rank, self.grace = rank, local_rank, grace
+        self.generation = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._asked = Stop.NONE
+        self._armed = self._saved = False
+        self._listen()
+        if self.control is not None:
             with contextlib.suppress(OSError):
-                (self.control / f"rank-{rank}.pid").write_text(str(os.getpid()))
+                (self.control / f"ended-{local_rank}").unlink(missing_ok=True)
+                if local_rank == 0:
+                    (self.control / TRAINING).unlink(missing_ok=True)
+                (self.control / f"rank-{local_rank}.pid").write_text(str(os.getpid()))
             follow_parent()
 
     def arm(self) -> None:
         """From now on there is something to save: a signal lets the step finish instead of ending the process."""
-        self._worth_saving = True
-        if self.control is not None and self.rank == 0:
-            with contextlib.suppress(OSError):
-                (self.control / "training").touch()
+        self._armed = True
+        if self.local_rank == 0:
+            self._mark(TRAINING)
+
+    def disarm(self) -> None:
+        """What was to be saved is saved; the time that was left for it no longer matters."""
+        self._saved = True
 
     @property
-    def requested(self) -> bool:
-        """True once somebody asked. Other ranks may not know yet: reduce it."""
-        return self._signals > 0 or (self.control is not None and (self.control / "stop").exists())
+    def asked(self) -> Stop:
+        """What was asked of this rank. Other ranks may not know yet: reduce it."""
+        asked = self._asked
+        for kind, name in REQUESTS.items():
+            if self.control is not None and (self.control / name).exists():
+                asked |= kind
+        return asked
 
-    @property
-    def exit_code(self) -> int:
-        """What a rank returns after a stop: the launcher of this package turns 0 into 130 itself."""
-        return 0 if self.control is not None else INTERRUPTED
+    def exit_code(self, stopped: Stop) -> int:
+        """What this rank returns after the ranks stopped for that; on Ctrl-C the launcher of this package turns 0 into 130 itself."""
+        self._mark(f"ended-{self.local_rank}")
+        by_hand = stopped & Stop.INTERRUPT and not stopped & (Stop.PREEMPT | Stop.TIME)
+        return INTERRUPTED if by_hand and self.control is None else 0
 
     def speak_first(self) -> bool:
-        """True for the first rank that asks: it tells of the failure, the ranks that fail after it keep quiet."""
+        """True for the first rank of this machine that asks: it tells of the failure, those that fail after it keep quiet."""
         if self.control is None:
             return True
         try:
-            os.close(os.open(self.control / "failed", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self.control / f"failed-{self.generation}", os.O_CREAT | os.O_EXCL))
         except OSError:
             return False
         return True
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if not self._worth_saving or (self._signals > 1 and number == signal.SIGINT):
+    def no_restart(self) -> None:
+        """What went wrong would go wrong again: the launcher ends the run instead of letting ranks start once more."""
+        self._mark(FINAL)
+
+    def _mark(self, name: str) -> None:
+        if self.control is not None:
+            with contextlib.suppress(OSError):
+                (self.control / name).touch()
+
+    def _listen(self) -> None:
+        """See [Note: signals on a thread]."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        for number in (signal.SIGINT, *PREEMPTION):
+            signal.signal(number, lambda number, frame: None)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+        def listen() -> None:
+            while True:
+                for number in os.read(reading, 64):
+                    self._arrived(number)
+
+        threading.Thread(target=listen, name="onefold-signals", daemon=True).start()
+
+    def _arrived(self, number: int) -> None:
+        if number != signal.SIGINT and number not in PREEMPTION:
+            return
+        again = bool(self._asked & Stop.INTERRUPT) and number == signal.SIGINT
+        if not self._armed or again:
             os._exit(128 + number)
+        if number == signal.SIGINT:
+            self._asked |= Stop.INTERRUPT
+        elif not self._asked & Stop.PREEMPT:
+            self._asked |= Stop.PREEMPT
+            late = threading.Timer(self.grace, self._too_late)
+            late.daemon = True
+            late.start()
+
+    def _too_late(self) -> None:
+        if self._saved:
+            return
+        if self.speak_first():
+            text = f"rank {self.rank}: step and checkpoint took longer than the {self.grace:g} s of --grace; what was saved before remains."
+            print(text, file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def follow_parent(interval: float = 1.0) -> None:

@@ -17,8 +17,11 @@ class Window:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.first, self.last = steps_of(run.config.trace, run.steps)
+        if run.config.trace is None and run.start:  # this process's first steps also build states and learn orders
+            self.first = self.last = min(run.start + self.first, run.steps - 1)
         self._stack = contextlib.ExitStack()
         self._recording: Recording | None = None
+        self._whole = 0
 
     def begin(self, step: int) -> None:
         """A step is about to begin."""
@@ -27,11 +30,15 @@ class Window:
             seen = record(self.run.model, self.run.optimizer, activations=True, torch_profiler=profiler)
             self._recording = self._stack.enter_context(seen)
 
-    def end(self, step: int, over: bool) -> None:
-        """A step has ended; `over`: it was the run's last."""
+    def end(self, step: int, over: bool, whole: bool = True) -> None:
+        """A step has ended; `over`: it was the run's last. `whole`: its update was applied; a window without such a step moves on."""
+        self._whole += whole and self._recording is not None
         if self._recording is not None and (step >= self.last or over):
             self._stack.close()
             recording, self._recording = self._recording, None
+            if not self._whole:
+                self.first = self.last = step + 1
+                return
             self.run.recording = recording
             self.run.measured = measured(self.run.model, self.run.optimizer, recording)
 

@@ -2,197 +2,302 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import statistics
 import sys
+import threading
 import time
 import traceback
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from onefold.observe.measure import reconciled
-from onefold.observe.runfile import write_observed
-from onefold.observe.tensorboard import TensorBoard
+import onefold
+from onefold.checkpoint.errors import CheckpointError
+from onefold.comm import StallError
+from onefold.train import resume
 from onefold.train.config import TrainConfig
+from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError
 from onefold.train.export import export
+from onefold.train.facts import describe, observe
 from onefold.train.loop import Row, train
 from onefold.train.memory_error import explain, is_out_of_memory
-from onefold.train.output import Metrics, with_output, write_config
+from onefold.train.neighbours import PATIENCE, Neighbours, Peer
+from onefold.train.output import METRICS, Board, Metrics, with_output, write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks, join, leave
 from onefold.train.report import JsonReporter, Reporter, reporter
 from onefold.train.sample import prompt_of, sample
-from onefold.train.stop import CONTROL, INTERRUPTED, StopSignal
+from onefold.train.stop import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
+from onefold.train.survive import Keeper, check_time, started_at
 from onefold.train.window import Window
+
+#: Seconds in which a rank that stops with the others waits whether its own machine is asked to end as well.
+LINGER = 5.0
+
+
+class Rank:
+    """What this process knows of itself and the others while it runs.
+
+    Attributes:
+        stop: what it was asked. neighbours: who notices that a rank has gone, None for a lone rank. doing: for people.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.number = int(os.environ["RANK"])
+        self.stop = StopSignal(self.number, int(os.environ.get("LOCAL_RANK", 0)), seconds_of(config.grace))
+        self.neighbours: Neighbours | None = None
+        self.doing = "joining the others"
+        self.run: Run | None = None
+
+    def watch(self, ranks: Ranks) -> None:
+        """Have an eye on the other ranks from now on. Collective."""
+        self.neighbours = Neighbours.connect(ranks, self._one_has_gone)
+        self.stop.generation = ranks.from_first(f"{time.time_ns()}-{os.getpid()}")
+
+    def place(self) -> str:
+        """Where this rank stands."""
+        if self.run is None or self.doing != "training":
+            return self.doing
+        engine = onefold.engine_of(self.run.model)
+        unit = next((unit.name for unit, *_ in reversed(engine.stack)), None)
+        where = f" of unit {unit!r}" if unit is not None else ""
+        return f"in the {engine.phase} pass{where}, step {self.run.start + engine.step + 1}"
+
+    def _one_has_gone(self, peer: Peer) -> None:
+        if self.neighbours is not None and len(self.neighbours.gone) == 1:
+            end = threading.Timer(PATIENCE, self._end)
+            end.daemon = True
+            end.start()
+
+    def _end(self) -> None:
+        """Another rank has gone, and this one has not noticed by itself: it computes."""
+        if self.stop.speak_first():
+            self._say(StallError(f"rank {self.number} ends {self.place()}: it cannot go on alone."))
+        os._exit(1)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell what went wrong, once on this machine, and end this process."""
+        if self.stop.speak_first():
+            self._say(error)
+            if isinstance(error, TrainError):  # a CheckpointError may be about a rank that went while it saved
+                self.stop.no_restart()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.neighbours is not None and self.neighbours.gone:
+            self.neighbours.close()  # who is to blame is known
+        # Not sys.exit: process groups that are in the middle of something would be waited for.
+        os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
+
+    def _say(self, error: BaseException) -> None:
+        gone = self.neighbours.gone if self.neighbours is not None else []
+        who = "".join(f"{peer} has gone.\n" for peer in gone)
+        if self.config.json_lines:
+            names = [str(peer) for peer in gone]
+            JsonReporter()._write("error", rank=self.number, kind=type(error).__name__, message=str(error), gone=names)
+        if isinstance(error, TrainError | CheckpointError | StallError):
+            print(f"{who}error: {error}", file=sys.stderr, flush=True)
+            return
+        print(f"{who}rank {self.number} failed:", file=sys.stderr)
+        traceback.print_exception(error)
 
 
 def run_rank(config: TrainConfig) -> int:
     """Be one rank of `config` and return the exit status. What goes wrong is told once, by the first rank it happens to."""
-    stop = StopSignal(int(os.environ["RANK"]))
+    me = Rank(config)
     try:
         ranks = join(config.device, config.stall_timeout)
-        if CONTROL not in os.environ:
-            config = ranks.from_first(_with_output_or_error(config) if ranks.is_first else None)
-            if isinstance(config, TrainError):
-                raise config
-        code = _run(config, ranks, stop)
+        me.watch(ranks)
+        (count,) = ranks.most(resume.restarts())
+        restarted: bool = ranks.from_first(count > 0 or resume.made_since(config, started_at()))
+        if CONTROL not in os.environ or config.nodes[1] > 1:
+            config = _from_first(ranks, lambda: with_output(config, restarted))
+        code = _run(config, ranks, me, restarted)
+        if me.neighbours is not None:
+            me.neighbours.close()
         leave()
         return code
     except Exception as error:
-        if not stop.requested and stop.speak_first():
-            _tell(error, stop.rank, config.json_lines if isinstance(config, TrainConfig) else False)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: process groups that are in the middle of something would be waited for.
-        os._exit(INTERRUPTED if stop.requested else 1)
+        me.fail(error)
+        raise
 
 
-def _with_output_or_error(config: TrainConfig) -> TrainConfig | TrainError:
-    try:
-        return with_output(config)
-    except TrainError as error:
-        return error
+def _from_first(ranks: Ranks, make: Callable[[], Any]) -> Any:
+    """What `make` gives on the first rank, on every rank; what it raises, too. Collective."""
+    found: Any = None
+    if ranks.is_first:
+        try:
+            found = make()
+        except (TrainError, CheckpointError) as error:
+            found = error
+    found = ranks.from_first(found)
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
-def _tell(error: Exception, rank: int, json_lines: bool) -> None:
-    if json_lines:
-        JsonReporter()._write("error", rank=rank, kind=type(error).__name__, message=str(error))
-    if isinstance(error, TrainError):
-        print(f"error: {error}", file=sys.stderr)
-        return
-    print(f"rank {rank} failed:", file=sys.stderr)
-    traceback.print_exception(error)
-
-
-def _run(config: TrainConfig, ranks: Ranks, stop: StopSignal) -> int:
+def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
     assert config.output is not None
     folder = Path(config.output)
-    say = reporter(ranks.is_first, config.json_lines, config.log_every)
-    try:
-        begun = time.perf_counter()
-        run = prepare(config, ranks, say.note)
-        plan = describe(run)
+    begun = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        say = reporter(ranks.is_first, config.json_lines, config.log_every)
+        stack.callback(say.close)
+        me.doing = "loading"
+        point = _from_first(ranks, lambda: resume.find(config, restarted))
+        run = me.run = prepare(config, ranks, say.note, point)
+        notes = resume.load(run, point) if point is not None else []
+        keeper = Keeper(run, folder, say, started_at())
         if ranks.is_first:
-            write_config(config, folder, plan)
-        say.plan(plan)
-        for text in run.data.notes:
-            say.note(text)
-        _show_sample(run, say, "before")
-        stop.arm()
-        rows: list[Row] = []
-        with Metrics(folder / "metrics.jsonl" if ranks.is_first else Path(os.devnull)) as metrics:
+            write_config(config, folder, describe(run))
+        say.plan(describe(run))
+        for text in [*run.data.notes, *_about_starting(run, me), *notes, check_time(run, keeper)]:
+            if text:
+                say.note(text)
+        if point is None:
+            _show_sample(run, say, "before")
+        after = run.start if point is not None or restarted else None
+        log = stack.enter_context(Log(run, folder, say, after))
+        me.stop.arm()
+        me.doing = "training"
+        done = _train(run, me, keeper, log, folder)
+        me.doing = "saving the model"
+        _finish(run, me, keeper, log, folder, done, time.perf_counter() - begun)
+        keeper.close()
+        return _exit_code(run, me)
 
-            board = TensorBoard(folder / "tensorboard") if config.tensorboard and ranks.is_first else None
 
-            def report(row: Row) -> None:
-                rows.append(row)
-                metrics.write(row)
-                if board is not None:
-                    board.write(row)
-                say.step(row)
+class Log:
+    """Where the rows of a run go: the metrics file, TensorBoard, the screen, and `rows` of this start."""
 
-            window = Window(run)
-            try:
-                done = train(run, lambda: stop.requested, report, window)
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise explain(run, error) from error
-            finally:
-                window.close()
-            traced = window.write(folder)
-            if traced is not None:
-                say.note(f"trace: {traced} (one file a rank; open it in Perfetto)")
-            stopped = done < run.steps
-            observe(run, folder, rows)
-            kind = export(run, folder / "model")
-            (peak,) = ranks.most(rows[-1]["memory_peak"])
-            summary: Row = {
-                "done": True,
-                "stopped": stopped,
-                "steps": done,
-                "seconds": time.perf_counter() - begun,
-                "first_loss": rows[0]["loss"],
-                "last_loss": rows[-1]["loss"],
-                "wire_bytes_total": rows[-1]["wire_bytes_total"],
-                "memory_peak": int(peak),
-                "model_kind": kind,
-                "model": str(folder / "model"),
-                "metrics": str(folder / "metrics.jsonl"),
-            }
-            metrics.write(summary)
-            if board is not None:
-                board.close()
-        if not stopped:
-            _show_sample(run, say, "after")
-        say.done(summary)
-        return stop.exit_code if stopped else 0
+    def __init__(self, run: Run, folder: Path, say: Reporter, after: int | None) -> None:
+        first = run.ranks.is_first
+        self.say, self.rows = say, list[Row]()
+        self.metrics = Metrics(folder / METRICS if first else Path(os.devnull), after)
+        self.board = Board(folder / "tensorboard", after) if run.config.tensorboard and first else None
+        if after is not None:
+            facts = {"ranks": run.ranks.world_size, "stage": run.choice.stage, "restart": resume.restarts()}
+            self.metrics.write({"resumed": True, "from_step": run.start, **facts})
+
+    def row(self, row: Row) -> None:
+        """One step's figures."""
+        self.rows.append(row)
+        self.metrics.write(row)
+        if self.board is not None:
+            self.board.write(row)
+        self.say.step(row)
+
+    def forget(self, step: int) -> None:
+        """The run has gone back to `step`."""
+        self.rows[:] = [row for row in self.rows if row["step"] <= step]
+        self.metrics.cut(step)
+        if self.board is not None:
+            self.board.cut(step)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.metrics.__exit__(None, None, None)
+        if self.board is not None:
+            self.board.close()
+
+
+def _about_starting(run: Run, me: Rank) -> list[str]:
+    """What a reader should know about how this start came to be."""
+    config, said = run.config, []
+    if resume.restarts():
+        said.append(f"restart {resume.restarts()} of at most {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}")
+    if me.neighbours is None and run.ranks.world_size > 1:
+        said.append("the ranks cannot connect to their neighbours: one that goes is noticed only by those that wait for it")
+    if CONTROL not in os.environ:
+        given = [name for name in ("max_restarts", "nnodes", "rdzv_endpoint", "rdzv_conf", "local_addr") if _was_given(config, name)]
+        if given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            said.append(f"{names}: the launcher that started this rank decides that, so it does nothing here; give it to the launcher")
+    elif config.max_restarts and not config.save_every:
+        said.append("--max-restarts without --save-every: a restart begins again at the first step")
+    return said
+
+
+def _was_given(config: TrainConfig, name: str) -> bool:
+    return bool(getattr(config, name) != TrainConfig.model_fields[name].default)
+
+
+def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
+    """Returns how many steps are done."""
+    window = Window(run)
+    try:
+        done = train(run, lambda: me.stop.asked, log.row, window, keeper, log.say.alert, log.forget)
+    except TrainError:  # on every rank alike: a checkpoint under way may be completed
+        with contextlib.suppress(CheckpointError):
+            keeper.wait()
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain(run, error) from error
     finally:
-        say.close()
+        window.close()
+    me.stop.disarm()
+    traced = window.write(folder)
+    if traced is not None:
+        log.say.note(f"trace: {traced} (one file a rank; open it in Perfetto)")
+    return done
 
 
-def observe(run: Run, folder: Path, rows: list[Row]) -> None:
-    """Leave what the ledgers saw in the output folder, for `onefold report`. Each rank writes its own file."""
-    if run.measured is None:
-        return
-    later = rows[1:] or rows
-    step_s = statistics.median(row["step_ms"] for row in later) / 1000
-    tokens_per_s = statistics.median(row["tokens_per_s"] for row in later)
-    account = replace(run.measured, seconds={**run.measured.seconds, "step": step_s}, tokens_per_s=tokens_per_s)
-    write_observed(
-        folder,
-        run.ranks.rank,
-        run.ranks.world_size,
-        account,
-        recipe=run.recipe,
-        plan=run.choice.predicted,
-        step=run.recording,
-        machine=reconciled(run.model, account),
-        facts={key: value for key, value in describe(run).items() if isinstance(value, (str, int, float)) and key != "recipe"},
-    )
+def _finish(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: int, seconds: float) -> None:
+    """The model, unless time is short; the closing row; a sample of its text. Collective."""
+    observe(run, folder, log.rows)
+    hurried = bool(run.stopped & (Stop.PREEMPT | Stop.TIME))
+    stopped = done < run.steps or hurried
+    kind, model = None, folder / "model"
+    if not hurried:
+        if me.neighbours is not None:
+            me.neighbours.close()  # the first rank writes for long, and may finish even if another goes
+        kind = export(run, model)
+    (peak,) = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
+    losses = [row["loss"] for row in log.rows if row["loss"] is not None]
+    first = log.metrics.first
+    summary: Row = {
+        "done": True,
+        "stopped": stopped,
+        "why": run.stopped.reason if stopped else "",
+        "steps": done,
+        "seconds": seconds,
+        "first_loss": first["loss"] if first is not None else None,
+        "last_loss": losses[-1] if losses else None,
+        "wire_bytes_total": log.rows[-1]["wire_bytes_total"] if log.rows else run.earlier.get("wire_bytes_total", 0),
+        "memory_peak": int(peak),
+        "model_kind": kind,
+        "model": str(model) if kind is not None else None,
+        "checkpoint": str(keeper.path) if keeper.path is not None else None,
+        "metrics": str(folder / METRICS),
+    }
+    log.metrics.write(summary)
+    if not stopped:
+        _show_sample(run, log.say, "after")
+    log.say.done(summary)
+
+
+def _exit_code(run: Run, me: Rank) -> int:
+    """0, 130 after Ctrl-C; `AGAIN` on a machine that was not asked to end, where the run goes on with those that remain."""
+    elastic = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if Stop.PREEMPT in run.stopped and elastic:
+        end = time.monotonic() + LINGER
+        while not me.stop.asked & Stop.PREEMPT:
+            if time.monotonic() > end:
+                return AGAIN
+            time.sleep(0.1)
+    return me.stop.exit_code(run.stopped)
 
 
 def _show_sample(run: Run, say: Reporter, when: str) -> None:
     text = sample(run)
     if text is not None:
         say.sample(when, prompt_of(run), text)
-
-
-def describe(run: Run) -> dict[str, Any]:
-    """What was chosen and why, ready for JSON."""
-    config = run.config
-    return {
-        "model": run.loaded.name,
-        "parameters": run.trained + run.frozen,
-        "trained": run.trained,
-        "data": run.data.name,
-        "samples": len(run.data.train),
-        "held_out": len(run.data.held_out),
-        "ranks": run.ranks.world_size,
-        "device": str(run.ranks.device.type),
-        "backend": run.ranks.backend,
-        "threads": torch.get_num_threads(),
-        "stage": run.choice.stage,
-        "reason": run.choice.reason,
-        "needed": {str(stage): size for stage, size in run.choice.needed.items()},
-        "available": run.choice.available,
-        "predicted": run.choice.predicted.to_json() if run.choice.predicted else None,
-        "notes": list(run.choice.notes),
-        "recipe": run.recipe.describe(),
-        "precision": config.precision,
-        "micro_batch": run.choice.micro_batch,
-        "global_batch": run.order.global_batch,
-        "accumulation": run.accumulation,
-        "seq": config.seq,
-        "steps": run.steps,
-        "epochs": run.steps * run.order.global_batch / len(run.data.train),
-        "schedule": f"lr {config.lr:g}, {config.schedule}",
-        "output": config.output,
-    }
 
 
 if __name__ == "__main__":

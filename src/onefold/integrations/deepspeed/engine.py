@@ -15,14 +15,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.integrations.deepspeed import checkpoints
 from onefold.integrations.deepspeed.saving import save_whole
 from onefold.integrations.deepspeed.scaling import LossScaler
 from onefold.recipe import COMPUTE_DTYPES
@@ -37,6 +38,7 @@ class DeepSpeedEngine(nn.Module):
     Attributes:
         module: the sharded module itself (attributes that the engine does not have are looked up in it).
         optimizer, lr_scheduler, training_dataloader: the other three of the tuple, or None.
+        loss_scaler: of fp16; None in other precisions.
         micro_steps: calls of `step()`.
         global_steps: optimizer steps, skipped ones included; skipped_steps: those that overflowed.
         global_samples: samples of all ranks so far.
@@ -56,7 +58,7 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self._accumulation = config.batch.accumulation or 1
-        self._scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
+        self.loss_scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
         self._boundary: bool | None = None
         self._inside_no_sync = self._step_applied = False
         self._norm: Tensor | None = None
@@ -92,7 +94,7 @@ class DeepSpeedEngine(nn.Module):
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ValueError(f"engine.backward was given {given}: expected a scalar loss with a graph, as from mean().")
         loss = loss / self._accumulation if scale_wrt_gas else loss
-        scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
+        scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
         with self._timed("backward"), self._micro_batch():
             scaled.backward(retain_graph=retain_graph)
         return loss
@@ -137,11 +139,11 @@ class DeepSpeedEngine(nn.Module):
         self._norm = None
         if not (config.gradient_clipping or config.compute_grad_norm or config.skip_nonfinite):
             return True
-        if self._scaler is None:
+        if self.loss_scaler is None:
             self._norm = onefold.clip_grad_norm_(self.module, limit)
             return not config.skip_nonfinite or math.isfinite(float(self._norm))
         # The norm of the scaled gradients is one number on all ranks, so it also says whether any rank overflowed.
-        scale = self._scaler.scale
+        scale = self.loss_scaler.scale
         norm = float(onefold.clip_grad_norm_(self.module, math.inf)) / scale
         finite = math.isfinite(norm)
         if finite:
@@ -149,13 +151,13 @@ class DeepSpeedEngine(nn.Module):
             if gradients:
                 torch._foreach_mul_(gradients, min(1.0, limit / (norm + 1e-6)) / scale)
         self._norm = torch.tensor(norm)
-        self._scaler.update(not finite)
+        self.loss_scaler.update(not finite)
         if not finite and self.global_rank == 0:
             logger.info(
                 "step %d overflowed at loss scale %g and is skipped; next scale %g",
                 self.global_steps,
                 scale,
-                self._scaler.scale,
+                self.loss_scaler.scale,
             )
         return finite
 
@@ -218,11 +220,73 @@ class DeepSpeedEngine(nn.Module):
         """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank must call it."""
         return onefold.full_state_dict(self.module)
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _no_checkpoints("save_checkpoint")
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to go on to `save_dir`/`tag`, in Onefold's form; every rank must call it.
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _no_checkpoints("load_checkpoint")
+        Args:
+            tag: a name; None takes "global_step" and the number. A checkpoint of this name is replaced when the new one is whole.
+            client_state: values to come back from `load_checkpoint`; the first rank's count.
+            save_latest: have `save_dir`/latest name this one.
+
+        Returns:
+            True, on every rank, when it is there.
+
+        Raises:
+            CheckpointError: it could not be written; raised on every rank.
+            NotImplementedError: `exclude_frozen_parameters`.
+        """
+        if exclude_frozen_parameters:
+            raise NotImplementedError(
+                "exclude_frozen_parameters: a checkpoint holds the whole model here; leave it out. save_16bit_model can exclude them."
+            )
+        checkpoints.save(self, save_dir, tag, client_state or {}, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from what this engine, or DeepSpeed itself at ZeRO stages 1 to 3, saved; every rank must call it.
+
+        The stage and the number of ranks may be others than those it was saved with.
+
+        Args:
+            load_dir: what was given to `save_checkpoint`.
+            tag: the folder in it; None takes the one that `load_dir`/latest names.
+            load_module_strict: names that only the model or only the checkpoint has raise.
+            load_optimizer_states: with the loss scale. load_lr_scheduler_states: the schedule's.
+            load_module_only: weights and buffers alone, nothing else; the counts of steps stay.
+
+        Returns:
+            the checkpoint's folder, and the `client_state` it was saved with; (None, None) if there is no checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read, or does not fit; raised on every rank.
+            NotImplementedError: `custom_load_fn`.
+        """
+        if custom_load_fn is not None:
+            raise NotImplementedError("custom_load_fn: no whole state dict exists here to give it; leave it out, and load by names.")
+        wanted = {"optimizer": load_optimizer_states, "scheduler": load_lr_scheduler_states, "counts": True}
+        parts = frozenset(part for part, yes in wanted.items() if yes and not load_module_only)
+        return checkpoints.load(self, load_dir, tag, load_module_strict, parts)
+
+    def resume_at(self, global_steps: int = 0, skipped_steps: int = 0, global_samples: int = 0) -> None:
+        """Count on from these."""
+        self.global_steps, self.skipped_steps, self.global_samples = global_steps, skipped_steps, global_samples
+        self.micro_steps = global_steps * self._accumulation
 
     # -- what it says of itself ----------------------------------------------------------------------------------------
 
@@ -255,7 +319,7 @@ class DeepSpeedEngine(nn.Module):
     @property
     def cur_scale(self) -> float:
         """The current loss scale; 1.0 outside fp16."""
-        return self._scaler.scale if self._scaler else 1.0
+        return self.loss_scaler.scale if self.loss_scaler else 1.0
 
     @property
     def device(self) -> torch.device:
@@ -294,7 +358,7 @@ class DeepSpeedEngine(nn.Module):
         return self.config.precision == "bf16"
 
     def dynamic_loss_scale(self) -> bool:
-        return self._scaler is not None and self._scaler.dynamic
+        return self.loss_scaler is not None and self.loss_scaler.dynamic
 
     def steps_per_print(self) -> int | None:
         return self.config.steps_per_print
@@ -336,11 +400,3 @@ class DeepSpeedEngine(nn.Module):
                 f"engine.{call}() needs an optimizer: pass optimizer= to initialize, or name one in the configuration, "
                 'as in "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}.'
             )
-
-
-def _no_checkpoints(call: str) -> NoReturn:
-    raise NotImplementedError(
-        f"engine.{call} is not built yet. Until then: onefold.full_state_dict(engine.module) gives the whole model on "
-        "rank 0 (every rank must call it), onefold.load_full_state_dict puts it back, and engine.save_16bit_model "
-        "writes it to a file."
-    )

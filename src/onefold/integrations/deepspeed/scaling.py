@@ -6,6 +6,8 @@ overflow       step skipped; hysteresis left? use one up : scale / 2, never belo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from onefold.recipe.deepspeed import LossScaling
 
 
@@ -52,3 +54,16 @@ class LossScaler:
                 self._left = self.spec.hysteresis
                 self.scale *= 2
         self._step += 1
+
+    def state_dict(self) -> dict[str, float]:
+        """Under the names that DeepSpeed's scaler has for them."""
+        return {
+            "cur_scale": self.scale,
+            "cur_iter": self._step,
+            "last_overflow_iter": self._last_overflow,
+            "cur_hysteresis": self._left,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.scale, self._step = float(state["cur_scale"]), int(state["cur_iter"])
+        self._last_overflow, self._left = int(state["last_overflow_iter"]), int(state["cur_hysteresis"])

@@ -1,0 +1,199 @@
+"""One rank of a turn that opens a Hugging Face folder as a sharded model: `python -m benchmarks.checkpoint.pretrained JOB.json RANK`.
+
+The folder holds a Llama of about the size of the benchmark's GPT with random weights in fp32, written once for all turns.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.checkpoint import disk
+from benchmarks.checkpoint.settings import Turn
+from benchmarks.peers import probes
+from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
+
+SHAPES: dict[str, dict[str, int]] = {
+    "gpt-110m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 32_000},
+    "gpt-1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 16, "vocab_size": 32_000},
+    "gpt-tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512},
+}
+"""Llamas in place of the benchmark's GPTs of these names."""
+
+INTERVAL = 0.005
+"""Seconds between two looks at this process's memory."""
+
+
+def write_folder(folder: Path, name: str) -> int:
+    """Make the folder; bytes of its weights."""
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SHAPES[name], max_position_embeddings=256, tie_word_embeddings=False)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    disk.flush(folder)
+    return sum(path.stat().st_size for path in disk.files(folder) if path.suffix == ".safetensors")
+
+
+class Watch:
+    """The largest anonymous memory of this process while it lasts: resident pages that no file stands behind, MiB.
+
+    What a library maps from a file counts as resident too although the kernel can take it back at any time; this does not count it.
+    """
+
+    def __init__(self) -> None:
+        self.peak = self.rest = self._now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    @staticmethod
+    def _now() -> float:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) / 1024
+        return 0.0
+
+    def _look(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            self.peak = max(self.peak, self._now())
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, self._now())
+
+
+class Opener:
+    """The ways to open a folder as a sharded model."""
+
+    def __init__(self, way: str) -> None:
+        self.transformers: Any = importlib.import_module("transformers")
+        names = ("fsdp", "checkpoint", "checkpoint.state_dict")
+        if way.startswith("onefold"):
+            self.onefold: Any = importlib.import_module("onefold")
+        else:
+            self.fsdp, self.dcp, self.state = (importlib.import_module(f"torch.distributed.{name}") for name in names)
+        self.open = {
+            "onefold-weights": self._onefold_weights,
+            "onefold-rank0": self._onefold_rank0,
+            "fsdp2-every": self._fsdp2_every,
+            "fsdp2-rank0": self._fsdp2_rank0,
+            "fsdp2-stream": self._fsdp2_stream,
+        }[way]
+
+    def _read(self, folder: Path) -> nn.Module:
+        model: nn.Module = self.transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.train()
+
+    def _empty(self, folder: Path) -> nn.Module:
+        config = self.transformers.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model: nn.Module = self.transformers.AutoModelForCausalLM.from_config(config)
+        return model.train()
+
+    def _onefold_weights(self, folder: Path) -> nn.Module:
+        return self.onefold.shard(self._empty(folder), self.onefold.Recipe.zero(3), weights=folder)
+
+    def _onefold_rank0(self, folder: Path) -> nn.Module:
+        model = self._read(folder) if dist.get_rank() == 0 else self._empty(folder)
+        return self.onefold.shard(model, self.onefold.Recipe.zero(3), device="cpu")
+
+    def _divided(self, model: Any) -> nn.Module:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.model.layers:
+            self.fsdp.fully_shard(layer, mesh=mesh)
+        return self.fsdp.fully_shard(model, mesh=mesh)
+
+    def _fsdp2_every(self, folder: Path) -> nn.Module:
+        return self._divided(self._read(folder))
+
+    def _fsdp2_empty(self, folder: Path) -> Any:
+        model: Any = self._divided(self._empty(folder))
+        model.to_empty(device="cpu")
+        rotary = model.model.rotary_emb  # its buffer is in no file
+        fresh = type(rotary)(config=copy.deepcopy(model.config))
+        for name, buffer in fresh.named_buffers():
+            rotary.get_buffer(name).copy_(buffer)
+        return model
+
+    def _fsdp2_rank0(self, folder: Path) -> nn.Module:
+        whole = self._read(folder).state_dict() if dist.get_rank() == 0 else {}
+        model = self._fsdp2_empty(folder)
+        options = self.state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        self.state.set_model_state_dict(model, whole, options=options)
+        return model
+
+    def _fsdp2_stream(self, folder: Path) -> nn.Module:
+        model = self._fsdp2_empty(folder)
+        states = self.state.get_model_state_dict(model)
+        self.dcp.load(states, storage_reader=self.dcp.HuggingFaceStorageReader(str(folder)))
+        self.state.set_model_state_dict(model, states)
+        return model
+
+
+def _loss(model: nn.Module) -> float:
+    """The loss of the same few tokens everywhere, fixed by the weights alone."""
+    ids = torch.arange(64).remainder(500).view(1, -1)
+    with torch.no_grad():
+        return float(model(input_ids=ids, labels=ids).loss)
+
+
+def open_turn(turn: Turn, folder: Path, toy: Path) -> dict[str, Any]:
+    """Open the folder once, from the disk, after a toy of its kind. Memory in MiB beyond what the libraries take."""
+    opener = Opener(turn.peer)
+    _loss(opener.open(toy))
+    gc.collect()
+    probes.give_back_free_heap()
+    if dist.get_rank() == 0:
+        disk.evict(folder)
+    dist.barrier()
+    resettable, rest = probes.reset_peak(), probes.resident_mib()
+    with Watch() as watch:
+        before, begun = disk.counters(), time.perf_counter()
+        model = opener.open(folder)
+        mine = time.perf_counter() - begun
+        dist.barrier()
+        seconds = time.perf_counter() - begun  # with the slowest rank: a model is open when every rank has it
+    peak = probes.difference(probes.peak_resident_mib(), rest) if resettable else None
+    moved = disk.since(before)
+    gc.collect()
+    probes.give_back_free_heap()
+    stays = probes.difference(probes.resident_mib(), rest)
+    found = {"seconds": seconds, "own_s": mine, "peak_mib": peak, "own_peak_mib": watch.peak - watch.rest, "stays_mib": stays, **moved}
+    return {**found, "loss": _loss(model)}
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """What this rank measured in the job's turn, or the bytes of the folders that it wrote; the process group is there."""
+    folder, toy = Path(job["folder"]), Path(job["toy"])
+    if job["turn"] is None:
+        return {"bytes": write_folder(folder, job["setting"]["model"]), "toy_bytes": write_folder(toy, "gpt-tiny")}
+    return {"rank": dist.get_rank(), **open_turn(Turn(**job["turn"]), folder, toy)}
+
+
+def main() -> None:
+    """Read the job, join the others through its file store, measure, leave."""
+    exit_with_the_launcher()
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    job, path, rank = read_job()
+    torch.set_num_threads(job["setting"]["threads"])
+    store = f"file://{path.with_name('store')}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"])
+    leave(measure(job), path, rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""One rank of a turn that saves or loads: `python -m benchmarks.checkpoint.worker JOB.json RANK`, started by `benchmarks.peers.launch`.
+
+Every rank trains on the same batches, so that losses can be compared between runs on different numbers of ranks: the two steps after a
+save and the same two after a load must have the same losses, the second of which depends on the optimizer's states.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.checkpoint import disk
+from benchmarks.checkpoint.adapters import Keeper, keeper
+from benchmarks.checkpoint.settings import Counts, Turn
+from benchmarks.peers import adapters, model, probes
+from benchmarks.peers.settings import Setting
+from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
+
+PROOF = 1000
+"""The number of the first of the two steps that prove a load."""
+
+
+class Bench:
+    """A trainer and what saves it, on this rank."""
+
+    def __init__(self, turn: Turn, setting: Setting, counts: Counts, folder: Path) -> None:
+        self.turn, self.setting, self.counts, self.folder = turn, setting, counts, folder
+        self.first = dist.get_rank() == 0
+        self.taken = 0
+        self._touch_libraries()
+        self.trainer, self.keeper = self._made(setting)
+
+    def _made(self, setting: Setting) -> tuple[adapters.Peer, Keeper]:
+        trainer = adapters.build(self.turn.peer, setting, model.build(setting.model))
+        return trainer, keeper(self.turn.peer, trainer)
+
+    def _touch_libraries(self) -> None:
+        """Save and load a toy once, so that code and lazy imports are there before anything is measured."""
+        toy = replace(self.setting, model="gpt-tiny", tokens=32)
+        trainer, keeps = self._made(toy)
+        trainer.step(_batch(toy, 0))
+        place = self.folder.with_name(f"{self.folder.name}-toy")
+        keeps.save(place)
+        for way in keeps.behind if self.turn.kind == "save" and self.counts.behind else ():
+            keeps.save_async(place.with_name(f"{place.name}-{way}"), way).wait()
+        keeps.load(place)
+        keeps.close()
+        dist.barrier()
+        if self.first:
+            for path in self.folder.parent.glob(f"{place.name}*"):
+                disk.remove(path)
+        del trainer, keeps
+        gc.collect()
+
+    def step(self) -> float:
+        """One more step; its seconds."""
+        begun = time.perf_counter()
+        self.trainer.step(_batch(self.setting, self.taken))
+        self.taken += 1
+        return time.perf_counter() - begun
+
+    def proof(self) -> list[float]:
+        """The losses of two steps that no other takes."""
+        return [self.trainer.step(_batch(self.setting, PROOF + k)) for k in range(2)]
+
+    def settle(self) -> float | None:
+        """Before something is measured: all together, the heap given back, the peak forgotten. Returns the resident MiB."""
+        gc.collect()
+        probes.give_back_free_heap()
+        dist.barrier()
+        self.resettable = probes.reset_peak()
+        return probes.resident_mib()
+
+    def peak_above(self, rest: float | None) -> float | None:
+        """MiB that were needed beyond `rest` since `settle`; None where the kernel does not let the peak be reset."""
+        return probes.difference(probes.peak_resident_mib(), rest) if self.resettable else None
+
+    def clear(self) -> None:
+        """No checkpoint is there any more."""
+        if self.first:
+            disk.remove(self.folder)
+
+    # -- a turn that saves ---------------------------------------------------------------------------------------------------
+
+    def save_turn(self) -> dict[str, Any]:
+        """Steps, saves behind them, saves that they wait for, the disk beside those; the last checkpoint stays."""
+        for _ in range(self.counts.warmup):
+            self.step()
+        behind = [self._behind(way, number) for way in self.keeper.behind for number in range(self.counts.behind)]
+        saves = []
+        for number in range(self.counts.saves):
+            saves.append(self._save())
+            saves[-1]["disk"] = self._disk(saves[-1]["folder_bytes"], alone=number == 0)
+        return {"behind": behind, "saves": saves, "proof": self.proof()}
+
+    def _save(self) -> dict[str, Any]:
+        self.clear()
+        rest = self.settle()
+        before, begun = disk.counters(), time.perf_counter()
+        self.keeper.save(self.folder)
+        seconds = time.perf_counter() - begun
+        peak, moved = self.peak_above(rest), disk.since(before)
+        dist.barrier()
+        flush = disk.flush(self.folder) if self.first else 0.0
+        nbytes = self._agreed(disk.nbytes_of(self.folder) if self.first else 0)
+        return {"seconds": seconds, "flush_s": flush, "folder_bytes": nbytes, "peak_mib": peak, **moved}
+
+    def _disk(self, nbytes: int, alone: bool) -> dict[str, Any]:
+        """Seconds for as many bytes written and flushed, read, and written with O_DIRECT, by all ranks at once; `alone`: also by one."""
+        path = self.folder.with_name(f"{self.folder.name}-raw{dist.get_rank()}")
+        found: dict[str, Any] = {"bytes": nbytes // dist.get_world_size()}
+        self.settle()
+        found["write_s"] = disk.write(path, found["bytes"])
+        disk.evict(path)
+        dist.barrier()
+        found["read_s"] = disk.read(path)
+        dist.barrier()
+        disk.remove(path)
+        dist.barrier()
+        found["direct_s"] = disk.write_direct(path, found["bytes"])
+        dist.barrier()
+        disk.remove(path)
+        if alone:
+            dist.barrier()
+            if self.first:
+                found["alone_bytes"], found["alone_write_s"] = nbytes, disk.write(path, nbytes)
+                disk.remove(path)
+        dist.barrier()
+        return found
+
+    def _behind(self, way: str, number: int) -> dict[str, Any]:
+        """One save behind the training: how long it stands still, the steps until the checkpoint is whole."""
+        alone = [self.step() for _ in range(self.counts.steps)]
+        self.clear()
+        rest = self.settle()
+        begun = time.perf_counter()
+        pending = self.keeper.save_async(self.folder, way)
+        stall = time.perf_counter() - begun
+        copy = self.peak_above(rest)
+        beside = []
+        while not self._agreed(int(pending.ended()), dist.ReduceOp.MIN):
+            start = time.perf_counter() - begun
+            beside.append([start, start + self.step()])
+        pending.wait()
+        found = {"way": way, "number": number, "stall_s": stall, "whole_s": pending.whole_at() - begun}
+        return {**found, "alone_s": alone, "beside": beside, "copy_mib": copy}
+
+    def _agreed(self, value: int, how: Any = dist.ReduceOp.MAX) -> int:
+        """The largest (or smallest) value over ranks."""
+        box = torch.tensor(value)
+        dist.all_reduce(box, how)
+        return int(box)
+
+    # -- a turn that loads ---------------------------------------------------------------------------------------------------
+
+    def load_turn(self) -> dict[str, Any]:
+        """Load into a fresh model twice: from the disk, then with the files in the page cache."""
+        if self.first:
+            disk.evict(self.folder)
+        found = {"cold": self._load(), "warm": self._load()}
+        return {**found, "folder_bytes": disk.nbytes_of(self.folder), "proof": self.proof()}
+
+    def _load(self) -> dict[str, Any]:
+        rest = self.settle()
+        before, begun = disk.counters(), time.perf_counter()
+        self.keeper.load(self.folder)
+        seconds = time.perf_counter() - begun
+        peak, moved = self.peak_above(rest), disk.since(before)
+        stays = probes.difference(probes.resident_mib(), rest)
+        dist.barrier()
+        return {"seconds": seconds, "peak_mib": peak, "stays_mib": stays, **moved}
+
+
+def _batch(setting: Setting, step: int) -> list[adapters.Batch]:
+    return [model.micro_batch(setting.model, setting.tokens, step, 0, 0, 1)]
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """What this rank measured in the job's turn; the process group is there."""
+    turn = Turn(**job["turn"])
+    adapters.prepare(turn.peer)
+    bench = Bench(turn, Setting(**job["setting"]), Counts(**job["counts"]), Path(job["folder"]))
+    found = bench.save_turn() if turn.kind == "save" else bench.load_turn()
+    bench.keeper.close()
+    return {"rank": dist.get_rank(), **found}
+
+
+def main() -> None:
+    """Read the job, join the others through its file store, measure, leave."""
+    exit_with_the_launcher()
+    job, path, rank = read_job()
+    torch.set_num_threads(job["setting"]["threads"])
+    adapters.prepare(job["turn"]["peer"])
+    store = f"file://{path.with_name('store')}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"])
+    leave(measure(job), path, rank)
+
+
+if __name__ == "__main__":
+    main()

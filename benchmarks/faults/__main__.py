@@ -1,0 +1,66 @@
+"""The drill: a run killed at random moments, and checkpoints injured at random.
+
+    python -m benchmarks.faults [--kills 200] [--injuries 200] [--seed 0] [--name faults]
+
+Half of the kills come while a checkpoint is being written. After each, the resumed run must be bit-equal to one that nobody disturbed,
+and every checkpoint that is left must be whole. Each injury must be found and named by `verify`, and refused by a load, or loaded as what
+was saved. Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from benchmarks.faults.injuries import drill
+from benchmarks.faults.kills import Drill
+from benchmarks.faults.ranks import context
+from benchmarks.faults.report import markdown
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--injuries", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", default="faults")
+    args = parser.parse_args()
+    begun, fork = time.monotonic(), context()
+
+    def tell(text: str) -> None:
+        print(f"{time.monotonic() - begun:6.0f} s  {text}", flush=True)
+
+    kills = Drill(fork, args.kills, args.seed, tell)
+    kills.go()
+    injuries = drill(fork, args.injuries, args.seed, tell)
+    found = {
+        "command": "python -m benchmarks.faults " + " ".join(sys.argv[1:]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "seconds": time.monotonic() - begun,
+        "kills": [asdict(k) for k in kills.kills],
+        "runs": kills.runs,
+        "injuries": [asdict(i) for i in injuries],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{args.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / f"{args.name}.md").write_text(markdown(found), encoding="utf-8")
+    wrong = sum(bool(k.wrong) for k in kills.kills), sum(map(bool, kills.runs)), sum(bool(i.wrong) for i in injuries)
+    counts = zip((kills.kills, kills.runs, injuries), ("kills", "runs to the end", "injuries"), wrong, strict=True)
+    print("; ".join(f"{len(all_of)} {what}, {bad} wrong" for all_of, what, bad in counts))
+    return 1 if any(wrong) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

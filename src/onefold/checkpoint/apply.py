@@ -1,0 +1,313 @@
+"""What a source holds, into a sharded model and its optimizers. Each rank reads what it will own, and nothing else.
+
+    divided     (stages 1 to 3)   rank r reads its interval straight into its master
+    replicated  (stage 0)         rank r reads interval r, then the ranks gather: each byte is read once over all of them
+
+A rank that fails to read goes on with the others to the end, where all of them raise; until then nobody is left waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.source import Item, Source, Stored
+from onefold.checkpoint.together import Together
+from onefold.comm import Place
+from onefold.layout import overlap
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.parameter import whole_sight
+from onefold.runtime.state import plain_state_dict
+from onefold.runtime.unit import Unit
+
+#: Elements read at a time where they cannot go to their place directly.
+BUFFER = 4 << 20
+#: Options of a parameter group that say how this machine computes, not what: they stay as they are.
+LOCAL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
+
+
+@dataclass
+class Wanted:
+    """A tensor of the source and where it goes: `into` has the shape of the optimizer's object of `entry`."""
+
+    entry: Entry
+    item: Item
+    into: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a source and a model go together.
+
+    Attributes:
+        found: what each parameter is in the source, by the parameter's first name. buffers: the model's, by name.
+        missing, unexpected: names that the source has not, and that the model has not.
+    """
+
+    found: Mapping[str, Item]
+    buffers: Mapping[str, torch.Tensor]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> Fit:
+    """Local; changes nothing.
+
+    Raises:
+        CheckpointError: shapes differ; or names do, under `strict`.
+    """
+    buffers = _buffers(engine, module)
+    found, missing, unexpected, complaint = _match(engine, source, source.items(), buffers)
+    if not complaint and strict and (missing or unexpected):
+        complaint = (
+            f"{source.describe} is of another model: {len(missing)} names are missing in it ({', '.join(missing[:5])}), "
+            f"{len(unexpected)} are unknown to this model ({', '.join(unexpected[:5])}). Give strict=False to load what fits."
+        )
+    if complaint:
+        raise CheckpointError(complaint)
+    return Fit(found, buffers, missing, unexpected)
+
+
+def fill_model(engine: Engine, fit: Fit, reading: Reading) -> None:
+    """Parameters and buffers. Collective; what goes wrong is kept in `reading`."""
+    items = reading.source.items()
+    with whole_sight(), torch.no_grad():
+        for unit in engine.units:
+            for flat in unit.flats:
+                wanted = [Wanted(e, fit.found[e.names[0]], e.param.data) for e in flat.entries if e.names[0] in fit.found]
+                reading.masters(unit, flat, wanted)
+        reading.buffers({Item("buffer", name): tensor for name, tensor in fit.buffers.items() if Item("buffer", name) in items})
+        engine.make_stale()
+
+
+def load_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> tuple[list[str], list[str]]:
+    """Parameters and buffers. Collective. Returns the names that the source has not, and those that the model has not.
+
+    Raises:
+        CheckpointError: on every rank: shapes differ; or names do, under `strict`; or reading failed (the model is then undefined).
+    """
+    together = Together.of(engine)
+    fit, error = None, None
+    try:
+        fit = fit_model(engine, module, source, strict)
+    except CheckpointError as failure:
+        error = failure
+    together.agree(error)
+    assert fit is not None
+    reading = Reading(engine, source)
+    fill_model(engine, fit, reading)
+    together.agree(reading.error)
+    return fit.missing, fit.unexpected
+
+
+def _buffers(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = {name for entry in engine.entries for name in entry.names}
+    return {n: v for n, v in plain_state_dict(engine, module).items() if n not in parameters and isinstance(v, torch.Tensor)}
+
+
+def _match(
+    engine: Engine, source: Source, items: Mapping[Item, Stored], buffers: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Item], list[str], list[str], str]:
+    """({parameter: what it is in the source}, missing, unexpected, what is wrong with the shapes)."""
+    aliases, found, missing, wrong = source.aliases(), {}, [], []
+    for entry in engine.entries:
+        item = _find(entry.names, items, aliases)
+        if item is None:
+            missing.append(entry.names[0])
+        elif items[item].shape != tuple(entry.slot.shape):
+            wrong.append(f"{entry.names[0]}: {items[item].shape} in it, {tuple(entry.slot.shape)} in the model")
+        else:
+            found[entry.names[0]] = item
+    for name, tensor in buffers.items():
+        stored = items.get(Item("buffer", name))
+        if stored is None:
+            missing.append(name)
+        elif stored.shape != tuple(tensor.shape):
+            wrong.append(f"{name}: {stored.shape} in it, {tuple(tensor.shape)} in the model")
+    taken = set(found.values()) | {Item("buffer", name) for name in buffers}
+    unexpected = sorted(item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken)
+    complaint = f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}." if wrong else ""
+    return found, missing, unexpected, complaint
+
+
+def _find(names: Iterable[str], items: Mapping[Item, Stored], aliases: Mapping[str, str]) -> Item | None:
+    for name in names:
+        for candidate in (name, aliases.get(name)):
+            if candidate is not None and Item("parameter", candidate) in items:
+                return Item("parameter", candidate)
+    return None
+
+
+class Reading:
+    """Reads for one engine; keeps the first error for the end."""
+
+    def __init__(self, engine: Engine, source: Source) -> None:
+        self.engine, self.source = engine, source
+        self.error: Exception | None = None
+
+    def masters(self, unit: Unit, flat: Flat, wanted: list[Wanted]) -> None:
+        """Into the master weights of a flat buffer."""
+        if not flat.passive and flat.whole_master and flat.size > 1:
+            self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], flat.master)
+        else:
+            self.local(flat, wanted)
+
+    def local(self, flat: Flat, wanted: list[Wanted]) -> None:
+        """Into tensors of the shape of the optimizer's object, where this rank owns what it holds."""
+        for w in wanted:
+            a, b = (w.entry.slot.start, w.entry.slot.end) if flat.passive else flat.local(w.entry)
+            self._into(w.item, a - w.entry.slot.start, b - w.entry.slot.start, w.into)
+
+    def replicated(self, unit: Unit, flat: Flat, wanted: list[Wanted], dtype: torch.dtype) -> None:
+        """Into whole tensors that every rank holds: each reads its share, then they gather."""
+        buffer = torch.empty(flat.layout.numel, dtype=dtype, device=self.engine.device)
+        self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer)
+        for w in wanted:
+            w.into.copy_(flat.view(buffer, w.entry))
+
+    def _gathered(self, unit: Unit, flat: Flat, wanted: list[tuple[Entry, Item]], buffer: torch.Tensor) -> None:
+        mine = flat.layout.interval(flat.rank)
+        for entry, item in wanted:
+            a, b = overlap((entry.slot.start, entry.slot.end), mine)
+            self._into(item, a - entry.slot.start, b - entry.slot.start, buffer[a:b])
+        self.engine.group.all_gather(buffer, Place("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
+
+    def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
+        """The first rank reads them and sends them to all."""
+        if self.engine.rank == 0:
+            for item, tensor in wanted.items():
+                self._into(item, 0, tensor.numel(), tensor)
+        self.engine.group.broadcast(list(wanted.values()), Place("state", "buffers", self.engine.step, "state"))
+
+    def _into(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+        if stop <= start or self.error is not None:
+            return
+        try:
+            if out.device.type == "cpu" and out.is_contiguous():
+                self.source.read(item, start, stop, out.detach().view(-1))
+                return
+            whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            flat = whole.view(-1)
+            for a in range(start, stop, BUFFER):
+                b = min(stop, a + BUFFER)
+                part = torch.empty(b - a, dtype=out.dtype)
+                self.source.read(item, a, b, part)
+                flat[a - start : b - start].copy_(part)
+            if whole is not out:
+                out.copy_(whole)
+        except Exception as error:
+            self.error = error
+
+
+def fill_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], reading: Reading) -> None:
+    """States and parameter groups, once `fit_groups` has found that they go together. Collective; what goes wrong is kept in `reading`.
+
+    Whatever the optimizers held before for these parameters is gone.
+    """
+    source = reading.source
+    _set_groups(optimizers, source.groups() or [])
+    owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
+    items, aliases = source.items(), source.aliases()
+    states: dict[str, list[Item]] = {}
+    for item in items:
+        if item.kind == "state":
+            states.setdefault(item.name, []).append(item)
+    with whole_sight(), torch.no_grad():
+        for unit in engine.units:
+            for flat in unit.flats:
+                _load_flat_states(reading, unit, flat, owner, states, items, aliases)
+
+
+def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: Source) -> None:
+    """Local; changes nothing.
+
+    Raises:
+        CheckpointError: there is no optimizer in the source, or one of other parameter groups.
+    """
+    groups = source.groups()
+    if not groups:
+        raise CheckpointError(f"{source.describe} holds no optimizer; leave optimizer out, or give one that was saved with it.")
+    if len(groups) != len(optimizers):
+        raise CheckpointError(f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given.")
+    names = {id(e.param): e.names for e in engine.entries}
+    aliases = source.aliases()
+    for number, (optimizer, stored) in enumerate(zip(optimizers, groups, strict=True)):
+        if len(stored) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"{source.describe}: its optimizer {number} has {len(stored)} parameter groups, the given {type(optimizer).__name__} "
+                f"{len(optimizer.param_groups)}. Make the groups as they were when it was saved."
+            )
+        for index, (group, saved) in enumerate(zip(optimizer.param_groups, stored, strict=True)):
+            ours = [names[id(p)] for p in group["params"]]
+            theirs = set(saved["params"]) | {alias for alias, name in aliases.items() if name in saved["params"]}
+            extra = [n[0] for n in ours if not theirs & set(n)]
+            known = {name for n in ours for name in n}
+            gone = [n for n in saved["params"] if n not in known and not any(aliases.get(k) == n for k in known)]
+            if extra or gone:
+                raise CheckpointError(
+                    f"{source.describe}: group {index} of its optimizer {number} is of other parameters: "
+                    f"it has not {extra[:3] or 'any more'}, and the given one has not {gone[:3] or 'any fewer'}. Make the groups as they were when it was saved."
+                )
+
+
+def _set_groups(optimizers: list[torch.optim.Optimizer], groups: list[list[dict[str, Any]]]) -> None:
+    for optimizer, stored in zip(optimizers, groups, strict=True):
+        for group, saved in zip(optimizer.param_groups, stored, strict=True):
+            for key, value in saved.items():
+                if key == "params" or (key in LOCAL_OPTIONS and key in group):
+                    continue
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(torch.as_tensor(value))
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) and isinstance(value, list) else value
+
+
+def _load_flat_states(
+    reading: Reading, unit: Unit, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
+    states: Mapping[str, list[Item]], items: Mapping[Item, Stored], aliases: Mapping[str, str],
+) -> None:  # fmt: skip
+    """The optimizer's states of the parameters of one flat buffer."""
+    found: dict[tuple[str, torch.dtype], list[Wanted]] = {}
+    for entry in flat.entries:
+        if id(entry.param) not in owner:
+            continue
+        optimizer, group = owner[id(entry.param)]
+        parameter = _find(entry.names, items, aliases)
+        name = parameter.name if parameter is not None else entry.names[0]
+        state: dict[str, Any] = {key: _placed(value, entry.param, group) for key, value in reading.source.scalars(name).items()}
+        for item in states.get(name, ()):
+            stored = items[item]
+            dtype = entry.param.dtype if parameter is not None and stored.dtype == items[parameter].dtype else stored.dtype
+            if stored.shape == tuple(entry.slot.shape):
+                state[item.state] = torch.empty_like(entry.param.data, dtype=dtype)
+                found.setdefault((item.state, dtype), []).append(Wanted(entry, item, state[item.state]))
+            elif flat.whole_master or flat.passive:
+                state[item.state] = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
+                reading._into(item, 0, state[item.state].numel(), state[item.state])
+            else:
+                reading.error = reading.error or CheckpointError(
+                    f"{reading.source.describe}: {item} has a shape of its own, {stored.shape}, and cannot be divided; load it at stage 0."
+                )
+        if state:
+            optimizer.state[entry.param] = state
+        else:
+            optimizer.state.pop(entry.param, None)
+    for (_, dtype), wanted in sorted(found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]))):
+        if not flat.passive and flat.whole_master and flat.size > 1:
+            reading.replicated(unit, flat, wanted, dtype)
+        else:
+            reading.local(flat, wanted)
+
+
+def _placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """A step count goes where the optimizer's kernel wants it."""
+    if isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable")):
+        return value.to(param.device)
+    return value
+

@@ -1,0 +1,181 @@
+"""The checkpoints of a run: saved behind it, the last few kept, found again at its next start."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from onefold.checkpoint.background import Background, running
+from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from onefold.checkpoint.folder import Lock, checkpoints, in_words, latest, prune, remove_litter
+from onefold.checkpoint.loading import Loaded, load
+from onefold.checkpoint.saving import save, save_async
+from onefold.checkpoint.together import Together
+from onefold.runtime.registry import engine_of
+
+LOCK = ".lock"
+#: Seconds that a start waits for the lock: after a kill, the killed process's may take a moment to go.
+LOCK_PATIENCE = 10.0
+
+
+class Checkpointer:
+    """The folder `root` with one checkpoint a save, named step-00000100. One run at a time may have it.
+
+        checkpoints = onefold.Checkpointer("runs/a/checkpoints", model=model, keep=3)
+        begun = checkpoints.load(optimizer=optimizer)          # the newest that is sound; None in an empty folder
+        for step in range(begun.step if begun else 0, steps):
+            ...
+            if (step + 1) % 100 == 0:
+                checkpoints.save(step + 1, optimizer=optimizer)
+        checkpoints.close()
+
+    Args:
+        model: what `onefold.shard` returned.
+        keep: how many checkpoints stay; older ones go once a newer one is whole.
+        asynchronous: save behind the training.
+        busy: what a save does that comes while one is under way: "wait" for it, or "skip" this one.
+
+    Raises:
+        CheckpointError: on every rank: another run has the folder, or it cannot be written to.
+    """
+
+    def __init__(
+        self, root: str | Path, *, model: nn.Module, keep: int = 3, asynchronous: bool = True, busy: Literal["wait", "skip"] = "wait"
+    ) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise CheckpointError(f"keep={keep!r}: expected how many checkpoints stay, 1 or more.")
+        if busy not in ("wait", "skip"):
+            raise CheckpointError(f"busy={busy!r}: expected 'wait' or 'skip'.")
+        self.root, self.keep, self.asynchronous, self.busy = Path(root), keep, asynchronous, busy
+        self.model, self._engine = model, engine_of(model)
+        self._together = Together.of(self._engine)
+        self._saving: Background | None = None
+        self._lock: Lock | None = None
+        self.skipped = 0
+        error: Exception | None = None
+        if self._together.rank == 0:
+            try:
+                self._take()
+            except Exception as failure:
+                error = failure
+        self._together.agree(error)
+
+    def _take(self) -> None:
+        """The folder for this run alone, without what dead runs have left in it."""
+        end = time.monotonic() + LOCK_PATIENCE
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            while self._lock is None:
+                try:
+                    self._lock = Lock(self.root / LOCK)
+                except BlockingIOError as holder:
+                    if time.monotonic() > end:
+                        raise CheckpointError(
+                            f"{self.root} is in use by {holder}: two runs cannot save into one folder. Name another, or end that run."
+                        ) from None
+                    time.sleep(0.1)
+            for left in remove_litter(self.root):
+                logging.getLogger("onefold").info("removed %s, which a save that was killed had left", left)
+        except OSError as error:
+            raise CheckpointError(f"no checkpoints can be kept in {self.root}: {in_words(error)}.") from None
+
+    def save(self, step: int, **parts: Any) -> Path | None:
+        """Save `step` with `parts` (those of `onefold.save`); replaces a checkpoint of the same step. Collective.
+
+        Returns:
+            the checkpoint, which an asynchronous save has yet to complete; None if this one is skipped.
+
+        Raises:
+            CheckpointError: this save, or the one before behind the training, failed.
+        """
+        if self._saving is not None and self.busy == "skip" and self._any_running():
+            self.skipped += 1
+            return None
+        self.wait()
+        path = self.root / f"step-{step:08d}"
+        if self.asynchronous:
+            self._saving = save_async(path, model=self.model, step=step, overwrite=True, **parts)
+        else:
+            save(path, model=self.model, step=step, overwrite=True, **parts)
+            self._prune()
+        return path
+
+    def _any_running(self) -> bool:
+        """Whether the save under way goes on on any rank: they must decide alike."""
+        return any(self._together_now(running(self._engine) is not None))
+
+    def _together_now(self, value: bool) -> list[bool]:
+        # The background save talks on the checkpoint's communicator: this question goes through the training's.
+        import torch
+
+        from onefold.comm import Place
+
+        payload = torch.tensor([value], dtype=torch.uint8)
+        said = self._engine.group.exchange_control(payload, Place("control", "(checkpoint)", self._engine.step, "state"))
+        return [bool(s.item()) for s in said]
+
+    def wait(self) -> None:
+        """Until no save is under way. Raises: CheckpointError: the last one failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+            self._prune()
+
+    def _prune(self) -> None:
+        if self._together.rank == 0:
+            try:
+                prune(self.root, self.keep)
+            except OSError as error:
+                logging.getLogger("onefold").warning("an old checkpoint could not be removed: %s", in_words(error))
+
+    def check(self) -> None:
+        """Look at the save under way, if any, without waiting. Raises: CheckpointError: it has failed."""
+        if self._saving is not None and self._saving.done:
+            self._saving.wait()  # and stays known: ranks see its end at different moments, and must decide alike at the next save
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose manifest is sound, as the first rank sees it. Collective."""
+        return self._together.from_first(latest(self.root) if self._together.rank == 0 else None)
+
+    def load(self, **parts: Any) -> Loaded | None:
+        """Load the newest checkpoint that is sound: where one turns out damaged, the one before. Collective.
+
+        Returns:
+            None: there is no checkpoint.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer, or all are damaged.
+        """
+        self.wait()
+        listed = sorted((step, p.name, p) for step, p in checkpoints(self.root)) if self._together.rank == 0 else []
+        found = [path for _, _, path in self._together.from_first(listed)]
+        errors = []
+        for path in reversed(found):
+            try:
+                return load(path, model=self.model, **parts)
+            except DamagedCheckpoint as error:
+                errors.append(str(error))
+                if self._together.rank == 0:
+                    logging.getLogger("onefold").warning("%s Trying the one before.", error)
+        if errors:
+            raise CheckpointError(f"none of the {len(errors)} checkpoints in {self.root} can be loaded. The newest: {errors[0]}")
+        return None
+
+    def close(self) -> None:
+        """Wait for the save under way and give the folder back. Raises: CheckpointError: it failed."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

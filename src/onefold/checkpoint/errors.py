@@ -1,0 +1,11 @@
+"""What a person can mend about a checkpoint."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, found, read or applied; the message says which file or tensor, and what to change."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Bytes of a checkpoint are not what was written: another one must be loaded."""

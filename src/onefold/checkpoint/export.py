@@ -1,0 +1,347 @@
+"""A model as a folder that others open: safetensors in Hugging Face's layout, its configuration, its tokenizer.
+
+    onefold.export        from a sharded model: each rank writes its own intervals into the same files (streams.py)
+    export_folder         from a checkpoint, without ranks: tensor by tensor
+
+The folder appears under its name when it is whole, and not before. What goes wrong on one rank is raised on all, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.fitted import Outline
+from onefold.checkpoint.folder import flush_file, in_words
+from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
+from onefold.checkpoint.huggingface import each_rank
+from onefold.checkpoint.pieces import shares
+from onefold.checkpoint.source import Source
+from onefold.checkpoint.streams import Export, Progress, Sheet, in_chunks
+from onefold.checkpoint.tensorfile import numel_of
+from onefold.checkpoint.together import Together
+from onefold.runtime.engine import Engine
+from onefold.runtime.parameter import whole_sight
+from onefold.runtime.registry import engine_of
+from onefold.runtime.state import plain_state_dict
+
+#: Bytes of tensors in one file, unless asked otherwise.
+MAX_SHARD_BYTES = 5_000_000_000
+CONFIGURATION = ("config.json", "generation_config.json")
+#: What tokenizers and processors of transformers are made of.
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json",
+)  # fmt: skip
+
+
+def export(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a sharded model as a folder that transformers' `from_pretrained` opens. Collective.
+
+    A transformers model is written as its `save_pretrained` would write it: names, tied weights once, config.json. Any other
+    model becomes safetensors with the names of its state dict. No rank holds more than its shard and a few MiB; nothing crosses the
+    wire, so all ranks must see the same folder. Persistent buffers are written as they are.
+
+    Args:
+        model: what `onefold.shard` returned.
+        folder: to be made; parents as well.
+        dtype: of floating-point parameters in the files. None takes the one that each parameter computes in: what the model is
+            in use, and what an unsharded model in that precision would save (bf16 under bf16). "master" takes what the optimizer
+            steps (fp32 under bf16), so that nothing is rounded.
+        max_shard_bytes: of tensors in one file; more become several files with an index.
+        progress: called on each rank with (bytes done, bytes to do) of what that rank writes.
+        tokenizer: something with `save_pretrained(folder)`. None copies the tokenizer of the folder that the model was loaded from.
+        overwrite: replace a model that is at `folder`, in one step, once the new one is whole.
+
+    Returns:
+        folder.
+
+    Raises:
+        CheckpointError: on every rank: there is something at `folder`, no room, no permission.
+    """
+    engine = engine_of(model)
+    outline = Outline.of(model)
+    if dtype == "master":
+        outline.dtypes |= masters(engine)
+    asked: Any = None if dtype == "master" else dtype
+
+    def sheet() -> Sheet:
+        _check_arguments(asked, max_shard_bytes)
+        if getattr(model, "peft_config", None):
+            raise CheckpointError(
+                "this model is one of peft, adapters around another: onefold.save_adapters(model, folder) writes the adapters. To export "
+                "the merged model, call merge_and_unload() before shard()."
+            )
+        return plan(outline, model if is_transformers(model) else None, asked, max_shard_bytes)
+
+    def beside(there: Path) -> None:
+        if is_transformers(model):
+            _save_configuration(model, asked or _first_dtype(outline), there)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(there))
+        elif is_transformers(model):
+            _copy(Path(str(getattr(model.config, "_name_or_path", "") or "/")), TOKENIZER, there)
+
+    return stream(engine, model, Path(folder), sheet, beside, progress, overwrite)
+
+
+def export_folder(
+    source: Source,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    *,
+    beside: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the model in a checkpoint as a folder that `from_pretrained` opens, without ranks, 4 MiB at a time.
+
+    Args:
+        source: an opened checkpoint.
+        folder, max_shard_bytes, progress, overwrite: as for `export`.
+        dtype: of floating-point parameters in the files; None leaves them as the checkpoint has them (its masters).
+        beside: where config.json and the tokenizer's files are; None takes the source's own folder.
+
+    Raises:
+        CheckpointError: the source is damaged, or nothing can be written at `folder`.
+    """
+    _check_arguments(dtype, max_shard_bytes)
+    target = Path(folder)
+    near = Path(beside) if beside is not None else getattr(source, "folder", None)
+    outline = _outline_of(source)
+    sheet = plan(outline, _twin(near, outline), dtype, max_shard_bytes, tied_once=near is not None and (near / "config.json").is_file())
+    items = {item.name: item for item in source.items() if item.kind in ("parameter", "buffer")}
+
+    def pieces() -> Iterator[tuple[str, int, torch.Tensor]]:
+        for name, item in items.items():
+            count = numel_of(outline.tensors[name][1])
+            yield from in_chunks(name, count, outline.dtypes[name], lambda a, b, out, item=item: source.read(item, a, b, out))  # type: ignore[misc]
+
+    made = Export(target, overwrite)
+    try:
+        sheet.files.create(made.folder)
+        if near is not None:
+            _copy(near, (*CONFIGURATION, *TOKENIZER), made.folder)
+            _say_dtype(made.folder / "config.json", dtype or _first_dtype(outline))
+        total = sheet.nbytes_of((name, 0, numel_of(outline.tensors[name][1])) for name in items)
+        sheet.write(made.folder, pieces(), total, progress)
+        _finish(made, overwrite)
+    except OSError as error:
+        made.discard()
+        raise CheckpointError(f"nothing was exported to {target}: {in_words(error)}.") from error
+    except BaseException:
+        made.discard()
+        raise
+    return target
+
+
+def stream(
+    engine: Engine,
+    model: nn.Module,
+    target: Path,
+    sheet: Callable[[], Sheet],
+    beside: Callable[[Path], None],
+    progress: Progress | None,
+    overwrite: bool,
+) -> Path:
+    """Write what a sheet says of a sharded model into a new folder. Collective.
+
+    Args:
+        sheet: makes it, from shapes alone and so the same on every rank.
+        beside: adds small files to the folder; called on the first rank.
+
+    Raises:
+        CheckpointError: on every rank; nothing is left then.
+    """
+    together = Together.of(engine)
+    made: Export | None = None
+    planned: Sheet | None = None
+    try:
+        with each_rank(together):
+            planned = sheet()
+            if engine.rank == 0:
+                made = Export(target, overwrite)
+                planned.files.create(made.folder)
+                beside(made.folder)
+        assert planned is not None
+        there = Path(together.from_first(str(made.folder.resolve()) if made is not None else ""))
+        with each_rank(together), whole_sight(), torch.no_grad():
+            if not there.is_dir():
+                raise CheckpointError(f"{there}, made by the first rank, is not there: export to a folder that all ranks share.")
+            mine = list(_own(engine, model))
+            total = planned.nbytes_of((name, start, start + data.numel()) for name, start, data in mine)
+            planned.write(there, mine, total, progress)
+        with each_rank(together):
+            if made is not None:
+                _finish(made, overwrite)
+    except BaseException:
+        if made is not None:
+            made.discard()
+        raise
+    return target
+
+
+def plan(
+    outline: Outline, model: nn.Module | None, dtype: torch.dtype | None, limit: int, tied_once: bool = False, name: str = "model"
+) -> Sheet:
+    """Where the tensors of `outline` go.
+
+    Args:
+        model: the transformers model that they are of, for its names. None: the names are what they are.
+        dtype: of floating-point parameters; None leaves `outline.dtypes`.
+        tied_once: write a tied parameter under its first name only, where no `model` says under which.
+    """
+    once = _tied_patterns(model) if model is not None else None
+    unwanted = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    copies, shapes, dtypes = {}, {}, {}
+    for names in outline.ties:
+        kept = _kept(names, once) if once is not None else names[:1] if tied_once else names
+        copies[names[0]] = [n for n in kept if n not in unwanted]
+        kind, shape = outline.tensors[names[0]]
+        own = outline.dtypes[names[0]]
+        for kept_name in copies[names[0]]:
+            shapes[kept_name] = shape
+            dtypes[kept_name] = dtype if dtype is not None and kind == "parameter" and own.is_floating_point else own
+    in_order = {n: shapes[n] for n in outline.tensors if n in shapes}
+    layout = writing(in_order, model) if model is not None else Layout({n: (s, whole(n, s)) for n, s in in_order.items()}, [])
+    return Sheet.of(layout, dtypes, copies, name, limit)
+
+
+def masters(engine: Engine) -> dict[str, torch.dtype]:
+    """{every name of a parameter: the dtype that it is stepped in}."""
+    return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.names}
+
+
+def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """What this rank writes: its share of every parameter, and on the first rank the buffers."""
+    parameters = set()
+    for share in shares(engine):
+        parameters |= set(share.entry.names)
+        if share.stop > share.start:
+            yield share.name, share.start, share.of(share.entry.param)
+    for name, value in plain_state_dict(engine, model).items() if engine.rank == 0 else ():
+        if name not in parameters and isinstance(value, torch.Tensor):
+            yield name, 0, value.detach().reshape(-1)
+
+
+def _finish(made: Export, overwrite: bool) -> None:
+    for file in made.folder.rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":
+            flush_file(file)
+    made.commit(overwrite)
+
+
+def _check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(f"dtype={dtype!r}: expected a floating-point torch.dtype such as torch.bfloat16, or None.")
+    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes={max_shard_bytes!r}: expected a number of bytes from 1 up, such as 5_000_000_000.")
+
+
+# -- tied weights --------------------------------------------------------------------------------------------------------------
+
+
+def _tied_patterns(model: nn.Module) -> list[str]:
+    """What transformers calls the names that are not saved since another name's tensor is tied to them."""
+    return [f"{path}.{key}" if path else key for path, m in model.named_modules() for key in (getattr(m, "_tied_weights_keys", None) or ())]
+
+
+def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
+    """The names of one tensor that `save_pretrained` keeps: those that no pattern names, at least one."""
+    patterns = list(patterns)
+    free = [n for n in names if not any(re.search(p, n) for p in patterns)] if len(names) > 1 else list(names)
+    return free or [max(names)]
+
+
+# -- beside the weights --------------------------------------------------------------------------------------------------------
+
+
+def _save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if getattr(type(model), "_auto_class", None) is not None:  # its code comes with it
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, str(folder), config=config)
+    config.save_pretrained(str(folder))
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(str(folder))
+
+
+def _first_dtype(outline: Outline) -> torch.dtype:
+    """What transformers calls the dtype of a model."""
+    found = (outline.dtypes[n] for n, (kind, _) in outline.tensors.items() if kind == "parameter" and outline.dtypes[n].is_floating_point)
+    return next(found, torch.float32)
+
+
+def _copy(near: Path, names: Iterable[str], folder: Path) -> None:
+    for name in names:
+        if (near / name).is_file():
+            shutil.copyfile(near / name, folder / name)
+
+
+def _say_dtype(path: Path, dtype: torch.dtype) -> None:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# -- without ranks -------------------------------------------------------------------------------------------------------------
+
+
+def _outline_of(source: Source) -> Outline:
+    others: dict[str, list[str]] = {}
+    for alias, name in source.aliases().items():
+        others.setdefault(name, []).append(alias)
+    out = Outline()
+    for item, stored in source.items().items():
+        if item.kind in ("parameter", "buffer"):
+            names = [item.name, *others.get(item.name, ())]
+            out.ties.append(names)
+            for name in names:
+                out.tensors[name], out.dtypes[name] = (item.kind, stored.shape), stored.dtype
+    if not out.ties:
+        raise CheckpointError("there is no parameter in it to export.")
+    return out
+
+
+def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
+    """The transformers model that config.json describes, on the meta device, if its names are the checkpoint's."""
+    if near is None or not (near / "config.json").is_file():
+        return None
+    try:
+        import transformers
+
+        config: Any = transformers.AutoConfig.from_pretrained(str(near), local_files_only=True)
+        kind: Any = getattr(transformers, config.architectures[0])
+        with torch.device("meta"):
+            twin: nn.Module = kind(config)
+    except Exception:
+        return None  # no transformers here, or a model of somebody's own: the names stay as they are, which opens as well
+    return twin if Outline.of(twin).tensors.keys() == outline.tensors.keys() else None

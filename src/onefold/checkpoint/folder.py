@@ -1,0 +1,245 @@
+"""Folders that are whole or absent.
+
+    runs/a/step-00000100/                  a checkpoint: it has this name only since it is whole
+    runs/a/.step-00000200.4f1c.unfinished/ one that is being written; `owner` in it is locked by the process that writes
+
+A save writes into a hidden sibling, flushes every file and the folder, and renames. One rename is the commit; where another checkpoint
+is to be replaced the two exchange their names, which is one step as well. A process that dies leaves a hidden folder whose `owner` nobody
+holds a lock on: the next start removes it. `latest` reads what is there; no file says which is the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.manifest import MANIFEST, read_manifest
+
+OWNER = "owner"
+#: Seconds in which a folder without an owner may be one whose owner is about to lock it.
+YOUNG = 60.0
+#: Seconds after which an unfinished folder is litter where the file system cannot tell who holds it.
+OLD = 24 * 3600.0
+_HIDDEN = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<what>unfinished|removed|replaced)$")
+_EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
+
+
+class Lock:
+    """A file that one process at a time holds; the system lets go of it when the process ends, however it ends.
+
+    Attributes:
+        known: False where the file system has no locks: then nobody is kept out.
+
+    Raises:
+        BlockingIOError: somebody else holds it; its text says who.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.known = path, True
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                self.known = False
+                return
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            os.close(self._file)
+            self._file = -1
+            raise BlockingIOError(holder or "another process") from None
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self, remove: bool = False) -> None:
+        if self._file >= 0:
+            if remove:
+                self.path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = -1
+
+
+class Unfinished:
+    """A checkpoint folder in the making, on the rank that makes it."""
+
+    def __init__(self, target: Path, overwrite: bool) -> None:
+        """Make it beside `target`.
+
+        Raises:
+            CheckpointError: there cannot be a checkpoint at `target`.
+        """
+        self.target = target
+        check_target(target, overwrite)
+        self.folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.unfinished"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_litter(target.parent, target.name)
+            self.folder.mkdir()
+            self._lock = Lock(self.folder / OWNER)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self.folder)
+            raise CheckpointError(f"no checkpoint can be written at {target}: {in_words(error)}.") from None
+
+    def commit(self, overwrite: bool) -> None:
+        """Flush the folder and give it its name.
+
+        Raises:
+            CheckpointError: somebody else put something there meanwhile.
+            OSError: as the system says it.
+        """
+        flush_folder(self.folder)
+        replaced = False
+        try:
+            os.rename(self.folder, self.target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            if not overwrite:
+                raise CheckpointError(f"{self.target} came to be while this checkpoint was written; it was left as it is.") from None
+            exchange(self.folder, self.target)
+            replaced = True
+        (self.target / OWNER).unlink(missing_ok=True)
+        flush_folder(self.target.parent)
+        if replaced:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Leave nothing."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.release()
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """Raises: CheckpointError: something is there that a checkpoint must not replace."""
+    if not target.name:
+        raise CheckpointError(f"{str(target)!r} is no name for a checkpoint; give a folder such as runs/a/step-100.")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise CheckpointError(f"{target} is a file; name a folder that does not exist yet.")
+    if not target.exists():
+        return
+    is_checkpoint = (target / MANIFEST).exists()
+    if any(target.iterdir()) and not (overwrite and is_checkpoint):
+        what = "a checkpoint" if is_checkpoint else "a folder that is no checkpoint"
+        hint = "; give overwrite=True to replace it" if is_checkpoint else ""
+        raise CheckpointError(f"{target} is {what} already{hint}, or name another folder.")
+
+
+def exchange(a: Path, b: Path) -> None:
+    """Two folders swap names in one step. Raises: OSError."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None and rename(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0:
+        return
+    if rename is not None and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(a))
+    # A file system without it: for a moment the old one lies under a hidden name, from where `remove_litter` brings it back.
+    aside = b.parent / f".{b.name}.{secrets.token_hex(4)}.replaced"
+    os.rename(b, aside)
+    os.rename(a, b)
+    os.rename(aside, a)
+
+
+def flush_folder(folder: Path) -> None:
+    """Have the disk know the names in `folder`."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def flush_file(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def remove_litter(root: Path, name: str | None = None) -> list[Path]:
+    """Remove what dead saves have left in `root` (of checkpoint `name` alone, if given) and say what it was.
+
+    A save that is under way, of this process or another, is left alone.
+    """
+    removed = []
+    for folder in sorted(root.glob(".*")) if root.is_dir() else ():
+        found = _HIDDEN.match(folder.name)
+        if found is None or (name is not None and found["name"] != name):
+            continue
+        if found["what"] == "replaced" and not (root / found["name"]).exists():
+            os.rename(folder, root / found["name"])
+        elif not _is_held(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a living process writes into it. One without an `owner` that is young was made just now, and will be locked next."""
+    try:
+        age = time.time() - folder.stat().st_mtime
+        if not (folder / OWNER).exists():
+            return folder.name.endswith(".unfinished") and age < YOUNG
+        lock = Lock(folder / OWNER)
+        lock.release()
+        return not lock.known and age < OLD
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
+    """(step, folder) of every folder in `root` that has a manifest, in no order; step -1 where none can be read."""
+    for folder in root.iterdir() if root.is_dir() else ():
+        if not folder.name.startswith(".") and (folder / MANIFEST).is_file():
+            try:
+                step = read_manifest(folder).step
+            except CheckpointError:
+                step = None
+            yield (-1 if step is None else step), folder
+
+
+def latest(root: Path | str) -> Path | None:
+    """The checkpoint of the greatest step in folder `root` whose manifest is sound; None if there is none."""
+    found = [(step, folder.name, folder) for step, folder in checkpoints(Path(root)) if step >= 0]
+    return max(found)[2] if found else None
+
+
+def prune(root: Path, keep: int) -> list[Path]:
+    """Remove all but the `keep` newest checkpoints in `root` and say which. A folder whose manifest is damaged is left alone."""
+    found = sorted((step, folder.name, folder) for step, folder in checkpoints(root) if step >= 0)
+    removed = []
+    for _, _, folder in found[: max(0, len(found) - keep)]:
+        # First out of sight under one rename: a kill in the middle leaves litter, not half a checkpoint.
+        aside = root / f".{folder.name}.{secrets.token_hex(4)}.removed"
+        os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        removed.append(folder)
+    return removed
+
+
+def in_words(error: OSError) -> str:
+    """An OSError for people, with what to do."""
+    what = f"{error.strerror or error} ({error.filename})" if error.filename else str(error.strerror or error)
+    hints = {
+        errno.ENOSPC: "free space there, or choose another disk",
+        errno.EDQUOT: "the quota is used up: free space, or choose another disk",
+        errno.EROFS: "the file system is read-only: choose another folder",
+        errno.EACCES: "choose a folder that this user may write to",
+        errno.ENOTDIR: "a part of the path is a file: choose another folder",
+        errno.EEXIST: "a file of this name is in the way: choose another folder",
+    }
+    hint = hints.get(error.errno or 0)
+    return f"{what}; {hint}" if hint else what

@@ -1,0 +1,283 @@
+"""Which elements of a Hugging Face folder's tensors are which elements of the model's, in both directions.
+
+    in the folder                                 in the model
+    ...experts.0.w1.weight  [I, H]   ─┐
+    ...experts.0.w3.weight  [I, H]   ─┼──────►    ...experts.gate_up_proj  [E, 2·I, H]
+    ...experts.1.w1.weight  [I, H]   ─┘
+    wte.weight                       ──────►      transformer.wte.weight        (prefix of the base model)
+
+[Note: rows are tagged] transformers renames tensors while it loads them, and stacks, joins and splits them. Its own rules are asked
+where everything goes: they run on small integer tensors in which every row holds its number instead of its values, and the numbers
+that come out say which rows of which tensor each result is made of. A row is what the last dimension spans; two numbers stand for it, so
+that a rule which reaches inside rows (a transposition, a cut across them, arithmetic) comes out visibly wrong and is refused.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import importlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.tensorfile import numel_of
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements `[at, at + length)` of a flattened tensor are elements `[start, start + length)` of tensor `name` on the other side."""
+
+    at: int
+    name: str
+    start: int
+    length: int
+
+
+Runs = tuple[Run, ...]
+
+
+class NotRows(Exception):
+    """A rule does more than move rows."""
+
+
+class Tags:
+    """Numbered rows of tensors; see [Note: rows are tagged]."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._starts: list[int] = []
+        self._sources: list[tuple[str, int, int]] = []  # name, elements in a row, rows
+
+    def add(self, name: str, shape: Shape) -> torch.Tensor:
+        """An int64 tensor that stands for tensor `name`: its shape, with a last dimension of at most 2."""
+        width = shape[-1] if len(shape) > 1 else 1
+        kept, rows = min(2, width), numel_of(shape) // max(1, width)
+        self._starts.append(self._next)
+        self._sources.append((name, width, rows))
+        numbers = torch.arange(self._next, self._next + rows * kept)
+        self._next += rows * kept + 2  # a gap: the rows of two tensors are never neighbours
+        return numbers.view((*shape[:-1], kept) if len(shape) > 1 else shape)
+
+    def trace(self, tags: torch.Tensor) -> tuple[Shape, Runs]:
+        """The shape of the tensor that `tags` stands for, and what it is made of.
+
+        Raises:
+            NotRows: it is not made of whole rows.
+        """
+        flat = tags.reshape(-1)
+        if not flat.numel():
+            return tuple(tags.shape), ()
+        _, width, _ = self._source(int(flat[0]))
+        kept = min(2, width)
+        first = flat[::kept]
+        if kept == 2 and (tags.shape[-1] != 2 or not torch.equal(flat[1::2], first + 1)):
+            raise NotRows
+        breaks = (torch.nonzero(first[1:] != first[:-1] + kept).reshape(-1) + 1).tolist()
+        runs = []
+        for begin, end in zip([0, *breaks], [*breaks, len(first)], strict=True):
+            number = int(first[begin])
+            name, its_width, rows = self._source(number)
+            row, inside = divmod(number - self._starts[bisect.bisect_right(self._starts, number) - 1], kept)
+            if inside or its_width != width or row + end - begin > rows:
+                raise NotRows
+            runs.append(Run(begin * width, name, row * width, (end - begin) * width))
+        return ((*tags.shape[:-1], width) if kept == 2 else tuple(tags.shape)), tuple(runs)
+
+    def _source(self, number: int) -> tuple[str, int, int]:
+        at = bisect.bisect_right(self._starts, number) - 1
+        if at < 0:
+            raise NotRows
+        return self._sources[at]
+
+
+def whole(name: str, shape: Shape) -> Runs:
+    """The runs of a tensor that is one other tensor, element for element."""
+    return (Run(0, name, 0, numel_of(shape)),)
+
+
+def overlapping(runs: Sequence[Run], start: int, stop: int) -> Iterable[Run]:
+    """The parts of `runs` (in order of `at`, without gaps) inside elements `[start, stop)`."""
+    at = max(0, bisect.bisect_right(runs, start, key=lambda run: run.at) - 1)
+    while at < len(runs) and runs[at].at < stop:
+        run, at = runs[at], at + 1
+        begin, end = max(run.at, start), min(run.at + run.length, stop)
+        if begin < end:
+            yield Run(begin, run.name, run.start + begin - run.at, end - begin)
+
+
+# -- transformers' rules -------------------------------------------------------------------------------------------------------
+
+
+def is_transformers(module: nn.Module) -> bool:
+    """Whether it is a transformers model (without importing transformers to find out)."""
+    loaded: Any = sys.modules.get("transformers.modeling_utils")
+    return loaded is not None and isinstance(module, loaded.PreTrainedModel)
+
+
+class Rules:
+    """transformers' renamings and converters for one model, in the direction of loading or of saving."""
+
+    def __init__(self, module: nn.Module, saving: bool) -> None:
+        self.module: Any = module
+        self.loading: Any = importlib.import_module("transformers.core_model_loading")
+        mapping: Any = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping
+        if saving:
+            # Those that the weights came through; of a model that was never loaded, those that it would be loaded through, but
+            # for the changes of a prefix, which the files may or may not have had.
+            used = getattr(module, "_weight_conversions", None)
+            if used is None:
+                used = [c for c in mapping(module, add_legacy=False) if not isinstance(c, self.loading.PrefixChange)]
+            self.rules = [c.reverse_transform() for c in reversed(used)]
+        else:
+            self.rules = list(mapping(module))
+        self.renamings = [c for c in self.rules if isinstance(c, self.loading.WeightRenaming)]
+        self.converters = [c for c in self.rules if isinstance(c, self.loading.WeightConverter)]
+        self._by_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
+
+    def order(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=self.loading.dot_natural_key)
+
+    def converter(self, pattern: str) -> Any:
+        return copy.deepcopy(self._by_pattern[pattern])
+
+    def run(self, converter: Any, first: str, shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+        made = converter.convert(first, model=_Outline(shapes, self.module.config), config=self.module.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def remember(self) -> None:
+        """Leave word on the model which rules its weights came through, as `from_pretrained` does: saving goes back through them."""
+        self.module._weight_conversions = [c for c in self.rules if c.was_used()]
+
+
+class _Outline:
+    """What converters ask of a model: the shapes of its parameters (those of a sharded one are intervals)."""
+
+    def __init__(self, shapes: Mapping[str, Shape], config: Any) -> None:
+        self._shapes, self.config = shapes, config
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return torch.empty(self._shapes[name], device="meta")
+
+
+def rules_of(module: nn.Module, saving: bool) -> Rules | None:
+    """None: names are what they are (no transformers model, or a transformers before 5, which has no such rules)."""
+    if not is_transformers(module):
+        return None
+    try:
+        return Rules(module, saving)
+    except ImportError:
+        return None
+
+
+@dataclass
+class Layout:
+    """Made of what: {name here: (shape, runs of tensors on the other side)}; `left`: names of the other side that fit nothing here."""
+
+    made: dict[str, tuple[Shape, Runs]]
+    left: list[str]
+    rules: Rules | None = None
+
+
+def reading(stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: nn.Module) -> Layout:
+    """How the model's tensors (`expected`) are made of the folder's (`stored`).
+
+    Raises:
+        CheckpointError: a rule of transformers does more than move rows.
+    """
+    rules = rules_of(module, saving=False)
+    prefix = getattr(module, "base_model_prefix", "") if is_transformers(module) else ""
+    out = Layout({}, [], rules)
+    groups: dict[str, tuple[Any, Tags]] = {}
+    for key in rules.order(stored) if rules else sorted(stored):
+        name, pattern = _renamed(key, rules)
+        name = _prefixed(name, prefix, expected)
+        if name not in expected and (plain := _prefixed(key, prefix, expected)) in expected:
+            name, pattern = plain, None
+        if name not in expected:
+            out.left.append(key)
+        elif pattern is None or rules is None:
+            out.made.setdefault(name, (stored[key], whole(key, stored[key])))
+        else:
+            converter, tags = groups.setdefault(name, (rules.converter(pattern), Tags()))
+            converter.add_tensor(name, key, pattern, tags.add(key, stored[key]))
+    for first, (converter, tags) in groups.items():
+        assert rules is not None
+        try:
+            made = rules.run(converter, first, expected)
+            for name, value in made.items():
+                out.made[name] = tags.trace(value)
+        except (NotRows, RuntimeError, ValueError, KeyError, IndexError) as error:
+            raise CheckpointError(
+                f"{first!r} of the model is computed from {', '.join(map(repr, converter.source_patterns[:3]))} of the folder by more than "
+                f"moving rows ({converter.operations}), which cannot be streamed{f' ({error})' if str(error) else ''}. Load the model "
+                "with from_pretrained on rank 0 and shard that."
+            ) from None
+    out.left += [name for name in out.made if name not in expected]
+    out.made = {name: made for name, made in out.made.items() if name in expected}
+    return out
+
+
+def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
+    """How the folder's tensors are made of the model's (`shapes`), so that the folder looks as `save_pretrained` would leave it.
+
+    What a rule cannot say by moving rows keeps the model's own names (in `left`), which `from_pretrained` opens as well.
+    """
+    rules = rules_of(module, saving=True)
+    if rules is None or not rules.rules:
+        return Layout({name: (shape, whole(name, shape)) for name, shape in shapes.items()}, [])
+    out = Layout({}, [], rules)
+    groups: dict[str, tuple[Any, Tags, list[str]]] = {}
+    for name in rules.order(shapes):
+        renamed, pattern = rules.loading.apply_converters(name, rules.converters)
+        if pattern is None:
+            out.made[rules.loading.apply_renamings(name, rules.renamings)] = (shapes[name], whole(name, shapes[name]))
+            continue
+        converter, tags, names = groups.setdefault(renamed, (rules.converter(pattern), Tags(), []))
+        converter.add_tensor(renamed, name, pattern, tags.add(name, shapes[name]))
+        names.append(name)
+    for first, (converter, tags, names) in groups.items():
+        try:
+            made = {
+                rules.loading.apply_renamings(key, rules.renamings): tags.trace(value)
+                for key, value in rules.run(converter, first, shapes).items()
+            }
+            if not _tiles(made, {name: shapes[name] for name in names}):
+                raise NotRows
+        except (NotRows, RuntimeError, ValueError, KeyError, IndexError):
+            out.left += names
+            made = {name: (shapes[name], whole(name, shapes[name])) for name in names}
+        out.made |= made
+    return out
+
+
+def _renamed(key: str, rules: Rules | None) -> tuple[str, str | None]:
+    return rules.loading.rename_source_key(key, rules.renamings, rules.converters) if rules else (key, None)
+
+
+def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:
+    """`name` with the base model's prefix taken off or put on, if that is how the model calls it."""
+    if not prefix:
+        return name
+    without = name.removeprefix(prefix + ".")
+    if without != name and without in expected:
+        return without
+    return f"{prefix}.{name}" if f"{prefix}.{name}" in expected else name
+
+
+def _tiles(made: Mapping[str, tuple[Shape, Runs]], of: Mapping[str, Shape]) -> bool:
+    """Whether every element of the tensors `of` is in `made` once."""
+    runs = sorted((run.name, run.start, run.length) for _, runs in made.values() for run in runs)
+    at: dict[str, int] = dict.fromkeys(of, 0)
+    for name, start, length in runs:
+        if at.get(name) != start:
+            return False
+        at[name] = start + length
+    return all(at[name] == numel_of(shape) for name, shape in of.items())

@@ -1,0 +1,359 @@
+"""Weights out of a Hugging Face folder, straight into the shards of a model.
+
+    model.safetensors, or model.safetensors.index.json and its files
+      │ HuggingFaceSource            the folder's own names
+      │   .fitted(module)            the model's names: prefixes, ties, fused tensors (hf_names.py)
+      ▼
+    Fitted ──► apply.load_model      each rank reads the elements that it owns into its master, and nothing else
+
+Nothing is unpickled, nothing is held whole, and nobody makes up a value that a file brings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.apply import load_model
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.fitted import Fitted, Outline, some, undressed
+from onefold.checkpoint.hf_names import is_transformers, reading
+from onefold.checkpoint.source import Item, Stored
+from onefold.checkpoint.tensorfile import TensorFile
+from onefold.checkpoint.together import Together
+from onefold.runtime.engine import Engine
+from onefold.runtime.registry import engine_of
+
+
+class HuggingFaceSource:
+    """A folder with `model.safetensors`, or `model.safetensors.index.json` and the files that it names; or one such file.
+
+    Args:
+        folder: the folder, or a safetensors file.
+        name: what its files are called: "model", or "adapter_model" for peft's.
+
+    Raises:
+        CheckpointError: it holds no safetensors weights, or a part of them is missing or damaged.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], name: str = "model") -> None:
+        self.folder = Path(folder)
+        self._files: list[TensorFile] = []
+        self._where: dict[str, TensorFile] = {}
+        try:
+            self._open(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, name: str) -> None:
+        path = self.folder
+        if path.is_file():
+            if path.suffix != ".safetensors":
+                raise CheckpointError(f"{path} is no folder and no .safetensors file: no weights can be read out of it.{_instead(path)}")
+            self._take(path, None)
+            self.folder = path.parent
+        elif (path / f"{name}.safetensors").is_file():
+            self._take(path / f"{name}.safetensors", None)
+        elif (path / f"{name}.safetensors.index.json").is_file():
+            for file, keys in _index(path / f"{name}.safetensors.index.json").items():
+                self._take(path / file, keys)
+        else:
+            raise CheckpointError(_no_weights(path, name))
+        method = _quantized(self.folder) if name == "model" else None
+        if method:
+            raise CheckpointError(
+                f"the weights in {self.folder} are quantized ({method}): they cannot be put into a model as they are. Open it with "
+                "transformers' from_pretrained, dequantize it, and save that."
+            )
+
+    def _take(self, path: Path, keys: list[str] | None) -> None:
+        file = TensorFile(path)
+        self._files.append(file)
+        for key in file.header if keys is None else keys:
+            if key not in file.header:
+                raise CheckpointError(f"the index of {self.folder} says that {key!r} is in {path.name}, which does not hold it.")
+            self._where[key] = file
+
+    @property
+    def describe(self) -> str:
+        return f"the Hugging Face folder {self.folder}"
+
+    def items(self) -> Mapping[Item, Stored]:
+        return {Item("parameter", key): self.stored(key) for key in self._where}
+
+    def stored(self, key: str) -> Stored:
+        entry = self._where[key].header[key]
+        return Stored(entry.dtype, entry.shape)
+
+    def aliases(self) -> Mapping[str, str]:
+        return {}
+
+    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+        self._where[item.name].read(item.name, start, stop, out)
+
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        return {}
+
+    def groups(self) -> None:
+        return None
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def fitted(self, module: nn.Module) -> Fitted:
+        """The same weights under the names and in the shapes of `module` (sharded or not, also on the meta device).
+
+        Raises:
+            CheckpointError: shapes differ, or a tensor would have to be computed.
+        """
+        outline = Outline.of(module)
+        inner, names = undressed(module, outline)
+        expected = {names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names}
+        layout = reading({key: self.stored(key).shape for key in self._where}, expected, inner)
+        shapes = {name: shape for name, (shape, _) in layout.made.items()}
+        wrong = [f"{n}: {shape} there, {expected[n]} in the model" for n, shape in shapes.items() if shape != expected[n]]
+        if wrong:
+            raise CheckpointError(f"{self.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}.")
+        made = {full: layout.made[name][1] for full, name in names.items() if name in layout.made}
+        left = [key for key in layout.left if not _ignored(inner, key)]
+        out = Fitted(self, outline, made, left, layout.rules)
+        out.missing = [name for name in out.missing if name in names]
+        return out
+
+
+def opened(folder: str | os.PathLike[str], module: nn.Module) -> Fitted:
+    """The folder's weights fitted to the model; nothing stays open if that fails. Raises: CheckpointError."""
+    source = HuggingFaceSource(folder)
+    try:
+        return source.fitted(module)
+    except BaseException:
+        source.close()
+        raise
+
+
+def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], strict: bool = True) -> tuple[list[str], list[str]]:
+    """Load the weights of a Hugging Face folder into an already sharded model. Collective.
+
+    Each rank reads what it owns, in the file's dtype, and holds a few MiB more than its shard meanwhile. Under `strict=False` what
+    the folder does not have stays as it is. Adapters of peft in the model stay as they are.
+
+    Args:
+        module: what `onefold.shard` returned.
+        folder: with `model.safetensors`, or `model.safetensors.index.json` and its files; or one .safetensors file.
+
+    Returns:
+        the names that are missing in the folder (the model's) and those that fit nowhere in the model (the folder's).
+
+    Raises:
+        CheckpointError: on every rank: the folder cannot be read, shapes differ, or names do under `strict`.
+    """
+    engine = engine_of(module)
+    together = Together.of(engine)
+    fitted: Fitted | None = None
+    try:
+        with each_rank(together):
+            fitted = opened(folder, module)
+            if strict:
+                refuse_differences(fitted)
+        assert fitted is not None
+        same_everywhere(together, fitted)
+        return pour(engine, module, fitted)
+    finally:
+        if fitted is not None:
+            fitted.close()
+
+
+def pour(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list[str], list[str]]:
+    """Read everything that `fitted` has into the model. Collective. Returns its missing and unexpected names."""
+    load_model(engine, module, fitted, strict=False)
+    if fitted.rules is not None:
+        fitted.rules.remember()
+    return sorted(fitted.missing), list(fitted.unexpected)
+
+
+def refuse_differences(fitted: Fitted) -> None:
+    """Raise CheckpointError if the source has not everything, or more."""
+    parts = []
+    if fitted.missing:
+        parts.append(f"it has nothing for {len(fitted.missing)} of the model's tensors ({some(fitted.missing)})")
+    if fitted.unexpected:
+        parts.append(f"{len(fitted.unexpected)} of its tensors fit nowhere in the model ({some(fitted.unexpected)})")
+    if parts:
+        raise CheckpointError(
+            f"{fitted.describe} does not fit this model: {' and '.join(parts)}. Is it of another model, or another version of it? Give "
+            "strict=False to load what fits."
+        )
+
+
+def same_everywhere(together: Together, fitted: Fitted) -> None:
+    """Raise CheckpointError on every rank unless all have the same weights before them. Collective."""
+    said = together.all_gather(fitted.digest())
+    others = [together.ranks[rank] for rank, digest in enumerate(said) if digest != said[0]]
+    if others:
+        raise CheckpointError(
+            f"{fitted.describe} holds other tensors on rank {together.ranks[0]} and on rank {', '.join(map(str, others))}: "
+            "give every rank the same folder."
+        )
+
+
+class Weights:
+    """What `onefold.shard(weights=...)` was given, opened before anything is divided. An error waits until all ranks can hear of it.
+
+    Attributes:
+        coming: every name of the model that the folder brings.
+        error: why it cannot be.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], module: nn.Module, device: torch.device, makes_up: bool) -> None:
+        """`makes_up`: there is a function to initialize what the folder has not. Adapters of peft get memory on `device`."""
+        self.coming: set[str] = set()
+        self.error: Exception | None = None
+        self._fitted: Fitted | None = None
+        try:
+            if getattr(module, "peft_config", None):
+                from onefold.checkpoint.adapters import wake
+
+                wake(module, device)
+            self._fitted = opened(folder, module)
+            self.coming = self._fitted.names()
+            absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.coming]
+            if absent and not makes_up:
+                left = self._fitted.unexpected
+                more = f", and {len(left)} tensors that fit nowhere in it ({some(left)})" if left else ""
+                raise CheckpointError(
+                    f"{self._fitted.describe} has nothing for {len(absent)} of the parameters that the model has on the meta device "
+                    f"({some(absent)}){more}. Is it of another model? Give shard(..., init=function) to initialize what is missing."
+                )
+        except Exception as error:
+            self.close()
+            self.error = error
+
+    def settle(self, engine: Engine) -> None:
+        """Go on if all ranks have opened the same. Collective.
+
+        Raises:
+            CheckpointError: on every rank.
+        """
+        try:
+            together = Together.of(engine)
+            with each_rank(together):
+                if self.error is not None:
+                    raise self.error
+            assert self._fitted is not None
+            same_everywhere(together, self._fitted)
+        except BaseException:
+            self.close()
+            raise
+
+    def pour(self, engine: Engine, module: nn.Module) -> None:
+        """Read them into the sharded model. Collective."""
+        assert self._fitted is not None
+        missing, unexpected = pour(engine, module, self._fitted)
+        kept = "not in it, so left as the model brought them or as init made them"
+        for names, what in ((missing, kept), (unexpected, "fitting nowhere in the model")):
+            if names and engine.rank == 0:
+                logging.getLogger("onefold").warning(f"{self._fitted.describe}: {what} ({len(names)}): {some(names)}")
+
+    def close(self) -> None:
+        if self._fitted is not None:
+            self._fitted.close()
+
+
+@contextlib.contextmanager
+def each_rank(together: Together) -> Iterator[None]:
+    """Around work that every rank does by itself, without collectives: what goes wrong on one raises on all. Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    try:
+        together.agree(error)
+    except CheckpointError as told:
+        raise told from error
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether there are weights of Hugging Face in a folder, also such that `HuggingFaceSource` refuses."""
+    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+    return any((path / name).is_file() for name in (*names, "adapter_config.json"))
+
+
+# -- what is in a folder -------------------------------------------------------------------------------------------------------
+
+
+def _index(path: Path) -> dict[str, list[str]]:
+    """{file: its tensors} of an index."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        out: dict[str, list[str]] = {}
+        for key, file in found.items():
+            out.setdefault(file, []).append(key)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files ({type(error).__name__}: {error}).") from None
+    bad = [file for file in out if not isinstance(file, str) or Path(file).name != file]
+    if bad:
+        raise CheckpointError(f"{path} names {bad[0]!r}, which is no file in its folder.")
+    gone = [file for file in out if not (path.parent / file).is_file()]
+    if gone:
+        raise CheckpointError(f"{len(gone)} of the {len(out)} files that {path} names are missing: {some(sorted(gone))}.")
+    return out
+
+
+def _no_weights(path: Path, name: str) -> str:
+    if not path.exists():
+        return f"{path} does not exist: expected a folder with {name}.safetensors. Nothing is downloaded."
+    if (path / "manifest.json").is_file():
+        return f"{path} is a checkpoint of Onefold: load it with onefold.load(path, model=model), or onefold.export it first."
+    if name == "model" and (path / "adapter_config.json").is_file():
+        return f"{path} holds adapters only: load the base model's folder, and these with onefold.load_adapters(model, folder)."
+    return f"{path} has neither {name}.safetensors nor {name}.safetensors.index.json.{_instead(path)}"
+
+
+def _instead(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    pickles = [p.name for p in files if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")]
+    if pickles:
+        return (
+            f" Its weights are pickles ({some(pickles)}), which can run code and cannot be read in parts, so they are not opened. Convert "
+            "it once: AutoModel.from_pretrained(folder).save_pretrained(other_folder)."
+        )
+    if any(p.suffix == ".gguf" for p in files):
+        return " GGUF files hold quantized weights: open it with transformers' from_pretrained(gguf_file=...) and save that."
+    return ""
+
+
+def _quantized(folder: Path) -> str | None:
+    """How the folder's config says its weights are quantized."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return str(found.get("quant_method", "by its config.json")) if isinstance(found, dict) else None
+
+
+def _ignored(module: nn.Module, key: str) -> bool:
+    """Whether transformers itself passes over a tensor of this name: its own lists, and buffers that older versions saved."""
+    if not is_transformers(module):
+        return False
+    patterns = [*(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    buffers = [name for name, _ in module.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return any(re.search(pattern, key) for pattern in patterns)

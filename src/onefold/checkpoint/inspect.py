@@ -1,0 +1,215 @@
+"""What a checkpoint holds, without reading its tensors: the manifest, the state's values, sizes of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, read_manifest
+from onefold.checkpoint.source import KINDS, Item, Source
+from onefold.checkpoint.tensorfile import CODES, numel_of
+from onefold.checkpoint.verify import is_like_a_checkpoint
+
+
+@dataclass(frozen=True)
+class Sort:
+    """All tensors of one kind, state and dtype: how many, their elements, their bytes."""
+
+    kind: str
+    state: str
+    dtype: str
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor. `files`: where its pieces lie."""
+
+    item: Item
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    aliases: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group: the optimizer's class and number, its own number, the names in it, their elements, its options."""
+
+    optimizer: str
+    number: int
+    index: int
+    names: tuple[str, ...]
+    elements: int
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Attributes:
+    form: "Onefold", "Hugging Face" or "DeepSpeed". created: ISO date and time, UTC; "" if it is not known.
+    saved_by: versions, ranks, stage and recipe of the run that saved. resumes: what else a run takes up, in words.
+    files: {name: bytes}.
+    """
+
+    path: Path
+    form: str
+    step: int | None
+    created: str
+    saved_by: Mapping[str, Any]
+    sorts: tuple[Sort, ...]
+    tensors: tuple[Tensor, ...]
+    groups: tuple[Group, ...]
+    resumes: Mapping[str, str]
+    files: Mapping[str, int]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of parameters, tied ones once."""
+        return sum(s.elements for s in self.sorts if s.kind == "parameter")
+
+    @property
+    def model_files(self) -> list[str]:
+        """What other libraries know: config.json, a tokenizer."""
+        return [n for n in self.files if n not in (MANIFEST, CHECKSUM, STATE) and not n.endswith((".safetensors", ".pt"))]
+
+
+def summarize(source: Source, path: Path) -> Summary:
+    """What `source`, opened from `path`, holds.
+
+    Raises:
+        CheckpointError: its values cannot be read.
+    """
+    own = source if isinstance(source, FolderSource) else None
+    folder = own.folder if own else Path(getattr(source, "folder", path))
+    manifest = own.manifest if own else None
+    tensors = tuple(_tensors(source, own))
+    return Summary(
+        path=folder,
+        form="Onefold" if own else "DeepSpeed" if "DeepSpeed" in type(source).__name__ else "Hugging Face",
+        step=manifest.step if manifest else getattr(source, "step", None),
+        created=manifest.created if manifest else "",
+        saved_by=manifest.saved_by if manifest else {},
+        sorts=tuple(_sorts(tensors)),
+        tensors=tensors,
+        groups=tuple(_groups(source, own, {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"})),
+        resumes=_resumes(own, source),
+        files={p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()},
+    )
+
+
+def _tensors(source: Source, own: FolderSource | None) -> Iterator[Tensor]:
+    names: dict[str, list[str]] = {}
+    for alias, name in source.aliases().items():
+        names.setdefault(name, []).append(alias)
+    for item, stored in source.items().items():
+        aliases = tuple(names.get(item.name, ())) if item.kind == "parameter" else ()
+        files = tuple(dict.fromkeys(piece.file for piece in own.records[item].pieces)) if own else ()
+        code = CODES.get(stored.dtype, str(stored.dtype).removeprefix("torch."))
+        yield Tensor(item, code, tuple(stored.shape), numel_of(stored.shape) * stored.dtype.itemsize, aliases, files)
+
+
+def _sorts(tensors: Iterable[Tensor]) -> list[Sort]:
+    counts: dict[tuple[str, str, str], list[int]] = {}
+    for t in tensors:
+        count = counts.setdefault((t.item.kind, t.item.state, t.dtype), [0, 0, 0])
+        for i, n in enumerate((1, numel_of(t.shape), t.nbytes)):
+            count[i] += n
+    order = {kind: i for i, kind in enumerate(KINDS)}
+    return [Sort(*key, *counts[key]) for key in sorted(counts, key=lambda k: (order.get(k[0], len(order)), *k[1:]))]
+
+
+def _groups(source: Source, own: FolderSource | None, numels: Mapping[str, int]) -> Iterator[Group]:
+    stored = source.groups() or []
+    classes = [o.get("class", "") for o in own.state.get("optimizers", [])] if own else []
+    for number, groups in enumerate(stored):
+        for index, group in enumerate(groups):
+            names = tuple(group["params"])
+            options = {key: value for key, value in group.items() if key != "params"}
+            name = classes[number] if number < len(classes) else ""
+            yield Group(name or "optimizer", number, index, names, sum(numels.get(n, 0) for n in names), options)
+
+
+def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
+    out = {}
+    if source.groups():
+        states = sorted({item.state for item in source.items() if item.kind == "state"})
+        out["optimizer"] = ", ".join(states) if states else "groups alone: it has not stepped"
+    state = own.state if own is not None else {}
+    for name in ("scheduler", "scaler"):
+        value = state.get(name) if own is not None else getattr(source, name, None)
+        if value is not None:
+            out[name] = _in_short(value)
+    if own is None:
+        return out
+    if "data" in state:
+        stored = state["data"]
+        out["data"] = _in_short(stored["all"]) if "all" in stored else f"a position for each of {len(stored['ranks'])} ranks"
+    ranks = sum(item.kind == "rng" for item in own.records)
+    if ranks:
+        out["random states"] = f"of {ranks} rank{'s' if ranks > 1 else ''}"
+    if state.get("extra") is not None:
+        out["extra"] = _in_short(state["extra"])
+    return out
+
+
+def _in_short(value: Any, most: int = 100) -> str:
+    """A value of state.json, in a line."""
+    if isinstance(value, dict) and value and not next(iter(value)).startswith("$"):
+        plain = {k: v for k, v in value.items() if v is None or isinstance(v, (bool, int, float, str))}
+        text = ", ".join([*(f"{k} {v}" for k, v in plain.items()), *(k for k in value if k not in plain)])
+    else:
+        text = str(value)
+    return text if len(text) <= most else text[: most - 4] + " ..."
+
+
+# -- a folder of checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint in a folder. `wrong`: why it is not whole as far as names and sizes tell, "" if it is."""
+
+    path: Path
+    step: int | None = None
+    created: str = ""
+    ranks: int | None = None
+    nbytes: int = 0
+    wrong: str = ""
+    saved_by: Mapping[str, Any] = field(default_factory=dict)
+
+
+def listed(root: Path) -> list[Listed]:
+    """The checkpoints in `root`, the newest first; damaged ones and remains of dead saves last."""
+    found = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if folder.is_dir() and folder.name.startswith(".") and folder.name.endswith((".unfinished", ".replaced", ".removed")):
+            found.append(Listed(folder, wrong="belongs to a save under way, or a killed one has left it: the next start removes it"))
+        elif not folder.name.startswith(".") and is_like_a_checkpoint(folder):
+            found.append(glance(folder))
+    return sorted(found, key=lambda c: (c.step is not None, c.step if c.step is not None else -1, c.path.name), reverse=True)
+
+
+def glance(folder: Path) -> Listed:
+    """A checkpoint as far as its manifest, and the names and sizes of its files, tell."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return Listed(folder, wrong=str(error))
+    wrong = []
+    for name, recorded in manifest.files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else -1
+        if size != recorded.nbytes:
+            wrong.append(f"{name} is missing" if size < 0 else f"{name} has {size} bytes and should have {recorded.nbytes}")
+    nbytes = sum(f.nbytes for f in manifest.files.values())
+    ranks = manifest.saved_by.get("world_size")
+    what = "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    return Listed(folder, manifest.step, manifest.created, ranks, nbytes, what, manifest.saved_by)

@@ -1,0 +1,286 @@
+"""Loading: at any stage, on any number of ranks. Each rank reads the bytes it will own; every byte that was read is checked."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import onefold.checkpoint.rng as random_states
+from onefold.checkpoint.apply import Fit, Reading, fill_model, fill_optimizers, fit_groups, fit_model
+from onefold.checkpoint.background import Background, settle
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder import latest
+from onefold.checkpoint.folder_source import FolderSource, compare
+from onefold.checkpoint.manifest import MANIFEST
+from onefold.checkpoint.prefetch import Prefetched
+from onefold.checkpoint.saving import Optimizers, optimizers_of
+from onefold.checkpoint.source import Item, Source
+from onefold.checkpoint.together import Said, Together, raise_first, worded
+from onefold.checkpoint.values import decode
+from onefold.runtime.engine import Engine
+from onefold.runtime.registry import engine_of
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint said.
+
+    Attributes:
+        path: its folder. step, extra: as they were given to `save`. saved_by: versions, world size, stage and recipe of the run that saved.
+        missing, unexpected: with strict=False, names that the checkpoint has not, and that the model has not.
+    """
+
+    path: Path
+    step: int | None = None
+    extra: Any = None
+    saved_by: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def load(
+    path: str | Path,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizers = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    strict: bool = True,
+    rng: bool = True,
+) -> Loaded:
+    """Load what `save` has written, on whatever ranks and at whatever stage there are now. Collective.
+
+    Args:
+        path: a checkpoint; or a folder of checkpoints, of which the newest is taken; or a DeepSpeed checkpoint; or, for the model alone, a
+            Hugging Face folder.
+        model: what `onefold.shard` returned; None reads step and extra only.
+        optimizer: one or several, with the groups of the one that was saved; what it held before is gone.
+        scheduler, scaler, data: things with load_state_dict().
+        strict: names must agree.
+        rng: restore the random generators (Python, numpy, torch, CUDA); see `onefold.checkpoint.rng` for other numbers of ranks.
+
+    Raises:
+        CheckpointError: on every rank. Model and optimizer are as they were if there is no such checkpoint or it is of another model;
+            if bytes were found damaged while they were read, both are undefined, and an earlier checkpoint must be loaded.
+    """
+    if model is None:
+        return _without_model(Path(path), optimizer, scheduler, scaler, data)
+    engine = engine_of(model)
+    settle(engine)
+    source = _open(engine, Path(path))
+    try:
+        return _apply(engine, model, source, source, optimizer, scheduler, scaler, data, strict, rng)
+    finally:
+        source.close()
+
+
+class Loading(Background):
+    """A load under way. `.wait()` applies what was read and returns `Loaded`; collective."""
+
+    def __init__(self, engine: Engine, source: Source, ahead: Prefetched, finish: Any, begun: float, path: Path) -> None:
+        self._finish, self._source = finish, source
+        super().__init__(engine, path, ahead.read_all, begun)
+
+    def wait(self, timeout: float | None = None) -> Loaded:  # type: ignore[override]
+        try:
+            super().wait(timeout)
+            return self._finish()
+        finally:
+            if self.done:
+                self._source.close()
+
+
+def load_async(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    strict: bool = True,
+    rng: bool = True,
+) -> Loading:
+    """As `load`, but this rank's bytes are read into host memory behind whatever the program does meanwhile; `.wait()` applies them.
+
+    It takes as many bytes of host memory as this rank reads. Nothing of model and optimizer changes before `.wait()`.
+    """
+    begun = time.perf_counter()
+    engine = engine_of(model)
+    settle(engine)
+    source = _open(engine, Path(path))
+    ahead = Prefetched(engine, source, optimizer is not None)
+
+    def finish() -> Loaded:
+        return _apply(engine, model, source, ahead, optimizer, scheduler, scaler, data, strict, rng)
+
+    return Loading(engine, source, ahead, finish, begun, Path(path))
+
+
+def source_of(path: Path) -> Source:
+    """Whatever lies at `path`.
+
+    Raises:
+        CheckpointError: nothing that can be read.
+    """
+    from onefold.checkpoint.deepspeed import DeepSpeedSource, is_deepspeed
+    from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
+
+    if (path / MANIFEST).exists():
+        return FolderSource(path)
+    if path.is_dir():
+        newest = latest(path)
+        if newest is not None:
+            return FolderSource(newest)
+        if is_deepspeed(path):
+            return DeepSpeedSource(path)
+        if is_hugging_face(path):
+            return HuggingFaceSource(path)
+    what = "a file" if path.is_file() else "a folder without a checkpoint" if path.is_dir() else "nothing"
+    raise CheckpointError(
+        f"{path} is {what}; expected a checkpoint that onefold.save wrote, a folder of them, a DeepSpeed or a Hugging Face folder."
+    )
+
+
+def _open(engine: Engine, path: Path) -> Source:
+    """Collective: all ranks read the same checkpoint, and all raise if one cannot."""
+    together = Together.of(engine)
+    source: Source | None = None
+    error: Exception | None = None
+    try:
+        source = source_of(path)
+    except (CheckpointError, OSError) as failure:
+        error = failure
+    said = together.all_gather((None if error is None else worded(error), source.describe if source is not None else ""))
+    try:
+        raise_first([e for e, _ in said])
+    except CheckpointError:
+        if source is not None:
+            source.close()
+        raise
+    assert source is not None
+    seen = [name for _, name in said]
+    if len(set(seen)) > 1:
+        source.close()
+        raise CheckpointError(
+            f"{path}: ranks see different checkpoints ({', '.join(sorted(set(seen)))}). It must be on a file system that all share."
+        )
+    return source
+
+
+def _apply(
+    engine: Engine, model: nn.Module, source: Source, reader: Source, optimizer: Any, scheduler: Any, scaler: Any, data: Any,
+    strict: bool, rng: bool,
+) -> Loaded:  # fmt: skip
+    together, optimizers = Together.of(engine), optimizers_of(optimizer)
+    error: Exception | None = None
+    values: dict[str, Any] = {}
+    fit: Fit | None = None
+    try:  # everything that can be wrong, before anything is changed
+        values = _values(source, together, scheduler, scaler, data)
+        _check_things(scheduler=scheduler, scaler=scaler, data=data)
+        fit = fit_model(engine, model, reader, strict)
+        if optimizers:
+            fit_groups(engine, optimizers, reader)
+    except Exception as failure:
+        error = failure
+    together.agree(error)
+    assert fit is not None
+    reading = Reading(engine, reader)
+    fill_model(engine, fit, reading)
+    if optimizers:
+        fill_optimizers(engine, optimizers, reading)
+    _verify(together, source, reading.error)
+    if isinstance(source, FolderSource):
+        _set_extra_state(model, source)
+        if rng:
+            _set_random(together, source)
+    for name, thing in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
+        if thing is not None:
+            thing.load_state_dict(values[name])
+    names = tuple(fit.missing), tuple(fit.unexpected)
+    if not isinstance(source, FolderSource):
+        return Loaded(Path(getattr(source, "folder", "")), getattr(source, "step", None), getattr(source, "extra", None), {}, *names)
+    return Loaded(source.folder, source.state["step"], source.value("extra"), source.manifest.saved_by, *names)
+
+
+def _verify(together: Together, source: Source, error: Exception | None) -> None:
+    """Whether all ranks could read, and, on the first of them, whether what all have read is what the manifest says."""
+    checks = source.checks if isinstance(source, FolderSource) else []
+    said = together.gather((None if error is None else worded(error), checks))
+    told: Said | None = None
+    if together.rank == 0:
+        try:
+            raise_first([e for e, _ in said])
+            if isinstance(source, FolderSource):
+                compare(source, [check for _, some in said for check in some])
+        except CheckpointError as failure:
+            told = worded(failure)
+    checks.clear()
+    told = together.from_first(told)
+    if told is not None:
+        raise told.raised()
+
+
+def _values(source: Source, together: Together, scheduler: Any, scaler: Any, data: Any) -> dict[str, Any]:
+    """The stored states of what was given."""
+    out: dict[str, Any] = {}
+    for name, thing in (("scheduler", scheduler), ("scaler", scaler)):
+        if thing is None:
+            continue
+        found = source.value(name) if isinstance(source, FolderSource) else getattr(source, name, None)
+        if found is None:
+            raise CheckpointError(f"{source.describe} holds no {name}; leave {name} out of load().")
+        out[name] = found
+    if data is not None:
+        stored = source.state.get("data") if isinstance(source, FolderSource) else None
+        if stored is None:
+            raise CheckpointError(f"{source.describe} holds no position in the data; leave data out of load().")
+        if "ranks" in stored and len(stored["ranks"]) != together.size:
+            raise CheckpointError(
+                f"{source.describe}: each of its {len(stored['ranks'])} ranks was elsewhere in its data, which cannot be divided among "
+                f"{together.size}. Load on as many ranks, or leave data out and give a position that is the same on every rank when saving."
+            )
+        out["data"] = decode(stored["all"] if "all" in stored else stored["ranks"][together.rank])
+    return out
+
+
+def _check_things(**things: Any) -> None:
+    for name, thing in things.items():
+        if thing is not None and not callable(getattr(thing, "load_state_dict", None)):
+            raise CheckpointError(f"{name}={thing!r}: expected something with load_state_dict().")
+
+
+def _set_extra_state(model: nn.Module, source: FolderSource) -> None:
+    for name, value in source.state.get("extra_state", {}).items():
+        path = name.removesuffix("_extra_state").rstrip(".")
+        model.get_submodule(path).set_extra_state(decode(value))
+
+
+def _set_random(together: Together, source: FolderSource) -> None:
+    saved = sum(item.kind == "rng" for item in source.records)
+    if saved:
+        stored = source.whole(Item("rng", str(together.rank % saved)))
+        random_states.restore(decode(json.loads(bytes(stored.numpy()))), together.rank, saved)
+
+
+def _without_model(path: Path, *things: Any) -> Loaded:
+    if any(thing is not None for thing in things):
+        raise CheckpointError("load() was given no model; without one it reads step and extra only.")
+    source = source_of(path)
+    try:
+        if not isinstance(source, FolderSource):
+            return Loaded(path)
+        return Loaded(source.folder, source.state["step"], source.value("extra"), source.manifest.saved_by)
+    finally:
+        source.close()
+
+
+__all__ = ["Loaded", "Loading", "load", "load_async", "source_of"]

@@ -1,0 +1,187 @@
+"""The manifest: which tensors a checkpoint holds, and in which bytes of which file each element lies.
+
+    tensor   parameter 'h.0.weight'   float32 [48, 16]                 768 elements
+    pieces   |rank-00000: 0 .. 300|rank-00001: 300 .. 768|             tile them exactly
+
+Nothing in it depends on how many ranks, which stage or which tier it was saved from: who loads cuts the pieces anew. The checker in
+`Record.__post_init__` verifies that the pieces of a tensor tile it. The manifest's own SHA-256 lies beside it, in the form that
+`sha256sum -c manifest.sha256` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from onefold.checkpoint.source import Item
+from onefold.checkpoint.tensorfile import CODES, DTYPES, numel_of
+
+VERSION = 1
+MANIFEST, CHECKSUM, STATE = "manifest.json", "manifest.sha256", "state.json"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `[start, stop)` of a flattened tensor: in `file`, with the CRC-32 of their bytes."""
+
+    file: str
+    start: int
+    stop: int
+    crc: int
+
+
+def key_of(item: Item, start: int) -> str:
+    """What a piece is called in its file."""
+    return f"{item.kind}:{item.name}{':' + item.state if item.state else ''}@{start}"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A tensor: its identity, what it is, other names of it, its pieces in order."""
+
+    item: Item
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        end = 0
+        for piece in self.pieces:
+            if piece.start != end or piece.stop < piece.start:
+                covers = f"covers elements {piece.start} to {piece.stop}, expected one that begins at {end}"
+                raise DamagedCheckpoint(f"{self.item}: a piece {covers}.")
+            end = piece.stop
+        if end != numel_of(self.shape):
+            raise DamagedCheckpoint(f"{self.item}: its pieces cover {end} of its {numel_of(self.shape)} elements.")
+        if self.dtype not in DTYPES:
+            raise CheckpointError(f"{self.item} has the dtype {self.dtype!r}, which this version of Onefold does not know.")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file: its bytes and a SHA-256, of all of it, or of the head alone where the pieces' checksums cover the rest."""
+
+    nbytes: int
+    sha256: str
+    head_only: bool = False
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Attributes:
+    step: as the user counts; None if it was not given. created: ISO date and time, UTC.
+    saved_by: versions, world size, stage and recipe of the run that saved (for people; loading needs none of it).
+    """
+
+    records: tuple[Record, ...]
+    files: Mapping[str, FileRecord]
+    step: int | None = None
+    created: str = ""
+    saved_by: Mapping[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+    def to_text(self) -> str:
+        names = sorted({p.file for r in self.records for p in r.pieces})
+        number = {name: i for i, name in enumerate(names)}
+        body = {
+            "format": "onefold checkpoint",
+            "version": self.version,
+            "created": self.created,
+            "step": self.step,
+            "saved_by": dict(self.saved_by),
+            "files": {n: {"bytes": f.nbytes, "sha256": f.sha256, **({"of": "head"} if f.head_only else {})} for n, f in self.files.items()},
+            "tensor_files": names,
+            "tensors": [
+                {
+                    "kind": r.item.kind,
+                    "name": r.item.name,
+                    **({"state": r.item.state} if r.item.state else {}),
+                    "dtype": r.dtype,
+                    "shape": list(r.shape),
+                    **({"aliases": list(r.aliases)} if r.aliases else {}),
+                    "pieces": [[number[p.file], p.start, p.stop, p.crc] for p in r.pieces],
+                }
+                for r in self.records
+            ],
+        }
+        # A tensor a line: people read it, and two of them compare line by line.
+        tensors = ",\n".join("  " + json.dumps(t, separators=(",", ":")) for t in body.pop("tensors"))  # type: ignore[attr-defined]
+        return json.dumps(body, indent=1)[:-2] + ',\n "tensors": [\n' + tensors + "\n ]\n}\n"
+
+    @classmethod
+    def from_text(cls, text: str, where: Path) -> Manifest:
+        """Raises: CheckpointError: it is none, or from a later version."""
+        try:
+            body = json.loads(text)
+            if not isinstance(body, dict) or body.get("format") != "onefold checkpoint":
+                raise CheckpointError(f"{where} is no manifest of an Onefold checkpoint.")
+            if body["version"] > VERSION:
+                raise CheckpointError(
+                    f"{where} was written in version {body['version']} of the format, by Onefold {body['saved_by'].get('onefold', '?')}; "
+                    f"this Onefold reads versions up to {VERSION}. Install a later Onefold to read it."
+                )
+            names = body["tensor_files"]
+            records = tuple(
+                Record(
+                    Item(t["kind"], t["name"], t.get("state", "")),
+                    t["dtype"],
+                    tuple(t["shape"]),
+                    tuple(Piece(names[n], a, b, crc) for n, a, b, crc in t["pieces"]),
+                    tuple(t.get("aliases", ())),
+                )
+                for t in body["tensors"]
+            )
+            files = {n: FileRecord(f["bytes"], f["sha256"], f.get("of") == "head") for n, f in body["files"].items()}
+            return cls(records, files, body["step"], body["created"], body["saved_by"], body["version"])
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise DamagedCheckpoint(f"{where} is damaged: {type(error).__name__}: {error}.") from None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Raises: OSError."""
+    text = manifest.to_text().encode()
+    (folder / MANIFEST).write_bytes(text)
+    (folder / CHECKSUM).write_text(checksum_line(text))
+
+
+def checksum_line(text: bytes) -> str:
+    return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, its checksum verified.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or from a later version.
+    """
+    path, check = folder / MANIFEST, folder / CHECKSUM
+    try:
+        text = path.read_bytes()
+        line = check.read_bytes()
+    except FileNotFoundError as error:
+        if not folder.exists():
+            raise CheckpointError(f"there is no {folder}.") from None
+        raise DamagedCheckpoint(f"{folder} is no whole checkpoint: it has no {Path(str(error.filename)).name}.") from None
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from None
+    if line != checksum_line(text).encode():
+        said = line[:64].decode(errors="replace")
+        raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 is {hashlib.sha256(text).hexdigest()}, {CHECKSUM} says {said}.")
+    return Manifest.from_text(text.decode(), path)
+
+
+def code(dtype: Any) -> str:
+    """A dtype's name in the manifest and in safetensors."""
+    return CODES[dtype]

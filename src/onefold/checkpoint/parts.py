@@ -1,0 +1,212 @@
+"""Everything of a run that a checkpoint holds, as this rank has it, and what the first rank makes of all ranks' reports.
+
+    every rank   parts ─► planned tensors ─► its file ─► report: (item, dtype, shape, start, stop, crc) of each piece
+    first rank   reports ─► records ─► manifest;  values ─► state.json
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import onefold.checkpoint.rng as rng
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.manifest import Piece, Record, code, key_of, rank_file
+from onefold.checkpoint.pieces import States, shares
+from onefold.checkpoint.source import Item
+from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
+from onefold.checkpoint.values import encode
+from onefold.runtime.engine import Engine
+from onefold.runtime.parameter import whole_sight
+from onefold.runtime.state import plain_state_dict
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece that this rank writes: `tensor` is [stop - start], on the model's device."""
+
+    item: Item
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass
+class Parts:
+    """What this rank has to say: `tensors` to its file, `values` (already JSON) to the first rank."""
+
+    tensors: list[Part] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.tensor.numel() * part.tensor.element_size() for part in self.tensors)
+
+
+def collect(
+    engine: Engine, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any, scaler: Any, data: Any, extra: Any
+) -> Parts:
+    """This rank's part of everything. Local; nothing is copied but what is not contiguous.
+
+    Raises:
+        CheckpointError: something that cannot be stored.
+    """
+    out, first = Parts(), engine.rank == 0
+    with whole_sight(), torch.no_grad():
+        for share in shares(engine):
+            entry, held = share.entry, share.of(share.entry.param)
+            _add(out, Item("parameter", share.name), entry.slot.shape, share.start, share.stop, held, first, entry.names[1:])
+        states = States(engine, optimizers)
+        for share, key, value in states.tensors:
+            _add(out, Item("state", share.name, key), share.entry.slot.shape, share.start, share.stop, share.of(value), first)
+        own = _Own(out)
+        if first:
+            for share, key, value in states.wholes:
+                own.add(Item("state", share.name, key), value)
+            _collect_first(out, own, engine, module, scheduler, scaler, extra)
+            out.values["optimizers"] = [
+                {"class": type(o).__name__, "groups": [encode(g, f"group {i} of {type(o).__name__}") for i, g in enumerate(groups)]}
+                for o, groups in zip(optimizers, states.groups, strict=True)
+            ]
+        out.values["scalars"] = {
+            name: {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in scalars.items()}
+            for name, scalars in states.scalars.items()
+        }
+        if data is not None:
+            out.values["data"] = encode(state_of(data, "data"), "data")
+        text = json.dumps(encode(rng.capture(), "the random state")).encode()
+        own.add(Item("rng", str(engine.rank)), torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()))
+    return out
+
+
+def _collect_first(out: Parts, own: _Own, engine: Engine, module: nn.Module, scheduler: Any, scaler: Any, extra: Any) -> None:
+    """What only the first rank stores: buffers, and values that are the same on every rank."""
+    parameters = {name for entry in engine.entries for name in entry.names}
+    odd = {}
+    for name, value in plain_state_dict(engine, module).items():
+        if name in parameters:
+            continue
+        if isinstance(value, torch.Tensor):
+            own.add(Item("buffer", name), value)
+        else:
+            odd[name] = encode(value, f"the extra state {name!r} of the model")
+    if odd:
+        out.values["extra_state"] = odd
+    for name, thing in (("scheduler", scheduler), ("scaler", scaler)):
+        if thing is not None:
+            out.values[name] = encode(state_of(thing, name), name)
+    if extra is not None:
+        out.values["extra"] = encode(extra, "extra", own.keep)
+
+
+class _Own:
+    """Tensors that this rank stores whole."""
+
+    def __init__(self, out: Parts) -> None:
+        self._out, self._kept = out, 0
+
+    def add(self, item: Item, value: torch.Tensor) -> None:
+        _add(self._out, item, tuple(value.shape), 0, value.numel(), value.detach().reshape(-1), True)
+
+    def keep(self, value: torch.Tensor) -> int:
+        self._kept += 1
+        self.add(Item("extra", str(self._kept - 1)), value)
+        return self._kept - 1
+
+
+def _add(
+    out: Parts, item: Item, shape: Iterable[int], start: int, stop: int, tensor: torch.Tensor, first: bool, aliases: Iterable[str] = ()
+) -> None:
+    if stop > start or first:  # the first rank also says what is there where nobody holds an element
+        out.tensors.append(Part(item, tuple(shape), start, stop, tensor, tuple(aliases)))
+
+
+def state_of(thing: Any, name: str) -> Any:
+    """`thing.state_dict()`, or a dict as it is.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    if isinstance(thing, dict):
+        return thing
+    if not callable(getattr(thing, "state_dict", None)):
+        raise CheckpointError(f"{name}={thing!r}: expected something with state_dict(), or a dict.")
+    return thing.state_dict()
+
+
+def planned(parts: Parts) -> Iterator[Planned]:
+    """The tensors of this rank's file, each fetched to the host when its turn comes."""
+    for part in parts.tensors:
+        if part.stop > part.start:
+            fetch = lambda t=part.tensor: t.contiguous().cpu()  # noqa: E731
+            yield Planned(key_of(part.item, part.start), part.tensor.dtype, (part.stop - part.start,), fetch)
+
+
+Report = list[tuple[Item, str, tuple[int, ...], int, int, int, tuple[str, ...]]]
+
+
+def report(parts: Parts, crcs: dict[str, int]) -> Report:
+    """What this rank has written, for the first rank."""
+    return [
+        (p.item, code(p.tensor.dtype), p.shape, p.start, p.stop, crcs.get(key_of(p.item, p.start), 0), p.aliases) for p in parts.tensors
+    ]
+
+
+def records(reports: list[Report]) -> tuple[Record, ...]:
+    """All ranks' reports as the tensors of a manifest.
+
+    Raises:
+        CheckpointError: they do not fit together.
+    """
+    found: dict[Item, tuple[str, tuple[int, ...], list[Piece], tuple[str, ...]]] = {}
+    for rank, said in enumerate(reports):
+        for item, dtype, shape, start, stop, crc, aliases in said:
+            known = found.setdefault(item, (dtype, shape, [], aliases))
+            if known[:2] != (dtype, shape):
+                raise CheckpointError(f"{item} is {DTYPES[dtype]} {shape} on rank {rank} and {DTYPES[known[0]]} {known[1]} on another.")
+            if stop > start:
+                known[2].append(Piece(rank_file(rank), start, stop, crc))
+    made = []
+    for item, (dtype, shape, parts, aliases) in found.items():
+        if sum(p.stop - p.start for p in parts) != numel_of(shape) and item.kind == "state":
+            raise CheckpointError(f"{item}: only some of the ranks have it. An optimizer must have stepped on all ranks alike.")
+        made.append(Record(item, dtype, shape, tuple(sorted(parts, key=lambda p: p.start)), aliases))
+    return tuple(made)
+
+
+def values_of(said: list[dict[str, Any]]) -> dict[str, Any]:
+    """All ranks' values as the contents of state.json."""
+    out = {key: value for key, value in said[0].items() if key not in ("scalars", "data")}
+    scalars: dict[str, Any] = {}
+    for values in said:
+        for name, found in values.get("scalars", {}).items():
+            scalars.setdefault(name, found)
+    out["scalars"] = scalars
+    data = [values["data"] for values in said if "data" in values]
+    if data:
+        out["data"] = {"all": data[0]} if all(d == data[0] for d in data) else {"ranks": data}
+    return out
+
+
+def saved_by(engine: Engine) -> dict[str, Any]:
+    """Who saved, for people."""
+    import onefold
+
+    recipe = engine.recipe
+    return {
+        "onefold": onefold.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "world_size": engine.world_size,
+        "stage": recipe.stage,
+        "recipe": {name: str(getattr(recipe, name)) for name in type(recipe).__dataclass_fields__},
+    }

@@ -1,0 +1,272 @@
+"""Saving: every rank writes what it owns, the first one makes the whole of it.
+
+    all     collect parts ─► [copy to the host]                     the training stands still (an asynchronous save: only here)
+    first   make the hidden folder
+    all     write rank-0000R.safetensors, flush ─► report
+    first   state.json, HF's files, manifest, flush, look at every file, rename          whole, or absent
+    all     hear whether it worked
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.background import Background, settle
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder import OWNER, Unfinished, flush_file, flush_folder
+from onefold.checkpoint.manifest import MANIFEST, STATE, FileRecord, Manifest, rank_file, write_manifest
+from onefold.checkpoint.parts import Part, Parts, collect, planned, records, report, saved_by, values_of
+from onefold.checkpoint.tensorfile import TensorFile, write_tensors
+from onefold.checkpoint.together import Said, Together, raise_first, worded
+from onefold.checkpoint.values import encode
+from onefold.memory import empty
+from onefold.runtime.engine import Engine
+from onefold.runtime.registry import engine_of
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def save(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    extra: Any = None,
+    step: int | None = None,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a checkpoint folder that loads on any number of ranks, at any stage. Collective; returns when the disk has it.
+
+    Args:
+        path: the folder to make, on a file system that all ranks see.
+        model: what `onefold.shard` returned.
+        optimizer: one torch optimizer over its parameters, or several.
+        scheduler, scaler: anything with state_dict(); the first rank's is stored.
+        data: the data loader's position: anything with state_dict(), or a dict; each rank's is stored.
+        extra: more values of the first rank: numbers, strings, lists, dicts, tensors, arrays. Nothing that needs pickle.
+        step: the number of steps done; `onefold.load(...).step` gives it back, and the newest checkpoint is the one of the greatest.
+        tokenizer: anything with save_pretrained(folder), stored beside the weights.
+        overwrite: replace the checkpoint of this name, in one step, once the new one is whole.
+
+    Raises:
+        CheckpointError: on every rank; nothing is left of the new one, nothing has happened to an older one.
+    """
+    engine = engine_of(model)
+    work = _begin(engine, path, model, optimizer, scheduler, scaler, data, extra, step, tokenizer, overwrite, copy=False)
+    work()
+    return Path(path)
+
+
+def save_async(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    extra: Any = None,
+    step: int | None = None,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+) -> Background:
+    """As `save`, but the training stands still only while its state is copied in host memory; the rest goes on behind it.
+
+    A save that is under way on this model is waited for first. The copy takes as many bytes of host memory as this rank's file, and
+    the model keeps the buffer for the next time.
+
+    Returns:
+        `.wait()` returns the path or raises what went wrong, `.done`, `.stall_s`, `.seconds`. A failure that nobody waits for is
+        raised by the next optimizer step.
+    """
+    begun = time.perf_counter()
+    engine = engine_of(model)
+    work = _begin(engine, path, model, optimizer, scheduler, scaler, data, extra, step, tokenizer, overwrite, copy=True)
+    return Background(engine, Path(path), work, begun)
+
+
+def _begin(
+    engine: Engine, path: str | Path, model: nn.Module, optimizer: Optimizers, scheduler: Any, scaler: Any, data: Any, extra: Any,
+    step: int | None, tokenizer: Any, overwrite: bool, copy: bool,
+) -> _Writing:  # fmt: skip
+    """All that needs the training to stand still, and the errors that can be found before anything is written."""
+    settle(engine)
+    together, target = Together.of(engine), Path(path).absolute()
+    error: Exception | None = None
+    parts, place = Parts(), None
+    try:
+        _check(engine, step, optimizer)
+        parts = collect(engine, model, optimizers_of(optimizer), scheduler, scaler, data, extra)
+        if copy:
+            parts = snapshot(engine, parts)
+        if together.rank == 0:
+            place = Unfinished(target, overwrite)
+    except Exception as failure:
+        error = failure
+    said = together.all_gather((None if error is None else worded(error), str(place.folder) if place else ""))
+    try:
+        raise_first([message for message, _ in said])
+    except CheckpointError:
+        if place is not None:
+            place.discard()
+        if error is not None and not isinstance(error, (CheckpointError, OSError)):
+            raise error from None
+        raise
+    config = getattr(model, "config", None) if together.rank == 0 else None
+    return _Writing(together, parts, Path(said[0][1]), place, overwrite, step, saved_by(engine), _texts(model, config, tokenizer, together))
+
+
+def _check(engine: Engine, step: int | None, optimizer: Optimizers) -> None:
+    if engine.stack:
+        raise CheckpointError("save() was called inside a forward pass of the model; call it between two steps.")
+    if engine.whole_depth:
+        raise CheckpointError("save() was called inside full_params(); leave it first, so that what was written there is kept.")
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise CheckpointError(f"step={step!r}: expected the number of steps done, 0 or more.")
+    for one in optimizers_of(optimizer):
+        if not isinstance(one, torch.optim.Optimizer):
+            raise CheckpointError(f"optimizer={one!r}: expected a torch.optim.Optimizer, or a list of them.")
+
+
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """None, one or several as a list."""
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+_buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+def snapshot(engine: Engine, parts: Parts) -> Parts:
+    """The same parts copied to one buffer on the host, which is kept for the next time."""
+    places, total = [], 0
+    for part in parts.tensors:
+        places.append(total)
+        total += -(-part.tensor.numel() * part.tensor.element_size() // 64) * 64
+    buffer = _buffers.get(engine)
+    if buffer is None or buffer.numel() < total:
+        _buffers.pop(engine, None)
+        buffer = empty(total, torch.uint8, torch.device("cpu"))
+        if engine.device.type == "cuda":
+            buffer = buffer.pin_memory()
+        _buffers[engine] = buffer
+    out: list[Part] = []
+    with torch.no_grad():
+        for part, at in zip(parts.tensors, places, strict=True):
+            nbytes = part.tensor.numel() * part.tensor.element_size()
+            copy = buffer[at : at + nbytes].view(part.tensor.dtype).copy_(part.tensor, non_blocking=True)
+            out.append(replace(part, tensor=copy))
+    if engine.device.type == "cuda":
+        torch.cuda.current_stream(engine.device).synchronize()
+    return Parts(out, parts.values)
+
+
+def _texts(model: nn.Module, config: Any, tokenizer: Any, together: Together) -> Mapping[str, Any]:
+    """What writes HF's files, on the first rank."""
+    if together.rank != 0:
+        return {}
+    found = {"config": config, "generation config": getattr(model, "generation_config", None), "tokenizer": tokenizer}
+    return {name: thing for name, thing in found.items() if callable(getattr(thing, "save_pretrained", None))}
+
+
+class _Writing:
+    """The part of a save that needs nothing of the training any more."""
+
+    def __init__(
+        self, together: Together, parts: Parts, folder: Path, place: Unfinished | None, overwrite: bool, step: int | None,
+        saver: dict[str, Any], texts: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.together, self.parts, self.folder, self.place = together, parts, folder, place
+        self.overwrite, self.step, self.saver, self.texts = overwrite, step, saver, texts
+
+    def __call__(self) -> None:
+        """Collective. Raises: CheckpointError: on every rank."""
+        error: Said | None = None
+        written, me = None, self.together.rank
+        try:
+            written = write_tensors(self.folder / rank_file(me), list(planned(self.parts)))
+        except Exception as failure:
+            error = worded(failure)
+        said = (error, written, report(self.parts, written.crcs) if written else [], self.parts.values if me == 0 or written else {})
+        try:
+            reports = self.together.gather(said)
+            error = self._finish(reports) if me == 0 else None
+            error = self.together.from_first(error)
+        except BaseException:
+            if self.place is not None:
+                self.place.discard()
+            raise
+        if error is not None:
+            raise error.raised()
+
+    def _finish(self, reports: list[Any]) -> Said | None:
+        """On the first rank: complete the folder and give it its name. Returns what went wrong, in words."""
+        assert self.place is not None
+        try:
+            raise_first([error for error, *_ in reports])
+            files = {rank_file(rank): FileRecord(w.nbytes, w.head, True) for rank, (_, w, _, _) in enumerate(reports)}
+            found = records([said for *_, said, _ in reports])
+            state = values_of([values for *_, values in reports])
+            self._write(found, files, state)
+            self._look(files)
+            self.place.commit(self.overwrite)
+        except Exception as failure:
+            self.place.discard()
+            return worded(failure)
+        return None
+
+    def _write(self, found: Any, files: dict[str, FileRecord], state: dict[str, Any]) -> None:
+        (self.folder / STATE).write_text(json.dumps({**state, "step": self.step}) + "\n", encoding="utf-8")
+        for thing in self.texts.values():
+            thing.save_pretrained(str(self.folder))
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder).as_posix()
+            if path.is_file() and name not in files and name != OWNER:
+                files[name] = FileRecord(path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        write_manifest(self.folder, Manifest(found, files, self.step, created, self.saver))
+        for path in self.folder.rglob("*"):
+            if path.is_dir():
+                flush_folder(path)
+            elif not path.name.startswith("rank-"):  # those were flushed by who wrote them
+                flush_file(path)
+
+    def _look(self, files: Mapping[str, FileRecord]) -> None:
+        """Every rank's file is here, whole, before the folder gets its name."""
+        for name, record in files.items():
+            path = self.folder / name
+            if not path.exists():
+                raise CheckpointError(
+                    f"{name} was written but is not seen by the first rank: {self.folder.parent} must be on a file system that all ranks "
+                    "share."
+                )
+            if record.head_only:
+                with TensorFile(path) as file:
+                    if hashlib.sha256(file.head).hexdigest() != record.sha256:
+                        raise CheckpointError(
+                            f"{name} reads differently than it was written: another save writes there, or the disk fails."
+                        )
+
+
+def write_values(folder: Path, values: Mapping[str, Any]) -> None:
+    """A state.json of plain values, for tools that make a checkpoint without a run."""
+    (folder / STATE).write_text(json.dumps(encode(dict(values), "state")) + "\n", encoding="utf-8")
+
+
+__all__ = ["MANIFEST", "save", "save_async"]

@@ -1,0 +1,222 @@
+"""Safetensors files that many write at once: every place in them is known before a byte is.
+
+    shapes ──► Files.plan ──► model-00001-of-00002.safetensors   |head|a        |b    |
+                              model-00002-of-00002.safetensors   |head|c  |d          |
+    first rank   makes the files, at their full length, with their heads
+    every rank   writes its intervals of a, b, c, d at their places, in the file's dtype, a few MiB at a time
+
+No rank holds more than it did before, and nothing crosses the wire.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder import OWNER, Lock, Unfinished, in_words, remove_litter
+from onefold.checkpoint.hf_names import Layout, Run, Shape, overlapping
+from onefold.checkpoint.tensorfile import CHUNK, Entry, bytes_of, header_of, numel_of
+
+#: (bytes done, bytes to do) of what this rank writes.
+Progress = Callable[[int, int], object]
+#: (a tensor's name, the first element, elements [n] of it flattened, on any device).
+Pieces = Iterable[tuple[str, int, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Attributes:
+    heads: {file: its first bytes}. lengths: {file: its bytes}. places: {tensor: (file, where in it)}.
+    """
+
+    name: str
+    heads: Mapping[str, bytes]
+    lengths: Mapping[str, int]
+    places: Mapping[str, tuple[str, Entry]]
+
+    @classmethod
+    def plan(cls, tensors: Sequence[tuple[str, torch.dtype, Shape]], name: str, limit: int) -> Files:
+        """Files called after `name`, of at most `limit` bytes of tensors each (a larger tensor has a file of its own).
+
+        Within a file the widest dtypes come first, so that every element lies at a multiple of its size.
+
+        Raises:
+            CheckpointError: a dtype that the format has no name for, or a name twice.
+        """
+        groups: list[list[tuple[str, torch.dtype, Shape]]] = [[]]
+        filled = 0
+        for tensor in tensors:
+            nbytes = numel_of(tensor[2]) * tensor[1].itemsize
+            if groups[-1] and filled + nbytes > limit:
+                groups.append([])
+                filled = 0
+            groups[-1].append(tensor)
+            filled += nbytes
+        heads: dict[str, bytes] = {}
+        lengths: dict[str, int] = {}
+        places: dict[str, tuple[str, Entry]] = {}
+        for number, group in enumerate(groups, 1):
+            file = f"{name}.safetensors" if len(groups) == 1 else f"{name}-{number:05d}-of-{len(groups):05d}.safetensors"
+            head, entries = header_of(sorted(group, key=lambda t: -t[1].itemsize), {"format": "pt"})
+            if again := next((key for key in entries if key in places), None):
+                raise CheckpointError(f"two tensors are called {again!r}.")
+            heads[file], lengths[file] = head, max([len(head), *(e.end for e in entries.values())])
+            places |= {key: (file, entry) for key, entry in entries.items()}
+        return cls(name, heads, lengths, places)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.lengths.values())
+
+    def create(self, folder: Path) -> None:
+        """Make the files with their heads, and the index if there are several.
+
+        Raises:
+            CheckpointError: there is no room for them. OSError: as the system says it.
+        """
+        free = shutil.disk_usage(folder).free
+        if free < self.nbytes:
+            raise CheckpointError(f"{folder.parent} has {free / 1e9:.2f} GB free, and {self.nbytes / 1e9:.2f} GB are to be written there.")
+        for file, head in self.heads.items():
+            with open(folder / file, "xb") as out:
+                out.write(head)
+                out.truncate(self.lengths[file])
+        if len(self.heads) > 1:
+            count = sum(numel_of(entry.shape) for _, entry in self.places.values())
+            size = sum(entry.end - entry.begin for _, entry in self.places.values())
+            index = {
+                "metadata": {"total_parameters": count, "total_size": size},
+                "weight_map": {key: file for key, (file, _) in sorted(self.places.items())},
+            }
+            (folder / f"{self.name}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What goes where: `files`, and for each tensor that is given the runs of the files' tensors that it becomes (one list a copy)."""
+
+    files: Files
+    goes: Mapping[str, Sequence[Sequence[Run]]]
+
+    @classmethod
+    def of(cls, layout: Layout, dtypes: Mapping[str, torch.dtype], copies: Mapping[str, Sequence[str]], name: str, limit: int) -> Sheet:
+        """Args:
+        layout: the files' tensors, made of tensors by the names in `copies`.
+        dtypes: {such a name: its dtype in the files}.
+        copies: {tensor that is given: the names that it is written under}.
+        """
+        backward: dict[str, list[Run]] = {}
+        tensors = []
+        for key, (shape, runs) in layout.made.items():
+            first = runs[0].name if runs else key
+            tensors.append((key, dtypes.get(first, torch.float32), shape))
+            for run in runs:
+                backward.setdefault(run.name, []).append(Run(run.start, key, run.at, run.length))
+        for runs_there in backward.values():
+            runs_there.sort(key=lambda run: run.at)
+        goes = {given: [backward[name] for name in names if name in backward] for given, names in copies.items()}
+        return cls(Files.plan(tensors, name, limit), goes)
+
+    def write(self, folder: Path, pieces: Pieces, total: int, progress: Progress | None) -> None:
+        """Write `pieces` at their places, and have the disk know them. Raises: OSError."""
+        with _Writer(folder, self.files, total, progress) as writer:
+            for name, start, data in pieces:
+                for runs in self.goes.get(name, ()):
+                    for run in overlapping(runs, start, start + data.numel()):
+                        writer.put(run.name, run.start, data[run.at - start : run.at - start + run.length])
+
+    def nbytes_of(self, intervals: Iterable[tuple[str, int, int]]) -> int:
+        """Bytes in the files of `(tensor, start, stop)`."""
+        total = 0
+        for name, start, stop in intervals:
+            for runs in self.goes.get(name, ()):
+                total += sum(run.length * self.files.places[run.name][1].dtype.itemsize for run in overlapping(runs, start, stop))
+        return total
+
+
+class _Writer:
+    """Writes into files that are there."""
+
+    def __init__(self, folder: Path, files: Files, total: int, progress: Progress | None) -> None:
+        self._folder, self._files, self._total, self._progress = folder, files, total, progress
+        self._open: dict[str, int] = {}
+        self._done = 0
+
+    def put(self, key: str, start: int, data: torch.Tensor) -> None:
+        """Elements [n] to be those from `start` on of tensor `key`."""
+        file, entry = self._files.places[key]
+        if file not in self._open:
+            self._open[file] = os.open(self._folder / file, os.O_WRONLY)
+        step = CHUNK // max(entry.dtype.itemsize, data.dtype.itemsize)
+        at = entry.begin + start * entry.dtype.itemsize
+        for begin in range(0, data.numel(), step):
+            part = bytes_of(data[begin : begin + step].to(entry.dtype).cpu().contiguous())
+            self._done += len(part)
+            while len(part):
+                count = os.pwrite(self._open[file], part, at)
+                part, at = part[count:], at + count
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            for file in self._open.values() if error is None else ():
+                os.fsync(file)
+        finally:
+            for file in self._open.values():
+                os.close(file)
+            self._open.clear()
+
+
+class Export(Unfinished):
+    """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier export."""
+
+    def __init__(self, target: Path, overwrite: bool) -> None:
+        """Raises: CheckpointError: there cannot be an export at `target`."""
+        self.target = target
+        _check(target, overwrite)
+        self.folder = target.parent / f".{target.name}.{os.urandom(4).hex()}.unfinished"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_litter(target.parent, target.name)
+            self.folder.mkdir()
+            self._lock = Lock(self.folder / OWNER)
+        except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise CheckpointError(f"nothing can be exported to {target}: {in_words(error)}.") from None
+
+
+def _check(target: Path, overwrite: bool) -> None:
+    if not target.name:
+        raise CheckpointError(f"{str(target)!r} is no name for a folder; give one such as runs/a/model.")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise CheckpointError(f"{target} is a file, and an export is a folder: give another name.")
+    if target.is_dir() and any(target.iterdir()):
+        known = any(target.glob("*.safetensors")) and not (target / "manifest.json").exists()
+        if not (overwrite and known):
+            hint = "give overwrite=True to replace it, or name another folder" if known else "name another folder"
+            raise CheckpointError(f"{target} is there already and holds {'a model' if known else 'something else than a model'}: {hint}.")
+
+
+def in_chunks(
+    name: str, count: int, dtype: torch.dtype, read: Callable[[int, int, torch.Tensor], Any]
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """A tensor of `count` elements as pieces of at most 4 MiB, each read into the same buffer."""
+    step = CHUNK // dtype.itemsize
+    buffer = torch.empty(min(step, count), dtype=dtype)
+    for start in range(0, count, step):
+        part = buffer[: min(step, count - start)]
+        read(start, start + part.numel(), part)
+        yield name, start, part

@@ -1,0 +1,236 @@
+"""Safetensors files, written and read in streams, with a checksum of everything.
+
+    |8 bytes: n|n bytes: JSON header, padded with spaces|data of the 1st tensor|data of the 2nd|...|
+                                                        ^ data_start, a multiple of 8
+
+The format's own library writes a file from tensors in memory at once, and reads without checksums. A checkpoint's files are written
+tensor by tensor while the checksum is taken, and read by ranges, straight into the memory that keeps them. What is written here
+every reader of safetensors opens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from onefold.checkpoint.crc import crc32
+from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
+
+#: Bytes handed to the kernel at a time: checksum and copy then find them in the cache.
+CHUNK = 4 << 20
+#: What the format's own library accepts as a header.
+LARGEST_HEADER = 100_000_000
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor to write: `tensor` is it (contiguous, on the host) or makes it when its turn comes."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    tensor: torch.Tensor | Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in a file: bytes `[begin, end)` from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, to read or to write."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def numel_of(shape: Sequence[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def header_of(planned: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+    """The first bytes of a file with these tensors in this order, and where each lies.
+
+    Raises:
+        CheckpointError: a dtype that the format has no name for, or a key twice.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at, places = 0, {}
+    for key, dtype, shape in planned:
+        if dtype not in CODES:
+            raise CheckpointError(f"tensor {key!r} has dtype {dtype}, which safetensors files cannot hold; known are {', '.join(DTYPES)}.")
+        if key in places:
+            raise CheckpointError(f"two tensors are called {key!r}.")
+        nbytes = numel_of(shape) * dtype.itemsize
+        table[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        places[key] = (dtype, tuple(shape), at, at + nbytes)
+        at += nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {key: Entry(dtype, shape, len(head) + a, len(head) + b) for key, (dtype, shape, a, b) in places.items()}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file has become: its size, the SHA-256 of its head (length and header), each tensor's CRC-32."""
+
+    nbytes: int
+    head: str
+    crcs: dict[str, int]
+
+
+def write_tensors(path: Path, planned: Sequence[Planned], metadata: Mapping[str, str] | None = None, sync: bool = True) -> Written:
+    """Write a new file, tensor after tensor; `sync` returns when the disk has it.
+
+    Raises:
+        OSError: as the system says it (no space, no permission, the file exists).
+    """
+    head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), metadata or {})
+    crcs: dict[str, int] = {}
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        _write(file, memoryview(head))
+        for p in planned:
+            tensor = p.tensor if isinstance(p.tensor, torch.Tensor) else p.tensor()
+            if tensor.numel() != numel_of(p.shape) or tensor.dtype != p.dtype:
+                raise AssertionError(f"{p.key}: planned {p.dtype} {p.shape}, given {tensor.dtype} {tuple(tensor.shape)}")
+            data, crc = bytes_of(tensor.contiguous()), 0
+            for start in range(0, len(data), CHUNK):
+                chunk = data[start : start + CHUNK]
+                crc = crc32(chunk, crc)
+                _write(file, chunk)
+            crcs[p.key] = crc
+        if sync:
+            os.fsync(file)
+    finally:
+        os.close(file)
+    return Written(max([len(head), *(e.end for e in places.values())]), hashlib.sha256(head).hexdigest(), crcs)
+
+
+def _write(file: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(file, data) :]
+
+
+class TensorFile:
+    """A safetensors file to read ranges from.
+
+    Raises:
+        CheckpointError: there is no such file, or it is none of the format, or not as long as its header says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
+        try:
+            self.nbytes = os.fstat(self._file).st_size
+            self.head = self._head()
+            self.metadata, self.header = self._parse()
+        except BaseException:
+            self.close()
+            raise
+
+    def _head(self) -> bytes:
+        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        if self.nbytes < 8 or length > min(LARGEST_HEADER, self.nbytes - 8):
+            raise DamagedCheckpoint(
+                f"{self.path} is no safetensors file: it has {self.nbytes} bytes and says that its header has {length}."
+            )
+        return os.pread(self._file, 8 + length, 0)
+
+    def _parse(self) -> tuple[dict[str, str], dict[str, Entry]]:
+        try:
+            table = json.loads(self.head[8:])
+            metadata = table.pop("__metadata__", {})
+            base = len(self.head)
+            header = {
+                key: Entry(DTYPES[t["dtype"]], tuple(t["shape"]), base + t["data_offsets"][0], base + t["data_offsets"][1])
+                for key, t in table.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DamagedCheckpoint(
+                f"{self.path} has a header that is none of the safetensors format ({type(error).__name__}: {error})."
+            ) from None
+        end = len(self.head)
+        for key, entry in sorted(header.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin != end or entry.end - entry.begin != numel_of(entry.shape) * entry.dtype.itemsize:
+                raise DamagedCheckpoint(f"{self.path}: tensor {key!r} lies at bytes {entry.begin} to {entry.end}, which cannot be.")
+            end = entry.end
+        if end != self.nbytes:
+            raise DamagedCheckpoint(f"{self.path} has {self.nbytes} bytes and should have {end}: it was cut short, or something was added.")
+        return metadata, header
+
+    def read(self, key: str, start: int, stop: int, out: torch.Tensor) -> int:
+        """Elements `[start, stop)` of the flattened tensor `key` into `out` ([stop - start], on the host), as out's dtype.
+
+        Returns:
+            the CRC-32 of the bytes as they lie in the file.
+
+        Raises:
+            CheckpointError: the file ends before them.
+        """
+        entry = self.header[key]
+        size = entry.dtype.itemsize
+        if not 0 <= start <= stop <= numel_of(entry.shape) or out.numel() != stop - start:
+            raise AssertionError(f"{key}: elements {start} to {stop} of {entry.shape} into {tuple(out.shape)}")
+        at, crc = entry.begin + start * size, 0
+        if out.dtype == entry.dtype and out.is_contiguous():
+            data = bytes_of(out)
+            for begin in range(0, len(data), CHUNK):
+                crc = self._read(data[begin : begin + CHUNK], at + begin, crc)
+            return crc
+        flat, step = out.reshape(-1), CHUNK // size
+        if flat.data_ptr() != out.data_ptr():
+            raise AssertionError(f"{key}: the destination is not contiguous")
+        buffer = torch.empty(min(step, stop - start), dtype=entry.dtype)
+        for begin in range(0, stop - start, step):
+            part = buffer[: min(step, stop - start - begin)]
+            crc = self._read(bytes_of(part), at + begin * size, crc)
+            flat[begin : begin + len(part)].copy_(part)
+        return crc
+
+    def _read(self, into: memoryview, at: int, crc: int) -> int:
+        whole = into
+        while len(into):
+            got = os.preadv(self._file, [into], at)
+            if got == 0:
+                raise DamagedCheckpoint(f"{self.path} ended at byte {at} while it was read.")
+            into, at = into[got:], at + got
+        return crc32(whole, crc)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,106 @@
+"""What the ranks of a sharded model tell each other about a checkpoint, on a communicator of its own, beside the training's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from onefold.checkpoint.folder import in_words
+from onefold.runtime.engine import Engine
+
+#: Seconds that a rank waits for the others: as long as the largest shard may take to write. A rank that ends is noticed at once.
+PATIENCE = 4 * 3600.0
+
+_known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary()
+
+
+class Together:
+    """The ranks of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rank, self.size, self.ranks = engine.group.rank, engine.group.size, engine.group.ranks
+        if engine.group.imagined:
+            raise CheckpointError(
+                "this model is sharded over ranks that are only imagined (a fake process group): there is nothing to save or load."
+            )
+        self._group = engine.group.communicator(PATIENCE) if self.size > 1 else None
+
+    @classmethod
+    def of(cls, engine: Engine) -> Together:
+        """Collective the first time."""
+        if engine not in _known:
+            _known[engine] = cls(engine)
+        return _known[engine]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        self._talk(dist.all_gather_object, found, value, group=self._group)
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value in rank order on the first rank, [] elsewhere."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        self._talk(dist.gather_object, value, found, dst=self.ranks[0], group=self._group)
+        return found or []
+
+    def from_first(self, value: Any) -> Any:
+        """The first rank's value."""
+        if self.size == 1:
+            return value
+        box = [value]
+        self._talk(dist.broadcast_object_list, box, src=self.ranks[0], group=self._group)
+        return box[0]
+
+    def agree(self, error: Exception | None) -> None:
+        """Go on if no rank has an error.
+
+        Raises:
+            CheckpointError: on every rank, with what each rank met.
+        """
+        raise_first(self.all_gather(None if error is None else worded(error)))
+
+    def _talk(self, how: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            how(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"rank {self.ranks[self.rank]} lost the other ranks of {self.ranks} while they saved or loaded a checkpoint together: "
+                f"one has ended, or did not call the same. ({str(error).splitlines()[0][:200]})"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Said:
+    """An error as ranks tell it each other."""
+
+    text: str
+    damaged: bool = False
+
+    def raised(self) -> CheckpointError:
+        return DamagedCheckpoint(self.text) if self.damaged else CheckpointError(self.text)
+
+
+def worded(error: Exception) -> Said:
+    """An error as every rank is to say it."""
+    if isinstance(error, CheckpointError):
+        return Said(str(error), isinstance(error, DamagedCheckpoint))
+    return Said(in_words(error) + "." if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
+
+
+def raise_first(errors: Sequence[Said | None]) -> None:
+    """Raise the first error of the ranks, with who met one."""
+    bad = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+    if bad:
+        rank, said = bad[0]
+        others = f" (rank {rank}" + (f", and {len(bad) - 1} more)" if len(bad) > 1 else ")") if len(errors) > 1 else ""
+        raise Said(said.text + others, said.damaged).raised()

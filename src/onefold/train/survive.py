@@ -1,0 +1,204 @@
+"""When a run's checkpoints are written, in time before it is ended, and the way back to one.
+
+    every --save-every steps, behind the training         ─► OUTPUT/checkpoints/step-00000100, the last --keep of them
+    SIGTERM, SIGUSR1, --save-before; Ctrl-C; the last step ─► the same, waited for
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import deque
+from pathlib import Path
+
+import onefold
+from onefold.checkpoint.background import Background, running
+from onefold.checkpoint.checkpointer import Checkpointer
+from onefold.train.durations import seconds_of, worded
+from onefold.train.errors import TrainError
+from onefold.train.prepare import Run
+from onefold.train.report import Reporter
+from onefold.train.resume import CHECKPOINTS, Point, kept_beside, newest_first, read_point, take_over
+from onefold.train.stop import STARTED, Stop
+
+#: Until a save has been measured: bytes a second that any disk writes.
+SLOW_DISK = 100 << 20
+#: Seconds from the end of the last save to the end of the process, with some to spare.
+LEAVING = 5.0
+#: How much longer than any before the next save may take.
+SPARE = 1.5
+
+
+class Keeper:
+    """The checkpoints of a run that steps.
+
+    Args:
+        begun: when the run started, seconds since the epoch; what --save-before counts from.
+
+    Attributes:
+        saved: the step of the last checkpoint, None before the first. path: where it lies.
+    """
+
+    def __init__(self, run: Run, folder: Path, say: Reporter, begun: float) -> None:
+        self.run, self.root, self.say, self.begun = run, folder / CHECKPOINTS, say, begun
+        config = run.config
+        self.saved: int | None = run.start or None
+        self.path: Path | None = None
+        self.limit = seconds_of(config.save_before) if config.save_before else None
+        self.on = bool(config.save_every) or config.resume != "none" or self.limit is not None
+        self._checkpointer: Checkpointer | None = None
+        self._saving: Background | None = None
+        self._steps: deque[float] = deque(maxlen=50)
+        self._last = time.perf_counter()
+        self._save_s: float | None = None
+        if self.on:
+            self._open()
+
+    # -- time ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def save_seconds(self) -> float:
+        """What a save takes at most: as measured, else as its bytes would on a slow disk."""
+        if self._save_s is not None:
+            return self._save_s
+        return (12 * self.run.trained + 4 * self.run.frozen) / SLOW_DISK
+
+    def time_is_up(self) -> bool:
+        """Whether this step must be the last, for a checkpoint to be there before --save-before: another step may not fit."""
+        if self.limit is None:
+            return False
+        step = max(self._steps, default=0.0)
+        return time.time() - self.begun + 2 * step + SPARE * self.save_seconds + LEAVING > self.limit
+
+    # -- saving ----------------------------------------------------------------------------------------------------------------
+
+    def after(self, step: int, stopping: Stop, over: bool, skipped: int) -> None:
+        """`step` steps are done: save if it is time to. Collective.
+
+        Args:
+            stopping: why the run ends here, if it does. over: it was the last step. skipped: steps left out so far.
+
+        Raises:
+            CheckpointError: this save failed, or one that was under way.
+        """
+        self.look()
+        every = self.run.config.save_every
+        urgent = bool(stopping & (Stop.PREEMPT | Stop.TIME))
+        due = bool(every) and (over or step % (every or 1) == 0)
+        if (urgent or due or (self.on and stopping)) and self.saved != step:
+            self._save(step, skipped)
+        if stopping or over:
+            self.wait()
+        now = time.perf_counter()
+        self._steps.append(now - self._last)
+        self._last = now
+
+    def look(self) -> None:
+        """Take note of a save that has ended behind the training. Raises: CheckpointError: it failed."""
+        if self._saving is not None and self._saving.done:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is whole. Raises: CheckpointError: it failed."""
+        saving, self._saving = self._saving, None
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        if saving is not None:
+            self._saved(saving.path, saving.seconds or saving.stall_s, saving.stall_s)
+
+    def close(self) -> None:
+        """Give the folder back. Collective."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+    def _open(self) -> Checkpointer:
+        if self._checkpointer is None:
+            config = self.run.config
+            self._checkpointer = Checkpointer(self.root, model=self.run.model, keep=config.keep, asynchronous=config.async_save)
+        return self._checkpointer
+
+    def _save(self, step: int, skipped: int) -> None:
+        run, begun = self.run, time.perf_counter()
+        sent = run.earlier.get("wire_bytes_total", 0) + onefold.engine_of(run.model).traffic.total()
+        path = self._open().save(
+            step,
+            optimizer=run.optimizer,
+            scaler=run.scaler,
+            data=run.order,
+            extra=kept_beside(run, sent, skipped),
+            tokenizer=run.loaded.tokenizer,
+        )
+        assert path is not None  # a save waits for the one before
+        self.saved = step
+        self._saving = running(onefold.engine_of(run.model))
+        if self._saving is None:
+            self.wait()  # it is over: raises if it failed
+            seconds = time.perf_counter() - begun
+            self._saved(path, seconds, seconds)
+
+    def _saved(self, path: Path, seconds: float, stall: float) -> None:
+        self.path = path
+        self._save_s = max(self._save_s or 0.0, seconds)
+        self.say.saved({"step": self.saved, "path": str(path), "seconds": seconds, "stall_s": stall})
+
+    # -- going back ------------------------------------------------------------------------------------------------------------
+
+    def roll_back(self, bad_step: int, times: int) -> int:
+        """Load a checkpoint, and go on with the samples behind those of `bad_step` (from 0). Collective; returns the step to go on with.
+
+        Args:
+            times: in a row; the first takes the newest checkpoint, each further one the one before, and forgets those behind it.
+
+        Raises:
+            TrainError: there is no checkpoint yet.
+        """
+        self.wait()
+        run, ranks = self.run, self.run.ranks
+        point: Point | None = ranks.from_first(self._nth_newest(times) if ranks.is_first else None)
+        if point is None:
+            raise TrainError(
+                f"step {bad_step + 1} was not finite, and there is no checkpoint to go back to yet: use a smaller --save-every, or "
+                "--on-nonfinite skip."
+            )
+        bad_batch = bad_step + run.order.skipped
+        take_over(run, point)
+        run.order.skipped = bad_batch + 1 - point.step
+        run.optimizer.zero_grad()
+        self.saved = point.step
+        return point.step
+
+    def _nth_newest(self, times: int) -> Point | None:
+        found = newest_first(self.root)
+        if not found:
+            return None
+        nth = min(times, len(found)) - 1
+        for path in found[:nth]:
+            aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.removed")
+            path.rename(aside)  # out of sight in one step, as when old ones are pruned
+            shutil.rmtree(aside, ignore_errors=True)
+        return read_point(found[nth])
+
+
+def check_time(run: Run, keeper: Keeper) -> str | None:
+    """A sentence where --save-before or --grace looks too short for what is to be saved."""
+    need = SPARE * keeper.save_seconds
+    if keeper.limit is not None and need + LEAVING > keeper.limit:
+        return f"--save-before {run.config.save_before} may be too short: a checkpoint is expected to take {worded(need)}"
+    if keeper.on and need > seconds_of(run.config.grace):
+        return f"--grace {run.config.grace} may be too short: a checkpoint is expected to take {worded(need)}"
+    return None
+
+
+def started_at() -> float:
+    """When the run started, seconds since the epoch: its launcher, torchrun's agent, or this process. Restarts change nothing."""
+    if STARTED in os.environ:
+        return float(os.environ[STARTED])
+    of = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    try:
+        with open(f"/proc/{of}/stat", encoding="ascii", errors="replace") as stat, open("/proc/uptime", encoding="ascii") as uptime:
+            ticks = int(stat.read().rpartition(")")[2].split()[19])
+            return time.time() - float(uptime.read().split()[0]) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.time()

@@ -1,0 +1,143 @@
+"""The format by itself: checksums that combine, files that every reader of safetensors opens, values without pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import zlib
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onefold.checkpoint.crc import combine, joined
+from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from onefold.checkpoint.manifest import FileRecord, Manifest, Piece, Record, read_manifest, write_manifest
+from onefold.checkpoint.source import Item
+from onefold.checkpoint.tensorfile import DTYPES, Planned, TensorFile, write_tensors
+from onefold.checkpoint.values import decode, encode
+
+
+@given(st.lists(st.binary(max_size=300), max_size=6))
+@settings(deadline=None)
+def test_checksums_of_parts_combine_to_that_of_the_whole(parts: list[bytes]) -> None:
+    assert joined((zlib.crc32(p), len(p)) for p in parts) == zlib.crc32(b"".join(parts))
+
+
+def test_checksums_combine_over_lengths_beyond_memory() -> None:
+    zeros = zlib.crc32(bytes(1 << 20))
+    once = zeros
+    for _ in range(4):  # 1 MiB of zeros doubled four times
+        once = combine(once, once, (1 << 20) << _)
+    assert once == zlib.crc32(bytes(16 << 20))
+
+
+def test_every_reader_of_safetensors_opens_what_is_written(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        f"{code} {shape}": torch.randint(0, 2, shape).to(dtype)
+        for code, dtype in DTYPES.items()
+        for shape in ((), (0,), (3, 5))
+        if code not in ("C64", "U16", "U32", "U64")
+    }
+    tensors["höher"] = torch.randn(7)
+    planned = [Planned(k, t.dtype, tuple(t.shape), t) for k, t in tensors.items()]
+    written = write_tensors(tmp_path / "a.safetensors", planned, {"made": "here"})
+    assert written.nbytes == os.path.getsize(tmp_path / "a.safetensors")
+    theirs = load_file(tmp_path / "a.safetensors")
+    assert set(theirs) == set(tensors)
+    assert all(torch.equal(theirs[k].view(torch.uint8), t.view(torch.uint8)) for k, t in tensors.items() if t.ndim)
+    save_file({"x": torch.arange(10.0)}, tmp_path / "b.safetensors", metadata={"format": "pt"})
+    with TensorFile(tmp_path / "b.safetensors") as file:
+        out = torch.empty(4, dtype=torch.float64)
+        crc = file.read("x", 3, 7, out)
+        assert out.tolist() == [3.0, 4.0, 5.0, 6.0] and file.metadata == {"format": "pt"}
+        assert crc == zlib.crc32(torch.arange(3.0, 7.0).numpy().tobytes()), "the checksum is of the bytes in the file"
+
+
+@pytest.mark.parametrize("injury", ["empty", "no header", "cut", "longer", "garbage"])
+def test_a_file_that_is_none_is_refused_in_a_sentence(tmp_path: Path, injury: str) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, [Planned("x", torch.float32, (100,), torch.zeros(100))])
+    data = path.read_bytes()
+    path.write_bytes({"empty": b"", "no header": data[:20], "cut": data[:-1], "longer": data + b"\0", "garbage": b"\xff" * 64}[injury])
+    with pytest.raises(DamagedCheckpoint, match=r"a\.safetensors"):
+        TensorFile(path)
+
+
+_numbers = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False, allow_infinity=False)
+_values: Any = st.recursive(
+    st.none() | _numbers | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(_values)
+@settings(deadline=None, max_examples=200)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    back = decode(json.loads(json.dumps(encode(value, "x"))))
+    assert back == value and type(back) is type(value)
+
+
+def test_states_of_generators_counters_and_arrays_come_back() -> None:
+    values = {
+        "python": random.getstate(), "numpy": np.random.default_rng(3).bit_generator.state, "counter": Counter({3: 1, 5: 2}),
+        "ordered": OrderedDict(a=1), "nan": float("nan"), "inf": -float("inf"), "dtype": torch.bfloat16, "device": torch.device("cpu"),
+        "bf16": torch.randn(3, dtype=torch.bfloat16), "scalar": np.float64(0.1), "array": np.arange(6).reshape(2, 3),
+        "dollar": {"$tensor": 1},
+    }  # fmt: skip
+    back = decode(json.loads(json.dumps(encode(values, "x"))))
+    assert back["python"] == values["python"] and back["numpy"] == values["numpy"]
+    assert back["counter"] == values["counter"] and isinstance(back["counter"], Counter)
+    assert back["nan"] != back["nan"] and back["inf"] == values["inf"]
+    assert back["dtype"] is torch.bfloat16 and back["device"] == torch.device("cpu")
+    assert torch.equal(back["bf16"], values["bf16"]) and back["scalar"] == values["scalar"] and back["dollar"] == {"$tensor": 1}
+    assert np.array_equal(back["array"], values["array"]) and back["array"].dtype == values["array"].dtype
+
+
+def test_what_only_pickle_could_write_is_refused_with_its_place() -> None:
+    with pytest.raises(CheckpointError, match=r"extra\['hooks'\]\[1\] is a builtins\.function.*no pickle"):
+        encode({"hooks": [1, lambda: None]}, "extra")
+
+
+def _manifest() -> Manifest:
+    item = Item("state", "a.b", "exp_avg")
+    record = Record(item, "F32", (4, 3), (Piece("rank-00000.safetensors", 0, 5, 1), Piece("rank-00001.safetensors", 5, 12, 2)), ("c",))
+    return Manifest((record,), {"rank-00000.safetensors": FileRecord(99, "ab", True)}, 7, "2026-01-01", {"world_size": 2})
+
+
+def test_a_manifest_comes_back_and_every_changed_byte_of_it_is_found(tmp_path: Path) -> None:
+    write_manifest(tmp_path, _manifest())
+    assert read_manifest(tmp_path) == _manifest()
+    for name in ("manifest.json", "manifest.sha256"):
+        whole = (tmp_path / name).read_bytes()
+        for at in range(len(whole)):
+            (tmp_path / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(CheckpointError):
+                read_manifest(tmp_path)
+        (tmp_path / name).write_bytes(whole)
+
+
+def test_a_manifest_of_a_later_version_says_so(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    write_manifest(tmp_path, replace(_manifest(), version=2, saved_by={"onefold": "9.9"}))
+    with pytest.raises(CheckpointError, match=r"version 2 .* by Onefold 9\.9; this Onefold reads versions up to 1"):
+        read_manifest(tmp_path)
+
+
+def test_pieces_that_do_not_tile_their_tensor_are_refused() -> None:
+    with pytest.raises(DamagedCheckpoint, match="covers elements 6 to 12, expected one that begins at 5"):
+        Record(Item("parameter", "a"), "F32", (12,), (Piece("f", 0, 5, 0), Piece("f", 6, 12, 0)))
+    with pytest.raises(DamagedCheckpoint, match="cover 5 of its 12 elements"):
+        Record(Item("parameter", "a"), "F32", (12,), (Piece("f", 0, 5, 0),))

@@ -1,0 +1,206 @@
+"""What stands in the way of a save or a load: each a clear error on every rank, nothing damaged, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from models import TinyGPT, TinyMLP, tokens_of
+from ranks import outcomes_of, run_ranks
+
+
+def start(stage: int = 3, depth: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    import onefold
+
+    torch.manual_seed(1)
+    model = onefold.shard(TinyGPT(depth=depth), onefold.Recipe.zero(stage, stall_timeout=30.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(tokens_of(3)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def said_by(function: Any, *args: Any, **kwargs: Any) -> str:
+    import onefold
+
+    try:
+        function(*args, **kwargs)
+    except onefold.CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def obstacles(root: str, small: str | None) -> dict[str, str]:
+    import onefold
+
+    model, optimizer = start()
+    base, save, load = Path(root), onefold.save, onefold.load
+    first = dist.get_rank() == 0
+    good = save(base / "good", model=model, optimizer=optimizer, step=1)
+    if first:
+        (base / "file").write_text("")
+        (base / "folder").mkdir()
+        (base / "folder" / "mine.txt").write_text("keep")
+    dist.barrier()
+    said = {
+        "a file": said_by(save, base / "file", model=model),
+        "below a file": said_by(save, base / "file" / "deep", model=model),
+        "another folder": said_by(save, base / "folder", model=model, overwrite=True),
+        "there already": said_by(save, good, model=model),
+        "extra": said_by(save, base / "x", model=model, extra={"f": print}),
+        "step": said_by(save, base / "x", model=model, step=-3),
+        "another optimizer": said_by(save, base / "x", model=model, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())),
+        "nothing there": said_by(load, base / "nowhere", model=model),
+        "no checkpoint": said_by(load, base / "folder", model=model),
+        "no scheduler": said_by(load, good, model=model, scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer)),
+        "other groups": said_by(load, good, model=model, optimizer=torch.optim.AdamW([{"params": [p]} for p in model.parameters()])),
+    }
+    if small is not None:
+        said["full"] = said_by(save, Path(small) / "a", model=model, optimizer=optimizer)
+        said["left on the full disk"] = str(sorted(os.listdir(small)))
+    deeper = onefold.shard(TinyGPT(depth=4), onefold.Recipe.zero(3))
+    said["a deeper model"] = said_by(load, good, model=deeper)
+    before = onefold.full_state_dict(other := onefold.shard(TinyMLP(), onefold.Recipe.zero(3)))
+    said["another model"] = said_by(load, good, model=other)
+    after = onefold.full_state_dict(other)
+    said["changed"] = str([k for k in before if not torch.equal(before[k], after[k])])
+    said["weights only"] = said_by(load, save(base / "bare", model=model), model=model, optimizer=optimizer)
+    dist.barrier()
+    said["left"] = str(sorted(p.name for p in base.iterdir()))
+    load(good, model=model, optimizer=optimizer)  # untouched by all of it
+    return said
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Any:
+    """A file system of 64 KiB, where this user may mount one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        yield None
+        return
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_nothing_is_left(tmp_path: Path, full_disk: Path | None) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    expected = {
+        "a file": "is a file; name a folder",
+        "below a file": "a file of this name is in the way",
+        "another folder": "is a folder that is no checkpoint already",
+        "there already": "give overwrite=True to replace it",
+        "extra": "only pickle could store",
+        "step": "step=-3: expected the number of steps done",
+        "another optimizer": "belongs to another model",
+        "nothing there": "is nothing; expected a checkpoint",
+        "no checkpoint": "is a folder without a checkpoint",
+        "no scheduler": "holds no scheduler",
+        "other groups": "parameter groups",
+        "a deeper model": "names are missing in it (blocks.3",
+        "another model": "is of another model",
+        "weights only": "holds no optimizer",
+    }
+    for said in run_ranks(2, obstacles, str(root), str(full_disk) if full_disk else None):
+        for name, words in expected.items():
+            assert words in said[name], (name, said[name])
+        if full_disk is not None:
+            assert "No space left on device" in said["full"] and "free space there" in said["full"], said["full"]
+            assert said["left on the full disk"] == "[]"
+        assert said["changed"] == "[]", "a model that a checkpoint does not fit stays as it was"
+        assert said["left"] == "['bare', 'file', 'folder', 'good']"
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    import onefold
+
+    model, _ = start()
+    real = Path.mkdir
+
+    def read_only(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.name.startswith("."):
+            raise OSError(errno.EROFS, "Read-only file system", str(self))
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(onefold.CheckpointError, match="the file system is read-only: choose another folder"):
+        onefold.save(tmp_path / "a", model=model)
+
+
+def test_two_runs_cannot_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onefold
+    from onefold.checkpoint import checkpointer
+
+    monkeypatch.setattr(checkpointer, "LOCK_PATIENCE", 0.2)
+    model, _ = start()
+    said = pytest.raises(onefold.CheckpointError, match=f"in use by process {os.getpid()} on .*two runs")
+    with onefold.Checkpointer(tmp_path, model=model), said:
+        onefold.Checkpointer(tmp_path, model=model)
+    onefold.Checkpointer(tmp_path, model=model).close()
+
+
+def killed_while_saving(root: str) -> None:
+    """Rank 1 dies when its file is half written; an older checkpoint of the same name is there."""
+    import onefold
+    from onefold.checkpoint import saving as module
+
+    model, optimizer = start()
+    onefold.save(f"{root}/a", model=model, optimizer=optimizer, step=1)
+    if dist.get_rank() == 1:
+        module.write_tensors = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    onefold.save(f"{root}/a", model=model, optimizer=optimizer, step=2, overwrite=True)
+
+
+def test_a_killed_save_leaves_the_previous_one_and_its_litter_goes_at_the_next_start(tmp_path: Path) -> None:
+    import onefold
+
+    began = time.monotonic()
+    first, second = outcomes_of(2, killed_while_saving, str(tmp_path), timeout=60.0)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.error == "CheckpointError" and "lost the other ranks" in first.message, first
+    assert time.monotonic() - began < 30.0
+    model, optimizer = start()
+    loaded = onefold.load(tmp_path / "a", model=model, optimizer=optimizer)
+    assert loaded.step == 1
+    (litter := tmp_path / ".b.0123abcd.unfinished").mkdir()
+    os.utime(litter, (0, 0))
+    (removed := tmp_path / ".c.0123abcd.removed").mkdir()
+    (returned := tmp_path / ".d.0123abcd.replaced").mkdir()
+    onefold.Checkpointer(tmp_path, model=model).close()
+    assert not litter.exists() and not removed.exists() and not returned.exists()
+    assert (tmp_path / "d").is_dir(), "what was about to be replaced when the process died has its name back"
+
+
+def test_replacing_a_checkpoint_is_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the moment of the exchange the name stands for the old one, right after it for the new one."""
+    import onefold
+    from onefold.checkpoint import folder
+
+    model, _ = start()
+    onefold.save(tmp_path / "a", model=model, step=1)
+    seen = []
+    real = folder.exchange
+
+    def looking(a: Path, b: Path) -> None:
+        seen.append(onefold.load(tmp_path / "a").step)
+        real(a, b)
+        seen.append(onefold.load(tmp_path / "a").step)
+
+    monkeypatch.setattr(folder, "exchange", looking)
+    onefold.save(tmp_path / "a", model=model, step=2, overwrite=True)
+    assert seen == [1, 2]
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]

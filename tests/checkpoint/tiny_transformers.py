@@ -1,0 +1,103 @@
+"""Tiny models of transformers, the folders that it saves of them, and comparisons."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranks import preload
+
+TEXT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "intermediate_size": 32, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+MOE = {**TEXT, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 1}
+#: name: (model class, configuration class, its arguments)
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "tie_word_embeddings": False}),
+    "llama, tied": ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32,
+             "bos_token_id": 1, "eos_token_id": 2}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**TEXT, "num_local_experts": 3, "num_experts_per_tok": 1}),
+    "qwen2 moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", MOE),
+    "bert": ("BertForMaskedLM", "BertConfig", {k: v for k, v in TEXT.items() if k not in ("num_key_value_heads", "head_dim")}),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {k: v for k, v in TEXT.items() if k not in ("num_key_value_heads", "head_dim")}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2,
+           "num_heads": 2, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}),
+    "vit": ("ViTForImageClassification", "ViTConfig", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "intermediate_size": 32, "image_size": 16, "patch_size": 4, "num_labels": 3}),
+}  # fmt: skip
+TRAINED = ("llama", "llama, tied", "gpt2", "mixtral")
+TOKENS = torch.arange(14).reshape(2, 7)
+
+
+def build(family: str) -> Any:
+    import transformers
+
+    kind, config, options = FAMILIES[family]
+    return getattr(transformers, kind)(getattr(transformers, config)(**options))
+
+
+def on_meta(family: str) -> Any:
+    with torch.device("meta"):
+        return build(family)
+
+
+def opened(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Any:
+    import transformers
+
+    return getattr(transformers, FAMILIES[family][0]).from_pretrained(str(folder), dtype=dtype)
+
+
+def files(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+
+
+def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
+    """Names, dtypes, shapes and bits."""
+    problems = [f"only one side has {name}" for name in expected.keys() ^ actual.keys()]
+    for name in expected.keys() & actual.keys():
+        a, b = expected[name], actual[name]
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            problems.append(f"{name}: expected {a.dtype} {tuple(a.shape)}, got {b.dtype} {tuple(b.shape)}, or other values")
+    return problems
+
+
+def complaint(act: Callable[[], object]) -> str:
+    from onefold.checkpoint.errors import CheckpointError
+
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def preload_them() -> None:
+    """One fork server for all files that test with these: whoever asks for another module starts a new one."""
+    models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral")]
+    preload("transformers", *models, *(["peft"] if importlib.util.find_spec("peft") else []))
+
+
+def saved_folders(root: Path) -> dict[str, Path]:
+    """What `save_pretrained` makes in `root`: one folder a family, one in bf16, one in several files."""
+    preload_them()
+    out = {}
+    for number, family in enumerate(FAMILIES):
+        torch.manual_seed(number)
+        out[family] = root / family.replace(", ", "-").replace(" ", "-")
+        model = build(family)
+        for parameter in model.parameters():  # also norms and biases, which start as ones and zeros
+            parameter.data.normal_()
+        model.save_pretrained(out[family])
+    out["bf16"] = root / "bf16"
+    opened(out["llama, tied"], "llama, tied", torch.bfloat16).save_pretrained(out["bf16"])
+    out["many"] = root / "many"
+    opened(out["llama"], "llama").save_pretrained(out["many"], max_shard_size="6KB")
+    assert (out["many"] / "model.safetensors.index.json").exists()
+    return out

@@ -1,0 +1,274 @@
+"""Going on from a checkpoint: where a start finds it, what it refuses, and that nothing shows it but the time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from onefold.train import resume
+from onefold.train.config import resolve
+from onefold.train.data import Packed
+from onefold.train.errors import TrainError
+from onefold.train.loop import Row, train
+from onefold.train.order import DataOrder, fingerprint_of, micro_batch_that_divides
+from onefold.train.output import Metrics, with_output
+from onefold.train.prepare import Run, prepare
+from onefold.train.ranks import Ranks
+from onefold.train.report import Reporter
+from onefold.train.stop import Stop
+from onefold.train.survive import Keeper
+
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
+TEXT = "the quick brown fox jumps over the lazy dog. " * 60
+
+
+class Dropping(nn.Module):
+    """A language model with dropout: its losses tell whether the random generators go on where they stood."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(257, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)) for _ in range(2))
+        self.out = nn.Linear(16, 257)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return nn.functional.cross_entropy(self.out(x)[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1))
+
+
+def build() -> nn.Module:
+    return Dropping()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return str(tmp_path / "text.txt")
+
+
+def start(text: str, output: Path, **options: Any) -> tuple[Run, Keeper]:
+    """A start of the run as the command makes it, on one rank in this process."""
+    given = {"model": f"{__name__}:build", "tokenizer": "bytes", "data": text, "seq": 32, "steps": 8, "eval_every": 0, "lr": 1e-2}
+    config = resolve({**given, "output": str(output), **options})
+    point = resume.find(config, restarted=False)
+    run = prepare(config, ALONE, lambda line: None, point)
+    if point is not None:
+        resume.load(run, point)
+    return run, Keeper(run, output, Reporter(), begun=0.0)
+
+
+def drive(run: Run, keeper: Keeper, asked: Callable[[int], int] = lambda done: 0) -> list[Row]:
+    """Train; `asked` says after how many rows of this start what was asked."""
+    rows: list[Row] = []
+    train(run, lambda: asked(len(rows)), rows.append, keeper=keeper, forget=lambda step: rows.__delitem__(slice(step, None)))
+    keeper.close()
+    return rows
+
+
+def names(output: Path) -> list[str]:
+    return sorted(p.name for p in (output / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("how", [{}, {"async_save": False}, {"precision": "fp16"}, {"schedule": "wsd", "warmup": 3}])
+def test_a_stopped_and_resumed_run_has_the_losses_and_weights_of_one_that_was_not(text: str, tmp_path: Path, how: dict[str, Any]) -> None:
+    whole = start(text, tmp_path / "whole", **how)
+    rows = drive(*whole)
+    first = drive(*start(text, tmp_path / "cut", save_every=3, **how), lambda done: Stop.PREEMPT if done == 3 else Stop.NONE)
+    assert len(first) == 4 and names(tmp_path / "cut") == ["step-00000003", "step-00000004"]
+    second = start(text, tmp_path / "cut", resume="auto", **how)
+    assert second[0].start == 4
+    again = first + drive(*second)
+    for key in ("step", "loss", "grad_norm", "lr", "wire_bytes_total", "skipped"):
+        assert [row[key] for row in again] == [row[key] for row in rows], key
+    for name, tensor in whole[0].model.state_dict().items():
+        assert torch.equal(tensor, second[0].model.state_dict()[name]), name
+
+
+def test_ctrl_c_keeps_a_checkpoint_only_if_the_run_keeps_any(text: str, tmp_path: Path) -> None:
+    drive(*start(text, tmp_path / "none"), lambda done: Stop.INTERRUPT)
+    assert not (tmp_path / "none" / "checkpoints").exists()
+    drive(*start(text, tmp_path / "some", save_every=100), lambda done: Stop.INTERRUPT)
+    assert names(tmp_path / "some") == ["step-00000001"]
+    drive(*start(text, tmp_path / "asked"), lambda done: Stop.PREEMPT)
+    assert names(tmp_path / "asked") == ["step-00000001"]
+
+
+def test_the_last_step_is_saved_and_only_so_many_are_kept(text: str, tmp_path: Path) -> None:
+    drive(*start(text, tmp_path / "run", save_every=3, keep=2))
+    assert names(tmp_path / "run") == ["step-00000006", "step-00000008"]
+    run, keeper = start(text, tmp_path / "run", resume="auto")
+    assert run.start == run.steps == 8 and drive(run, keeper) == []
+
+
+def test_save_before_ends_the_run_while_there_is_time_to_save(text: str, tmp_path: Path) -> None:
+    run, keeper = start(text, tmp_path / "run", save_before="10m", steps=50)
+    import time
+
+    keeper.begun = time.time() - 300
+    assert not keeper.time_is_up()
+    rows: list[Row] = []
+
+    def report(row: Row) -> None:
+        rows.append(row)
+        if row["step"] == 4:  # what is left is less than leaving takes
+            keeper.begun = time.time() - 597
+
+    assert train(run, lambda: 0, report, keeper=keeper) == 5 and run.stopped == Stop.TIME
+    assert keeper.saved == 5 and keeper.path is not None and keeper.path.is_dir()
+    keeper.close()
+
+
+def test_time_for_a_save_that_was_never_measured_is_that_of_a_slow_disk(text: str, tmp_path: Path) -> None:
+    run, keeper = start(text, tmp_path / "run", save_before="10m")
+    run.trained = 10**10  # 120 GB, 19 minutes
+    assert keeper.time_is_up()
+    keeper.close()
+
+
+# -- what a start finds --------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_goes_on_from_what_it_is_told_to(text: str, tmp_path: Path) -> None:
+    drive(*start(text, tmp_path / "a", save_every=3))
+    config = resolve({"output": str(tmp_path / "a")})
+    assert resume.find(config, restarted=False) is None
+    found = resume.find(config, restarted=True)
+    assert found is not None and found.step == 8 and found.global_batch == 2 and len(found.before) == 2
+    branch = {"output": str(tmp_path / "b"), "resume": str(tmp_path / "a" / "checkpoints" / "step-00000003")}
+    first = resume.find(resolve(branch), restarted=False)
+    assert first is not None and first.step == 3
+    for folder in ("a", "a/checkpoints"):
+        newest = resume.find(resolve({**branch, "resume": str(tmp_path / folder)}), restarted=False)
+        assert newest is not None and newest.step == 8
+    with pytest.raises(TrainError, match="checkpoints of its own, the newest step-00000008"):
+        resume.find(resolve({**branch, "output": str(tmp_path / "a")}), restarted=False)
+    with pytest.raises(TrainError, match="no such folder"):
+        resume.find(resolve({**branch, "resume": str(tmp_path / "nowhere")}), restarted=False)
+
+
+def test_where_the_newest_checkpoint_is_damaged_the_one_before_is_taken(text: str, tmp_path: Path) -> None:
+    drive(*start(text, tmp_path / "run", save_every=3))
+    folder = tmp_path / "run" / "checkpoints"
+    tensors = folder / "step-00000008" / "rank-00000.safetensors"
+    raw = bytearray(tensors.read_bytes())
+    raw[-5] ^= 1
+    tensors.write_bytes(raw)
+    (folder / "step-00000006" / "state.json").write_text("{}")
+    run, keeper = start(text, tmp_path / "run", resume="auto")
+    assert run.start == 3
+    keeper.close()
+
+
+def test_other_data_another_seed_and_another_global_batch_are_refused(text: str, tmp_path: Path) -> None:
+    drive(*start(text, tmp_path / "run", save_every=8))
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT.replace("fox", "cat"))
+    for options, message in (
+        ({"seed": 1}, "made with --seed 0"),
+        ({"global_batch": 4}, "has 2, which decides"),
+        ({"data": str(other)}, "made on other data"),
+        ({"seq": 16}, "made on other data"),
+    ):
+        with pytest.raises(TrainError, match=message):
+            start(text, tmp_path / "run", resume="auto", **options)
+
+
+def test_a_longer_run_and_another_learning_rate_are_followed_and_told(text: str, tmp_path: Path) -> None:
+    drive(*start(text, tmp_path / "run", save_every=8))
+    config = resolve({"resume": "auto", "output": str(tmp_path / "run")})
+    point = resume.find(config, restarted=False)
+    assert point is not None
+    run, keeper = start(text, tmp_path / "run", resume="auto", lr=5e-3, steps=12, weight_decay=0.2)
+    said = "\n".join(resume.differences(run, point))
+    assert "--lr 0.01 -> 0.005" in said and "--weight-decay" in said and "of 8 steps and is of 12 now" in said
+    assert {group["weight_decay"] for group in run.optimizer.param_groups} == {0.2, 0.0}
+    assert [row["step"] for row in drive(run, keeper)] == [9, 10, 11, 12]
+
+
+# -- the output folder ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_is_gone_on_with_replaced_or_refused(text: str, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    drive(*start(text, output, save_every=4))
+    given = {"output": str(output)}
+    with pytest.raises(TrainError, match=r"earlier run \(checkpoints\).*--resume auto"):
+        with_output(resolve(given))
+    for how in ("auto", str(output), str(output / "checkpoints" / "step-00000008")):
+        assert with_output(resolve({**given, "resume": how})).output == str(output)
+    assert with_output(resolve(given), restarted=True).output == str(output)
+    with pytest.raises(TrainError, match="give one of them"):
+        resolve({**given, "resume": "auto", "overwrite": True})
+    with_output(resolve({**given, "overwrite": True}))
+    assert list((output / "checkpoints").glob("step-*")) == []
+    (output / "metrics.jsonl").write_text("")
+    assert with_output(resolve({**given, "resume": "auto"})).output == str(output)  # killed before its first checkpoint
+    (output / "model").mkdir()
+    with pytest.raises(TrainError, match="earlier run"):
+        with_output(resolve({**given, "resume": "auto"}))
+
+
+def test_a_checkpoint_younger_than_the_job_is_its_own(text: str, tmp_path: Path) -> None:
+    import time
+
+    begun = time.time() - 1
+    config = resolve({"output": str(tmp_path / "run")})
+    assert not resume.made_since(config, begun)
+    drive(*start(text, tmp_path / "run", save_every=8))
+    assert resume.made_since(config, begun) and not resume.made_since(config, time.time() + 60)
+
+
+def test_metrics_beyond_the_checkpoint_are_cut_and_the_rest_is_gone_on_with(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with Metrics(file) as metrics:
+        for step in (1, 2, 3):
+            metrics.write({"step": step, "loss": step / 2})
+        metrics.write({"done": True})
+    with file.open("a") as cut_off:
+        cut_off.write('{"step": 4, "lo')
+    with Metrics(file, after=2) as metrics:
+        assert metrics.first == {"step": 1, "loss": 0.5}
+        metrics.write({"resumed": True, "from_step": 2})
+        metrics.write({"step": 3, "loss": 9.0})
+        metrics.cut(2)
+        metrics.write({"step": 3, "loss": 8.0})
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row.get("step", row.get("from_step")) for row in rows] == [1, 2, 2, 3] and rows[-1]["loss"] == 8.0
+    with Metrics(file) as metrics:
+        assert metrics.first is None
+    assert file.read_text() == ""
+
+
+# -- the order of the samples --------------------------------------------------------------------------------------------------
+
+
+def test_the_global_batch_stays_and_the_micro_batch_follows_the_ranks() -> None:
+    assert [micro_batch_that_divides(4, 24, ranks) for ranks in (1, 2, 3, 4, 6, 8)] == [4, 4, 4, 3, 4, 3]
+    assert micro_batch_that_divides(64, 24, 2) == 12
+    with pytest.raises(TrainError, match=r"24 sequences, which 5 ranks cannot share.*1, 2, 3, 4, 6, 8 ranks"):
+        micro_batch_that_divides(4, 24, 5)
+
+
+def test_skipped_batches_are_those_that_a_longer_way_would_have_read() -> None:
+    plain, skipping = DataOrder(100, 8, seed=3), DataOrder(100, 8, seed=3, skipped=5)
+    for step in (0, 7, 40):
+        assert skipping.at(step).tolist() == plain.at(step + 5).tolist()
+    again = DataOrder(100, 8, seed=3)
+    again.load_state_dict(skipping.state_dict())
+    assert again.skipped == 5
+
+
+def test_a_fingerprint_tells_other_samples_from_the_same() -> None:
+    rows = np.arange(6000, dtype=np.int32).reshape(-1, 10)
+    other = rows.copy()
+    other[0, 3] += 1
+    assert fingerprint_of(Packed(rows)) == fingerprint_of(Packed(rows.copy())) != fingerprint_of(Packed(other))
