@@ -17,7 +17,7 @@ Seconds of a turn are those of its slowest rank; rows are medians over rounds an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -321,37 +321,47 @@ def open_rows(runs: Sequence[Run], nbytes: int) -> list[OpenRow]:
 
 
 def goals(saves: Sequence[SaveRow], behind: Sequence[BehindRow], loads: Sequence[LoadRow], ranks: int, cores: int) -> list[Goal]:
-    """The goals that Onefold's checkpoints have, each with its figure; those that were not measured are left out.
+    """The goals that Onefold's checkpoints have, each with its figure; those that were not measured are left out."""
+    return [*_rates(saves, ranks), *_stalls(behind), *_proportions(loads, ranks, cores)]
 
-    Time in proportion to bytes is asked of the core-seconds per byte, seconds of a warm load x min(ranks, cores) / bytes of all ranks: four
-    ranks on two cores cannot be twice as fast as two.
-    """
-    found = []
-    for row in (r for r in saves if r.peer.startswith("onefold") and r.ranks == ranks):
+
+def _ours(peer: str) -> bool:
+    return peer.startswith("onefold")
+
+
+def _rates(saves: Sequence[SaveRow], ranks: int) -> Iterator[Goal]:
+    for row in (r for r in saves if _ours(r.peer) and r.ranks == ranks):
         what = f"{row.peer}: rate of saving / rate of the disk, {row.ranks} ranks writing"
-        found.append(Goal(what, "at least 0.80", row.rate, row.rate >= 0.8))
+        yield Goal(what, "at least 0.80", row.rate, row.rate >= 0.8)
         if row.direct_gb_s is not None:
             rate = row.gb_s / row.direct_gb_s
-            found.append(Goal(f"{row.peer}: the same, the disk written past the page cache", "at least 0.80", rate, rate >= 0.8))
+            yield Goal(f"{row.peer}: the same, the disk written past the page cache", "at least 0.80", rate, rate >= 0.8)
+
+
+def _stalls(behind: Sequence[BehindRow]) -> Iterator[Goal]:
     theirs = [r for r in behind if r.peer == "fsdp2"]
-    for ours in (r for r in behind if r.peer.startswith("onefold")):
+    for ours in (r for r in behind if _ours(r.peer)):
         for when, share in (("the first", ours.first_share), ("later", ours.stall_share)):
-            found.append(Goal(f"{ours.peer}: stall / time until whole, {when}", "at most 5 %", share, share <= 0.05, "{:.1%}"))
+            yield Goal(f"{ours.peer}: stall / time until whole, {when}", "at most 5 %", share, share <= 0.05, "{:.1%}")
         for when, mine, others in (
             ("the first", ours.first_stall_s, [r.first_stall_s for r in theirs]),
             ("later", ours.stall_s, [r.stall_s for r in theirs]),
         ):
             if others:
                 ratio = mine / min(others)
-                found.append(Goal(f"{ours.peer}: stall / that of the better of DCP's, {when}", "at most 1", ratio, ratio <= 1))
-    for row in (r for r in loads if r.peer.startswith("onefold")):
+                yield Goal(f"{ours.peer}: stall / that of the better of DCP's, {when}", "at most 1", ratio, ratio <= 1)
+
+
+def _proportions(loads: Sequence[LoadRow], ranks: int, cores: int) -> Iterator[Goal]:
+    """Time in proportion to bytes is asked of the core-seconds per byte, seconds of a warm load x min(ranks, cores) / bytes of all ranks:
+    four ranks on two cores cannot be twice as fast as two."""
+    for row in (r for r in loads if _ours(r.peer)):
         sizes = f"{row.peer}: {row.saved} -> {row.ranks}"
         if row.read_gb is not None:
             ratio = row.read_gb / row.need_gb
-            found.append(Goal(f"{sizes}, bytes read / bytes owned, the rank that reads most", "at most 1.05", ratio, ratio <= 1.05))
+            yield Goal(f"{sizes}, bytes read / bytes owned, the rank that reads most", "at most 1.05", ratio, ratio <= 1.05)
         same = next((r for r in loads if (r.peer, r.saved, r.ranks) == (row.peer, ranks, ranks)), None)
         if same is not None and row is not same:
             ratio = row.warm_s * min(row.ranks, cores) / (same.warm_s * min(same.ranks, cores))
             what = f"{sizes}, core-seconds per byte owned / those of {ranks} -> {ranks}"
-            found.append(Goal(what, "at most 1.25", ratio, ratio <= 1.25))
-    return found
+            yield Goal(what, "at most 1.25", ratio, ratio <= 1.25)

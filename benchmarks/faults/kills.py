@@ -33,12 +33,12 @@ class Kill:
 
     stage: int
     asynchronous: bool
-    moment: str
-    first: int
-    gap: float
-    after: float
-    reached: int
-    newest: int
+    moment: str = ""
+    first: int = 0
+    gap: float = 0.0
+    after: float = 0.0
+    reached: int = 0
+    newest: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -58,7 +58,7 @@ class Drill:
         self.kills: list[Kill] = []
         self.runs: list[str] = []  # what was wrong with the end of each run, "" if nothing was
         self._references: dict[int, list[Lines]] = {}
-        self._seconds = 0.5  # that a start takes until it is done, as far as seen; kills come within it
+        self._seconds = 0.0  # that a start takes until it is done, as far as seen; kills come within it
         self._saving = 0.02  # the same of a save
 
     def done(self) -> bool:
@@ -84,8 +84,9 @@ class Drill:
         waiting: list[Kill] = []  # killed, and nobody has seen yet how the run goes on
         newest = 0
         while True:
+            litter = unfinished(root)  # of the last start: no save of the next one
             with Ranks(self.fork, WORLD, _rank, stage, str(root), asynchronous) as ranks:
-                kill = None if self.done() else self._attempt(ranks, root, stage, asynchronous)
+                kill = None if self.done() else self._attempt(ranks, root, litter, Kill(stage, asynchronous))
                 if kill is None and not ranks.ended(60.0):
                     return f"stage {stage}: a run from step {newest} on hung: {[run.lines(ranks.lines(r))[-1:] for r in range(WORLD)]}"
                 failure = ranks.failed() if kill is None else ""
@@ -107,12 +108,12 @@ class Drill:
             self.kills.append(kill)
             newest = kill.newest
 
-    def _attempt(self, ranks: Ranks, root: Path, stage: int, asynchronous: bool) -> Kill | None:
+    def _attempt(self, ranks: Ranks, root: Path, litter: list[str], kill: Kill) -> Kill | None:
         """Kill the ranks at a random moment. None: they were at their end before it came."""
         left, elsewhere = self.goal // 2 - self._in_saves(), len(self.kills) - self._in_saves()
         in_save = left > 0 and (self.random.random() < 0.6 or elsewhere >= self.goal - self.goal // 2)
         if in_save:
-            if not self._await_save(ranks, root, number=self.random.randint(1, 3)):
+            if not self._await_save(ranks, root, litter, number=self.random.randint(1, 3)):
                 return None
             delay = self.random.uniform(0, 1.2 * self._saving)
         else:
@@ -120,19 +121,20 @@ class Drill:
         if ranks.ended(delay):
             self._seconds += 0.2 * (time.monotonic() - ranks.begun - self._seconds)
             return None
-        first, gap = self.random.randrange(WORLD), self.random.choice((0.0, self.random.uniform(0, 0.1)))
-        saving, after = bool(unfinished(root)), time.monotonic() - ranks.begun
-        ranks.kill(first)
-        time.sleep(gap)
+        kill.first, kill.gap = self.random.randrange(WORLD), self.random.choice((0.0, self.random.uniform(0, 0.1)))
+        kill.moment = "save" if set(unfinished(root)) - set(litter) else "step"
+        ranks.kill(kill.first)
+        kill.after = time.monotonic() - ranks.begun
+        time.sleep(kill.gap)
         for rank in range(WORLD):
             ranks.kill(rank)
         for process in ranks.processes:
             process.join(10.0)
-        return Kill(stage, asynchronous, "save" if saving else "step", first, gap, after, 0, 0)
+        return kill
 
-    def _await_save(self, ranks: Ranks, root: Path, number: int) -> bool:
+    def _await_save(self, ranks: Ranks, root: Path, litter: list[str], number: int) -> bool:
         """Wait for the `number`-th save of this start to begin; measures how long the others took. False: the ranks ended before."""
-        seen: dict[str, float] = dict.fromkeys(unfinished(root), 0.0)  # litter of the last start is no save of this one
+        seen: dict[str, float] = dict.fromkeys(litter, 0.0)
         while not ranks.ended(0.0):
             now, there = time.monotonic(), unfinished(root)
             for name in there:
@@ -169,6 +171,7 @@ class Drill:
             with Ranks(self.fork, WORLD, _rank, stage, None, False) as ranks:
                 if not ranks.ended(60.0) or ranks.failed():
                     raise RuntimeError(f"the undisturbed run failed: {ranks.failed()}")
+                self._seconds = max(self._seconds, time.monotonic() - ranks.begun)
                 self._references[stage] = [run.lines(ranks.lines(rank)) for rank in range(WORLD)]
         return self._references[stage]
 

@@ -240,7 +240,7 @@ def test_a_buffer_that_nobody_gives_a_value_is_refused() -> None:
     with torch.device("meta"):
         model = TinyMLP()
         model.register_buffer("scale", torch.ones(2), persistent=False)
-    with pytest.raises(ValueError, match="buffers on the meta device.*'scale'"):
+    with pytest.raises(ValueError, match=r"buffers on the meta device.*'scale'"):
         onefold.shard(model, onefold.Recipe.zero(0), init=half_done)
 
 
@@ -322,3 +322,20 @@ def test_two_different_tensors_for_one_parameter_are_told(folders: dict[str, Pat
     assert all("two different tensors" in said for said in run_ranks(2, differing_ties, tmp_path))
     save_file({**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
     assert differing_ties(tmp_path) == "nothing was raised"
+
+
+def test_load_reads_a_hugging_face_folder_too(tmp_path: Path) -> None:
+    """`onefold.load` of a folder of another library goes by that library's names, and refuses what such a folder has not."""
+    import onefold
+
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=33, n_positions=8)
+    saved = transformers.GPT2LMHeadModel(config)
+    saved.transformer.save_pretrained(tmp_path / "base")  # without the head, and without the prefix
+    model = onefold.shard(transformers.GPT2LMHeadModel(config), onefold.Recipe.zero(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(onefold.CheckpointError, match="holds no optimizer"):
+        onefold.load(tmp_path / "base", model=model, optimizer=optimizer)
+    onefold.load(tmp_path / "base", model=model)
+    whole = onefold.full_state_dict(model)
+    assert all(torch.equal(whole[name], value) for name, value in saved.state_dict().items())

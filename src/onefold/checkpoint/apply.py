@@ -252,7 +252,8 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
             if extra or gone:
                 raise CheckpointError(
                     f"{source.describe}: group {index} of its optimizer {number} is of other parameters: "
-                    f"it has not {extra[:3] or 'any more'}, and the given one has not {gone[:3] or 'any fewer'}. Make the groups as they were when it was saved."
+                    f"it has not {extra[:3] or 'any more'}, and the given one has not {gone[:3] or 'any fewer'}. "
+                    "Make the groups as they were when it was saved."
                 )
 
 

@@ -14,9 +14,11 @@ from torch import nn
 import onefold.checkpoint.rng as random_states
 from onefold.checkpoint.apply import Fit, Reading, fill_model, fill_optimizers, fit_groups, fit_model
 from onefold.checkpoint.background import Background, settle
+from onefold.checkpoint.deepspeed import DeepSpeedSource, is_deepspeed
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import latest
 from onefold.checkpoint.folder_source import FolderSource, compare
+from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.prefetch import Prefetched
 from onefold.checkpoint.saving import Optimizers, optimizers_of
@@ -130,9 +132,6 @@ def source_of(path: Path) -> Source:
     Raises:
         CheckpointError: nothing that can be read.
     """
-    from onefold.checkpoint.deepspeed import DeepSpeedSource, is_deepspeed
-    from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
-
     if (path / MANIFEST).exists():
         return FolderSource(path)
     if path.is_dir():
@@ -186,6 +185,8 @@ def _apply(
     try:  # everything that can be wrong, before anything is changed
         values = _values(source, together, scheduler, scaler, data)
         _check_things(scheduler=scheduler, scaler=scaler, data=data)
+        if isinstance(reader, HuggingFaceSource):  # its names are those of another library's model
+            reader = reader.fitted(model)
         fit = fit_model(engine, model, reader, strict)
         if optimizers:
             fit_groups(engine, optimizers, reader)
