@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from onefold.plan.calibrate import AtRanks, BlockPoint, Calibration, Disk, MatrixPoint, Overlap, StepPoint
+from onefold.plan.calibrate import AtRanks, BlockPoint, Calibration, Disk, MatrixPoint, Overlap, PassPoint, StepPoint
+from onefold.plan.costs import Costs, Kernels
 from onefold.plan.efficiency import PARTS, work_of
 from onefold.plan.hardware import calibrated
 from onefold.plan.identity import this_machine
@@ -32,24 +33,44 @@ def at_ranks(ranks: int, speed: float = 1.0) -> AtRanks:
         optimizer=((28e5, 1e-3 / speed), (28e6, 1e-2 / speed)),
         moves={m: line(bandwidth=BANDWIDTH * speed) for m in ("all-gather", "reduce-scatter", "all-reduce")} if several else {},
         overlap=Overlap(compute=1.0, gather=0.8, together=1.4, compute_beside=1.2) if several else None,
+        passes=passes(speed),
     )
+
+
+#: What one FLOP, product, product's byte, other operation and its byte cost on one rank.
+COSTS = Costs(2e-11, 1e-5, 1e-10, 1e-6, 1e-10)
+
+
+def passes(speed: float = 1.0) -> tuple[PassPoint, ...]:
+    """Passes that cost exactly `COSTS` ÷ speed."""
+    ran = (
+        Kernels(10**8, 10, 10**5, 50, 10**5),
+        Kernels(10**7, 40, 10**5, 20, 10**6),
+        Kernels(10**6, 10, 10**7, 80, 10**5),
+        Kernels(0, 0, 0, 200, 10**4),
+        Kernels(0, 0, 0, 20, 10**7),
+    )
+    return tuple(PassPoint("float32", k, COSTS.seconds(k) / speed) for k in ran)
 
 
 def reference_steps(ranks: int) -> tuple[StepPoint, ...]:
-    """Stages 0 and 3 (0 alone on one rank), whose seconds are still to be said."""
-    sent = {0: {"all-reduce": 4e6}, 3: {"all-gather": 8e7, "reduce-scatter": 4e7}}
+    """Stages 0 and 3 (0 alone on one rank) at few and many tokens, whose seconds are still to be said."""
     calls = {"all-reduce": 4, "all-gather": 16, "reduce-scatter": 8}
-    return tuple(
-        StepPoint("float32", stage, 64, 64, 2, 1e8, 10**6, sent[stage], {m: calls[m] for m in sent[stage]}, 1.0)
-        if ranks > 1
-        else StepPoint("float32", stage, 64, 64, 2, 1e8, 10**6, {}, {}, 1.0)
-        for stage in ((0, 3) if ranks > 1 else (0,))
-    )
+    out = []
+    for stage in (0, 3) if ranks > 1 else (0,):
+        for tokens, numel in ((64, 8 * 10**6), (512, 10**6)):
+            payload = {0: {"all-reduce": 8.0 * numel}, 3: {"all-gather": 16.0 * numel, "reduce-scatter": 8.0 * numel}}
+            sent = payload[stage] if ranks > 1 else {}
+            kernels = Kernels(6 * numel * tokens, 60, 10**6, 200, 10**6)
+            out.append(
+                StepPoint("float32", stage, 64, tokens, 2, kernels.flops, kernels, numel, numel, sent, {m: calls[m] for m in sent}, 1.0)
+            )
+    return tuple(out)
 
 
-def with_steps(found: Calibration, step_share: float = 1.0, move_share: float = 1.0) -> Calibration:
+def with_steps(found: Calibration, step_share: float = 1.0, move_share: float = 1.0, handed_s: float = 0.0) -> Calibration:
     """The calibration with reference steps that reached these shares of its rates exactly."""
-    software, at = replace(PARTS, step_share=step_share, move_share=move_share), []
+    software, at = replace(PARTS, step_share=step_share, move_share=move_share, handed_s=handed_s), []
     for a in found.at:
         machine = calibrated(found, a.ranks)
         steps = reference_steps(a.ranks)

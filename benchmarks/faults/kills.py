@@ -49,6 +49,10 @@ def _rank(rank: int, say: run.Log, stage: int, root: str | None, asynchronous: b
     run.train(stage, rank, STEPS, Path(root) if root else None, EVERY, asynchronous, say)
 
 
+def _nothing(rank: int, say: run.Log) -> None:
+    """What a rank does that is there to be started."""
+
+
 class Drill:
     """Runs, killed until there were `kills` of them, half of them during a save."""
 
@@ -58,7 +62,7 @@ class Drill:
         self.kills: list[Kill] = []
         self.runs: list[str] = []  # what was wrong with the end of each run, "" if nothing was
         self._references: dict[int, list[Lines]] = {}
-        self._seconds = 0.0  # that a start takes until it is done, as far as seen; kills come within it
+        self._seconds = 0.0  # that a start takes until it is at its end, as far as seen; kills come within it
         self._saving = 0.02  # the same of a save
 
     def done(self) -> bool:
@@ -68,13 +72,21 @@ class Drill:
         return sum(k.moment == "save" for k in self.kills)
 
     def go(self) -> None:
-        """All of it. Takes about a second a kill."""
+        """All of it. Takes about a second a kill.
+
+        Raises:
+            RuntimeError: so many runs came to their end unkilled that the drill cannot be at work: no save is seen to begin, say.
+        """
         number = 0
+        with Ranks(self.fork, 1, _nothing) as ranks:  # starts the fork server
+            ranks.ended(60.0)
         while not self.done():
             stage, asynchronous = SETTINGS[number % len(SETTINGS)]
             with tempfile.TemporaryDirectory(prefix="faults-run-") as root:
                 self.runs.append(self._one_run(Path(root), stage, asynchronous))
             number += 1
+            if number > 20 + 2 * self.goal:
+                raise RuntimeError(f"{number} runs came to their end, with {len(self.kills)} kills, {self._in_saves()} of them in a save")
             wrong = sum(bool(k.wrong) for k in self.kills) + sum(map(bool, self.runs))
             self.tell(f"{len(self.kills)} kills ({self._in_saves()} in a save), {number} runs to the end, {wrong} wrong")
 
@@ -119,7 +131,7 @@ class Drill:
         else:
             delay = self.random.uniform(0, self._seconds)
         if ranks.ended(delay):
-            self._seconds += 0.2 * (time.monotonic() - ranks.begun - self._seconds)
+            self._seconds += 0.5 * (time.monotonic() - ranks.begun - self._seconds)
             return None
         kill.first, kill.gap = self.random.randrange(WORLD), self.random.choice((0.0, self.random.uniform(0, 0.1)))
         kill.moment = "save" if set(unfinished(root)) - set(litter) else "step"
@@ -171,7 +183,7 @@ class Drill:
             with Ranks(self.fork, WORLD, _rank, stage, None, False) as ranks:
                 if not ranks.ended(60.0) or ranks.failed():
                     raise RuntimeError(f"the undisturbed run failed: {ranks.failed()}")
-                self._seconds = max(self._seconds, time.monotonic() - ranks.begun)
+                self._seconds = self._seconds or time.monotonic() - ranks.begun
                 self._references[stage] = [run.lines(ranks.lines(rank)) for rank in range(WORLD)]
         return self._references[stage]
 

@@ -18,7 +18,7 @@ from onefold.train.data import Packed
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.order import DataOrder, fingerprint_of, micro_batch_that_divides
-from onefold.train.output import Metrics, with_output
+from onefold.train.output import Board, Metrics, with_output
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
@@ -272,3 +272,15 @@ def test_a_fingerprint_tells_other_samples_from_the_same() -> None:
     other = rows.copy()
     other[0, 3] += 1
     assert fingerprint_of(Packed(rows)) == fingerprint_of(Packed(rows.copy())) != fingerprint_of(Packed(other))
+
+
+def test_tensorboard_forgets_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with Board(tmp_path) as board:
+        for step in range(1, 7):
+            board.write({"step": step, "loss": 1.0})
+    with Board(tmp_path, after=4) as board:
+        board.write({"step": 5, "loss": 2.0})
+    found = event_accumulator.EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(step, 1.0) for step in range(1, 5)] + [(5, 2.0)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from onefold.plan.costs import Kernels
+from onefold.plan.counting import count
 from onefold.plan.evaluate import calls_of
 from onefold.plan.from_module import model_shape
 from onefold.plan.measure import Bench, Block, block_flops
@@ -59,6 +62,7 @@ class Training:
         self.dtype, self.stage, self.hidden, self.tokens = dtype, stage, hidden, tokens
         self.recipe = Recipe.zero(stage, precision=PRECISION[dtype], stall_timeout=bench.group.timeout)
         torch.manual_seed(0)
+        self.kernels = _kernels(dtype, hidden, tokens, bench.device)
         model = Reference(hidden).to(bench.device)
         self.shape = model_shape(model)
         self.model = onefold.shard(model, self.recipe, group=members)
@@ -87,11 +91,21 @@ class Training:
             tokens=self.tokens,
             micro_batches=MICRO_BATCHES,
             flops=float(MICRO_BATCHES * (REFERENCE_BLOCKS * block_flops(self.hidden, self.tokens) + head)),
-            numel=sum(flat.local(slot) for unit in units for flat in unit.flats for slot in flat.layout.slots),
+            kernels=self.kernels * MICRO_BATCHES,
+            numel=self.shape.numel,
+            stepped=sum(flat.local(slot) for unit in units for flat in unit.flats for slot in flat.layout.slots),
             wire={move: float(nbytes) for move, nbytes in sent.items()},
             calls={move: calls[move] for move in sent},
             seconds=seconds,
         )
+
+
+@lru_cache(maxsize=64)
+def _kernels(dtype: str, hidden: int, tokens: int, device: torch.device) -> Kernels:
+    """What runs in one pass of the reference model."""
+    model = Reference(hidden).to(device=device, dtype=getattr(torch, dtype))
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    return count(lambda: model(ids).backward())
 
 
 def take_steps(bench: Bench, members: Any) -> tuple[StepPoint, ...]:

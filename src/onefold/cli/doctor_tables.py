@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onefold.plan.calibrate import AtRanks, Calibration
+from onefold.plan.calibrate import Calibration
 from onefold.plan.schema import MOVES
 from onefold.train.machine import readable
 
@@ -58,19 +58,13 @@ def _compute(found: Calibration) -> Table:
         for dtype in found.dtypes:
             nbytes, seconds = max(at.optimizer)
             block = max(p.flops_per_s for p in at.blocks if p.dtype == dtype)
-            shares = _step_shares(found, at, dtype)
-            rates = [f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}", f"{block / 1e12:.3g}", f"{shares[0]:.0%}" if shares else "–"]
+            shares = found.shares(dtype, at.ranks) if at.steps else None
+            rates = [f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}", f"{block / 1e12:.3g}", f"{shares.step:.0%}" if shares else "–"]
             once = [f"{found.copy_rate(at.ranks) / 1e9:.3g}", f"{nbytes / seconds / 1e9:.3g}"]
             first = dtype == found.dtypes[0]
             ranks = [str(at.ranks), str(at.threads)] if first else ["", ""]
             table.add_row(*ranks, SHORT.get(dtype, dtype), *rates, *(once if first else ()))
     return table
-
-
-def _step_shares(found: Calibration, at: AtRanks, dtype: str) -> tuple[float, float] | None:
-    """What steps reach of the rates of blocks and of moves, at the largest reference step; None if none was taken."""
-    largest = max((s for s in at.steps if s.dtype == dtype), key=lambda s: s.flops, default=None)
-    return found.shares(largest.hidden, largest.tokens, dtype, at.ranks) if largest else None
 
 
 def _moves(found: Calibration) -> Table:
@@ -91,8 +85,8 @@ def _lines(found: Calibration) -> Iterable[str]:
                 f"{at.ranks} ranks: {at.overlap.hidden:.0%} of a gather vanishes behind compute, "
                 f"which takes {at.overlap.slowdown:.2f} times as long beside it."
             )
-            moves = [f"{shares[1]:.0%} ({SHORT.get(d, d)})" for d in found.dtypes if (shares := _step_shares(found, at, d))]
-            if moves:
+            moves = [f"{found.shares(d, at.ranks).move:.0%} ({SHORT.get(d, d)})" for d in found.dtypes]
+            if at.steps:
                 yield f"{at.ranks} ranks: of the moves' rates a training step reaches {', '.join(moves)}."
     if found.host_link:
         yield f"host to GPU {_rate(found.host_link.to_device)}, GPU to host {_rate(found.host_link.to_host)}"

@@ -171,10 +171,22 @@ class Group:
             else:
                 self._wait_on_stream(works, event)
         except RuntimeError as error:
-            waited = time.perf_counter() - start
-            name = getattr(self.control_group, "group_name", "")
-            self.broken = explain(place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard)
-            raise self.broken from None
+            raise self._lost(place, time.perf_counter() - start, error) from None
+
+    @contextlib.contextmanager
+    def _launching(self, place: Place) -> Iterator[None]:
+        """Around moves that are launched: where a peer has gone already, that fails at once rather than in the wait."""
+        if self.broken is not None:
+            raise self.broken
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._lost(place, 0.0, error) from None
+
+    def _lost(self, place: Place, waited: float, error: Exception) -> StallError:
+        name = getattr(self.control_group, "group_name", "")
+        self.broken = explain(place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard)
+        return self.broken
 
     def _wait_on_stream(self, works: list[Any], event: TrafficEvent | None) -> None:
         if self.device.type != "cuda":
@@ -232,8 +244,9 @@ class Group:
         parts = [payload if r == self.rank else torch.empty_like(payload) for r in range(self.size)]
         self.ledger.control_bytes += payload.numel() * (self.size - 1)
         tag = self._tag("control", 0)
-        works = [dist.irecv(parts[p], group=self.control_group, group_src=p, tag=tag) for p in self._peers()]
-        works += [dist.isend(payload, group=self.control_group, group_dst=p, tag=tag) for p in self._peers()]
+        with self._launching(place):
+            works = [dist.irecv(parts[p], group=self.control_group, group_src=p, tag=tag) for p in self._peers()]
+            works += [dist.isend(payload, group=self.control_group, group_dst=p, tag=tag) for p in self._peers()]
         self.wait(works, place)
         return parts
 
@@ -284,8 +297,9 @@ class Group:
             after = [lambda t=t, h=h: t.copy_(h) for (_, t), (_, h) in zip(recvs, host, strict=True)]  # type: ignore[misc]
             sends, recvs = [(p, t.cpu()) for p, t in sends], host
         group = self.gather_group
-        works = [dist.irecv(t, group=group, group_src=p, tag=tag) for p, t in recvs if t.numel()]
-        works += [dist.isend(t, group=group, group_dst=p, tag=tag) for p, t in sends if t.numel()]
+        with self._launching(place):
+            works = [dist.irecv(t, group=group, group_src=p, tag=tag) for p, t in recvs if t.numel()]
+            works += [dist.isend(t, group=group, group_dst=p, tag=tag) for p, t in sends if t.numel()]
         return Pending(self, works, place, event, keep=(sends, recvs), after=after)
 
     def _imagine(self, place: Place, event: TrafficEvent, keep: Any) -> Pending:
@@ -299,7 +313,8 @@ class Group:
             out[peer] = t
         for peer, t in sends:
             inp[peer] = t
-        work = dist.all_to_all(out, inp, group=self.reduce_group, async_op=True)
+        with self._launching(place):
+            work = dist.all_to_all(out, inp, group=self.reduce_group, async_op=True)
         return Pending(self, [work], place, event, keep=(out, inp))
 
 

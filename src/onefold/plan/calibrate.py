@@ -19,13 +19,17 @@ from datetime import UTC, datetime
 from functools import cached_property
 from math import inf, log
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from onefold.plan.costs import Costs, Kernels, fit
 from onefold.plan.curve import Fit, nearest_mean
 from onefold.plan.identity import Identity, this_machine
-from onefold.plan.measured import ADAMW_BYTES, AtRanks, BlockPoint, Disk, HostLink, MatrixPoint, Overlap, StepPoint
+from onefold.plan.measured import ADAMW_BYTES, AtRanks, BlockPoint, Disk, HostLink, MatrixPoint, Overlap, PassPoint, StepPoint
 from onefold.plan.records import decode
 from onefold.plan.schema import MOVES
+
+if TYPE_CHECKING:
+    from onefold.plan.efficiency import Shares
 
 KIND, VERSION = "onefold-calibration", 1
 #: Days after which a file says that it is old: drivers, kernels and neighbours change.
@@ -117,35 +121,53 @@ class Calibration:
         place = (float(hidden), float(tokens))
         return self._at(ranks, lambda a: nearest_mean([((p.hidden, p.tokens), p.flops_per_s) for p in a.blocks if p.dtype == dtype], place))
 
-    def shares(self, hidden: int, tokens: int, dtype: str = "float32", ranks: int = 1) -> tuple[float, float]:
-        """(of the block rate, of the moves' rates) what a step of the engine reaches, as its reference steps showed; 1 without them.
+    def knows_passes(self, dtype: str) -> bool:
+        """Whether operations have a price here: this file is not older than `PassPoint`."""
+        return all(any(p.dtype == dtype for p in a.passes) for a in self.at)
 
-        See `onefold.plan.efficiency`.
+    def pass_seconds(self, kernels: Kernels, dtype: str = "float32", ranks: int = 1) -> float:
+        """Seconds of passes that consist of `kernels`, by what each part of them costs here; see `onefold.plan.costs`.
+
+        Raises:
+            CalibrationError: no pass of that dtype, or not that number of ranks, was measured.
         """
         self._check_dtype(dtype)
-        place = (float(hidden), float(tokens))
+        if not self.knows_passes(dtype):
+            raise CalibrationError(f"no pass in {dtype} was measured. Measure again: onefold doctor --calibrate")
+        return self._at(ranks, lambda a: self._costs(a, dtype).seconds(kernels))
 
-        def at(a: AtRanks, which: int) -> float:
-            known = [((float(h), float(t)), both[which]) for (d, h, t), both in self._shares(a).items() if d == dtype]
-            return nearest_mean(known, place) if known else 1.0
+    def shares(self, dtype: str = "float32", ranks: int = 1, traced: bool = True) -> Shares:
+        """What a step of the engine reaches of the rates of its parts, as the reference steps showed; see `onefold.plan.efficiency`."""
+        from onefold.plan.efficiency import Shares
 
-        return self._at(ranks, lambda a: at(a, 0)), self._at(ranks, lambda a: at(a, 1))
+        self._check_dtype(dtype)
+        return Shares(
+            step=self._at(ranks, lambda a: self._shares(a, dtype, traced).step),
+            move=self._at(ranks, lambda a: self._shares(a, dtype, traced).move),
+            handed_s=self._at(ranks, lambda a: self._shares(a, dtype, traced).handed_s),
+        )
 
-    @cached_property
-    def _known_shares(self) -> dict[int, dict[tuple[str, int, int], tuple[float, float]]]:
-        return {}
+    def _costs(self, at: AtRanks, dtype: str) -> Costs:
+        key = ("costs", at.ranks, dtype)
+        if key not in self._answers:
+            self._answers[key] = fit([(p.kernels, p.seconds) for p in at.passes if p.dtype == dtype])
+        found: Costs = self._answers[key]
+        return found
 
-    def _shares(self, at: AtRanks) -> dict[tuple[str, int, int], tuple[float, float]]:
-        """By (dtype, hidden, tokens) of the reference steps."""
+    def _shares(self, at: AtRanks, dtype: str, traced: bool) -> Shares:
         from onefold.plan.efficiency import shares
         from onefold.plan.hardware import calibrated
 
-        if at.ranks not in self._known_shares:
-            machine = calibrated(self, at.ranks)
-            sorts = dict.fromkeys((s.dtype, s.hidden, s.tokens) for s in at.steps)
-            each = {sort: [s for s in at.steps if (s.dtype, s.hidden, s.tokens) == sort] for sort in sorts}
-            self._known_shares[at.ranks] = {sort: shares(steps, machine) for sort, steps in each.items()}
-        return self._known_shares[at.ranks]
+        key = ("shares", at.ranks, dtype, traced)
+        if key not in self._answers:
+            self._answers[key] = shares([s for s in at.steps if s.dtype == dtype], calibrated(self, at.ranks), traced)
+        found: Shares = self._answers[key]
+        return found
+
+    @cached_property
+    def _answers(self) -> dict[Any, Any]:
+        """What was worked out before."""
+        return {}
 
     def copy_rate(self, ranks: int = 1) -> float:
         """Bytes per second, read and written ones counted, of a large copy within memory."""
@@ -306,6 +328,6 @@ def default_path() -> Path:
 
 
 __all__ = [
-    "AtRanks", "BlockPoint", "Calibration", "CalibrationError", "Disk", "Fit", "HostLink", "MatrixPoint", "Overlap", "StepPoint",
-    "default_path",
+    "AtRanks", "BlockPoint", "Calibration", "CalibrationError", "Disk", "Fit", "HostLink", "MatrixPoint", "Overlap", "PassPoint",
+    "StepPoint", "default_path",
 ]  # fmt: skip

@@ -1,22 +1,24 @@
 """What a whole step reaches of the rates that its parts were measured at: the software's efficiency of a calibrated machine.
 
-`onefold doctor --calibrate` measures blocks, moves and the optimizer each alone, and then lets the engine train a small transformer of the
-same blocks (`StepPoint`). Two shares make the sum of the parts equal to what those steps took, for each dtype, number of ranks and size:
+`onefold doctor --calibrate` measures passes, moves and the optimizer each alone, and then lets the engine train a small transformer of the
+same blocks (`StepPoint`). Three figures make the sum of the parts equal to what those steps took, for each dtype and number of ranks:
 
-    seconds of a step = blocks ÷ step_share + moves exposed ÷ move_share + optimizer
+    seconds of a step = passes ÷ step_share + gradients · handed_s + moves exposed ÷ move_share + optimizer
 
-    stage 0, which sends once a step, tells   step_share   embedding, loss, casts, hooks, cold caches, the wait for the slowest rank
-    stage 3, which sends in every unit, tells move_share   waiting in each unit instead of once, sending beside computing
+    step_share    hooks, cold caches, the wait for the slowest of ranks that share cores       as much as there is compute
+    handed_s      gradients cast, copied and added up, parameters cast                         told by few tokens for each weight
+    move_share    waiting in each unit instead of once, sending beside computing               told by stage 3, which sends in every unit
 
-A share above 1 says that the parts overlap, or that a block alone was slower. What no reference step has shown is not extrapolated.
+A share above 1 says that parts overlap, or that alone they were slower.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from onefold.plan.hardware import Machine
 from onefold.plan.measured import StepPoint
@@ -25,37 +27,60 @@ from onefold.recipe import Placement, Recipe
 
 #: A calibrated machine before any reference step: everything that was measured to overlap does (its `contention` says how much that is).
 PARTS = Software(overlap=1.0)
-#: Factors by which a measured step may be off, and a share from 1 before anything is known of it (one deviation each).
+#: Factors by which a measured step may be off, and by which a share may be off 1, handing over off one copy (one deviation each).
 NOISE, SPREAD = 1.05, 2.0
-#: Shares are looked for between these.
-LEAST, MOST = 0.05, 5.0
-#: Turns of one share after the other.
-ROUNDS = 10
-GOLDEN = (math.sqrt(5) - 1) / 2
+#: Bytes of one element that is copied: read and written.
+COPIED = 8
 _PRECISION = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def shares(steps: Sequence[StepPoint], machine: Machine) -> tuple[float, float]:
-    """(step_share, move_share) with which the time model says of these steps, of one dtype and size, what was measured.
+@dataclass(frozen=True)
+class Shares:
+    """Of the rates of passes and of moves, what a step reaches; and the seconds that taking over an element of a gradient takes."""
 
-    The likeliest pair: a measured step is off by `NOISE`, a share by a factor of `SPREAD` from 1, both log-normally. So a share that the
-    steps say nothing about (moves that are hidden, or a lone rank's) stays at 1 rather than explain what noise there is.
+    step: float = 1.0
+    move: float = 1.0
+    handed_s: float = 0.0
+
+
+def shares(steps: Sequence[StepPoint], machine: Machine, traced: bool = True) -> Shares:
+    """The likeliest figures for which the time model says of these steps, all of one dtype, what was measured.
+
+    Each step's error and each figure's distance from 1 (for gradients, from one copy) are taken to be log-normal, `NOISE` and `SPREAD`
+    wide. So a figure that the steps say nothing about (moves that are hidden, or a lone rank's) stays there rather than explain what noise
+    there is. Found by Gauss and Newton's steps, halved where they do not lead downhill.
+
+    Args:
+        traced: passes are priced operation by operation, else by their blocks' rate.
     """
-    found = {"step_share": 1.0, "move_share": 1.0}
-    works = [(work_of(step, machine), step.seconds) for step in steps]
+    if not steps:
+        return Shares()
+    works = [(work_of(step, machine, traced), step.seconds) for step in steps]
+    copy = COPIED / machine.gpu.memory_bandwidth
 
-    def unlikely(name: str, share: float) -> float:
-        software = replace(PARTS, **{**found, name: share})
-        errors = [math.log(step_times(work, machine, software).step / seconds) for work, seconds in works]
-        return sum((e / math.log(NOISE)) ** 2 for e in errors) + (math.log(share) / math.log(SPREAD)) ** 2
+    def figures(x: np.ndarray) -> Shares:
+        return Shares(math.exp(x[0]), math.exp(x[1]), copy * math.exp(x[2]))
 
-    for _ in range(ROUNDS if works else 0):
-        for name in found:
-            found[name] = _least(partial(unlikely, name))
-    return found["step_share"], found["move_share"]
+    def residuals(x: np.ndarray) -> np.ndarray:
+        found = figures(x)
+        software = replace(PARTS, step_share=found.step, move_share=found.move, handed_s=found.handed_s)
+        errors = [math.log(step_times(work, machine, software).step / seconds) / math.log(NOISE) for work, seconds in works]
+        return np.array([*errors, *(x / math.log(SPREAD))])
+
+    at = np.zeros(3)
+    now = residuals(at)
+    for _ in range(30):
+        slopes = np.stack([(residuals(at + 1e-4 * np.eye(3)[i]) - now) / 1e-4 for i in range(3)], axis=1)
+        change = np.clip(np.linalg.lstsq(slopes, -now, rcond=None)[0], -1, 1)
+        while (after := residuals(at + change)) @ after > now @ now and abs(change).max() > 1e-4:
+            change = change / 2
+        if abs(change).max() <= 1e-4:
+            break
+        at, now = at + change, after
+    return figures(at)
 
 
-def work_of(step: StepPoint, machine: Machine) -> Work:
+def work_of(step: StepPoint, machine: Machine, traced: bool = True) -> Work:
     """A reference step as the time model takes it."""
     recipe = Recipe.zero(step.stage, precision=_PRECISION[step.dtype])
     kept, late = recipe.parameters.placement is Placement.REPLICATED, recipe.reduce_at == "boundary"
@@ -66,24 +91,9 @@ def work_of(step: StepPoint, machine: Machine) -> Work:
         precision=_PRECISION[step.dtype],
         tokens=float(step.tokens * step.micro_batches * machine.ranks),
         micro_batches=step.micro_batches,
-        optimizer_numel=step.numel,
+        optimizer_numel=step.stepped,
         hidden=step.hidden,
         micro_tokens=step.tokens,
+        kernels=step.kernels if traced else None,
+        handed=float(step.numel * step.micro_batches),
     )
-
-
-def _least(cost: Callable[[float], float]) -> float:
-    """Where between `LEAST` and `MOST` a cost that falls and then rises is least: the golden section, on a logarithmic scale."""
-    low, high = math.log(LEAST), math.log(MOST)
-    a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-    at_a, at_b = cost(math.exp(a)), cost(math.exp(b))
-    for _ in range(22):  # 4.6 × 0.618^22: to 0.01 %
-        if at_a < at_b:
-            high, b, at_b = b, a, at_a
-            a = high - GOLDEN * (high - low)
-            at_a = cost(math.exp(a))
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + GOLDEN * (high - low)
-            at_b = cost(math.exp(b))
-    return math.exp((low + high) / 2)

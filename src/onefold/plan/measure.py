@@ -6,13 +6,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from onefold.comm import Group, Place
-from onefold.plan.measured import ADAMW_BYTES, BlockPoint, HostLink, MatrixPoint, Points
+from onefold.plan.counting import count
+from onefold.plan.measured import ADAMW_BYTES, BlockPoint, HostLink, MatrixPoint, PassPoint, Points
 from onefold.plan.sizes import Sizes
 
 #: Seconds that one timing lasts at least, so that neither the clock's own cost nor the ranks' waking up shows.
@@ -124,9 +126,9 @@ def measure_matrices(bench: Bench) -> tuple[MatrixPoint, ...]:
     return tuple(out)
 
 
-def measure_blocks(bench: Bench) -> tuple[BlockPoint, ...]:
-    """A block's forward and backward pass at every width, length and dtype, weights and activations in that dtype."""
-    out = []
+def measure_blocks(bench: Bench) -> tuple[tuple[BlockPoint, ...], tuple[PassPoint, ...]]:
+    """A block's forward and backward pass at every width, length and dtype, weights and activations in that dtype; the same as passes."""
+    out, passes = [], []
     for dtype in bench.sizes.dtypes:
         for hidden, tokens in bench.sizes.blocks:
             block = Block(hidden).to(device=bench.device, dtype=getattr(torch, dtype))
@@ -137,7 +139,48 @@ def measure_blocks(bench: Bench) -> tuple[BlockPoint, ...]:
                 x.grad = None
                 block(x).sum().backward()
 
-            out.append(BlockPoint(dtype, hidden, tokens, block_flops(hidden, tokens) / bench.seconds(step)))
+            kernels, seconds = count(step), bench.seconds(step)
+            out.append(BlockPoint(dtype, hidden, tokens, block_flops(hidden, tokens) / seconds))
+            passes.append(PassPoint(dtype, kernels, seconds))
+    return tuple(out), tuple(passes)
+
+
+class Chain(nn.Module):
+    """What models do between their matrix products: norms by hand, rotations, gates, activations by hand, picking rows: [T, H] → scalar."""
+
+    def __init__(self, hidden: int, tokens: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.register_buffer("place", torch.arange(tokens - 1, -1, -1))
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        place: Any = self.place
+        for _ in range(3):
+            wide = x_TH.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            normed = self.weight * wide.to(x_TH.dtype)
+            left, right = normed.chunk(2, -1)
+            x_TH = x_TH + F.silu(torch.cat((-right, left), -1)) * normed
+            x_TH = x_TH + 0.5 * normed * (1.0 + torch.tanh(0.8 * (normed + 0.04 * torch.pow(normed, 3.0))))
+            x_TH = torch.zeros_like(x_TH).index_add_(0, place, x_TH[place])
+        return torch.log_softmax(x_TH.float(), -1).sum()
+
+
+def measure_chains(bench: Bench) -> tuple[PassPoint, ...]:
+    """A chain's forward and backward pass at every size and dtype."""
+    out = []
+    for dtype in bench.sizes.dtypes:
+        for hidden, tokens in bench.sizes.chains:
+            chain = Chain(hidden, tokens).to(device=bench.device, dtype=getattr(torch, dtype))
+            x = torch.randn(tokens, hidden, device=bench.device).to(getattr(torch, dtype)).requires_grad_()
+
+            def step(chain: Chain = chain, x: torch.Tensor = x) -> None:
+                chain.zero_grad(set_to_none=True)
+                x.grad = None
+                chain(x).backward()
+
+            kernels = count(step)
+            out.append(PassPoint(dtype, kernels, bench.seconds(step)))
     return tuple(out)
 
 

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm import Group
-from onefold.plan.measure import Bench, measure_blocks, measure_copies, measure_host_link, measure_matrices, measure_optimizer
+from onefold.plan.measure import (
+    Bench,
+    measure_blocks,
+    measure_chains,
+    measure_copies,
+    measure_host_link,
+    measure_matrices,
+    measure_optimizer,
+)
 from onefold.plan.measure_moves import measure_move, measure_overlap
 from onefold.plan.measured import AtRanks, HostLink, StepPoint, middle
 from onefold.plan.schema import MOVES
@@ -64,7 +72,7 @@ def measure(
 
 def says(counts: Iterable[int], sizes: Sizes, steps: bool) -> int:
     """How many times `measure` will call `say`."""
-    return sizes.rounds * sum(4 + steps + (len(MOVES) + 1 if count > 1 else 0) for count in counts)
+    return sizes.rounds * sum(5 + steps + (len(MOVES) + 1 if count > 1 else 0) for count in counts)
 
 
 def _measure_together(bench: Bench, members: dist.ProcessGroup | None, say: Callable[[str], None], steps: Steps | None) -> AtRanks:
@@ -73,7 +81,9 @@ def _measure_together(bench: Bench, members: dist.ProcessGroup | None, say: Call
     say(f"matrix products, {suffix}")
     matrices = measure_matrices(bench)
     say(f"transformer blocks, {suffix}")
-    blocks = measure_blocks(bench)
+    blocks, passes = measure_blocks(bench)
+    say(f"small operations, {suffix}")
+    passes += measure_chains(bench)
     say(f"memory, {suffix}")
     copies = measure_copies(bench)
     say(f"optimizer step, {suffix}")
@@ -90,7 +100,7 @@ def _measure_together(bench: Bench, members: dist.ProcessGroup | None, say: Call
         say(f"training steps, {suffix}")
         taken = steps(bench, members)
     threads = torch.get_num_threads() if bench.device.type == "cpu" else 1
-    return AtRanks(size, threads, matrices, blocks, copies, optimizer, moves, overlap, taken)
+    return AtRanks(size, threads, matrices, blocks, copies, optimizer, moves, overlap, passes, taken)
 
 
 def _silent(text: str) -> None:

@@ -9,6 +9,7 @@ from math import inf
 from statistics import median
 from typing import Any
 
+from onefold.plan.costs import Kernels
 from onefold.plan.curve import Curve
 from onefold.plan.schema import MOVES
 
@@ -75,6 +76,18 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class PassPoint:
+    """Forward and backward pass of something, on its own: what ran and the seconds it took. See `onefold.plan.costs`."""
+
+    dtype: str
+    kernels: Kernels
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _positive(self, "seconds")
+
+
+@dataclass(frozen=True)
 class StepPoint:
     """A reference step: the engine itself trains a small transformer of the very blocks that were measured, and this is how long it took.
 
@@ -82,7 +95,8 @@ class StepPoint:
         dtype: of the computation; stage: 0 or 3.
         hidden, tokens: width of its blocks, and tokens of a micro-batch (one sequence).
         micro_batches: of a step. flops: model FLOPs of the whole step, as `BlockPoint` counts them, and 6 a weight and token of the head.
-        numel: elements that this rank's optimizer steps.
+        kernels: what runs in all its passes.
+        numel: elements of the model; stepped: those that this rank's optimizer steps.
         wire, calls: payload bytes that a rank sends in the step, and collectives, by move.
         seconds: until the last rank was done.
     """
@@ -93,13 +107,15 @@ class StepPoint:
     tokens: int
     micro_batches: int
     flops: float
+    kernels: Kernels
     numel: int
+    stepped: int
     wire: dict[str, float]
     calls: dict[str, int]
     seconds: float
 
     def __post_init__(self) -> None:
-        _positive(self, "hidden", "tokens", "micro_batches", "flops", "numel", "seconds")
+        _positive(self, "hidden", "tokens", "micro_batches", "flops", "numel", "stepped", "seconds")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage {self.stage}: expected 0, 1, 2 or 3.")
         if set(self.wire) != set(self.calls):
@@ -117,7 +133,7 @@ class AtRanks:
         optimizer: (bytes moved, seconds) of a fused AdamW step over a flat fp32 shard, `ADAMW_BYTES` an element.
         moves: (payload bytes that one rank sends, seconds) by move, as the traffic ledger counts them; {} for one rank.
         overlap: None for one rank.
-        steps: reference steps; () in files that are older than they.
+        passes, steps: see there; () in files that are older than they.
     """
 
     ranks: int
@@ -128,6 +144,7 @@ class AtRanks:
     optimizer: Points
     moves: dict[str, Points] = field(default_factory=dict)
     overlap: Overlap | None = None
+    passes: tuple[PassPoint, ...] = ()
     steps: tuple[StepPoint, ...] = ()
 
     def __post_init__(self) -> None:
@@ -187,6 +204,7 @@ def middle(rounds: Sequence[AtRanks]) -> AtRanks:
         optimizer=seconds([r.optimizer for r in rounds]),
         moves={move: seconds([r.moves[move] for r in rounds]) for move in first.moves},
         overlap=_median_record([r.overlap for r in rounds]) if first.overlap is not None else None,
+        passes=points("passes"),
         steps=points("steps"),
     )
 

@@ -26,7 +26,8 @@ class Sizes:
         disk_bytes: of the file that is written and read.
         budget_s: seconds a point may take beyond its least number of repeats, over all rounds.
         rounds: how often everything is measured; the median of the rounds counts.
-        steps: (hidden, tokens) of the reference steps.
+        chains: (hidden, tokens) of the chains of small operations.
+        steps: (hidden, tokens) of the reference steps: far apart in tokens for each weight, which tells passes from gradients.
     """
 
     dtypes: tuple[str, ...]
@@ -39,6 +40,7 @@ class Sizes:
     disk_bytes: int
     budget_s: float
     rounds: int = 1
+    chains: tuple[tuple[int, int], ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
 
     @classmethod
@@ -48,7 +50,7 @@ class Sizes:
         squares = (1024, 2048, 4096, 8192) if gpu else (128, 256, 512, 1024, 2048)
         tokens, hidden = ((2048, 8192), (1024, 4096)) if gpu else ((64, 512), (256, 768))
         on_gpu = ((256, 1024), (1024, 1024), (1024, 4096), (4096, 2048), (8192, 2048))
-        on_cpu = ((64, 64), (128, 128), (256, 256), (256, 1024), (768, 256), (768, 1024))
+        on_cpu = ((64, 64), (128, 128), (128, 512), (256, 64), (256, 256), (256, 1024), (768, 256), (768, 1024))
         large = cls(
             dtypes=("float32", *half),
             matrices=_matrices(squares, tokens, hidden, vocab=32000),
@@ -60,7 +62,8 @@ class Sizes:
             disk_bytes=512 * MIB if gpu else 256 * MIB,
             budget_s=0.1,
             rounds=3,
-            steps=((1024, 4096),) if gpu else ((128, 128), (256, 256)),
+            chains=((256, 1), (1024, 1024), (4096, 2048)) if gpu else ((64, 1), (128, 128), (256, 512)),
+            steps=((2048, 512), (1024, 4096)) if gpu else ((256, 64), (128, 256)),
         )
         return large._fewer() if quick else large
 
@@ -75,6 +78,7 @@ class Sizes:
             self,
             matrices=_some([(m, n, k) for m, n, k in self.matrices if 4 * (m * k + n * k + m * n) <= room], self.matrices),
             blocks=_some([(h, t) for h, t in self.blocks if 4 * (24 * h * h + 32 * h * t) <= room], self.blocks),
+            chains=_some([(h, t) for h, t in self.chains if 4 * 200 * h * t <= room], self.chains),
             steps=tuple((h, t) for h, t in self.steps if reference_bytes(h, t) <= room),
             copy_bytes=_some([b for b in self.copy_bytes if 2 * b <= room], self.copy_bytes),
             optimizer_numels=_some([n for n in self.optimizer_numels if 16 * n <= room], self.optimizer_numels),
@@ -88,14 +92,13 @@ class Sizes:
         return replace(
             self,
             matrices=(self.matrices[1], self.matrices[2], *self.matrices[middle : middle + 2]),
-            blocks=self.blocks[:3],
+            blocks=self.blocks[:5],
             optimizer_numels=self.optimizer_numels[:2],
             move_bytes=self.move_bytes[:4],
             overlap_bytes=self.move_bytes[3],
             disk_bytes=self.disk_bytes // 8,
             budget_s=self.budget_s / 5,
             rounds=1,
-            steps=self.steps[:1],
         )
 
 

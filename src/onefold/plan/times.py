@@ -1,7 +1,7 @@
 """Seconds of a step from FLOPs and bytes: the time model.
 
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
-                   on a calibrated machine FLOPs ÷ (what N ranks' blocks reach together × step_share)
+                   on a calibrated machine what its operations cost N ranks together (`onefold.plan.costs`) ÷ step_share
     communication  per move: the slower of its two links, + calls × hops × hop_seconds
     exposed        what communication is left over when `overlap` of the compute beside it is used up; never less than the ends:
                    the first gather and the last reduction of each micro-batch have nothing to hide behind
@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from onefold.plan.costs import Kernels
 from onefold.plan.hardware import Machine
 
 #: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch; "both" is all compute.
@@ -42,8 +43,9 @@ class Software:
             that grows with N.
         straggler: spread of the ranks' speeds, an assumption; the slowest of N normally distributed ranks is sqrt(2 ln N) deviations
             behind the mean.
-        step_share, move_share: on a calibrated machine, what a step of the engine reaches of the rates of its blocks and of its moves,
-            which were each measured alone. From reference steps (`onefold.plan.efficiency`); 1 without them.
+        step_share, move_share: on a calibrated machine, what a step of the engine reaches of the rates of its passes and of its moves,
+            which were each measured alone; handed_s: seconds that taking over one element of a gradient takes, in each micro-batch. From
+            reference steps (`onefold.plan.efficiency`); 1, 1 and 0 without them.
     """
 
     kernel_share: float = 0.77
@@ -53,6 +55,7 @@ class Software:
     straggler: float = 0.01
     step_share: float = 1.0
     move_share: float = 1.0
+    handed_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("kernel_share", "link_share"):
@@ -63,8 +66,9 @@ class Software:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number above 0.")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap={self.overlap!r}: expected a share from 0 to 1.")
-        if self.hop_seconds < 0 or self.straggler < 0:
-            raise ValueError(f"hop_seconds={self.hop_seconds!r}, straggler={self.straggler!r}: expected 0 or more.")
+        if min(self.hop_seconds, self.straggler, self.handed_s) < 0:
+            given = f"hop_seconds={self.hop_seconds!r}, straggler={self.straggler!r}, handed_s={self.handed_s!r}"
+            raise ValueError(f"{given}: expected 0 or more.")
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,8 @@ class Work:
         host_optimizer_bytes: the same on the host.
         host_bytes, nvme_bytes: over this rank's host link, and to and from NVMe, in a step.
         hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at that shape.
+        kernels: what runs in all passes of the step, where that was traced: a calibrated machine knows what each part of it costs.
+        handed: elements of gradients that the engine takes over, all micro-batches together.
     """
 
     flops: float
@@ -197,6 +203,8 @@ class Work:
     nvme_bytes: float = 0.0
     hidden: int = 0
     micro_tokens: int = 0
+    kernels: Kernels | None = None
+    handed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -221,10 +229,13 @@ def slowest_of(ranks: int, straggler: float) -> float:
 
 def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
     """Of forward, backward and recompute, all micro-batches."""
-    measured = machine.measured
+    measured, dtype = machine.measured, _DTYPES[work.precision]
+    if measured is not None and knows_passes(work, machine):
+        passes = measured.pass_seconds(work.kernels, dtype, machine.ranks)  # type: ignore[attr-defined]
+        return float(passes) / software.step_share + work.handed * software.handed_s
     if measured is not None and work.hidden and work.micro_tokens:
-        rate = measured.block_rate(work.hidden, work.micro_tokens, _DTYPES[work.precision], machine.ranks)
-        return work.flops / (rate * software.step_share)
+        rate = measured.block_rate(work.hidden, work.micro_tokens, dtype, machine.ranks)
+        return work.flops / (rate * software.step_share) + work.handed * software.handed_s
     rate = machine.matrix_rate(work.precision)
     if work.memory_bytes is not None:
         own = work.flops / rate + work.memory_bytes / machine.gpu.memory_bandwidth
@@ -287,17 +298,23 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     return Times(seconds, mfu, work.tokens / step if step else 0.0, communication)
 
 
+def knows_passes(work: Work, machine: Machine) -> bool:
+    """Whether compute is priced operation by operation: what runs is known, and this machine was measured with passes of this dtype."""
+    known = getattr(machine.measured, "knows_passes", None)
+    return work.kernels is not None and known is not None and bool(known(_DTYPES[work.precision]))
+
+
 def measured_software(work: Work, machine: Machine) -> Software:
     """The defaults; on a calibrated machine everything that was measured to overlap does (its `contention` says how much that is), and
-    steps of this dtype and size reach the shares that its reference steps reached.
+    steps reach what its reference steps reached.
     """
     if machine.measured is None:
         return Software()
     shares = getattr(machine.measured, "shares", None)
-    if shares is None or not (work.hidden and work.micro_tokens):
+    if shares is None or not (work.kernels is not None or (work.hidden and work.micro_tokens)):
         return Software(overlap=1.0)
-    step, move = shares(work.hidden, work.micro_tokens, _DTYPES[work.precision], machine.ranks)
-    return Software(overlap=1.0, step_share=step, move_share=move)
+    found = shares(_DTYPES[work.precision], machine.ranks, traced=knows_passes(work, machine))
+    return Software(overlap=1.0, step_share=found.step, move_share=found.move, handed_s=found.handed_s)
 
 
 def _optimizer_seconds(work: Work, machine: Machine) -> float:

@@ -141,7 +141,7 @@ def launch(config: TrainConfig) -> int:
 
 
 def _for_several(config: TrainConfig) -> dict[str, str]:
-    """On several machines torchrun is to make a fresh store for each start: kept over restarts, it leads those that stay to one that has gone."""
+    """On several machines torchrun makes a fresh store for each start: kept, it leads those that stay to one that has gone."""
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if config.nodes[1] > 1 else {}
 
 

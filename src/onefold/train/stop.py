@@ -30,6 +30,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 CONTROL = "ONEFOLD_CONTROL"
@@ -69,6 +70,9 @@ class StopSignal:
     Args:
         rank: among all. local_rank: among those of this machine.
         grace: seconds from the first SIGTERM or SIGUSR1 after which the rank ends without having saved, with status 1.
+
+    Attributes:
+        last_words: called before SIGTERM ends this rank because there is nothing to save yet.
     """
 
     def __init__(self, rank: int, local_rank: int = 0, grace: float = 30.0) -> None:
@@ -76,6 +80,7 @@ class StopSignal:
         self.control = Path(folder) if folder else None
         self.rank, self.local_rank, self.grace = rank, local_rank, grace
         self.generation = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self.last_words: Callable[[], object] = lambda: None
         self._asked = Stop.NONE
         self._armed = self._saved = False
         self._listen()
@@ -150,6 +155,8 @@ class StopSignal:
         if number != signal.SIGINT and number not in PREEMPTION:
             return
         again = bool(self._asked & Stop.INTERRUPT) and number == signal.SIGINT
+        if not self._armed and number == signal.SIGTERM:
+            self.last_words()
         if not self._armed or again:
             os._exit(128 + number)
         if number == signal.SIGINT:

@@ -49,8 +49,9 @@ class Rank:
         self.number = int(os.environ["RANK"])
         self.stop = StopSignal(self.number, int(os.environ.get("LOCAL_RANK", 0)), seconds_of(config.grace))
         self.neighbours: Neighbours | None = None
-        self.doing = "joining the others"
+        self.doing = "joining the other ranks"
         self.run: Run | None = None
+        self.stop.last_words = self._tell_who_has_gone
 
     def watch(self, ranks: Ranks) -> None:
         """Have an eye on the other ranks from now on. Collective."""
@@ -60,17 +61,31 @@ class Rank:
     def place(self) -> str:
         """Where this rank stands."""
         if self.run is None or self.doing != "training":
-            return self.doing
+            return "while " + self.doing
         engine = onefold.engine_of(self.run.model)
         unit = next((unit.name for unit, *_ in reversed(engine.stack)), None)
         where = f" of unit {unit!r}" if unit is not None else ""
-        return f"in the {engine.phase} pass{where}, step {self.run.start + engine.step + 1}"
+        return f"in the {engine.phase} pass{where}, step {engine.step + 1}"
+
+    def _who_has_gone(self, error: BaseException) -> list[Peer]:
+        """A collective may notice a moment before the ring does."""
+        if self.neighbours is None:
+            return []
+        end = time.monotonic() + (1.0 if isinstance(error, RuntimeError | CheckpointError) else 0.0)
+        while not self.neighbours.gone and time.monotonic() < end:
+            time.sleep(0.02)
+        return self.neighbours.gone
 
     def _one_has_gone(self, peer: Peer) -> None:
         if self.neighbours is not None and len(self.neighbours.gone) == 1:
             end = threading.Timer(PATIENCE, self._end)
             end.daemon = True
             end.start()
+
+    def _tell_who_has_gone(self) -> None:
+        """torchrun ends this rank: perhaps because of another."""
+        if self._who_has_gone(RuntimeError()) and self.stop.speak_first():
+            self._say(StallError(f"rank {self.number} ends {self.place()}."))
 
     def _end(self) -> None:
         """Another rank has gone, and this one has not noticed by itself: it computes."""
@@ -92,8 +107,12 @@ class Rank:
         os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
 
     def _say(self, error: BaseException) -> None:
-        gone = self.neighbours.gone if self.neighbours is not None else []
+        gone = self._who_has_gone(error)
+        if gone and isinstance(error, RuntimeError) and not isinstance(error, StallError):  # a connection closed as it was written to
+            error = StallError(f"rank {self.number} ends {self.place()}: {str(error).splitlines()[0][:200]}")
         who = "".join(f"{peer} has gone.\n" for peer in gone)
+        if isinstance(error, StallError) and self.run is not None and self.run.start:
+            error = StallError(f"{error}\nThis start went on from step {self.run.start}: the steps named above count from there.")
         if self.config.json_lines:
             names = [str(peer) for peer in gone]
             JsonReporter()._write("error", rank=self.number, kind=type(error).__name__, message=str(error), gone=names)

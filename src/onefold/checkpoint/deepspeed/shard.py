@@ -93,10 +93,15 @@ def _shard(path: Path, saved: Mapping[str, Any]) -> Shard:
         ranks=counts.pop(),
         masters=masters,
         states=listed,
-        groups=[{k: v for k, v in g.items() if k != "step"} for g in groups] if groups is not None else None,
+        groups=[_options(g) for g in groups] if groups is not None else None,
         paddings=saved.get("param_alignment_paddings"),
         scaler=dict(vars(scaler)) if scaler is not None and hasattr(scaler, "__dict__") else None,
     )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what DeepSpeed's own Adam keeps among them and torch's does always (bias correction) or elsewhere (the step count)."""
+    return {k: v for k, v in group.items() if k != "step" and not (k == "bias_correction" and v)}
 
 
 def _with_step(state: dict[str, Any], groups: list[dict[str, Any]] | None, cell: int, step: Any) -> dict[str, Any]:

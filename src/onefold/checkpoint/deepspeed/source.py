@@ -76,13 +76,15 @@ class DeepSpeedSource:
         self.counts = Counts(
             int(model["global_steps"]), int(model["skipped_steps"]), int(model.get("global_samples") or 0), int(model["dp_world_size"])
         )
-        # Copies: a mapped tensor would change, or be gone, with its file.
         self.step = self.counts.steps
+        # Copies: a mapped tensor would change, or be gone, with its file.
         self.scheduler: Mapping[str, Any] | None = copy.deepcopy(model.get("lr_scheduler"))
         self.scaler = as_torch_names_it(first.scaler)
         self.config, self.version = model.get("ds_config"), str(model.get("ds_version"))
         self.extra = copy.deepcopy({key: value for key, value in model.items() if key not in OWN_KEYS})
         self.unread: list[str] = []
+        if any(group.get("bias_correction") is False for group in first.groups or ()):
+            self.unread.append("bias_correction=False, without which torch's Adam cannot do: its steps will be of other sizes")
 
         self._names = [list(named) for named in model["param_shapes"]]
         self._places, self._used = lay_out(model["param_shapes"], self.ranks, self.stage == 3, first.paddings)

@@ -278,7 +278,9 @@ class DeepSpeedEngine(nn.Module):
             NotImplementedError: `custom_load_fn`.
         """
         if custom_load_fn is not None:
-            raise NotImplementedError("custom_load_fn: no whole state dict exists here to give it; leave it out, and load by names.")
+            raise NotImplementedError(
+                "custom_load_fn: no whole state dict exists here to give it; leave it out, and load by names."
+            )
         wanted = {"optimizer": load_optimizer_states, "scheduler": load_lr_scheduler_states, "counts": True}
         parts = frozenset(part for part, yes in wanted.items() if yes and not load_module_only)
         return checkpoints.load(self, load_dir, tag, load_module_strict, parts)

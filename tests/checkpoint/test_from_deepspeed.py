@@ -298,7 +298,9 @@ def test_a_checkpoint_made_now_by_deepspeed_is_read_and_continued(tmp_path: Path
     if python is None:
         pytest.skip("DeepSpeed is not installed: `make bench` installs it, or name an interpreter that has it in DEEPSPEED_PYTHON")
     name = "stage-3-fp32-2"
-    subprocess.run([python, DATA / "make_deepspeed.py", tmp_path, name], check=True, capture_output=True, timeout=300)
+    command = [python, str(DATA / "make_deepspeed.py"), str(tmp_path), name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folder = unpack(tmp_path / f"{name}.zip", tmp_path / name)
     check_contents(folder, CASES[name])
     assert worst(folder, go_on(folder, CASES[name], 2)) < CLOSE["fp32"]
