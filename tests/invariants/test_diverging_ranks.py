@@ -4,8 +4,8 @@ step on every rank that is alive. It never hangs."""
 from __future__ import annotations
 
 import os
-import signal
 import re
+import signal
 import time
 from typing import Any
 
