@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from onefold.plan.calibrate import AtRanks, BlockPoint, Calibration, Disk, MatrixPoint, Overlap, PassPoint, StepPoint
 from onefold.plan.costs import Costs, Kernels
-from onefold.plan.efficiency import PARTS, work_of
+from onefold.plan.efficiency import COPIED, PARTS, work_of
 from onefold.plan.hardware import calibrated
 from onefold.plan.identity import this_machine
 from onefold.plan.times import step_times
@@ -68,13 +68,21 @@ def reference_steps(ranks: int) -> tuple[StepPoint, ...]:
     return tuple(out)
 
 
-def with_steps(found: Calibration, step_share: float = 1.0, move_share: float = 1.0, handed_s: float = 0.0) -> Calibration:
-    """The calibration with reference steps that reached these shares of its rates exactly."""
-    software, at = replace(PARTS, step_share=step_share, move_share=move_share, handed_s=handed_s), []
+def with_steps(found: Calibration, step_share: float = 1.0, move_share: float = 1.0, copies: float = 1.0) -> Calibration:
+    """The calibration with reference steps that reached these shares of its rates exactly, and copied each gradient so many times.
+
+    Their blocks' rate says of their passes what their operations' costs say.
+    """
+    at = []
     for a in found.at:
         machine = calibrated(found, a.ranks)
-        steps = reference_steps(a.ranks)
-        at.append(replace(a, steps=tuple(replace(s, seconds=step_times(work_of(s, machine), machine, software).step) for s in steps)))
+        software = replace(PARTS, step_share=step_share, move_share=move_share, handed_s=copies * COPIED / machine.gpu.memory_bandwidth)
+        steps = []
+        for s in reference_steps(a.ranks):
+            rate = found.block_rate(s.hidden, s.tokens, ranks=a.ranks)
+            s = replace(s, flops=rate * found.pass_seconds(s.kernels, ranks=a.ranks))
+            steps.append(replace(s, seconds=step_times(work_of(s, machine), machine, software).step))
+        at.append(replace(a, steps=tuple(steps)))
     return replace(found, at=tuple(at))
 
 

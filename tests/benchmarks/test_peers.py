@@ -144,7 +144,7 @@ def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None
 @pytest.mark.slow
 def test_the_smallest_comparison_runs_and_losses_agree(tmp_path: Path) -> None:
     before = folders_of_runs()
-    peers = ["ddp", "zero-optimizer", "fsdp2"] + ["onefold"] * (importlib.util.find_spec("onefold.shard") is not None)
+    peers = ["ddp", "fsdp2", "onefold-1", "onefold-3"]  # the other ones differ by a line of their adapter, and cost their processes' start
     found = command(
         "benchmarks/peers",
         *("--quick", "--model", "gpt-tiny", "--tokens", "64", "--name", "tiny", "--output", str(tmp_path)),

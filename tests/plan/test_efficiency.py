@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -25,41 +24,40 @@ COPY = COPIED / 1e10
 @given(st.floats(0.4, 1.3), st.floats(0.4, 1.3), st.floats(4, 12))
 def test_steps_say_which_shares_they_reached(step: float, move: float, copies: float) -> None:
     """Within what a deviation of 5 % in a measured step leaves open."""
-    found = with_steps(without_steps(2), step, move, 2 * COPY * copies)
+    found = with_steps(without_steps(2), step, move, copies)
     said = shares(found.at[0].steps, calibrated(found, 2))
     assert said.step == pytest.approx(step, rel=0.05)
-    assert said.move == pytest.approx(move, rel=0.05)
     assert said.handed_s == pytest.approx(2 * COPY * copies, rel=0.2)
+
+
+def test_moves_that_are_slower_in_a_step_are_noticed() -> None:
+    found = with_steps(without_steps(2), move_share=0.25)
+    said = shares(found.at[0].steps, calibrated(found, 2))
+    assert said.move < 0.5 < 0.9 < said.step
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.4, 1.3), st.floats(0.4, 1.3), st.floats(0.3, 12))
 def test_the_plan_then_says_of_those_steps_what_was_measured(step: float, move: float, copies: float) -> None:
-    found = with_steps(without_steps(1, 2), step, move, COPY * copies)
+    found = with_steps(without_steps(1, 2), step, move, copies)
     for at in found.at:
         there = calibrated(found, at.ranks)
         for point in at.steps:
-            assert step_times(work_of(point, there), there).step == pytest.approx(point.seconds, rel=0.03)
-
-
-def test_without_a_trace_blocks_rates_are_brought_to_the_steps_as_far_as_one_factor_can() -> None:
-    found = with_steps(without_steps(2), 0.5)
-    there = calibrated(found, 2)
-    ratios = [step_times(work_of(s, there, traced=False), there).step / s.seconds for s in found.at[0].steps]
-    plain = [step_times(work_of(s, there, traced=False), there, PARTS).step / s.seconds for s in found.at[0].steps]
-    assert sum(math.log(r) ** 2 for r in ratios) < sum(math.log(r) ** 2 for r in plain)
+            for traced in (True, False):
+                assert step_times(work_of(point, there, traced), there).step == pytest.approx(point.seconds, rel=0.04)
 
 
 def test_a_step_that_is_the_sum_of_its_parts_has_shares_of_one() -> None:
     found = calibration(1, 2, 4)
     for ranks in (1, 2, 3, 4):
         said = found.shares(ranks=ranks)
-        assert (said.step, said.move) == pytest.approx((1.0, 1.0), rel=0.1)
+        assert (said.step, said.move) == pytest.approx((1.0, 1.0), rel=1e-3)
+        assert said.handed_s == pytest.approx(COPY * ranks, rel=0.2)  # 3 ranks lie between 2 and 4
 
 
 def test_what_no_step_has_shown_stays_at_one() -> None:
     """A lone rank sends nothing, so that nothing says what its moves would reach."""
-    alone = with_steps(without_steps(1), 0.5, handed_s=COPY)
+    alone = with_steps(without_steps(1), 0.5)
     said = shares(alone.at[0].steps, calibrated(alone, 1))
     assert said.step == pytest.approx(0.5, rel=0.02)
     assert said.move == pytest.approx(1.0, rel=1e-3)
@@ -67,7 +65,7 @@ def test_what_no_step_has_shown_stays_at_one() -> None:
 
 
 def test_a_calibration_without_steps_is_planned_as_the_sum_of_its_parts() -> None:
-    before, after = without_steps(1, 2), with_steps(without_steps(1, 2), 0.5, handed_s=COPY)
+    before, after = without_steps(1, 2), with_steps(without_steps(1, 2), 0.5)
     work = work_of(after.at[1].steps[0], calibrated(after, 2))
     old, new = (step_times(work, calibrated(found, 2)) for found in (before, after))
     assert old == step_times(work, calibrated(before, 2), Software(overlap=1.0))

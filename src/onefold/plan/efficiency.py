@@ -27,8 +27,8 @@ from onefold.recipe import Placement, Recipe
 
 #: A calibrated machine before any reference step: everything that was measured to overlap does (its `contention` says how much that is).
 PARTS = Software(overlap=1.0)
-#: Factors by which a measured step may be off, and by which a share may be off 1, handing over off one copy (one deviation each).
-NOISE, SPREAD = 1.05, 2.0
+#: Factors by which, one deviation each, a measured step may be off; and shares off 1, handing over off one copy of each element.
+NOISE, SPREAD = 1.05, (2.0, 2.0, 5.0)
 #: Bytes of one element that is copied: read and written.
 COPIED = 8
 _PRECISION = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -65,7 +65,7 @@ def shares(steps: Sequence[StepPoint], machine: Machine, traced: bool = True) ->
         found = figures(x)
         software = replace(PARTS, step_share=found.step, move_share=found.move, handed_s=found.handed_s)
         errors = [math.log(step_times(work, machine, software).step / seconds) / math.log(NOISE) for work, seconds in works]
-        return np.array([*errors, *(x / math.log(SPREAD))])
+        return np.array([*errors, *(x / np.log(SPREAD))])
 
     at = np.zeros(3)
     now = residuals(at)

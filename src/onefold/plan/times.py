@@ -295,7 +295,7 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     seconds = {"compute": compute, "exposed communication": exposed, "optimizer": optimizer, "io": io, "step": step}
     model = work.flops if work.model_flops is None else work.model_flops
     mfu = model / (step * machine.peak(work.precision)) if step else 0.0
-    return Times(seconds, mfu, work.tokens / step if step else 0.0, communication)
+    return Times(seconds, mfu, work.tokens / step if step else 0.0, communication, _notes(soft, machine))
 
 
 def knows_passes(work: Work, machine: Machine) -> bool:
@@ -315,6 +315,17 @@ def measured_software(work: Work, machine: Machine) -> Software:
         return Software(overlap=1.0)
     found = shares(_DTYPES[work.precision], machine.ranks, traced=knows_passes(work, machine))
     return Software(overlap=1.0, step_share=found.step, move_share=found.move, handed_s=found.handed_s)
+
+
+def _notes(software: Software, machine: Machine) -> tuple[str, ...]:
+    """What a calibrated machine's reference steps showed, as a sentence."""
+    if machine.measured is None or software.handed_s == 0:
+        return ()
+    moves = f" and {software.move_share:.0%} of that of moves" if machine.ranks > 1 else ""
+    return (
+        f"training steps measured on this machine reach {software.step_share:.0%} of the speed of passes alone{moves}, and take "
+        f"{1e9 * software.handed_s:.1f} ns for each gradient and micro-batch; seconds count that in",
+    )
 
 
 def _optimizer_seconds(work: Work, machine: Machine) -> float:

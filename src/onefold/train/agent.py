@@ -56,6 +56,8 @@ def main(arguments: list[str]) -> int:
         hint = "is it HOST:PORT of one of them, and is that one up?"
         print(f"error: the machines cannot meet at --rdzv-endpoint ({text}): {hint}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(END, signal.SIG_IGN)  # it ends by itself now
     return 0
 
 

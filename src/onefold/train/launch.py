@@ -195,8 +195,9 @@ class _Waiting:
                 return over
         if (self.control / FINAL).exists():
             return 1
-        if self.deadline is not None and len(list(self.control.glob("ended-*"))) == self.nproc and not _alive(self.control):
-            return 0  # its own agent might wait minutes for those of other machines
+        several = self.config.nodes[1] > 1
+        if several and self.deadline is not None and len(list(self.control.glob("ended-*"))) == self.nproc and not _alive(self.control):
+            return 0  # the agent might wait minutes for those of other machines, and would end the run for them
         if self.deadline is not None and time.monotonic() > self.deadline:
             _say(f"error: step and checkpoint took longer than --grace {self.config.grace}; what was saved before remains.")
             return 1
