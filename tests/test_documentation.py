@@ -64,7 +64,10 @@ def blocks_of(page: Path) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PYTHON = [block for block in BLOCKS if block.language in ("python", "py")]
 COMMANDS = [
-    (block, line) for block in BLOCKS if block.language in ("", "bash", "sh", "shell", "console") for line in block.text.splitlines()
+    (block, line)
+    for block in BLOCKS
+    if block.language in ("", "bash", "sh", "shell", "console")
+    for line in re.sub(r"\\\n\s*", " ", block.text).splitlines()
 ]
 
 
@@ -179,7 +182,8 @@ def test_the_pages_have_python_and_commands_to_check() -> None:
 
 def arguments_of(line: str) -> list[str] | None:
     """What is handed to `onefold` by a line such as `torchrun ... -m onefold train ...`; None if it is no such line."""
-    line = line.strip().removeprefix("$ ")
+    line = re.split(r"\s(?:>|2>|&|\||\|\|)\s?", line.strip().removeprefix("$ "))[0]  # what the shell does with it is the shell's
+    line = re.sub(r"\$\([^()]*\)?", "a b", re.sub(r"\$\(\(.*?\)\)", "1", line))
     words = shlex.split(line, comments=True) if re.match(r"(onefold|torchrun|python3?|srun|\w+=\S+ onefold) ", line) else []
     if "onefold" not in words:
         return None
@@ -198,11 +202,14 @@ def test_a_command_that_is_printed_has_a_command_and_options_that_exist(argument
     main: Any = pytest.importorskip("typer.main")
     from onefold.cli.app import app
 
-    command: Any = main.get_command(app)
-    assert arguments and arguments[0] in command.commands, f"`onefold {' '.join(arguments)}`: the commands are {sorted(command.commands)}"
-    part = command.commands[arguments[0]]
-    context = part.make_context(arguments[0], arguments[1:])  # parses as the command line does, and runs nothing
-    written = {word.split("=")[0] for word in arguments[1:] if word.startswith("--")}
+    part: Any = main.get_command(app)
+    said = f"`onefold {' '.join(arguments)}`"
+    while hasattr(part, "commands"):  # onefold, then such as `onefold checkpoint`
+        assert arguments and arguments[0] in part.commands, f"{said}: the commands are {sorted(part.commands)}"
+        name, *arguments = arguments
+        part = part.commands[name]
+    context = part.make_context(name, arguments)  # parses as the command line does, and runs nothing
+    written = {word.split("=")[0] for word in arguments if word.startswith("--")}
     taken = [p for p in part.params if written & {*p.opts, *p.secondary_opts}]
     assert len(taken) == len(written) and all(context.params[p.name] is not None for p in taken), context.params
 

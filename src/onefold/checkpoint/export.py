@@ -23,6 +23,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Outline
 from onefold.checkpoint.folder import flush_file, in_words
+from onefold.checkpoint.folder_source import FolderSource, compare
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
 from onefold.checkpoint.huggingface import each_rank
 from onefold.checkpoint.pieces import shares
@@ -146,6 +147,8 @@ def export_folder(
             _say_dtype(made.folder / "config.json", dtype or _first_dtype(outline))
         total = sheet.nbytes_of((name, 0, numel_of(outline.tensors[name][1])) for name in items)
         sheet.write(made.folder, pieces(), total, progress)
+        if isinstance(source, FolderSource):
+            compare(source, source.checks)
         _finish(made, overwrite)
     except OSError as error:
         made.discard()

@@ -198,18 +198,27 @@ def _apply(
     fill_model(engine, fit, reading)
     if optimizers:
         fill_optimizers(engine, optimizers, reading)
+    streams, extra = 0, None
+    random: dict[str, Any] | None = None
+    if isinstance(source, FolderSource) and reading.error is None:
+        try:  # each rank reads its own: what one meets is told to all below
+            streams = sum(item.kind == "rng" for item in source.records)
+            random = _random(source, together.rank % streams) if rng and streams else None
+            extra = source.value("extra")
+        except Exception as failure:
+            reading.error = failure
     _verify(together, source, reading.error)
     if isinstance(source, FolderSource):
         _set_extra_state(model, source)
-        if rng:
-            _set_random(together, source)
+    if random is not None:
+        random_states.restore(random, together.rank, streams)
     for name, thing in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
         if thing is not None:
             thing.load_state_dict(values[name])
     names = tuple(fit.missing), tuple(fit.unexpected)
     if not isinstance(source, FolderSource):
         return Loaded(Path(getattr(source, "folder", "")), getattr(source, "step", None), getattr(source, "extra", None), {}, *names)
-    return Loaded(source.folder, source.state["step"], source.value("extra"), source.manifest.saved_by, *names)
+    return Loaded(source.folder, source.state["step"], extra, source.manifest.saved_by, *names)
 
 
 def _verify(together: Together, source: Source, error: Exception | None) -> None:
@@ -265,11 +274,11 @@ def _set_extra_state(model: nn.Module, source: FolderSource) -> None:
         model.get_submodule(path).set_extra_state(decode(value))
 
 
-def _set_random(together: Together, source: FolderSource) -> None:
-    saved = sum(item.kind == "rng" for item in source.records)
-    if saved:
-        stored = source.whole(Item("rng", str(together.rank % saved)))
-        random_states.restore(decode(json.loads(bytes(stored.numpy()))), together.rank, saved)
+def _random(source: FolderSource, rank: int) -> dict[str, Any]:
+    """The random generators as `rank` had them."""
+    stored = source.whole(Item("rng", str(rank)))
+    state: dict[str, Any] = decode(json.loads(bytes(stored.numpy())))
+    return state
 
 
 def _without_model(path: Path, *things: Any) -> Loaded:
