@@ -66,7 +66,11 @@ class Drill:
         self._saving = 0.02  # the same of a save
 
     def done(self) -> bool:
-        return len(self.kills) >= self.goal and self._in_saves() >= self.goal // 2
+        return len(self.kills) >= self.goal and not self._behind()
+
+    def _behind(self) -> bool:
+        """Whether fewer than half of the kills so far came during a save."""
+        return 2 * self._in_saves() < len(self.kills)
 
     def _in_saves(self) -> int:
         return sum(k.moment == "save" for k in self.kills)
@@ -122,9 +126,7 @@ class Drill:
 
     def _attempt(self, ranks: Ranks, root: Path, litter: list[str], kill: Kill) -> Kill | None:
         """Kill the ranks at a random moment. None: they were at their end before it came."""
-        left, elsewhere = self.goal // 2 - self._in_saves(), len(self.kills) - self._in_saves()
-        in_save = left > 0 and (self.random.random() < 0.6 or elsewhere >= self.goal - self.goal // 2)
-        if in_save:
+        if self._behind() or self.random.random() < 0.2:
             if not self._await_save(ranks, root, litter, number=self.random.randint(1, 3)):
                 return None
             delay = self.random.uniform(0, 1.2 * self._saving)

@@ -44,7 +44,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         refused = sum(set(i["loaded"]) == {"refused"} for i in rows)
         right = sum("right" in i["loaded"] for i in rows)
         lines.append(f"| {kind} | {len(rows)} | {named} | {refused} | {right} | {sum(bool(i['wrong']) for i in rows)} |")
-    lines += ["", "A load reads what it needs: damage to another library's file (config.json) is found by `verify` alone.", *_wrong(found)]
+    rest = "A load reads what it needs: damage to config.json, or for one rank to the random state of another, is found by `verify` alone."
+    lines += ["", rest, *_wrong(found)]
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,7 @@
 Stages 0 to 3 × fp32 and bf16 × accumulation 1 and 4 × checkpointing none and full × 1, 2, 4 ranks × three architectures. Bytes at rest must
 agree within 1 MiB, bytes on the wire exactly, the peak of the engine's ledger within 5 %, and nothing may exceed the printed bound. Times
 are judged where `onefold doctor --calibrate --ranks 1,2,4` has measured this machine: within 25 %, and the order of the stages right
-(`planning.orders` says when two stages are a tie).
+(`planning.orders` says when two stages are a tie). Rounds count while the machine runs at the pace that it was calibrated at (`pace.py`).
 `--quick` is a part of it and times nothing. Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything is wrong.
 """
 
@@ -22,9 +22,11 @@ from typing import Any
 import torch
 
 from benchmarks.peers.launch import run_ranks
+from benchmarks.plan_matrix.pace import HIDDEN, TOKENS, expected
 from benchmarks.plan_matrix.planning import judge, orders, predict
 from benchmarks.plan_matrix.report import markdown
 from benchmarks.plan_matrix.settings import ARCHITECTURES, Cell, by_setting, cells
+from onefold.plan.calibrate import Calibration, CalibrationError
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -39,12 +41,21 @@ def measured(settings: list[list[Cell]], rounds: int, threads: int, timeout: flo
     job = {
         "setting": {"ranks": first.ranks, "threads": threads},
         "rounds": rounds,
+        "usual": usual(first.ranks),
         "settings": [[c.to_json() for c in part] for part in settings],
     }
     ran = run_ranks("benchmarks.plan_matrix.worker", job, first.ranks, threads=threads, timeout=timeout)
     if ran["status"] != "ok":
         raise RuntimeError(f"{first} and {sum(map(len, settings)) - 1} more: {ran['error']}")
     return [[[rank["settings"][i][j] for rank in ran["ranks"]] for j in range(len(part))] for i, part in enumerate(settings)]
+
+
+def usual(ranks: int) -> float:
+    """Seconds of the block by which the machine's pace is told, as it was calibrated with so many ranks; 0 without a calibration."""
+    try:
+        return expected(Calibration.load().block_rate(HIDDEN, TOKENS, "float32", ranks))
+    except CalibrationError:
+        return 0.0
 
 
 def group_seconds(ranks: list[dict[str, Any]]) -> list[float]:
@@ -60,6 +71,7 @@ def rows_of(part: list[Cell], rounds: int, threads: int, timeout: float) -> list
             account, _ = predict(cell)
             seconds = group_seconds(ranks)
             judged = [judge(cell, account, one, seconds) for one in ranks]
+            judged[0]["paces"] = ranks[0]["paces"]
             rows.append(judged[0] | {"wrong": list(dict.fromkeys(w for row in judged for w in row["wrong"]))})
             print(f"{'wrong' if rows[-1]['wrong'] else 'ok':6}{cell}{''.join(f'; {w}' for w in rows[-1]['wrong'])}", flush=True)
     return rows

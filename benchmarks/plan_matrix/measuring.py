@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import onefold
+from benchmarks.plan_matrix.pace import Pace
 from benchmarks.plan_matrix.settings import Cell, batch, build
 from onefold.observe.measure import measured
 from onefold.observe.trace import record
@@ -76,23 +77,38 @@ class Training:
         return begin, time.perf_counter()
 
 
-def measure(cells: Sequence[Cell], rounds: int = 0, activations: bool = True) -> list[dict[str, Any]]:
+def measure(cells: Sequence[Cell], rounds: int = 0, usual: float = 0.0, activations: bool = True) -> list[dict[str, Any]]:
     """Train `cells`, which differ in their stage alone, and read their ledgers. Collective over their ranks.
 
     Args:
         rounds: how often each cell's step is timed; 0 times none.
+        usual: seconds of the block by which the machine's pace is told, see `Pace`; 0 takes every round as it comes.
         activations: also record a step with everything that autograd saves.
 
     Returns:
-        For each cell rest, ledger, peak, wire (see `Training.ledgers`), and spans: (begin, end) of the timed step of each round.
+        For each cell rest, ledger, peak, wire (see `Training.ledgers`), spans: (begin, end) of the timed step of each round, and paces:
+        the machine's in that round.
     """
     trained = [Training(cell) for cell in cells]
-    seen = [training.ledgers(activations) | {"spans": []} for training in trained]
-    for number in range(rounds):
+    seen = [training.ledgers(activations) | {"spans": [], "paces": []} for training in trained]
+    pace = Pace(usual) if usual and rounds else None
+    number = 0
+    while number < rounds:
+        before = pace.wait() if pace else 1.0
+        begin = time.perf_counter()
+        spans: dict[int, tuple[float, float]] = {}
         for i in range(len(trained)):
             at = (number + i) % len(trained)
             trained[at].step()
-            seen[at]["spans"].append(trained[at].span())
+            spans[at] = trained[at].span()
+        after = pace.now() if pace else 1.0
+        if pace and not (pace.counts(before) and pace.counts(after)) and pace.patience > 0:
+            pace.spend(time.perf_counter() - begin)
+            continue
+        for at, span in spans.items():
+            seen[at]["spans"].append(span)
+            seen[at]["paces"].append((before + after) / 2)
+        number += 1
     trained.clear()
     gc.collect()
     return seen

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.plan_matrix.pace import FASTEST, SLOWEST
 from benchmarks.plan_matrix.settings import Cell
 
 _FIGURES = (("rest", "bytes at rest"), ("wire", "bytes on the wire"), ("ledger", "engine's peak"), ("peak", "peak, activations included"))
@@ -29,6 +30,10 @@ def markdown(found: Mapping[str, Any]) -> str:
         ratios = [r[key][1] / r[key][0] for r in rows if r[key][0] and r[key][1]]
         if ratios:
             lines.append(f"| {title} | {min(ratios):.4f} | {statistics.median(ratios):.4f} | {max(ratios):.4f} |")
+    paces = [pace for r in rows for pace in r.get("paces", ())]
+    if paces:
+        off = sum(not FASTEST <= pace <= SLOWEST for pace in paces)
+        lines += ["", f"{len(paces)} timed rounds, of which {off} at another pace of the machine than it was calibrated at."]
     if wrong or orders["turned"]:
         lines += ["", "## Wrong", ""]
         lines += [f"- {Cell(**r['cell'])}: {'; '.join(r['wrong'])}" for r in wrong]

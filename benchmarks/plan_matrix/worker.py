@@ -18,7 +18,7 @@ def main() -> None:
     if job["setting"]["ranks"] > 1:
         store = f"file://{path.with_name('store')}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"])
-    seen = [measure([Cell(**cell) for cell in part], job["rounds"]) for part in job["settings"]]
+    seen = [measure([Cell(**cell) for cell in part], job["rounds"], job["usual"]) for part in job["settings"]]
     leave({"rank": rank, "settings": seen}, path, rank)
 
 

@@ -204,3 +204,63 @@ def test_replacing_a_checkpoint_is_one_step(tmp_path: Path, monkeypatch: pytest.
     onefold.save(tmp_path / "a", model=model, step=2, overwrite=True)
     assert seen == [1, 2]
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+class Odd(nn.Module):
+    """Its state dict renames its parameter, and its extra state is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped = nn.Linear(5, 3)
+        self.seen = torch.zeros(2)
+        self.register_buffer("scale", torch.ones(3))
+        self._register_state_dict_hook(lambda module, state, prefix, meta: state.update({"short": state.pop("wrapped.weight")}))
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.seen
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wrapped(x) * self.scale
+
+
+def misunderstandings(root: str) -> dict[str, Any]:
+    """A rank that calls something else, or nothing; and a model whose state dict has names of its own."""
+    import onefold
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = onefold.shard(Odd(), onefold.Recipe.zero(3, stall_timeout=2.0))
+    model.seen += 7
+    onefold.save(f"{root}/odd", model=model)
+    whole = onefold.full_state_dict(model)
+    torch.manual_seed(9)
+    other = onefold.shard(Odd(), onefold.Recipe.zero(1, stall_timeout=2.0))
+    onefold.load(f"{root}/odd", model=other)
+    found = onefold.full_state_dict(other)
+    out: dict[str, Any] = {
+        "equal": all(torch.equal(found[name], value) for name, value in whole.items()) and (bool(whole) or rank > 0),
+        "seen": other.seen.tolist(),
+    }
+    call = (lambda: onefold.save(f"{root}/x", model=model)) if rank else (lambda: onefold.load(f"{root}/odd", model=model))
+    out["crossed"] = said_by(call)
+    if rank == 0:
+        try:
+            onefold.save(f"{root}/y", model=other)
+        except onefold.StallError as error:
+            out["alone"] = str(error)
+    else:
+        time.sleep(6.0)
+    return out
+
+
+def test_a_rank_that_calls_something_else_or_nothing_is_told(tmp_path: Path) -> None:
+    first, second = run_ranks(2, misunderstandings, str(tmp_path))
+    for found in (first, second):
+        assert found["equal"] and found["seen"] == [7.0, 7.0]
+    assert "rank 0 called load while rank 1 called save" in first["crossed"]
+    assert "rank 1 called save while rank 0 called load" in second["crossed"]
+    assert "waiting in control of unit '(save)'" in first["alone"], first["alone"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["odd"]

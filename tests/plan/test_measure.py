@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from onefold.comm import Group
-from onefold.plan.measure import Bench, Block, block_flops
+from onefold.plan.measure import Bench
 from onefold.plan.measure_disk import measure_disk
 from onefold.plan.measure_moves import Moves
 from onefold.plan.measure_ranks import measure, says
 from onefold.plan.measured import ADAMW_BYTES, AtRanks
 from onefold.plan.schema import MOVES
 from onefold.plan.sizes import MIB, Sizes
+from onefold.plan.yardsticks import Block, Gated, block_flops, gated_flops
 from ranks import run_ranks
 
 TINY = Sizes(
     dtypes=("float32",),
     matrices=((8, 8, 8), (16, 8, 32)),
     blocks=((16, 8),),
+    gated=((16, 8),),
+    chains=((8, 4),),
     copy_bytes=(1024, 65536),
     optimizer_numels=(256, 4096),
     move_bytes=(1024, 65536),
@@ -67,6 +70,8 @@ def check(at: AtRanks, ranks: int) -> None:
     assert (at.ranks, at.threads) == (ranks, 1)
     assert tuple((p.m, p.n, p.k) for p in at.matrices) == TINY.matrices
     assert tuple((p.hidden, p.tokens) for p in at.blocks) == TINY.blocks
+    assert len(at.passes) == len(TINY.dtypes) * len((*TINY.blocks, *TINY.gated, *TINY.chains))
+    assert all(p.kernels.others > 0 for p in at.passes)
     assert [x for x, _ in at.copies] == [2 * b for b in TINY.copy_bytes]
     assert [x for x, _ in at.optimizer] == [ADAMW_BYTES * n for n in TINY.optimizer_numels]
 
@@ -102,6 +107,13 @@ def test_a_block_has_the_parameters_that_its_flops_count() -> None:
     assert matrices == 12 * 64 * 64
     assert block_flops(64, 32) == 6 * matrices * 32 + 12 * 64 * 32 * 32
     assert Block(64)(torch.zeros(2, 5, 64)).shape == (2, 5, 64)
+
+
+def test_a_gated_block_has_the_parameters_that_its_flops_count() -> None:
+    for hidden in (64, 128, 256):
+        matrices = sum(p.numel() for p in Gated(hidden).parameters() if p.dim() == 2)
+        assert gated_flops(hidden, 32) == 6 * matrices * 32 + 12 * hidden * 32 * 32
+    assert Gated(64)(torch.zeros(2, 5, 64)).shape == (2, 5, 64)
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from onefold.checkpoint.fitted import Fitted, Outline, some
 from onefold.checkpoint.hf_names import Layout, whole
 from onefold.checkpoint.huggingface import HuggingFaceSource, each_rank, pour, same_everywhere
 from onefold.checkpoint.streams import Progress, Sheet
-from onefold.checkpoint.together import Together
+from onefold.checkpoint.together import Together, meet
 from onefold.runtime.registry import engine_of
 
 FILES = "adapter_model"
@@ -91,6 +91,7 @@ def load_adapters(
         CheckpointError: on every rank: there is no such adapter, the folder cannot be read, shapes differ, or names do under `strict`.
     """
     engine = engine_of(model)
+    meet(engine, "load_adapters")
     together = Together.of(engine)
     source: HuggingFaceSource | None = None
     fitted: Fitted | None = None

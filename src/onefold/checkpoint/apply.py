@@ -23,7 +23,7 @@ from onefold.layout import overlap
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import whole_sight
-from onefold.runtime.state import plain_state_dict
+from onefold.runtime.state import beside_parameters
 from onefold.runtime.unit import Unit
 
 #: Elements read at a time where they cannot go to their place directly.
@@ -62,7 +62,7 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = 
     Raises:
         CheckpointError: shapes differ; or names do, under `strict`.
     """
-    buffers = _buffers(engine, module)
+    buffers, _ = beside_parameters(engine, module)
     found, missing, unexpected, complaint = _match(engine, source, source.items(), buffers)
     if not complaint and strict and (missing or unexpected):
         complaint = (
@@ -104,11 +104,6 @@ def load_model(engine: Engine, module: nn.Module, source: Source, strict: bool =
     fill_model(engine, fit, reading)
     together.agree(reading.error)
     return fit.missing, fit.unexpected
-
-
-def _buffers(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
-    parameters = {name for entry in engine.entries for name in entry.names}
-    return {n: v for n, v in plain_state_dict(engine, module).items() if n not in parameters and isinstance(v, torch.Tensor)}
 
 
 def _match(

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from onefold.checkpoint.background import Background, running
+from onefold.checkpoint.background import Background, running, settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import Lock, checkpoints, in_words, latest, prune, remove_litter
 from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.saving import save, save_async
-from onefold.checkpoint.together import Together
+from onefold.checkpoint.together import Together, meet
 from onefold.runtime.registry import engine_of
 
 LOCK = ".lock"
@@ -52,6 +52,8 @@ class Checkpointer:
             raise CheckpointError(f"busy={busy!r}: expected 'wait' or 'skip'.")
         self.root, self.keep, self.asynchronous, self.busy = Path(root), keep, asynchronous, busy
         self.model, self._engine = model, engine_of(model)
+        meet(self._engine, "Checkpointer(...)")
+        settle(self._engine)
         self._together = Together.of(self._engine)
         self._saving: Background | None = None
         self._lock: Lock | None = None
@@ -101,7 +103,7 @@ class Checkpointer:
             self._saving = save_async(path, model=self.model, step=step, overwrite=True, **parts)
         else:
             save(path, model=self.model, step=step, overwrite=True, **parts)
-            self._prune()
+            self._prune(path)
         return path
 
     def _any_running(self) -> bool:
@@ -122,13 +124,12 @@ class Checkpointer:
         """Until no save is under way. Raises: CheckpointError: the last one failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.wait()
-            self._prune()
+            self._prune(saving.wait())
 
-    def _prune(self) -> None:
+    def _prune(self, just_saved: Path) -> None:
         if self._together.rank == 0:
             try:
-                prune(self.root, self.keep)
+                prune(self.root, self.keep, just_saved)
             except OSError as error:
                 logging.getLogger("onefold").warning("an old checkpoint could not be removed: %s", in_words(error))
 
@@ -139,6 +140,8 @@ class Checkpointer:
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose manifest is sound, as the first rank sees it. Collective."""
+        meet(self._engine, "Checkpointer.latest")
+        settle(self._engine)
         return self._together.from_first(latest(self.root) if self._together.rank == 0 else None)
 
     def load(self, **parts: Any) -> Loaded | None:
@@ -150,6 +153,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it is of another model or optimizer, or all are damaged.
         """
+        meet(self._engine, "Checkpointer.load")
         self.wait()
         listed = sorted((step, p.name, p) for step, p in checkpoints(self.root)) if self._together.rank == 0 else []
         found = [path for _, _, path in self._together.from_first(listed)]

@@ -30,7 +30,7 @@ from onefold.checkpoint.pieces import shares
 from onefold.checkpoint.source import Source
 from onefold.checkpoint.streams import Export, Progress, Sheet, in_chunks
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.checkpoint.together import Together
+from onefold.checkpoint.together import Together, meet
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.registry import engine_of
@@ -177,6 +177,7 @@ def stream(
     Raises:
         CheckpointError: on every rank; nothing is left then.
     """
+    meet(engine, "export")
     together = Together.of(engine)
     made: Export | None = None
     planned: Sheet | None = None

@@ -32,6 +32,7 @@ YOUNG = 60.0
 #: Seconds after which an unfinished folder is litter where the file system cannot tell who holds it.
 OLD = 24 * 3600.0
 _HIDDEN = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<what>unfinished|removed|replaced)$")
+_OF_A_RUN = re.compile(r"^step-\d+$")
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
@@ -217,11 +218,16 @@ def latest(root: Path | str) -> Path | None:
     return max(found)[2] if found else None
 
 
-def prune(root: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints in `root` and say which. A folder whose manifest is damaged is left alone."""
-    found = sorted((step, folder.name, folder) for step, folder in checkpoints(root) if step >= 0)
+def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
+    """Remove all but the `keep` newest of a run's checkpoints in `root`, and say which.
+
+    Left alone: the one just saved, also if others have greater steps; folders of other names than a run gives; damaged manifests.
+    """
+    found = sorted((step, folder.name, folder) for step, folder in checkpoints(root) if step >= 0 and _OF_A_RUN.match(folder.name))
     removed = []
     for _, _, folder in found[: max(0, len(found) - keep)]:
+        if folder.name == just_saved.name:
+            continue
         # First out of sight under one rename: a kill in the middle leaves litter, not half a checkpoint.
         aside = root / f".{folder.name}.{secrets.token_hex(4)}.removed"
         os.rename(folder, aside)

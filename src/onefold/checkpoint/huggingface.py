@@ -29,7 +29,7 @@ from onefold.checkpoint.fitted import Fitted, Outline, some, undressed
 from onefold.checkpoint.hf_names import is_transformers, reading
 from onefold.checkpoint.source import Item, Stored
 from onefold.checkpoint.tensorfile import TensorFile
-from onefold.checkpoint.together import Together
+from onefold.checkpoint.together import Together, meet
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
 
@@ -159,6 +159,7 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], strict: b
         CheckpointError: on every rank: the folder cannot be read, shapes differ, or names do under `strict`.
     """
     engine = engine_of(module)
+    meet(engine, "load_pretrained")
     together = Together.of(engine)
     fitted: Fitted | None = None
     try:
@@ -246,6 +247,7 @@ class Weights:
             CheckpointError: on every rank.
         """
         try:
+            meet(engine, "shard(weights=...)")
             together = Together.of(engine)
             with each_rank(together):
                 if self.error is not None:

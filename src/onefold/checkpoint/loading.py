@@ -23,7 +23,7 @@ from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.prefetch import Prefetched
 from onefold.checkpoint.saving import Optimizers, optimizers_of
 from onefold.checkpoint.source import Item, Source
-from onefold.checkpoint.together import Said, Together, raise_first, worded
+from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
 from onefold.checkpoint.values import decode
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
@@ -75,6 +75,7 @@ def load(
     if model is None:
         return _without_model(Path(path), optimizer, scheduler, scaler, data)
     engine = engine_of(model)
+    meet(engine, "load")
     settle(engine)
     source = _open(engine, Path(path))
     try:
@@ -91,12 +92,17 @@ class Loading(Background):
         super().__init__(engine, path, ahead.read_all, begun)
 
     def wait(self, timeout: float | None = None) -> Loaded:  # type: ignore[override]
+        error: Exception | None = None
         try:
             super().wait(timeout)
-            return self._finish()
+        except TimeoutError:
+            raise
+        except Exception as failure:
+            error = failure
+        try:
+            return self._finish(error)
         finally:
-            if self.done:
-                self._source.close()
+            self._source.close()
 
 
 def load_async(
@@ -116,11 +122,15 @@ def load_async(
     """
     begun = time.perf_counter()
     engine = engine_of(model)
+    meet(engine, "load_async")
     settle(engine)
     source = _open(engine, Path(path))
     ahead = Prefetched(engine, source, optimizer is not None)
 
-    def finish() -> Loaded:
+    def finish(error: Exception | None) -> Loaded:
+        meet(engine, "load_async(...).wait()")
+        settle(engine)
+        Together.of(engine).agree(error)
         return _apply(engine, model, source, ahead, optimizer, scheduler, scaler, data, strict, rng)
 
     return Loading(engine, source, ahead, finish, begun, Path(path))
@@ -199,17 +209,19 @@ def _apply(
     if optimizers:
         fill_optimizers(engine, optimizers, reading)
     streams, extra = 0, None
+    odd: dict[str, Any] = {}
     random: dict[str, Any] | None = None
     if isinstance(source, FolderSource) and reading.error is None:
         try:  # each rank reads its own: what one meets is told to all below
             streams = sum(item.kind == "rng" for item in source.records)
             random = _random(source, together.rank % streams) if rng and streams else None
             extra = source.value("extra")
+            odd = source.value("extra_state") or {}
         except Exception as failure:
             reading.error = failure
     _verify(together, source, reading.error)
     if isinstance(source, FolderSource):
-        _set_extra_state(model, source)
+        _set_extra_state(model, odd)
     if random is not None:
         random_states.restore(random, together.rank, streams)
     for name, thing in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
@@ -268,10 +280,9 @@ def _check_things(**things: Any) -> None:
             raise CheckpointError(f"{name}={thing!r}: expected something with load_state_dict().")
 
 
-def _set_extra_state(model: nn.Module, source: FolderSource) -> None:
-    for name, value in source.state.get("extra_state", {}).items():
-        path = name.removesuffix("_extra_state").rstrip(".")
-        model.get_submodule(path).set_extra_state(decode(value))
+def _set_extra_state(model: nn.Module, odd: dict[str, Any]) -> None:
+    for name, value in odd.items():
+        model.get_submodule(name.removesuffix("_extra_state").rstrip(".")).set_extra_state(value)
 
 
 def _random(source: FolderSource, rank: int) -> dict[str, Any]:

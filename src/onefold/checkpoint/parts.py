@@ -25,7 +25,7 @@ from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
 from onefold.checkpoint.values import encode
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import whole_sight
-from onefold.runtime.state import plain_state_dict
+from onefold.runtime.state import beside_parameters
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,13 @@ def collect(
 
 def _collect_first(out: Parts, own: _Own, engine: Engine, module: nn.Module, scheduler: Any, scaler: Any, extra: Any) -> None:
     """What only the first rank stores: buffers, and values that are the same on every rank."""
-    parameters = {name for entry in engine.entries for name in entry.names}
-    odd = {}
-    for name, value in plain_state_dict(engine, module).items():
-        if name in parameters:
-            continue
-        if isinstance(value, torch.Tensor):
-            own.add(Item("buffer", name), value)
-        else:
-            odd[name] = encode(value, f"the extra state {name!r} of the model")
+    buffers, odd = beside_parameters(engine, module)
+    for name, buffer in buffers.items():
+        own.add(Item("buffer", name), buffer)
     if odd:
-        out.values["extra_state"] = odd
+        out.values["extra_state"] = {
+            name: encode(value, f"the extra state {name!r} of the model", own.keep) for name, value in odd.items()
+        }
     for name, thing in (("scheduler", scheduler), ("scaler", scaler)):
         if thing is not None:
             out.values[name] = encode(state_of(thing, name), name)

@@ -28,7 +28,7 @@ from onefold.checkpoint.folder import OWNER, Unfinished, flush_file, flush_folde
 from onefold.checkpoint.manifest import MANIFEST, STATE, FileRecord, Manifest, rank_file, write_manifest
 from onefold.checkpoint.parts import Part, Parts, collect, planned, records, report, saved_by, values_of
 from onefold.checkpoint.tensorfile import TensorFile, write_tensors
-from onefold.checkpoint.together import Said, Together, raise_first, worded
+from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
 from onefold.checkpoint.values import encode
 from onefold.memory import empty
 from onefold.runtime.engine import Engine
@@ -105,6 +105,7 @@ def _begin(
     step: int | None, tokenizer: Any, overwrite: bool, copy: bool,
 ) -> _Writing:  # fmt: skip
     """All that needs the training to stand still, and the errors that can be found before anything is written."""
+    meet(engine, "save_async" if copy else "save")
     settle(engine)
     together, target = Together.of(engine), Path(path).absolute()
     error: Exception | None = None

@@ -7,16 +7,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
+from onefold.comm import Place
 from onefold.runtime.engine import Engine
 
 #: Seconds that a rank waits for the others: as long as the largest shard may take to write. A rank that ends is noticed at once.
 PATIENCE = 4 * 3600.0
 
 _known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary()
+
+
+CALLS = ("save", "save_async", "load", "load_async", "load_async(...).wait()", "Checkpointer(...)", "Checkpointer.load",
+         "Checkpointer.latest", "export", "load_pretrained", "load_adapters", "shard(weights=...)")  # fmt: skip
+
+
+def meet(engine: Engine, call: str) -> None:
+    """Every rank has come to the same call. On the training's communicator, whose waits end within the recipe's `stall_timeout`.
+
+    Raises:
+        StallError: another rank does not come. CheckpointError: another rank calls something else.
+    """
+    if engine.group.imagined:
+        return
+    payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8)
+    said = [int(p.item()) for p in engine.group.exchange_control(payload, Place("control", f"({call})", engine.step, "state"))]
+    other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
+    if other is not None:
+        raise CheckpointError(
+            f"rank {engine.group.ranks[engine.rank]} called {call} while rank {engine.group.ranks[other]} called {CALLS[said[other]]}: "
+            "every rank must call the same, in the same order."
+        )
 
 
 class Together:

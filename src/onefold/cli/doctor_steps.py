@@ -1,7 +1,7 @@
-"""Reference steps of a calibration: the engine itself trains a small transformer, made of the very blocks whose rate was measured.
+"""Reference steps of a calibration: the engine itself trains a small transformer, made of blocks whose passes were measured alone.
 
-    sum of parts   blocks ▒▒▒▒▒▒▒▒▒▒▒▒  moves ▒▒▒  optimizer ▒            each measured alone, again and again
-    a step         embedding, head, loss, casts, hooks, cold caches, waits ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
+    sum of parts   passes ▒▒▒▒▒▒▒▒▒▒▒▒  moves ▒▒▒  optimizer ▒            each measured alone, again and again
+    a step         casts, hooks, cold caches, waits ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
 
 What lies between the two is the software's efficiency (`onefold.plan.efficiency`), here measured rather than assumed. It is measured
 in this room because a plan knows no running engine.
@@ -23,10 +23,11 @@ from onefold.plan.costs import Kernels
 from onefold.plan.counting import count
 from onefold.plan.evaluate import calls_of
 from onefold.plan.from_module import model_shape
-from onefold.plan.measure import Bench, Block, block_flops
+from onefold.plan.measure import Bench
 from onefold.plan.measured import StepPoint
 from onefold.plan.sizes import REFERENCE_BLOCKS, REFERENCE_VOCABULARY
 from onefold.plan.states import units_of, wire
+from onefold.plan.yardsticks import Gated, RootMeanSquare, gated_flops
 from onefold.recipe import Recipe
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -44,8 +45,8 @@ class Reference(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(REFERENCE_VOCABULARY, hidden)
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(REFERENCE_BLOCKS))
-        self.norm = nn.LayerNorm(hidden)
+        self.blocks = nn.ModuleList(Gated(hidden) for _ in range(REFERENCE_BLOCKS))
+        self.norm = RootMeanSquare(hidden)
         self.head = nn.Linear(hidden, REFERENCE_VOCABULARY, bias=False)
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ class Training:
             hidden=self.hidden,
             tokens=self.tokens,
             micro_batches=MICRO_BATCHES,
-            flops=float(MICRO_BATCHES * (REFERENCE_BLOCKS * block_flops(self.hidden, self.tokens) + head)),
+            flops=float(MICRO_BATCHES * (REFERENCE_BLOCKS * gated_flops(self.hidden, self.tokens) + head)),
             kernels=self.kernels * MICRO_BATCHES,
             numel=self.shape.numel,
             stepped=sum(flat.local(slot) for unit in units for flat in unit.flats for slot in flat.layout.slots),

@@ -1,7 +1,7 @@
 """What a whole step reaches of the rates that its parts were measured at: the software's efficiency of a calibrated machine.
 
-`onefold doctor --calibrate` measures passes, moves and the optimizer each alone, and then lets the engine train a small transformer of the
-same blocks (`StepPoint`). Three figures make the sum of the parts equal to what those steps took, for each dtype and number of ranks:
+`onefold doctor --calibrate` measures passes, moves and the optimizer each alone, and then lets the engine train a small transformer
+(`StepPoint`). Three figures make the sum of the parts equal to what those steps took, for each dtype and number of ranks:
 
     seconds of a step = passes ÷ step_share + gradients · handed_s + moves exposed ÷ move_share + optimizer
 

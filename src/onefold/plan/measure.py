@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from onefold.comm import Group, Place
 from onefold.plan.counting import count
 from onefold.plan.measured import ADAMW_BYTES, BlockPoint, HostLink, MatrixPoint, PassPoint, Points
 from onefold.plan.sizes import Sizes
+from onefold.plan.yardsticks import Block, Chain, Gated, block_flops
 
 #: Seconds that one timing lasts at least, so that neither the clock's own cost nor the ranks' waking up shows.
 SHORTEST = 0.004
@@ -73,44 +73,21 @@ class Bench:
         All ranks make the same number of calls, so `call` may be a collective.
         """
         call()
-        pilot = self.group_seconds([self.span(call)])[0]
+        spans = [self.span(call)]
+        pilot = self.group_seconds(spans)[0]
         least = -(-REPEATS // self.sizes.rounds)
         count = max(1, round(SHORTEST / max(pilot, 1e-7)))
         budget = self.sizes.budget_s / self.sizes.rounds
         repeats = max(least, min(50, int(budget / (count * max(pilot, 1e-7)))))
-        spans = [self.span(call, count) for _ in range(repeats)]
+        spans = spans if count == 1 else []
+        while len(spans) < repeats:
+            spans.append(self.span(call, count))
         return statistics.median(self.group_seconds(spans)) / count
 
     def _every(self, values: Sequence[float]) -> torch.Tensor:
         """[ranks, len(values)] float64 on the host. Collective; waits for all."""
         mine = torch.tensor(values, dtype=torch.float64).view(torch.uint8)
         return torch.stack([part.view(torch.float64) for part in self.group.exchange_control(mine, self.place("control"))])
-
-
-class Block(nn.Module):
-    """A transformer block of the common kind: attention and a feed-forward of four times the width, each behind a layer norm."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.heads = max(1, hidden // 64)
-        self.norm_attention, self.norm_ffn = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
-        b, t, h = x_BTH.shape
-        q, k, v = self.qkv(self.norm_attention(x_BTH)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTH = x_BTH + self.out(mixed.transpose(1, 2).reshape(b, t, h))
-        return x_BTH + self.down(F.gelu(self.up(self.norm_ffn(x_BTH))))
-
-
-def block_flops(hidden: int, tokens: int) -> int:
-    """Model FLOPs of a block's forward and backward pass over one sequence: 6 a parameter and token, and 12·h·s a token for attention.
-
-    PaLM (2022), appendix B, for one layer of 12·h² parameters; causal masking is not deducted.
-    """
-    return 6 * 12 * hidden * hidden * tokens + 12 * hidden * tokens * tokens
 
 
 def measure_matrices(bench: Bench) -> tuple[MatrixPoint, ...]:
@@ -145,42 +122,26 @@ def measure_blocks(bench: Bench) -> tuple[tuple[BlockPoint, ...], tuple[PassPoin
     return tuple(out), tuple(passes)
 
 
-class Chain(nn.Module):
-    """What models do between their matrix products: norms by hand, rotations, gates, activations by hand, picking rows: [T, H] → scalar."""
-
-    def __init__(self, hidden: int, tokens: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
-        self.register_buffer("place", torch.arange(tokens - 1, -1, -1))
-
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        place: Any = self.place
-        for _ in range(3):
-            wide = x_TH.float()
-            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-            normed = self.weight * wide.to(x_TH.dtype)
-            left, right = normed.chunk(2, -1)
-            x_TH = x_TH + F.silu(torch.cat((-right, left), -1)) * normed
-            x_TH = x_TH + 0.5 * normed * (1.0 + torch.tanh(0.8 * (normed + 0.04 * torch.pow(normed, 3.0))))
-            x_TH = torch.zeros_like(x_TH).index_add_(0, place, x_TH[place])
-        return torch.log_softmax(x_TH.float(), -1).sum()
-
-
-def measure_chains(bench: Bench) -> tuple[PassPoint, ...]:
-    """A chain's forward and backward pass at every size and dtype."""
+def measure_others(bench: Bench) -> tuple[PassPoint, ...]:
+    """Forward and backward pass of two `Gated` blocks and of a `Chain`, at every size and dtype."""
     out = []
-    for dtype in bench.sizes.dtypes:
-        for hidden, tokens in bench.sizes.chains:
-            chain = Chain(hidden, tokens).to(device=bench.device, dtype=getattr(torch, dtype))
-            x = torch.randn(tokens, hidden, device=bench.device).to(getattr(torch, dtype)).requires_grad_()
+    for dtype in (getattr(torch, name) for name in bench.sizes.dtypes):
+        models: list[tuple[nn.Module, int, int]] = [
+            *((nn.Sequential(Gated(h), Gated(h)), h, t) for h, t in bench.sizes.gated),
+            *((Chain(h, t), h, t) for h, t in bench.sizes.chains),
+        ]
+        for model, hidden, tokens in models:
+            model.to(device=bench.device, dtype=dtype)
+            shape = (tokens, hidden) if isinstance(model, Chain) else (1, tokens, hidden)
+            x = torch.randn(shape, device=bench.device).to(dtype).requires_grad_()
 
-            def step(chain: Chain = chain, x: torch.Tensor = x) -> None:
-                chain.zero_grad(set_to_none=True)
+            def step(model: nn.Module = model, x: torch.Tensor = x) -> None:
+                model.zero_grad(set_to_none=True)
                 x.grad = None
-                chain(x).backward()
+                model(x).sum().backward()
 
             kernels = count(step)
-            out.append(PassPoint(dtype, kernels, bench.seconds(step)))
+            out.append(PassPoint(str(dtype).removeprefix("torch."), kernels, bench.seconds(step)))
     return tuple(out)
 
 

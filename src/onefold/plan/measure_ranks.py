@@ -17,11 +17,11 @@ from onefold.comm import Group
 from onefold.plan.measure import (
     Bench,
     measure_blocks,
-    measure_chains,
     measure_copies,
     measure_host_link,
     measure_matrices,
     measure_optimizer,
+    measure_others,
 )
 from onefold.plan.measure_moves import measure_move, measure_overlap
 from onefold.plan.measured import AtRanks, HostLink, StepPoint, middle
@@ -83,7 +83,7 @@ def _measure_together(bench: Bench, members: dist.ProcessGroup | None, say: Call
     say(f"transformer blocks, {suffix}")
     blocks, passes = measure_blocks(bench)
     say(f"small operations, {suffix}")
-    passes += measure_chains(bench)
+    passes += measure_others(bench)
     say(f"memory, {suffix}")
     copies = measure_copies(bench)
     say(f"optimizer step, {suffix}")

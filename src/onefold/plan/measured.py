@@ -89,7 +89,7 @@ class PassPoint:
 
 @dataclass(frozen=True)
 class StepPoint:
-    """A reference step: the engine itself trains a small transformer of the very blocks that were measured, and this is how long it took.
+    """A reference step: the engine itself trains a small transformer, and this is how long it took.
 
     Attributes:
         dtype: of the computation; stage: 0 or 3.

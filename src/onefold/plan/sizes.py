@@ -26,7 +26,7 @@ class Sizes:
         disk_bytes: of the file that is written and read.
         budget_s: seconds a point may take beyond its least number of repeats, over all rounds.
         rounds: how often everything is measured; the median of the rounds counts.
-        chains: (hidden, tokens) of the chains of small operations.
+        gated, chains: (hidden, tokens) of gated blocks and of chains of small operations; see `onefold.plan.yardsticks`.
         steps: (hidden, tokens) of the reference steps: far apart in tokens for each weight, which tells passes from gradients.
     """
 
@@ -40,6 +40,7 @@ class Sizes:
     disk_bytes: int
     budget_s: float
     rounds: int = 1
+    gated: tuple[tuple[int, int], ...] = ()
     chains: tuple[tuple[int, int], ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
 
@@ -62,6 +63,7 @@ class Sizes:
             disk_bytes=512 * MIB if gpu else 256 * MIB,
             budget_s=0.1,
             rounds=3,
+            gated=((1024, 1024), (4096, 2048)) if gpu else ((64, 64), (128, 128), (256, 128), (256, 512)),
             chains=((256, 1), (1024, 1024), (4096, 2048)) if gpu else ((64, 1), (128, 128), (256, 512)),
             steps=((2048, 512), (1024, 4096)) if gpu else ((256, 64), (128, 256)),
         )
@@ -78,6 +80,7 @@ class Sizes:
             self,
             matrices=_some([(m, n, k) for m, n, k in self.matrices if 4 * (m * k + n * k + m * n) <= room], self.matrices),
             blocks=_some([(h, t) for h, t in self.blocks if 4 * (24 * h * h + 32 * h * t) <= room], self.blocks),
+            gated=_some([(h, t) for h, t in self.gated if 4 * (42 * h * h + 80 * h * t) <= room], self.gated),
             chains=_some([(h, t) for h, t in self.chains if 4 * 200 * h * t <= room], self.chains),
             steps=tuple((h, t) for h, t in self.steps if reference_bytes(h, t) <= room),
             copy_bytes=_some([b for b in self.copy_bytes if 2 * b <= room], self.copy_bytes),
@@ -117,5 +120,5 @@ def _some(kept: list[T], of: tuple[T, ...]) -> tuple[T, ...]:
 
 def reference_bytes(hidden: int, tokens: int) -> int:
     """About what a reference step takes on one rank: weights, gradients, masters, moments and a gather, activations, logits."""
-    numel = 12 * hidden * hidden * REFERENCE_BLOCKS + 2 * REFERENCE_VOCABULARY * hidden
-    return 24 * numel + 4 * tokens * (40 * hidden * REFERENCE_BLOCKS + 3 * REFERENCE_VOCABULARY)
+    numel = 11 * hidden * hidden * REFERENCE_BLOCKS + 2 * REFERENCE_VOCABULARY * hidden
+    return 24 * numel + 4 * tokens * (80 * hidden * REFERENCE_BLOCKS + 3 * REFERENCE_VOCABULARY)

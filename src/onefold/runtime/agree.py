@@ -1,6 +1,7 @@
 """What the ranks tell each other at the end of a backward pass: one message of a few hundred bytes.
 
-    step | checksums of the orders seen in forward, in backward, of readiness | parameters used | units late | units gathered in backward
+    step | checksums of the orders seen in forward, in backward, of readiness | something behind the training has failed
+         | parameters used | units late | units gathered in backward
 
 From it every rank knows which parameters got a gradient anywhere, whether a unit needs a second reduction, and whether all ranks walked
 through the units alike, in which case that walk becomes the agreed order of the next steps.
@@ -25,7 +26,7 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
     late = {u.index for u in engine.units if u.late}
     gathered = set(engine.gather.backward_log)
     orders = [zlib.crc32(repr(log).encode()) for log in (engine.gather.forward_log, engine.gather.backward_log, engine.reduce.log)]
-    head = struct.pack("<qIII", engine.step, *orders)
+    head = struct.pack("<qIIIB", engine.step, *orders, engine.failure is not None)
     sizes = (len(engine.entries), len(engine.units), len(engine.units))
     body = b"".join(_bits(s, n) for s, n in zip((used, late, gathered), sizes, strict=True))
     payload = torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
@@ -39,6 +40,7 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
         for i, n in enumerate(sizes):
             seen[i] |= int.from_bytes(part[at : at + (n + 7) // 8], "little")
             at += (n + 7) // 8
+    engine.failure_agreed = any(part[20] for part in parts)
     everywhere = [_members(bits) for bits in seen]
     engine.reduce.finish(everywhere[0])
     if everywhere[1]:

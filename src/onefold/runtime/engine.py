@@ -88,8 +88,10 @@ class Engine:
         self.optimizer_seen = self.stepped = self.reduced_since_gather = False
         self.buffers: list[tuple[nn.Module, str]] = []
         self.closed = False
-        # Asks what work behind the training has failed with (None: told already); the next optimizer step raises it.
+        # Asks what work behind the training has failed with (None: told already). Ranks agree in a backward pass that one has such a
+        # failure, and the optimizer step behind it raises it on all of them: none takes a step that another does not.
         self.failure: Callable[[], BaseException | None] | None = None
+        self.failure_agreed = False
         self.settle: Callable[[], None] | None = None  # waits for that work
 
     def _unit(self, index: int, spec: UnitSpec) -> Unit:
@@ -320,10 +322,8 @@ class Engine:
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
-        if self.failure is not None:
-            failure, self.failure = self.failure(), None
-            if failure is not None:
-                raise failure
+        if self.failure_agreed or (self.failure is not None and self.world_size == 1):
+            self._tell_failure()
         if not any(flat.grads for u in self.units for flat in u.flats):
             return
         take_kept(self)
@@ -333,6 +333,14 @@ class Engine:
                 "optimizer.step() was called while gradients kept under no_sync have not been reduced yet. Run the last micro-batch of the "
                 "step outside `onefold.no_sync(model)`."
             )
+
+    def _tell_failure(self) -> None:
+        if self.settle is not None:
+            self.settle()  # another rank's may have failed first
+        ask, self.failure, self.failure_agreed = self.failure, None, False
+        failure = ask() if ask is not None else None
+        if failure is not None:
+            raise failure
 
     def optimizer_has_stepped(self, entries: Iterable[Entry]) -> None:
         """Called after an optimizer over the parameters of `entries` has stepped."""

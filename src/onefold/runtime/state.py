@@ -116,6 +116,22 @@ def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
         engine.whole_depth -= 1
 
 
+def beside_parameters(engine: Engine, module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What the module's state dict holds besides parameters: (persistent buffers, extra states), each by its name there. Local.
+
+    Parameters are told by their identity: hooks of a module may give them other names in its state dict.
+    """
+    known = {id(e.param) for e in engine.entries} | {id(e.compute) for e in engine.entries}
+    buffers: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in plain_state_dict(engine, module).items():
+        if name.rpartition(".")[2] == "_extra_state":
+            extra[name] = value
+        elif isinstance(value, torch.Tensor) and id(value) not in known:
+            buffers[name] = value
+    return buffers, extra
+
+
 def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
     if flat.passive:
         return None
