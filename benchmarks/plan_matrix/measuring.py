@@ -77,12 +77,14 @@ class Training:
         return begin, time.perf_counter()
 
 
-def measure(cells: Sequence[Cell], rounds: int = 0, usual: float = 0.0, activations: bool = True) -> list[dict[str, Any]]:
+def measure(
+    cells: Sequence[Cell], rounds: int = 0, usual: float = 0.0, patience: float = 30.0, activations: bool = True
+) -> list[dict[str, Any]]:
     """Train `cells`, which differ in their stage alone, and read their ledgers. Collective over their ranks.
 
     Args:
         rounds: how often each cell's step is timed; 0 times none.
-        usual: seconds of the block by which the machine's pace is told, see `Pace`; 0 takes every round as it comes.
+        usual, patience: see `Pace`; `usual` 0 takes every round as it comes.
         activations: also record a step with everything that autograd saves.
 
     Returns:
@@ -91,7 +93,7 @@ def measure(cells: Sequence[Cell], rounds: int = 0, usual: float = 0.0, activati
     """
     trained = [Training(cell) for cell in cells]
     seen = [training.ledgers(activations) | {"spans": [], "paces": []} for training in trained]
-    pace = Pace(usual) if usual and rounds else None
+    pace = Pace(usual, patience) if usual and rounds else None
     number = 0
     while number < rounds:
         before = pace.wait() if pace else 1.0

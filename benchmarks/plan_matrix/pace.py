@@ -38,12 +38,12 @@ class Pace:
     """Looks at the machine's pace. Collective over all ranks, who agree on what they see.
 
     Attributes:
-        usual: seconds at calibration, by `expected`; 0 looks at nothing and lets every round count.
+        usual: seconds at calibration, by `expected`.
         patience: seconds that may be spent on rounds that do not count and on waiting.
     """
 
     usual: float
-    patience: float = 30.0
+    patience: float
     seen: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -171,3 +171,95 @@ def test_loading_ahead_changes_nothing_before_it_is_waited_for(tmp_path: Path) -
     assert all(torch.equal(v, before[k]) for k, v in onefold.full_state_dict(other).items())
     assert loading.wait(60.0).step == 1
     assert step(other, states, 1) == expected
+
+
+def test_a_lone_process_is_told_of_a_failed_save_by_its_next_step_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onefold
+    from onefold.checkpoint import saving as module
+
+    model, optimizer = start(0)
+    step(model, optimizer, 0)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_tensors", broken)
+    saving = onefold.save_async(tmp_path / "a", model=model, optimizer=optimizer)
+    while not saving.done:
+        pass
+    with pytest.raises(onefold.CheckpointError, match="No space left"):
+        step(model, optimizer, 1)
+    step(model, optimizer, 2)
+
+
+def slow_to_hear(root: str) -> list[str]:
+    """The second rank hears of the failed save much later than the first; both must skip the same update."""
+    import time
+
+    import onefold
+    from onefold.checkpoint import saving as module
+
+    model, optimizer = start(1)
+    step(model, optimizer, 0)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    module.write_tensors = broken  # type: ignore[assignment]
+    saving = onefold.save_async(f"{root}/a", model=model, optimizer=optimizer)
+    if dist.get_rank():
+
+        def late(error: Any = saving._take) -> Any:
+            time.sleep(0.3)
+            return error()
+
+        saving._take = late  # type: ignore[method-assign]
+    out = []
+    for number in range(1, 30):
+        try:
+            step(model, optimizer, number)
+            out.append("stepped")
+        except onefold.CheckpointError:
+            out.append("told")
+            optimizer.zero_grad()
+    return out
+
+
+def test_all_ranks_are_told_of_a_failed_save_by_the_same_step(tmp_path: Path) -> None:
+    first, second = run_ranks(2, slow_to_hear, str(tmp_path))
+    assert first == second and first.count("told") == 1, (first, second)
+
+
+def talking(root: str) -> dict[str, Any]:
+    """Everything that ranks say to each other while a save is under way waits for it, and ends as it should."""
+    import time
+
+    import onefold
+    from onefold.checkpoint import saving as module
+
+    model, optimizer = start(2)
+    step(model, optimizer, 0)
+    real = module.write_tensors
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3 if dist.get_rank() else 0.0)
+        return real(*args, **kwargs)
+
+    module.write_tensors = slow  # type: ignore[assignment]
+    with onefold.Checkpointer(root, model=model, keep=1) as checkpoints:
+        checkpoints.save(300, optimizer=optimizer)
+        newest = checkpoints.latest()
+        ahead = onefold.load_async(f"{root}/step-00000300", model=model, optimizer=optimizer)
+        checkpoints.save(150, optimizer=optimizer)  # of a branch that began further back
+        loaded = ahead.wait(30.0)
+        onefold.save(f"{root}/best", model=model)
+        checkpoints.save(160, optimizer=optimizer)
+    return {"newest": newest.name if newest else "", "loaded": loaded.step, "left": sorted(p.name for p in Path(root).iterdir())}
+
+
+def test_what_is_asked_while_a_save_is_under_way_waits_for_it(tmp_path: Path) -> None:
+    for found in run_ranks(2, talking, str(tmp_path)):
+        assert found["newest"] == "step-00000300" and found["loaded"] == 300
+        assert "step-00000160" in found["left"], "the one just saved stays, whatever step another branch has reached"
+        assert "best" in found["left"], "what the user has saved there is the user's"
+        assert not any(name.endswith(".unfinished") for name in found["left"])

@@ -243,7 +243,12 @@ def misunderstandings(root: str) -> dict[str, Any]:
     out: dict[str, Any] = {
         "equal": all(torch.equal(found[name], value) for name, value in whole.items()) and (bool(whole) or rank > 0),
         "seen": other.seen.tolist(),
+        "whole": not whole or (whole["short"].shape == (3, 5) and not torch.equal(whole["short"][2], torch.zeros(5))),
     }
+    with onefold.full_params(other):
+        out["inside"] = said_by(onefold.load, f"{root}/odd", model=other)
+    out["steps"] = said_by(onefold.save, f"{root}/z", model=model, step=rank)
+    out["places"] = said_by(onefold.save, f"{root}/z{rank}", model=model)
     call = (lambda: onefold.save(f"{root}/x", model=model)) if rank else (lambda: onefold.load(f"{root}/odd", model=model))
     out["crossed"] = said_by(call)
     if rank == 0:
@@ -259,7 +264,10 @@ def misunderstandings(root: str) -> dict[str, Any]:
 def test_a_rank_that_calls_something_else_or_nothing_is_told(tmp_path: Path) -> None:
     first, second = run_ranks(2, misunderstandings, str(tmp_path))
     for found in (first, second):
-        assert found["equal"] and found["seen"] == [7.0, 7.0]
+        assert found["equal"] and found["whole"] and found["seen"] == [7.0, 7.0]
+        assert "load() was called inside full_params()" in found["inside"]
+        assert "given step 0 on rank 0 and 1 on rank 1" in found["steps"]
+        assert "given path" in found["places"]
     assert "rank 0 called load while rank 1 called save" in first["crossed"]
     assert "rank 1 called save while rank 0 called load" in second["crossed"]
     assert "waiting in control of unit '(save)'" in first["alone"], first["alone"]

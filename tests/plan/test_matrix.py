@@ -18,6 +18,8 @@ if str(ROOT) not in sys.path:
 pytest.importorskip("transformers")
 
 from benchmarks.plan_matrix.__main__ import group_seconds
+from benchmarks.plan_matrix.measuring import measure
+from benchmarks.plan_matrix.pace import Pace
 from benchmarks.plan_matrix.planning import judge, orders, predict
 from benchmarks.plan_matrix.settings import ARCHITECTURES, Cell, cells
 
@@ -81,3 +83,22 @@ def test_stages_are_a_tie_where_the_plan_or_the_rounds_do_not_tell_them_apart() 
 
 def test_the_seconds_of_a_step_go_from_the_first_begin_to_the_last_end() -> None:
     assert group_seconds([{"spans": [[1.0, 2.0], [5.0, 7.0]]}, {"spans": [[1.5, 2.5], [4.0, 6.0]]}]) == [1.5, 3.0]
+
+
+def test_rounds_are_timed_in_turns() -> None:
+    part = [Cell("gpt2", 1, stage, "fp32", 1, "none") for stage in (0, 3)]
+    first, second = measure(part, rounds=2, activations=False)
+    assert len(first["spans"]) == len(second["spans"]) == 2
+    assert first["paces"] == [1.0, 1.0]
+    times = [first["spans"][0], second["spans"][0], second["spans"][1], first["spans"][1]]  # each round begins with another
+    assert times == sorted(times) and all(begin < end for begin, end in times)
+
+
+def test_rounds_wait_for_the_calibrated_pace_until_patience_ends() -> None:
+    slow = Pace(1e-9, patience=0.0)
+    assert not slow.counts(slow.wait())
+    assert slow.patience <= 0
+    usual = Pace(slow.now() * 1e-9, patience=0.0)
+    assert usual.counts(1.0) and not usual.counts(1.2) and not usual.counts(0.8)
+    (seen,) = measure([Cell("gpt2", 1, 0, "fp32", 1, "none")], rounds=1, usual=1e-9, patience=0.0, activations=False)
+    assert len(seen["spans"]) == 1 and seen["paces"][0] > 1  # counted all the same, and told of

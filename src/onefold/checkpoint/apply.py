@@ -82,6 +82,8 @@ def fill_model(engine: Engine, fit: Fit, reading: Reading) -> None:
             for flat in unit.flats:
                 wanted = [Wanted(e, fit.found[e.names[0]], e.param.data) for e in flat.entries if e.names[0] in fit.found]
                 reading.masters(unit, flat, wanted)
+                for w in wanted if flat.passive else ():
+                    torch.autograd.graph.increment_version(w.entry.param)  # a backward pass over what was there before must not go on
         reading.buffers({Item("buffer", name): tensor for name, tensor in fit.buffers.items() if Item("buffer", name) in items})
         engine.make_stale()
 
@@ -239,6 +241,11 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
                 f"{len(optimizer.param_groups)}. Make the groups as they were when it was saved."
             )
         for index, (group, saved) in enumerate(zip(optimizer.param_groups, stored, strict=True)):
+            if any(id(p) not in names for p in group["params"]):
+                raise CheckpointError(
+                    f"group {index} of the given {type(optimizer).__name__} has a parameter of another model: make the optimizer of "
+                    "model.parameters() after shard(), and give both to one load."
+                )
             ours = [names[id(p)] for p in group["params"]]
             theirs = set(saved["params"]) | {alias for alias, name in aliases.items() if name in saved["params"]}
             extra = [n[0] for n in ours if not theirs & set(n)]

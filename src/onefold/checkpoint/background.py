@@ -22,6 +22,8 @@ class Background:
         path: the checkpoint. stall_s: seconds that the training stood still for it. seconds: from its start to its end; None until then.
     """
 
+    tell_steps = True  # the next optimizer step raises what it fails with
+
     def __init__(self, engine: Engine, path: Path, work: Callable[[], None], begun: float) -> None:
         self.path = path
         self.seconds: float | None = None
@@ -45,7 +47,7 @@ class Background:
             self._error = error
             logging.getLogger("onefold").error("%s: %s", self.path, error)  # also where the program ends without another step
             engine = self._engine()
-            if engine is not None:
+            if engine is not None and self.tell_steps:
                 engine.failure = self._take
         finally:
             self._work = None  # what it read is free from here
@@ -87,5 +89,5 @@ def running(engine: Engine) -> Background | None:
 def settle(engine: Engine) -> None:
     """Wait for what is under way. Its failure is told by itself."""
     found = running(engine)
-    if found is not None:
+    if found is not None and found._thread is not threading.current_thread():
         found._thread.join()

@@ -13,7 +13,7 @@ from onefold.checkpoint.background import Background, running, settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import Lock, checkpoints, in_words, latest, prune, remove_litter
 from onefold.checkpoint.loading import Loaded, load
-from onefold.checkpoint.saving import save, save_async
+from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
 from onefold.runtime.registry import engine_of
 
@@ -50,7 +50,7 @@ class Checkpointer:
             raise CheckpointError(f"keep={keep!r}: expected how many checkpoints stay, 1 or more.")
         if busy not in ("wait", "skip"):
             raise CheckpointError(f"busy={busy!r}: expected 'wait' or 'skip'.")
-        self.root, self.keep, self.asynchronous, self.busy = Path(root), keep, asynchronous, busy
+        self.root, self.keep, self.asynchronous, self.busy = Path(root).absolute(), keep, asynchronous, busy
         self.model, self._engine = model, engine_of(model)
         meet(self._engine, "Checkpointer(...)")
         settle(self._engine)
@@ -98,7 +98,7 @@ class Checkpointer:
             self.skipped += 1
             return None
         self.wait()
-        path = self.root / f"step-{step:08d}"
+        path = self.root / f"step-{step_of(step) or 0:08d}"
         if self.asynchronous:
             self._saving = save_async(path, model=self.model, step=step, overwrite=True, **parts)
         else:

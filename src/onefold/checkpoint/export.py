@@ -34,7 +34,7 @@ from onefold.checkpoint.together import Together, meet
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state import plain_state_dict
+from onefold.runtime.state import beside_parameters
 
 #: Bytes of tensors in one file, unless asked otherwise.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -239,14 +239,11 @@ def masters(engine: Engine) -> dict[str, torch.dtype]:
 
 def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
     """What this rank writes: its share of every parameter, and on the first rank the buffers."""
-    parameters = set()
     for share in shares(engine):
-        parameters |= set(share.entry.names)
         if share.stop > share.start:
             yield share.name, share.start, share.of(share.entry.param)
-    for name, value in plain_state_dict(engine, model).items() if engine.rank == 0 else ():
-        if name not in parameters and isinstance(value, torch.Tensor):
-            yield name, 0, value.detach().reshape(-1)
+    for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
+        yield name, 0, value.detach().reshape(-1)
 
 
 def _finish(made: Export, overwrite: bool) -> None:

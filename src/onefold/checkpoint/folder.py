@@ -47,7 +47,7 @@ class Lock:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.known = path, True
+        self.path, self.known, self._file = path, True, -1
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,10 +62,15 @@ class Lock:
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
+    def __del__(self) -> None:
+        self.release()
+
     def release(self, remove: bool = False) -> None:
         if self._file >= 0:
             if remove:
                 self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked child may have the descriptor too
             os.close(self._file)
             self._file = -1
 
@@ -126,7 +131,11 @@ def check_target(target: Path, overwrite: bool) -> None:
     """Raises: CheckpointError: something is there that a checkpoint must not replace."""
     if not target.name:
         raise CheckpointError(f"{str(target)!r} is no name for a checkpoint; give a folder such as runs/a/step-100.")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a link; name the folder itself, or another one.")
+    if os.path.ismount(target):
+        raise CheckpointError(f"{target} is where a disk is mounted, which cannot be replaced; name a folder in it.")
+    if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; name a folder that does not exist yet.")
     if not target.exists():
         return

@@ -16,12 +16,12 @@ from onefold.checkpoint.apply import Fit, Reading, fill_model, fill_optimizers, 
 from onefold.checkpoint.background import Background, settle
 from onefold.checkpoint.deepspeed import DeepSpeedSource, is_deepspeed
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import latest
+from onefold.checkpoint.folder import checkpoints, latest
 from onefold.checkpoint.folder_source import FolderSource, compare
 from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.prefetch import Prefetched
-from onefold.checkpoint.saving import Optimizers, optimizers_of
+from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
 from onefold.checkpoint.values import decode
@@ -87,6 +87,8 @@ def load(
 class Loading(Background):
     """A load under way. `.wait()` applies what was read and returns `Loaded`; collective."""
 
+    tell_steps = False
+
     def __init__(self, engine: Engine, source: Source, ahead: Prefetched, finish: Any, begun: float, path: Path) -> None:
         self._finish, self._source = finish, source
         super().__init__(engine, path, ahead.read_all, begun)
@@ -148,6 +150,12 @@ def source_of(path: Path) -> Source:
         newest = latest(path)
         if newest is not None:
             return FolderSource(newest)
+        unnumbered = sorted(folder.name for _, folder in checkpoints(path))
+        if unnumbered:
+            raise CheckpointError(
+                f"{path} holds checkpoints whose step cannot be told ({', '.join(unnumbered[:5])}): "
+                "saved without step=, or damaged. Name one."
+            )
         if is_deepspeed(path):
             return DeepSpeedSource(path)
         if is_hugging_face(path):
@@ -195,6 +203,7 @@ def _apply(
     try:  # everything that can be wrong, before anything is changed
         values = _values(source, together, scheduler, scaler, data)
         _check_things(scheduler=scheduler, scaler=scaler, data=data)
+        check_moment(engine, "load", optimizer)
         if isinstance(reader, HuggingFaceSource):  # its names are those of another library's model
             reader = reader.fitted(model)
         fit = fit_model(engine, model, reader, strict)
@@ -224,9 +233,13 @@ def _apply(
         _set_extra_state(model, odd)
     if random is not None:
         random_states.restore(random, together.rank, streams)
-    for name, thing in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
-        if thing is not None:
-            thing.load_state_dict(values[name])
+    try:
+        for name, thing in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
+            if thing is not None:
+                thing.load_state_dict(values[name])
+    except Exception as failure:
+        error = failure
+    together.agree(error)
     names = tuple(fit.missing), tuple(fit.unexpected)
     if not isinstance(source, FolderSource):
         return Loaded(Path(getattr(source, "folder", "")), getattr(source, "step", None), getattr(source, "extra", None), {}, *names)
@@ -282,7 +295,9 @@ def _check_things(**things: Any) -> None:
 
 def _set_extra_state(model: nn.Module, odd: dict[str, Any]) -> None:
     for name, value in odd.items():
-        model.get_submodule(name.removesuffix("_extra_state").rstrip(".")).set_extra_state(value)
+        owner = dict(model.named_modules()).get(name.removesuffix("_extra_state").rstrip("."))
+        if owner is not None and type(owner).get_extra_state is not nn.Module.get_extra_state:
+            owner.set_extra_state(value)
 
 
 def _random(source: FolderSource, rank: int) -> dict[str, Any]:

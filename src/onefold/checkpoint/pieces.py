@@ -85,6 +85,12 @@ class States:
             self._sort(optimizer, known)
 
     def _sort(self, optimizer: torch.optim.Optimizer, known: dict[int, Share]) -> None:
+        foreign = [key for key in optimizer.state if id(key) not in known]
+        if foreign:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps state under {foreign[0]!r}, which is no parameter of the model, and nothing could give "
+                "it back. Keep it in a parameter group, or save it with extra=."
+            )
         held = [(known[id(p)], p, key, v) for p, state in optimizer.state.items() if id(p) in known for key, v in state.items()]
         # By key over all parameters: a parameter of no dimensions looks like a step count, but its neighbours tell them apart.
         odd = {key for _, p, key, v in held if isinstance(v, torch.Tensor) and (v.shape != p.shape or key == "step")}

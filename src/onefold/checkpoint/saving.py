@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from onefold.checkpoint.folder import OWNER, Unfinished, flush_file, flush_folde
 from onefold.checkpoint.manifest import MANIFEST, STATE, FileRecord, Manifest, rank_file, write_manifest
 from onefold.checkpoint.parts import Part, Parts, collect, planned, records, report, saved_by, values_of
 from onefold.checkpoint.tensorfile import TensorFile, write_tensors
-from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
+from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
 from onefold.checkpoint.values import encode
 from onefold.memory import empty
 from onefold.runtime.engine import Engine
@@ -111,7 +112,8 @@ def _begin(
     error: Exception | None = None
     parts, place = Parts(), None
     try:
-        _check(engine, step, optimizer)
+        step = step_of(step)
+        check_moment(engine, "save", optimizer)
         parts = collect(engine, model, optimizers_of(optimizer), scheduler, scaler, data, extra)
         if copy:
             parts = snapshot(engine, parts)
@@ -119,9 +121,11 @@ def _begin(
             place = Unfinished(target, overwrite)
     except Exception as failure:
         error = failure
-    said = together.all_gather((None if error is None else worded(error), str(place.folder) if place else ""))
+    mine = {"path": str(target), "step": step, "optimizers": len(optimizers_of(optimizer)), "overwrite": overwrite}
+    said = together.all_gather((None if error is None else worded(error), str(place.folder) if place else "", mine))
     try:
-        raise_first([message for message, _ in said])
+        raise_first([message for message, *_ in said])
+        raise_different("save", [others for *_, others in said])
     except CheckpointError:
         if place is not None:
             place.discard()
@@ -132,13 +136,23 @@ def _begin(
     return _Writing(together, parts, Path(said[0][1]), place, overwrite, step, saved_by(engine), _texts(model, config, tokenizer, together))
 
 
-def _check(engine: Engine, step: int | None, optimizer: Optimizers) -> None:
-    if engine.stack:
-        raise CheckpointError("save() was called inside a forward pass of the model; call it between two steps.")
-    if engine.whole_depth:
-        raise CheckpointError("save() was called inside full_params(); leave it first, so that what was written there is kept.")
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+def step_of(step: Any) -> int | None:
+    """`step` as a plain number. Raises: CheckpointError: it is none, or below 0."""
+    try:
+        number = None if step is None else operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or (number is not None and number < 0):
         raise CheckpointError(f"step={step!r}: expected the number of steps done, 0 or more.")
+    return number
+
+
+def check_moment(engine: Engine, call: str, optimizer: Optimizers) -> None:
+    """Raises: CheckpointError: it is no moment to save or load, or `optimizer` is none."""
+    if engine.stack:
+        raise CheckpointError(f"{call}() was called inside a forward pass of the model; call it between two steps.")
+    if engine.whole_depth:
+        raise CheckpointError(f"{call}() was called inside full_params(); leave it first, so that what was written there is kept.")
     for one in optimizers_of(optimizer):
         if not isinstance(one, torch.optim.Optimizer):
             raise CheckpointError(f"optimizer={one!r}: expected a torch.optim.Optimizer, or a list of them.")
@@ -204,6 +218,10 @@ class _Writing:
             written = write_tensors(self.folder / rank_file(me), list(planned(self.parts)))
         except Exception as failure:
             error = worded(failure)
+        except BaseException:  # Ctrl-C: nothing is left
+            if self.place is not None:
+                self.place.discard()
+            raise
         said = (error, written, report(self.parts, written.crcs) if written else [], self.parts.values if me == 0 or written else {})
         try:
             reports = self.together.gather(said)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from onefold.checkpoint.background import settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
 from onefold.comm import Place
@@ -47,6 +48,7 @@ class Together:
     """The ranks of one engine."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
         self.rank, self.size, self.ranks = engine.group.rank, engine.group.size, engine.group.ranks
         if engine.group.imagined:
             raise CheckpointError(
@@ -94,9 +96,17 @@ class Together:
         raise_first(self.all_gather(None if error is None else worded(error)))
 
     def _talk(self, how: Any, *args: Any, **kwargs: Any) -> None:
+        engine = self._engine()
+        if engine is not None:
+            settle(engine)  # one conversation at a time: what goes on behind the training talks here too
         try:
             how(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
+            if "not registered" in str(error) or not dist.is_initialized():
+                raise CheckpointError(
+                    "the process group was destroyed while a checkpoint was being written, and it is lost: call .wait() (or "
+                    "Checkpointer.close()) before destroy_process_group()."
+                ) from None
             raise CheckpointError(
                 f"rank {self.ranks[self.rank]} lost the other ranks of {self.ranks} while they saved or loaded a checkpoint together: "
                 f"one has ended, or did not call the same. ({str(error).splitlines()[0][:200]})"
@@ -112,6 +122,16 @@ class Said:
 
     def raised(self) -> CheckpointError:
         return DamagedCheckpoint(self.text) if self.damaged else CheckpointError(self.text)
+
+
+def raise_different(call: str, said: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError if ranks were given different things."""
+    for name, mine in said[0].items():
+        other = next((rank for rank, theirs in enumerate(said) if theirs[name] != mine), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{call} was given {name} {mine} on rank 0 and {said[other][name]} on rank {other}: every rank must be given the same."
+            )
 
 
 def worded(error: Exception) -> Said:

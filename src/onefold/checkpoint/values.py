@@ -82,10 +82,11 @@ def _encode_dict(value: dict[Any, Any], where: str, keep: Keep | None) -> Any:
 def _encode_array(value: Any, where: str, keep: Keep | None) -> Any:
     array = not isinstance(value, torch.Tensor)
     try:
-        tensor = torch.from_numpy(np.array(value)) if array else value.detach()
-    except TypeError:
-        raise CheckpointError(f"{where} is an array of {value.dtype}, which cannot be stored; give one of numbers.") from None
-    tensor = tensor.cpu().contiguous()
+        tensor = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="))) if array else value.detach().resolve_conj()
+        tensor = tensor.cpu().contiguous()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        what = "array" if array else f"tensor ({value.layout}, {value.device})"
+        raise CheckpointError(f"{where} is an {what} of {value.dtype}, which cannot be stored; give a plain one of numbers.") from None
     if tensor.dtype not in CODES:
         raise CheckpointError(f"{where} is a tensor of {tensor.dtype}, which cannot be stored; known are {', '.join(DTYPES)}.")
     name = ("$scalar" if isinstance(value, np.generic) else "$array") if array else "$tensor"

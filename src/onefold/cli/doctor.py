@@ -35,7 +35,7 @@ def doctor_command(
         Path | None,
         typer.Option("--disk", help="With --calibrate: folder whose disk is measured (default: the working folder).", show_default=False),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="With --calibrate: a rough picture in some ten seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="With --calibrate: a rough picture in a fraction of the time.")] = False,
 ) -> None:  # fmt: skip
     """Show what this machine has for training: processors, memory, GPUs, backends, the ranks that would start.
 

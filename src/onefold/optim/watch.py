@@ -53,6 +53,10 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with whole_sight():
+        for engine in [e for e in _engines if e.failure is not None and e.passive]:  # its parameters bear no mark
+            mine = {id(entry.param) for entry in engine.entries}
+            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                engine.tell_failure()
         for engine in _entries_of(optimizer):
             engine.optimizer_is_stepping()
             if engine.recipe.elementwise_optimizer is not True and not all(f.whole_master for u in engine.units for f in u.flats):

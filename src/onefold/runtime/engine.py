@@ -323,7 +323,7 @@ class Engine:
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
         if self.failure_agreed or (self.failure is not None and self.world_size == 1):
-            self._tell_failure()
+            self.tell_failure()
         if not any(flat.grads for u in self.units for flat in u.flats):
             return
         take_kept(self)
@@ -334,7 +334,8 @@ class Engine:
                 "step outside `onefold.no_sync(model)`."
             )
 
-    def _tell_failure(self) -> None:
+    def tell_failure(self) -> None:
+        """Raise what work behind the training has failed with, if nobody was told yet."""
         if self.settle is not None:
             self.settle()  # another rank's may have failed first
         ask, self.failure, self.failure_agreed = self.failure, None, False

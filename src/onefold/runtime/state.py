@@ -88,22 +88,18 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
     """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See `onefold.full_state_dict`."""
-    group, out = engine.group, {}
+    group, out = engine.group, {}  # by the parameter's identity: hooks of a module may rename it in its state dict
     with whole_sight(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
                 full = _to_rank_0(engine, unit, flat)
                 for entry in flat.entries if group.rank == 0 else ():
                     whole = entry.param.detach() if flat.passive else flat.view(full, entry)  # type: ignore[arg-type]
-                    whole = whole.cpu().clone()
-                    for name in entry.names:
-                        out[name] = whole
+                    out[id(entry.param)] = whole.cpu().clone()
     if group.rank != 0:
         return {}
-    order = plain_state_dict(engine, module)
-    return {
-        name: out[name] if name in out else value.detach().cpu().clone() for name, value in order.items() if isinstance(value, torch.Tensor)
-    }
+    order = {name: value for name, value in plain_state_dict(engine, module).items() if isinstance(value, torch.Tensor)}
+    return {name: out[id(value)] if id(value) in out else value.detach().cpu().clone() for name, value in order.items()}
 
 
 def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
@@ -153,7 +149,9 @@ def load_full_state_dict(
 ) -> tuple[list[str], list[str]]:
     """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See `onefold.load_full_state_dict`."""
     expected = {n: v for n, v in plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
-    shapes = {n: tuple(e.slot.shape) for e in engine.entries for n in e.names}
+    known = {id(e.param): e for e in engine.entries}
+    named = {n: known[id(v)] for n, v in expected.items() if id(v) in known}
+    shapes = {n: tuple(e.slot.shape) for n, e in named.items()}
     verdict: list[Any] = [None]
     if engine.rank == 0:
         verdict = [_compare(expected, shapes, state, strict)]
@@ -165,7 +163,7 @@ def load_full_state_dict(
     with whole_sight(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
-                _load_flat(engine, unit, flat, state or {})
+                _load_flat(engine, unit, flat, {e.number: state[n] for n, e in named.items() if state is not None and n in state})
         _load_buffers(engine, {n: v for n, v in expected.items() if n not in shapes}, state or {})
         engine.make_stale()
     return missing, unexpected
@@ -217,9 +215,11 @@ def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
     return None
 
 
-def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[str, torch.Tensor]) -> None:
+def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[int, torch.Tensor]) -> None:
+    """`state`: whole tensors by the number of the parameter's entry."""
+
     def given(entry: Entry) -> torch.Tensor | None:
-        return next((state[n] for n in entry.names if n in state), None)
+        return state.get(entry.number)
 
     if flat.passive:
         for entry in flat.entries:

@@ -1,0 +1,72 @@
+"""The reference steps of a calibration: they are the engine's, and what is noted of them is what its ledgers say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onefold.cli.doctor_steps import MICRO_BATCHES, Reference, Training, take_steps
+from onefold.comm import Group
+from onefold.plan.measure import Bench
+from onefold.plan.measured import StepPoint
+from onefold.plan.sizes import Sizes, reference_bytes
+from onefold.plan.yardsticks import gated_flops
+from onefold.shard import engine_of
+from ranks import run_ranks
+
+TINY = Sizes(
+    dtypes=("float32", "bfloat16"), matrices=(), blocks=(), copy_bytes=(), optimizer_numels=(), move_bytes=(), overlap_bytes=0,
+    disk_bytes=0, budget_s=0.0, steps=((16, 8),),
+)  # fmt: skip
+
+
+def bench() -> Bench:
+    device = torch.device("cpu")
+    return Bench(Group(None, device, 60.0), device, TINY)
+
+
+def steps_on_a_rank() -> tuple[tuple[StepPoint, ...], dict[tuple[str, int], dict[str, int]]]:
+    """The points, and what the ledger counts in a step of each."""
+    there = bench()
+    points = take_steps(there, None)
+    sent = {}
+    for point in points:
+        training = Training(there, None, point.dtype, point.stage, point.hidden, point.tokens)
+        training.step()
+        engine = engine_of(training.model)
+        engine.traffic.reset()
+        training.step()
+        sent[point.dtype, point.stage] = engine.traffic.by_move()
+    there.group.close()
+    return points, sent
+
+
+def test_reference_steps_send_what_is_noted_of_them() -> None:
+    (first, sent), (second, _) = run_ranks(2, steps_on_a_rank)
+    assert first == second  # the group's seconds, and everything else, are the same on all ranks
+    assert [(p.dtype, p.stage) for p in first] == [(d, s) for d in TINY.dtypes for s in (0, 3)]
+    for point in first:
+        assert sent[point.dtype, point.stage] == point.wire
+        assert all(point.calls[move] > 0 for move in point.wire)
+    whole, divided = first[:2]
+    assert divided.stepped < whole.stepped == whole.numel == divided.numel
+
+
+def test_a_lone_rank_takes_steps_at_one_stage_and_sends_nothing() -> None:
+    there = bench()
+    points = take_steps(there, None)
+    assert [(p.dtype, p.stage, p.wire, p.calls) for p in points] == [(d, 0, {}, {}) for d in TINY.dtypes]
+    assert all(p.seconds > 0 and p.kernels.products > 0 and p.kernels.others > 0 for p in points)
+    assert points[0].numel == sum(p.numel() for p in Reference(16).parameters())
+    assert points[0].flops > MICRO_BATCHES * 4 * gated_flops(16, 8)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_steps_that_do_not_fit_the_memory_are_left_out(device: str) -> None:
+    sizes = Sizes.for_device(device)
+    needed = sorted(reference_bytes(h, t) for h, t in sizes.steps)
+    assert sizes.within(2 * needed[-1]).steps == sizes.steps
+    assert len(sizes.within(2 * needed[-1] - 2).steps) == len(sizes.steps) - 1
+    assert replace(sizes, steps=()).within(1 << 40).steps == ()
