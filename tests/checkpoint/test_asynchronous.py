@@ -197,6 +197,7 @@ def slow_to_hear(root: str) -> list[str]:
     import time
 
     import onefold
+    from onefold.checkpoint import Background
     from onefold.checkpoint import saving as module
 
     model, optimizer = start(1)
@@ -206,14 +207,15 @@ def slow_to_hear(root: str) -> list[str]:
         raise OSError(28, "No space left on device")
 
     module.write_tensors = broken  # type: ignore[assignment]
-    saving = onefold.save_async(f"{root}/a", model=model, optimizer=optimizer)
     if dist.get_rank():
+        heard = Background._failed
 
-        def late(error: Any = saving._take) -> Any:
+        def late(self: Background, error: BaseException) -> None:
             time.sleep(0.3)
-            return error()
+            heard(self, error)
 
-        saving._take = late  # type: ignore[method-assign]
+        Background._failed = late  # type: ignore[method-assign]
+    onefold.save_async(f"{root}/a", model=model, optimizer=optimizer)
     out = []
     for number in range(1, 30):
         try:
@@ -263,3 +265,31 @@ def test_what_is_asked_while_a_save_is_under_way_waits_for_it(tmp_path: Path) ->
         assert "step-00000160" in found["left"], "the one just saved stays, whatever step another branch has reached"
         assert "best" in found["left"], "what the user has saved there is the user's"
         assert not any(name.endswith(".unfinished") for name in found["left"])
+
+
+def goes_home(root: str) -> None:
+    """A script that ends as nearly every one does: the process groups go while the last save is under way."""
+    import time
+
+    import onefold
+    from onefold.checkpoint import saving as module
+
+    model, optimizer = start(3)
+    step(model, optimizer, 0)
+    real = module.write_tensors
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return real(*args, **kwargs)
+
+    module.write_tensors = slow  # type: ignore[assignment]
+    saving = onefold.save_async(f"{root}/last", model=model, optimizer=optimizer, step=1)
+    dist.destroy_process_group()
+    saving.wait(30.0)
+
+
+def test_a_save_outlives_the_process_groups(tmp_path: Path) -> None:
+    from onefold.checkpoint.verify import verify
+
+    run_ranks(2, goes_home, str(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["last"] and verify(tmp_path / "last") == []

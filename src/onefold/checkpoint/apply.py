@@ -77,7 +77,7 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = 
 def fill_model(engine: Engine, fit: Fit, reading: Reading) -> None:
     """Parameters and buffers. Collective; what goes wrong is kept in `reading`."""
     items = reading.source.items()
-    with whole_sight(), torch.no_grad():
+    with whole_sight(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
                 wanted = [Wanted(e, fit.found[e.names[0]], e.param.data) for e in flat.entries if e.names[0] in fit.found]
@@ -193,7 +193,7 @@ class Reading:
             flat = whole.view(-1)
             for a in range(start, stop, BUFFER):
                 b = min(stop, a + BUFFER)
-                part = torch.empty(b - a, dtype=out.dtype)
+                part = torch.empty(b - a, dtype=out.dtype, device="cpu")
                 self.source.read(item, a, b, part)
                 flat[a - start : b - start].copy_(part)
             if whole is not out:
@@ -215,7 +215,7 @@ def fill_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], rea
     for item in items:
         if item.kind == "state":
             states.setdefault(item.name, []).append(item)
-    with whole_sight(), torch.no_grad():
+    with whole_sight(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
                 _load_flat_states(reading, unit, flat, owner, states, items, aliases)

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from onefold.runtime.engine import Engine
@@ -28,14 +29,13 @@ class Background:
         self.path = path
         self.seconds: float | None = None
         self._error: BaseException | None = None
-        self._told = False
         self._engine = weakref.ref(engine)
         self._work: Callable[[], None] | None = work
         self._begun = begun
         # Not a daemon: a program that ends while a checkpoint is written waits for it.
         self._thread = threading.Thread(target=self._run, name=f"onefold {path.name}", daemon=False)
         _running[engine] = weakref.ref(self)
-        engine.settle = self._thread.join  # the engine lets nothing go under it
+        engine.settle = partial(_join, self._thread)  # the engine lets nothing go under it
         self.stall_s = time.perf_counter() - begun
         self._thread.start()
 
@@ -44,19 +44,17 @@ class Background:
             assert self._work is not None
             self._work()
         except BaseException as error:
-            self._error = error
             logging.getLogger("onefold").error("%s: %s", self.path, error)  # also where the program ends without another step
-            engine = self._engine()
-            if engine is not None and self.tell_steps:
-                engine.failure = self._take
+            self._failed(error)
         finally:
             self._work = None  # what it read is free from here
             self.seconds = time.perf_counter() - self._begun
 
-    def _take(self) -> BaseException | None:
-        """The failure, the first time it is asked for."""
-        told, self._told = self._told, True
-        return None if told else self._error
+    def _failed(self, error: BaseException) -> None:
+        self._error = error
+        engine = self._engine()
+        if engine is not None and self.tell_steps:
+            engine.failure = engine.last_failure = error
 
     @property
     def done(self) -> bool:
@@ -67,14 +65,16 @@ class Background:
         """Until it has ended; returns the checkpoint.
 
         Raises:
-            CheckpointError: it failed (unless a step has told so already).
+            CheckpointError: it failed. Where it was told so by `wait` on every rank, no step tells it again.
             TimeoutError: it goes on after `timeout` seconds.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path} is still being worked on after {timeout:g} s.")
-        error = self._take()
+        error, engine = self._error, self._engine()
         if error is not None:
+            if engine is not None and engine.failure is error:
+                engine.failure = None
             raise error
         return self.path
 
@@ -89,5 +89,10 @@ def running(engine: Engine) -> Background | None:
 def settle(engine: Engine) -> None:
     """Wait for what is under way. Its failure is told by itself."""
     found = running(engine)
-    if found is not None and found._thread is not threading.current_thread():
-        found._thread.join()
+    if found is not None:
+        _join(found._thread)
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():
+        thread.join()

@@ -98,7 +98,10 @@ class Checkpointer:
             self.skipped += 1
             return None
         self.wait()
-        path = self.root / f"step-{step_of(step) or 0:08d}"
+        number = step_of(step)
+        if number is None:
+            raise CheckpointError("Checkpointer.save() was given no step: expected the number of steps done.")
+        path = self.root / f"step-{number:08d}"
         if self.asynchronous:
             self._saving = save_async(path, model=self.model, step=step, overwrite=True, **parts)
         else:
@@ -116,9 +119,9 @@ class Checkpointer:
 
         from onefold.comm import Place
 
-        payload = torch.tensor([value], dtype=torch.uint8)
+        payload = torch.tensor([255, value], dtype=torch.uint8, device="cpu")  # of a length of its own
         said = self._engine.group.exchange_control(payload, Place("control", "(checkpoint)", self._engine.step, "state"))
-        return [bool(s.item()) for s in said]
+        return [bool(s[1].item()) for s in said]
 
     def wait(self) -> None:
         """Until no save is under way. Raises: CheckpointError: the last one failed."""

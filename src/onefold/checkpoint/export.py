@@ -27,6 +27,7 @@ from onefold.checkpoint.folder_source import FolderSource, compare
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
 from onefold.checkpoint.huggingface import each_rank
 from onefold.checkpoint.pieces import shares
+from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
 from onefold.checkpoint.streams import Export, Progress, Sheet, in_chunks
 from onefold.checkpoint.tensorfile import numel_of
@@ -178,6 +179,7 @@ def stream(
         CheckpointError: on every rank; nothing is left then.
     """
     meet(engine, "export")
+    check_moment(engine, "export", None)
     together = Together.of(engine)
     made: Export | None = None
     planned: Sheet | None = None

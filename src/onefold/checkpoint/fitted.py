@@ -40,17 +40,18 @@ class Outline:
     def of(cls, module: nn.Module) -> Outline:
         out = cls()
         engine = engine_of(module) if is_sharded(module) else None
-        entries = {id(e.param): e for e in engine.entries} if engine is not None else {}
+        entries: dict[Any, Any] = {id(e.param): e for e in engine.entries} if engine is not None else {}
+        entries |= {name: e for e in engine.entries for name in e.names} if engine is not None else {}
         known: dict[int, list[str]] = {}
         with whole_sight():
             found = module.state_dict(keep_vars=True) if engine is None else plain_state_dict(engine, module)
             for name, value in found.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                entry = entries.get(id(value))
+                entry = entries.get(id(value), entries.get(name))
                 if entry is not None and name not in entry.names:  # a hook of the module has renamed it
                     name = entry.names[0]
-                kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+                kind = "parameter" if isinstance(value, nn.Parameter) or entry is not None else "buffer"
                 out.tensors[name] = (kind, tuple(value.shape if entry is None else entry.slot.shape))
                 out.dtypes[name] = value.dtype if entry is None else entry.flat.dtypes.compute
                 if kind == "parameter" and id(value) in known:

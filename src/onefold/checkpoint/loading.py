@@ -130,9 +130,7 @@ def load_async(
     ahead = Prefetched(engine, source, optimizer is not None)
 
     def finish(error: Exception | None) -> Loaded:
-        meet(engine, "load_async(...).wait()")
-        settle(engine)
-        Together.of(engine).agree(error)
+        Together.of(engine).agree(error)  # ranks read at different speeds: they wait longer here than `meet` would
         return _apply(engine, model, source, ahead, optimizer, scheduler, scaler, data, strict, rng)
 
     return Loading(engine, source, ahead, finish, begun, Path(path))

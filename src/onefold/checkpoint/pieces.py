@@ -85,10 +85,11 @@ class States:
             self._sort(optimizer, known)
 
     def _sort(self, optimizer: torch.optim.Optimizer, known: dict[int, Share]) -> None:
-        foreign = [key for key in optimizer.state if id(key) not in known]
+        foreign = [key for key, state in optimizer.state.items() if id(key) not in known and state]
         if foreign:
+            what = f"a tensor of shape {tuple(foreign[0].shape)}" if isinstance(foreign[0], torch.Tensor) else repr(foreign[0])
             raise CheckpointError(
-                f"{type(optimizer).__name__} keeps state under {foreign[0]!r}, which is no parameter of the model, and nothing could give "
+                f"{type(optimizer).__name__} keeps state under {what}, which is no parameter of the model, and nothing could give "
                 "it back. Keep it in a parameter group, or save it with extra=."
             )
         held = [(known[id(p)], p, key, v) for p, state in optimizer.state.items() if id(p) in known for key, v in state.items()]

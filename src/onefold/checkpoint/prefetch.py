@@ -37,7 +37,7 @@ class Prefetched:
     def read_all(self) -> None:
         items = self._source.items()
         for item, start, stop in self._wanted:
-            tensor = torch.empty(stop - start, dtype=items[item].dtype)
+            tensor = torch.empty(stop - start, dtype=items[item].dtype, device="cpu")
             self._source.read(item, start, stop, tensor)
             self._held[item, start, stop] = tensor
 

@@ -153,9 +153,12 @@ def check_moment(engine: Engine, call: str, optimizer: Optimizers) -> None:
         raise CheckpointError(f"{call}() was called inside a forward pass of the model; call it between two steps.")
     if engine.whole_depth:
         raise CheckpointError(f"{call}() was called inside full_params(); leave it first, so that what was written there is kept.")
-    for one in optimizers_of(optimizer):
+    given = optimizers_of(optimizer)
+    for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise CheckpointError(f"optimizer={one!r}: expected a torch.optim.Optimizer, or a list of them.")
+    if len({id(one) for one in given}) < len(given):
+        raise CheckpointError("one optimizer was given twice; give each once.")
 
 
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:

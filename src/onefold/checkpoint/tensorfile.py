@@ -217,7 +217,7 @@ class TensorFile:
         flat, step = out.reshape(-1), CHUNK // size
         if flat.data_ptr() != out.data_ptr():
             raise AssertionError(f"{key}: the destination is not contiguous")
-        buffer = torch.empty(min(step, stop - start), dtype=entry.dtype)
+        buffer = torch.empty(min(step, stop - start), dtype=entry.dtype, device="cpu")
         for begin in range(0, stop - start, step):
             part = buffer[: min(step, stop - start - begin)]
             crc = self._read(bytes_of(part), at + begin * size, crc)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from onefold.checkpoint.background import settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
@@ -22,7 +22,7 @@ PATIENCE = 4 * 3600.0
 _known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary()
 
 
-CALLS = ("save", "save_async", "load", "load_async", "load_async(...).wait()", "Checkpointer(...)", "Checkpointer.load",
+CALLS = ("save", "save_async", "load", "load_async", "Checkpointer(...)", "Checkpointer.load",
          "Checkpointer.latest", "export", "load_pretrained", "load_adapters", "shard(weights=...)")  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def meet(engine: Engine, call: str) -> None:
     """
     if engine.group.imagined:
         return
-    payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8)
+    payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
     said = [int(p.item()) for p in engine.group.exchange_control(payload, Place("control", f"({call})", engine.step, "state"))]
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:
@@ -54,7 +54,7 @@ class Together:
             raise CheckpointError(
                 "this model is sharded over ranks that are only imagined (a fake process group): there is nothing to save or load."
             )
-        self._group = engine.group.communicator(PATIENCE) if self.size > 1 else None
+        self._group: Any = engine.group.communicator(PATIENCE) if self.size > 1 else None
 
     @classmethod
     def of(cls, engine: Engine) -> Together:
@@ -65,27 +65,28 @@ class Together:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        self._talk(dist.all_gather_object, found, value, group=self._group)
-        return found
+        return [value] if self.size == 1 else self._exchange(value, range(self.size))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value in rank order on the first rank, [] elsewhere."""
         if self.size == 1:
             return [value]
-        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        self._talk(dist.gather_object, value, found, dst=self.ranks[0], group=self._group)
-        return found or []
+        return self._exchange(value, range(self.size) if self.rank == 0 else range(0))
 
     def from_first(self, value: Any) -> Any:
         """The first rank's value."""
-        if self.size == 1:
-            return value
-        box = [value]
-        self._talk(dist.broadcast_object_list, box, src=self.ranks[0], group=self._group)
-        return box[0]
+        return value if self.size == 1 else self._exchange(value if self.rank == 0 else None, range(1))[0]
+
+    def _exchange(self, value: Any, of: Iterable[int]) -> list[Any]:
+        # On the group itself and not by dist.all_gather_object, which asks a registry that destroy_process_group() empties: a save that is
+        # under way when a script ends is completed.
+        text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        self._talk(lengths, torch.tensor([len(text)], device="cpu"))
+        most = max(int(n) for n in lengths)
+        parts = [torch.zeros(most, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
+        self._talk(parts, torch.nn.functional.pad(text, (0, most - len(text))))
+        return [pickle.loads(bytes(parts[r][: int(lengths[r])].numpy())) for r in of]
 
     def agree(self, error: Exception | None) -> None:
         """Go on if no rank has an error.
@@ -95,18 +96,13 @@ class Together:
         """
         raise_first(self.all_gather(None if error is None else worded(error)))
 
-    def _talk(self, how: Any, *args: Any, **kwargs: Any) -> None:
+    def _talk(self, out: list[torch.Tensor], mine: torch.Tensor) -> None:
         engine = self._engine()
         if engine is not None:
             settle(engine)  # one conversation at a time: what goes on behind the training talks here too
         try:
-            how(*args, **kwargs)
+            self._group.allgather([out], [mine]).wait()
         except (RuntimeError, ValueError) as error:
-            if "not registered" in str(error) or not dist.is_initialized():
-                raise CheckpointError(
-                    "the process group was destroyed while a checkpoint was being written, and it is lost: call .wait() (or "
-                    "Checkpointer.close()) before destroy_process_group()."
-                ) from None
             raise CheckpointError(
                 f"rank {self.ranks[self.rank]} lost the other ranks of {self.ranks} while they saved or loaded a checkpoint together: "
                 f"one has ended, or did not call the same. ({str(error).splitlines()[0][:200]})"

@@ -134,7 +134,7 @@ def _decode_tensor(inner: dict[str, Any], fetch: Fetch | None) -> torch.Tensor:
         if fetch is None:
             raise CheckpointError(f"tensor number {inner['stored']} of the checkpoint was asked for without its files.")
         return fetch(inner["stored"])
-    tensor = torch.empty(inner["shape"], dtype=DTYPES[inner["dtype"]])
+    tensor = torch.empty(inner["shape"], dtype=DTYPES[inner["dtype"]], device="cpu")
     data = base64.b64decode(inner["data"])
     if tensor.numel():
         bytes_of(tensor)[:] = data

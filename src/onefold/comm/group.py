@@ -243,7 +243,7 @@ class Group:
             return [payload] * self.size
         parts = [payload if r == self.rank else torch.empty_like(payload) for r in range(self.size)]
         self.ledger.control_bytes += payload.numel() * (self.size - 1)
-        tag = self._tag("control", 0)
+        tag = self._tag("control", payload.numel())  # messages of another length are another kind: they never meet
         with self._launching(place):
             works = [dist.irecv(parts[p], group=self.control_group, group_src=p, tag=tag) for p in self._peers()]
             works += [dist.isend(payload, group=self.control_group, group_dst=p, tag=tag) for p in self._peers()]

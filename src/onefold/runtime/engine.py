@@ -88,9 +88,10 @@ class Engine:
         self.optimizer_seen = self.stepped = self.reduced_since_gather = False
         self.buffers: list[tuple[nn.Module, str]] = []
         self.closed = False
-        # Asks what work behind the training has failed with (None: told already). Ranks agree in a backward pass that one has such a
-        # failure, and the optimizer step behind it raises it on all of them: none takes a step that another does not.
-        self.failure: Callable[[], BaseException | None] | None = None
+        # What work behind the training has failed with: not told yet, and at all. Ranks agree in a backward pass that one of them was not
+        # told, and the optimizer step behind it raises it on all: none takes a step that another does not.
+        self.failure: BaseException | None = None
+        self.last_failure: BaseException | None = None
         self.failure_agreed = False
         self.settle: Callable[[], None] | None = None  # waits for that work
 
@@ -338,8 +339,8 @@ class Engine:
         """Raise what work behind the training has failed with, if nobody was told yet."""
         if self.settle is not None:
             self.settle()  # another rank's may have failed first
-        ask, self.failure, self.failure_agreed = self.failure, None, False
-        failure = ask() if ask is not None else None
+        failure = self.failure or self.last_failure
+        self.failure, self.failure_agreed = None, False
         if failure is not None:
             raise failure
 

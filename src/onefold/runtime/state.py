@@ -88,18 +88,21 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
     """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See `onefold.full_state_dict`."""
-    group, out = engine.group, {}  # by the parameter's identity: hooks of a module may rename it in its state dict
+    group = engine.group
+    out: dict[Any, torch.Tensor] = {}  # by the parameter's identity and names: hooks of a module may rename or copy it in its state dict
     with whole_sight(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
                 full = _to_rank_0(engine, unit, flat)
                 for entry in flat.entries if group.rank == 0 else ():
                     whole = entry.param.detach() if flat.passive else flat.view(full, entry)  # type: ignore[arg-type]
-                    out[id(entry.param)] = whole.cpu().clone()
+                    whole = whole.cpu().clone()
+                    out |= dict.fromkeys((id(entry.param), *entry.names), whole)
     if group.rank != 0:
         return {}
     order = {name: value for name, value in plain_state_dict(engine, module).items() if isinstance(value, torch.Tensor)}
-    return {name: out[id(value)] if id(value) in out else value.detach().cpu().clone() for name, value in order.items()}
+    keys = {name: id(value) if id(value) in out else name for name, value in order.items()}
+    return {name: out[keys[name]] if keys[name] in out else value.detach().cpu().clone() for name, value in order.items()}
 
 
 def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
@@ -115,15 +118,16 @@ def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
 def beside_parameters(engine: Engine, module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What the module's state dict holds besides parameters: (persistent buffers, extra states), each by its name there. Local.
 
-    Parameters are told by their identity: hooks of a module may give them other names in its state dict.
+    Parameters are told by their identity or by their name: hooks of a module may give them another one in its state dict, or a copy.
     """
     known = {id(e.param) for e in engine.entries} | {id(e.compute) for e in engine.entries}
+    names = {name for e in engine.entries for name in e.names}
     buffers: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in plain_state_dict(engine, module).items():
         if name.rpartition(".")[2] == "_extra_state":
             extra[name] = value
-        elif isinstance(value, torch.Tensor) and id(value) not in known:
+        elif isinstance(value, torch.Tensor) and id(value) not in known and name not in names:
             buffers[name] = value
     return buffers, extra
 
@@ -150,7 +154,8 @@ def load_full_state_dict(
     """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See `onefold.load_full_state_dict`."""
     expected = {n: v for n, v in plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
     known = {id(e.param): e for e in engine.entries}
-    named = {n: known[id(v)] for n, v in expected.items() if id(v) in known}
+    by_name = {name: e for e in engine.entries for name in e.names}
+    named = {n: e for n, v in expected.items() if (e := known.get(id(v), by_name.get(n))) is not None}
     shapes = {n: tuple(e.slot.shape) for n, e in named.items()}
     verdict: list[Any] = [None]
     if engine.rank == 0:
