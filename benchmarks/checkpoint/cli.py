@@ -76,6 +76,7 @@ class Session:
         self.runs: list[Run] = []
         self.missing: list[str] = []
         self.weights = 0
+        self.versions = {**versions(options.deepspeed_python), "transformers": _version("transformers")}
 
     def _start(self, module: str, turn: Turn | None, ranks: int, **more: Any) -> dict[str, Any]:
         o = self.options
@@ -106,6 +107,7 @@ class Session:
                     self.take(turn, number)
             for path in self.folder.glob(f"{peer}-*"):
                 disk.remove(path)
+            disk.settle()
             yield
         ways = [w for w in o.ways if w not in self.missing]
         if ways and not self.weights:
@@ -130,7 +132,7 @@ class Session:
             "machine": place,
             "file_system": disk.file_system(self.folder),
             "cached": self._cached(loads),
-            "versions": {**versions(o.deepspeed_python), "transformers": _version("transformers")},
+            "versions": self.versions,
             "model": {"name": o.model, "parameters": parameters, "state_bytes": 12 * parameters},
             "ranks": o.ranks,
             "tokens": o.tokens,

@@ -99,11 +99,15 @@ def evict(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove it and have the disk settle, so that what follows does not pay for it."""
+    """Remove the folder or file, if it is there."""
     if folder.is_dir():
         shutil.rmtree(folder)
     else:
         folder.unlink(missing_ok=True)
+
+
+def settle() -> None:
+    """Wait until the disk has all that was written or removed so far, so that what follows does not pay for it."""
     os.sync()
 
 

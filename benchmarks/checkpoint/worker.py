@@ -82,9 +82,10 @@ class Bench:
         return probes.difference(probes.peak_resident_mib(), rest) if self.resettable else None
 
     def clear(self) -> None:
-        """No checkpoint is there any more."""
+        """No checkpoint is there any more, and the disk is at rest; `settle` has the others wait for that."""
         if self.first:
             disk.remove(self.folder)
+            disk.settle()
 
     # -- a turn that saves ---------------------------------------------------------------------------------------------------
 
@@ -120,19 +121,21 @@ class Bench:
         disk.evict(path)
         dist.barrier()
         found["read_s"] = disk.read(path)
-        dist.barrier()
-        disk.remove(path)
-        dist.barrier()
+        self._remove_raw(path)
         found["direct_s"] = disk.write_direct(path, found["bytes"])
+        self._remove_raw(path)
+        if alone and self.first:
+            found["alone_bytes"], found["alone_write_s"] = nbytes, disk.write(path, nbytes)
+        self._remove_raw(path)
+        return found
+
+    def _remove_raw(self, path: Path) -> None:
         dist.barrier()
         disk.remove(path)
-        if alone:
-            dist.barrier()
-            if self.first:
-                found["alone_bytes"], found["alone_write_s"] = nbytes, disk.write(path, nbytes)
-                disk.remove(path)
         dist.barrier()
-        return found
+        if self.first:
+            disk.settle()
+        dist.barrier()
 
     def _behind(self, way: str, number: int) -> dict[str, Any]:
         """One save behind the training: how long it stands still, the steps until the checkpoint is whole."""

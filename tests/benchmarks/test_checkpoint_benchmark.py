@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ranks import preload, run_ranks
+from ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
@@ -53,7 +53,6 @@ def smallest(folder: Path, peer: str, *more: str) -> dict[str, Any]:
 
 
 def test_the_smallest_run_measures_every_turn_and_what_was_loaded_trains_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    preload("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "onefold.checkpoint")
     ours = smallest(tmp_path, "onefold-3", "--behind", "2")
     assert [(r["peer"], r["ranks"]) for r in ours["saves"]] == [("onefold-3", 1), ("onefold-3", 2)]
     assert [(r["way"], r["count"]) for r in ours["behind"]] == [("default", 2)]
@@ -63,6 +62,10 @@ def test_the_smallest_run_measures_every_turn_and_what_was_loaded_trains_on(tmp_
     assert len(ours["goals"]) == 8 + (ours["saves"][0]["direct_gb_s"] is not None)
     text = (tmp_path / "out" / "onefold-3.md").read_text()
     assert "## Goals" in text and "1 -> 2" in text and "Not measured" not in text and text in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_peer_is_measured_in_each_of_its_ways_and_its_loads_are_proved_too(tmp_path: Path) -> None:
     theirs = smallest(tmp_path, "fsdp2", "--behind", "1", "--same-ranks")
     assert [(r["way"], r["count"]) for r in theirs["behind"]] == [("default", 1), ("kept", 1)]
     assert [(r["peer"], r["saved"], r["ranks"]) for r in theirs["loads"]] == [("fsdp2", 1, 1)]

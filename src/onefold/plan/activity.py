@@ -11,6 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from onefold.plan.costs import Kernels
 from onefold.plan.formulas.activations import block_bytes, logits_bytes
 from onefold.plan.formulas.compute import transformer_flops_per_token
 from onefold.plan.shapes import ModelShape, Transformer, UnitShape
@@ -30,7 +31,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Activity:
-    """One micro-batch. `flops` are matrix products of forward and backward, recomputation included; `forward_flops` of forward alone."""
+    """One micro-batch. `flops` are matrix products of forward and backward, recomputation included; `forward_flops` of forward alone;
+    `kernels` is what runs, None where only dimensions are known.
+    """
 
     slots: tuple[Slot, ...]
     saved: int
@@ -39,13 +42,14 @@ class Activity:
     forward_flops: float
     source: str
     notes: tuple[str, ...] = ()
+    kernels: Kernels | None = None
 
     @classmethod
     def from_trace(cls, trace: ActivationTrace) -> Activity:
         """What a trace of the real module says, span by span."""
         slots = tuple(Slot(s.unit, s.phase, s.peak, s.logits, s.gradients) for s in trace.spans)
         flops = trace.forward_flops + trace.backward_flops
-        return cls(slots, trace.saved, trace.logits, flops, trace.forward_flops, "traced", trace.notes)
+        return cls(slots, trace.saved, trace.logits, flops, trace.forward_flops, "traced", trace.notes, trace.kernels)
 
     @classmethod
     def from_dims(

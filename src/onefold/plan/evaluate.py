@@ -91,7 +91,7 @@ def evaluate(
     )
     usable = usable_bytes(machine)
     fits = account.peak_bytes <= usable and host * machine.local <= machine.host.memory and nvme * machine.local <= machine.host.nvme
-    return Candidate(scheme, account, fits, usable, accumulation, activity.notes)
+    return Candidate(scheme, account, fits, usable, accumulation, (*activity.notes, *times.notes))
 
 
 def usable_bytes(machine: Machine) -> int:
@@ -194,6 +194,7 @@ def _work(
     element = 2 if job.precision != "fp32" else 4
     shard = model.trainable / machine.ranks
     moved = 2 * element * shard if host else 0.0
+    traced = activity.kernels if activity.kernels is not None and activity.kernels.flops == activity.flops else None
     if scheme.offload in ("parameters", "nvme"):
         moved += 2 * element * (model.numel / machine.ranks) * accumulation
     return Work(
@@ -211,4 +212,6 @@ def _work(
         nvme_bytes=24 * shard if scheme.offload == "nvme" else 0.0,
         hidden=model.transformer.hidden if model.transformer else 0,
         micro_tokens=scheme.micro_batch * job.seq,
+        kernels=traced * accumulation if traced is not None else None,
+        handed=float(model.trainable * accumulation),
     )

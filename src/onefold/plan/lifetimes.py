@@ -29,6 +29,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from onefold.plan.costs import Kernels
+from onefold.plan.counting import flop_formulas, kernels_of
+
 _aten = torch.ops.aten
 _IGNORED = {torch.ops.prim.device.default}
 
@@ -39,7 +42,8 @@ class Entry:
 
     `what` is "come" (storage `key` of `nbytes`; `wide`: its last dimension is the vocabulary; `donor`: the storage of the gradient that
     it adds to, which it would have reused if `in_place`), "go", "save", "arrive" (`key` is the gradient of parameter `name`), "run" (unit
-    `name` in phase `phase`), "flops" (`nbytes` of them), "turn" (the forward pass ends) or "over" (the backward pass does).
+    `name` in phase `phase`), "flops" (`nbytes` of them), "product" (`key` matrix products that read and write `nbytes`), "other" (another
+    operation that does work, on `nbytes`), "turn" (the forward pass ends) or "over" (the backward pass does).
     """
 
     what: str
@@ -81,7 +85,7 @@ class Watch(TorchDispatchMode):
         self._keys: dict[int, int] = {}
         self._next_key = 0
         self._in_place = False
-        self._flops = _flop_formulas()
+        self._flops = flop_formulas()
         self.run(log.root, "forward")
 
     # -- who runs --------------------------------------------------------------------------------------------------------------
@@ -130,13 +134,20 @@ class Watch(TorchDispatchMode):
             self._follow_backward()
         donor = self._donor(func, args)
         out = self._call(func, args, kwargs)
-        formula = self._flops.get(func.overloadpacket)
-        if formula is not None:
-            self.log.entries.append(Entry("flops", nbytes=int(formula(*args, **kwargs, out_val=out))))
+        self._note(kernels_of(func, args, kwargs, out, self._flops))
         for t in tree_iter(out):
             if isinstance(t, torch.Tensor):
                 self.key(t, donor)
         return out
+
+    def _note(self, done: Kernels | None) -> None:
+        """What an operation did."""
+        if done is None:
+            return
+        if done.products:
+            self.log.entries += [Entry("flops", nbytes=done.flops), Entry("product", done.products, done.product_bytes)]
+        else:
+            self.log.entries.append(Entry("other", nbytes=done.other_bytes))
 
     def _donor(self, func: Any, args: Any) -> int:
         """See [Note: sums in place]."""
@@ -182,36 +193,6 @@ class Watch(TorchDispatchMode):
         self.log.entries.append(Entry("arrive", self.key(gradient), name=name))
 
 
-def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Operations with matrix products and how many FLOPs they take (a multiplication and an addition are two), as torch counts them."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    table = dict(FlopCounterMode(display=False).flop_registry)
-    table[_aten._scaled_dot_product_flash_attention_for_cpu] = _attention
-    table[_aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
-    for packet in (getattr(_aten, "_grouped_mm", None), getattr(torch.ops.transformers, "grouped_mm_fallback", None)):
-        if packet is not None:
-            table[packet] = _grouped
-    return table
-
-
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """query (batch, heads, length, width), key, value (batch, heads, other length, width): two products, the masked half counted too."""
-    batch, heads, length, width = query.shape
-    return 2 * batch * heads * length * key.shape[2] * (width + value.shape[-1])
-
-
-def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Five products: the scores again, and one for each of the four gradients (of scores, query, key, value)."""
-    batch, heads, length, width = query.shape
-    return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[-1])
-
-
-def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Rows times the matrix of their group: (rows, k) and (groups, k, n), or gradients of the matrices: (m, rows) and (rows, n)."""
-    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
 # -- reading the log ---------------------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +205,7 @@ class Span:
         begin, end: bytes in memory at its ends, all but parameters and buffers.
         peak: the largest such sum in between; of it `gradients` belong to parameters' gradients that nobody has taken yet, `logits` to
             tensors over the vocabulary.
-        flops: of matrix products in it.
+        kernels: what runs in it.
         arrives: the parameter whose gradient is complete at the end, "" if it ends because another unit runs. `end` counts the
             gradient, the next span's `begin` does not.
     """
@@ -236,8 +217,13 @@ class Span:
     peak: int
     gradients: int
     logits: int
-    flops: int
+    kernels: Kernels
     arrives: str = ""
+
+    @property
+    def flops(self) -> int:
+        """Of matrix products in it."""
+        return self.kernels.flops
 
 
 @dataclass(frozen=True)
@@ -260,11 +246,12 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
     spans: list[Span] = []
     saved: dict[str, int] = {}
     saved_keys: set[int] = set()
-    now = now_gradients = now_logits = turn = flops = 0
+    now = now_gradients = now_logits = turn = 0
+    ran = [0, 0, 0, 0, 0]
     unit, phase, begin, peak = log.root, "forward", 0, (0, 0, 0)
 
     def cut(arrives: str = "") -> None:
-        spans.append(Span(unit, phase, begin, now, *peak, flops, arrives))
+        spans.append(Span(unit, phase, begin, now, *peak, Kernels(*ran), arrives))
 
     arrived = -1
     for at, e in enumerate(entries):
@@ -283,7 +270,11 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
             saved_keys.add(e.key)
             saved[e.name] = saved.get(e.name, 0) + size_of[e.key]
         elif e.what == "flops":
-            flops += nbytes[at]
+            ran[0] += nbytes[at]
+        elif e.what == "product":
+            ran[1], ran[2] = ran[1] + e.key, ran[2] + nbytes[at]
+        elif e.what == "other":
+            ran[3], ran[4] = ran[3] + 1, ran[4] + nbytes[at]
         elif e.what == "turn":
             turn = now
         elif e.what == "over":
@@ -293,7 +284,7 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
                 cut(e.name if e.what == "arrive" else "")
             if e.what == "run":
                 unit, phase = e.name, e.phase
-            begin, peak, flops = now, (now, now_gradients, now_logits), 0
+            begin, peak, ran = now, (now, now_gradients, now_logits), [0, 0, 0, 0, 0]
         arrived = e.key if e.what == "arrive" else -1
     cut()
     return Read(tuple(spans), saved, sum(size_of[k] for k in saved_keys & wide), turn)

@@ -28,8 +28,8 @@ class Bench:
     """One rank of a group that measures together: what it times is timed on all ranks at once, from the first's begin to the last's end.
 
     [Note: the group's seconds] A step ends when its last rank does. Where ranks outnumber cores, the system lets some run to their end
-    before it lets others begin: each then sees a processor of its own on its own clock (4 ranks on 2 cores: 0.65 of the time that passes
-    for all). The ranks of a calibration are on one machine and read one clock, so their begins and ends can be compared.
+    before it lets others begin: each then sees a processor of its own on its own clock (4 ranks on 2 cores: 0.5 to 0.9 of the time that
+    passes for all). The ranks of a calibration are on one machine and read one clock, so their begins and ends can be compared.
     """
 
     group: Group

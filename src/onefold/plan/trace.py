@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 
+from onefold.plan.costs import Kernels
 from onefold.plan.fake import Faked, fake_batch, faked, passing_as_real
 from onefold.plan.kernels import CudaKernels
 from onefold.plan.lifetimes import Log, Read, Span, Watch, read
@@ -91,6 +92,11 @@ class ActivationTrace:
     def highest(self, unit: str, phase: str) -> Span | None:
         """The span of `unit` in `phase` ("forward" or "backward") with the largest peak; None if it never runs in it."""
         return max((s for s in self.spans if s.unit == unit and s.phase == phase), key=lambda s: s.peak, default=None)
+
+    @property
+    def kernels(self) -> Kernels:
+        """What runs in the step."""
+        return sum((s.kernels for s in self.spans), Kernels())
 
     @property
     def forward_flops(self) -> int:
