@@ -20,6 +20,31 @@ sys.path.insert(0, str(TESTS))
 if importlib.util.find_spec("onefold") is None:
     sys.path.insert(0, str(TESTS.parent / "src"))
 
+# Files whose tests start processes by the dozen or trace whole models: they take minutes together, so `make test-fast` leaves them out.
+SLOW_FILES = {
+    "benchmarks": ["test_checkpoint_benchmark.py", "test_peers.py"],
+    "checkpoint": ["test_adapters.py", "test_dcp.py", "test_export.py", "test_faults.py", "test_from_deepspeed.py", "test_huggingface.py",
+                   "test_reshard_and_diff.py"],
+    "cli": ["test_checkpoint_command.py", "test_doctor_command.py", "test_plan_command.py", "test_plan_simulate_command.py",
+            "test_train_command.py"],
+    "integrations": ["test_deepspeed.py"],
+    "invariants": ["test_diverging_ranks.py", "test_import.py", "test_nothing_left_behind.py", "test_wire_bytes.py"],
+    "observe": ["test_measured.py", "test_ranks_observed.py", "test_report_command.py", "test_report_in_browser.py"],
+    "plan": ["test_matrix.py", "test_measure.py", "test_planner.py", "test_replay.py", "test_simulate.py", "test_trace.py"],
+    "runtime": ["test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py", "test_state_dicts.py",
+                "test_transformers_architectures.py"],
+    "train": ["test_examples.py", "test_run.py", "test_survival.py"],
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {TESTS / room / name for room, names in SLOW_FILES.items() for name in names}
+    gone = sorted(str(path.relative_to(TESTS)) for path in slow if not path.exists())
+    assert not gone, f"SLOW_FILES names {', '.join(gone)}, which is not there"
+    for item in items:
+        if item.path in slow:
+            item.add_marker(pytest.mark.slow)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than some 10 seconds; `-m 'not slow'` leaves it out")
