@@ -153,6 +153,47 @@ def test_two_runs_cannot_save_into_one_folder(tmp_path: Path, monkeypatch: pytes
     onefold.Checkpointer(tmp_path, model=model).close()
 
 
+def test_a_forked_child_neither_keeps_the_lock_nor_takes_it_away(tmp_path: Path) -> None:
+    from onefold.checkpoint.folder import Lock
+
+    lock = Lock(tmp_path / "lock")
+    child = os.fork()
+    if child == 0:
+        lock.release()  # as a worker's garbage collector may
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(BlockingIOError):
+        Lock(tmp_path / "lock")
+    sleeper = os.fork()
+    if sleeper == 0:
+        time.sleep(30.0)
+        os._exit(0)
+    lock.release()
+    Lock(tmp_path / "lock").release()
+    os.kill(sleeper, signal.SIGKILL)
+    os.waitpid(sleeper, 0)
+
+
+def test_extra_states_and_positions_in_the_data_are_not_passed_over(tmp_path: Path) -> None:
+    import onefold
+
+    torch.manual_seed(0)
+    odd = onefold.shard(Odd(), onefold.Recipe.zero(0))
+    path = onefold.save(tmp_path / "odd", model=odd, data={"position": 12})
+    assert onefold.load(path, model=odd).data == {"position": 12}
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = nn.Linear(5, 3)
+            self.register_buffer("scale", torch.ones(3))
+
+    plain = onefold.shard(Plain(), onefold.Recipe.zero(0))
+    with pytest.raises(onefold.CheckpointError, match=r"unknown to this model \(_extra_state\)"):
+        onefold.load(path, model=plain)
+    assert "_extra_state" in onefold.load(path, model=plain, strict=False).unexpected
+
+
 def killed_while_saving(root: str) -> None:
     """Rank 1 dies when its file is half written; an older checkpoint of the same name is there."""
     import onefold

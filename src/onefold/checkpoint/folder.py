@@ -48,6 +48,7 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self.path, self.known, self._file = path, True, -1
+        self._process = os.getpid()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,27 +66,28 @@ class Lock:
     def __del__(self) -> None:
         self.release()
 
-    def release(self, remove: bool = False) -> None:
+    def release(self) -> None:
         if self._file >= 0:
-            if remove:
-                self.path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked child may have the descriptor too
+            if os.getpid() == self._process:  # a forked child has the descriptor too: it must neither keep the lock nor take it away
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
             self._file = -1
 
 
 class Unfinished:
-    """A checkpoint folder in the making, on the rank that makes it."""
+    """A folder in the making, on the rank that makes it. `what` says in messages what cannot be where."""
+
+    what = "no checkpoint can be written at"
 
     def __init__(self, target: Path, overwrite: bool) -> None:
         """Make it beside `target`.
 
         Raises:
-            CheckpointError: there cannot be a checkpoint at `target`.
+            CheckpointError: there cannot be one at `target`.
         """
         self.target = target
-        check_target(target, overwrite)
+        self.check(target, overwrite)
         self.folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.unfinished"
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,17 @@ class Unfinished:
         except OSError as error:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.folder)
-            raise CheckpointError(f"no checkpoint can be written at {target}: {in_words(error)}.") from None
+            raise CheckpointError(f"{self.what} {target}: {in_words(error)}.") from None
+
+    @staticmethod
+    def check(target: Path, overwrite: bool) -> None:
+        """Raises: CheckpointError: something is there that a checkpoint must not replace."""
+        check_place(target)
+        is_checkpoint = (target / MANIFEST).exists()
+        if target.exists() and any(target.iterdir()) and not (overwrite and is_checkpoint):
+            what = "a checkpoint" if is_checkpoint else "a folder that is no checkpoint"
+            hint = "; give overwrite=True to replace it" if is_checkpoint else ""
+            raise CheckpointError(f"{target} is {what} already{hint}, or name another folder.")
 
     def commit(self, overwrite: bool) -> None:
         """Flush the folder and give it its name.
@@ -127,23 +139,16 @@ class Unfinished:
         self._lock.release()
 
 
-def check_target(target: Path, overwrite: bool) -> None:
-    """Raises: CheckpointError: something is there that a checkpoint must not replace."""
+def check_place(target: Path) -> None:
+    """Raises: CheckpointError: no folder can have this name."""
     if not target.name:
-        raise CheckpointError(f"{str(target)!r} is no name for a checkpoint; give a folder such as runs/a/step-100.")
+        raise CheckpointError(f"{str(target)!r} is no name for a folder; give one such as runs/a/step-100.")
     if target.is_symlink():
         raise CheckpointError(f"{target} is a link; name the folder itself, or another one.")
     if os.path.ismount(target):
         raise CheckpointError(f"{target} is where a disk is mounted, which cannot be replaced; name a folder in it.")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; name a folder that does not exist yet.")
-    if not target.exists():
-        return
-    is_checkpoint = (target / MANIFEST).exists()
-    if any(target.iterdir()) and not (overwrite and is_checkpoint):
-        what = "a checkpoint" if is_checkpoint else "a folder that is no checkpoint"
-        hint = "; give overwrite=True to replace it" if is_checkpoint else ""
-        raise CheckpointError(f"{target} is {what} already{hint}, or name another folder.")
 
 
 def exchange(a: Path, b: Path) -> None:

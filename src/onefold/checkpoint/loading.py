@@ -27,6 +27,7 @@ from onefold.checkpoint.together import Said, Together, meet, raise_first, worde
 from onefold.checkpoint.values import decode
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
+from onefold.runtime.state import beside_parameters
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Loaded:
 
     Attributes:
         path: its folder. step, extra: as they were given to `save`. saved_by: versions, world size, stage and recipe of the run that saved.
+        data: what this rank gave as data, where each rank may have it: all had the same, or there are as many ranks as then.
         missing, unexpected: with strict=False, names that the checkpoint has not, and that the model has not.
     """
 
@@ -42,6 +44,7 @@ class Loaded:
     step: int | None = None
     extra: Any = None
     saved_by: Mapping[str, Any] = field(default_factory=dict)
+    data: Any = None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
@@ -205,6 +208,8 @@ def _apply(
         if isinstance(reader, HuggingFaceSource):  # its names are those of another library's model
             reader = reader.fitted(model)
         fit = fit_model(engine, model, reader, strict)
+        if isinstance(source, FolderSource):
+            _fit_extra_state(engine, model, source, fit, strict)
         if optimizers:
             fit_groups(engine, optimizers, reader)
     except Exception as failure:
@@ -217,6 +222,7 @@ def _apply(
         fill_optimizers(engine, optimizers, reading)
     streams, extra = 0, None
     odd: dict[str, Any] = {}
+    given: Any = None
     random: dict[str, Any] | None = None
     if isinstance(source, FolderSource) and reading.error is None:
         try:  # each rank reads its own: what one meets is told to all below
@@ -224,6 +230,7 @@ def _apply(
             random = _random(source, together.rank % streams) if rng and streams else None
             extra = source.value("extra")
             odd = source.value("extra_state") or {}
+            given = _own_data(source, together)
         except Exception as failure:
             reading.error = failure
     _verify(together, source, reading.error)
@@ -240,8 +247,8 @@ def _apply(
     together.agree(error)
     names = tuple(fit.missing), tuple(fit.unexpected)
     if not isinstance(source, FolderSource):
-        return Loaded(Path(getattr(source, "folder", "")), getattr(source, "step", None), getattr(source, "extra", None), {}, *names)
-    return Loaded(source.folder, source.state["step"], extra, source.manifest.saved_by, *names)
+        return Loaded(Path(getattr(source, "folder", "")), getattr(source, "step", None), getattr(source, "extra", None), {}, None, *names)
+    return Loaded(source.folder, source.state["step"], extra, source.manifest.saved_by, given, *names)
 
 
 def _verify(together: Together, source: Source, error: Exception | None) -> None:
@@ -283,6 +290,25 @@ def _values(source: Source, together: Together, scheduler: Any, scaler: Any, dat
             )
         out["data"] = decode(stored["all"] if "all" in stored else stored["ranks"][together.rank])
     return out
+
+
+def _own_data(source: FolderSource, together: Together) -> Any:
+    """What this rank, or every rank, had given as data; None where it cannot be told."""
+    stored = source.state.get("data") or {}
+    ranks = stored.get("ranks", ())
+    return decode(stored["all"] if "all" in stored else ranks[together.rank] if len(ranks) == together.size else None)
+
+
+def _fit_extra_state(engine: Engine, model: nn.Module, source: FolderSource, fit: Fit, strict: bool) -> None:
+    """Compare the modules with extra state (get_extra_state), and enter differences in `fit`. Raises: CheckpointError: under `strict`."""
+    theirs, ours = set(source.state.get("extra_state", {})), set(beside_parameters(engine, model)[1])
+    if strict and theirs != ours:
+        raise CheckpointError(
+            f"{source.describe} is of another model: extra states are missing in it ({', '.join(sorted(ours - theirs)[:5]) or 'none'}) or "
+            f"unknown to this model ({', '.join(sorted(theirs - ours)[:5]) or 'none'}). Give strict=False to load what fits."
+        )
+    fit.missing.extend(sorted(ours - theirs))
+    fit.unexpected.extend(sorted(theirs - ours))
 
 
 def _check_things(**things: Any) -> None:

@@ -26,11 +26,10 @@ from torch import nn
 from onefold.checkpoint.background import Background, settle
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import OWNER, Unfinished, flush_file, flush_folder
-from onefold.checkpoint.manifest import MANIFEST, STATE, FileRecord, Manifest, rank_file, write_manifest
+from onefold.checkpoint.manifest import STATE, FileRecord, Manifest, rank_file, write_manifest
 from onefold.checkpoint.parts import Part, Parts, collect, planned, records, report, saved_by, values_of
 from onefold.checkpoint.tensorfile import TensorFile, write_tensors
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
-from onefold.checkpoint.values import encode
 from onefold.memory import empty
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
@@ -284,11 +283,3 @@ class _Writing:
                         raise CheckpointError(
                             f"{name} reads differently than it was written: another save writes there, or the disk fails."
                         )
-
-
-def write_values(folder: Path, values: Mapping[str, Any]) -> None:
-    """A state.json of plain values, for tools that make a checkpoint without a run."""
-    (folder / STATE).write_text(json.dumps(encode(dict(values), "state")) + "\n", encoding="utf-8")
-
-
-__all__ = ["MANIFEST", "save", "save_async"]

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import OWNER, Lock, Unfinished, in_words, remove_litter
+from onefold.checkpoint.folder import Unfinished, check_place
 from onefold.checkpoint.hf_names import Layout, Run, Shape, overlapping
+from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.tensorfile import CHUNK, Entry, bytes_of, header_of, numel_of
 
 #: (bytes done, bytes to do) of what this rank writes.
@@ -183,31 +184,18 @@ class _Writer:
 class Export(Unfinished):
     """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier export."""
 
-    def __init__(self, target: Path, overwrite: bool) -> None:
-        """Raises: CheckpointError: there cannot be an export at `target`."""
-        self.target = target
-        _check(target, overwrite)
-        self.folder = target.parent / f".{target.name}.{os.urandom(4).hex()}.unfinished"
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            remove_litter(target.parent, target.name)
-            self.folder.mkdir()
-            self._lock = Lock(self.folder / OWNER)
-        except OSError as error:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise CheckpointError(f"nothing can be exported to {target}: {in_words(error)}.") from None
+    what = "nothing can be exported to"
 
-
-def _check(target: Path, overwrite: bool) -> None:
-    if not target.name:
-        raise CheckpointError(f"{str(target)!r} is no name for a folder; give one such as runs/a/model.")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise CheckpointError(f"{target} is a file, and an export is a folder: give another name.")
-    if target.is_dir() and any(target.iterdir()):
-        known = any(target.glob("*.safetensors")) and not (target / "manifest.json").exists()
-        if not (overwrite and known):
-            hint = "give overwrite=True to replace it, or name another folder" if known else "name another folder"
-            raise CheckpointError(f"{target} is there already and holds {'a model' if known else 'something else than a model'}: {hint}.")
+    @staticmethod
+    def check(target: Path, overwrite: bool) -> None:
+        """Raises: CheckpointError: something is there that an export must not replace."""
+        check_place(target)
+        if target.is_dir() and any(target.iterdir()):
+            known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
+            if not (overwrite and known):
+                hint = "give overwrite=True to replace it, or name another folder" if known else "name another folder"
+                what = "a model" if known else "something else than a model"
+                raise CheckpointError(f"{target} is there already and holds {what}: {hint}.")
 
 
 def in_chunks(
