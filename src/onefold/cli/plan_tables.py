@@ -58,6 +58,7 @@ def _stages(plan: Plan) -> Table:
     for category in CATEGORIES:
         if any(a.rest.get(category) for a in accounts):
             table.add_row(f"  {category}", *(_gib(a.rest.get(category, 0)) for a in accounts))
+    table.add_row("[dim]all states, papers' way[/dim]", *(f"[dim]{_gib(c.states)}[/dim]" for c in columns))
     table.add_row("[bold]at peak[/bold]", *(_gib(a.peak_bytes) for a in accounts))
     for category in CATEGORIES:
         if any(a.peak.get(category) for a in accounts):
@@ -66,7 +67,7 @@ def _stages(plan: Plan) -> Table:
     for row, values in (("host", [a.host for a in accounts]), ("NVMe", [a.nvme for a in accounts])):
         if any(values):
             table.add_row(row, *(_gib(v) for v in values))
-    table.add_row("fits", *("yes" if c.fits else f"no, by {_gib(-c.spare)}" if c.spare < 0 else "no, host" for c in columns))
+    table.add_row("fits", *(_fit(c, plan) for c in columns))
     table.add_row("[bold]sent in a step[/bold]", *(_gib(a.wire_bytes) for a in accounts))
     for link in ("inside", "between"):
         if any(a.links.get(link) for a in accounts):
@@ -83,6 +84,14 @@ def _stages(plan: Plan) -> Table:
     if any(plan.largest_model.values()):
         table.add_row("largest model of this width", *(_count(plan.largest_model[c.scheme.stage]) for c in plan.stages))
     return table
+
+
+def _fit(c: Candidate, plan: Plan) -> str:
+    if c.fits:
+        return "yes"
+    if c.spare < 0:
+        return f"no, by {_gib(-c.spare)}"
+    return "no, host" if c.account.host * plan.machine.local > plan.machine.host.memory else "no, NVMe"
 
 
 def _recommendation(plan: Plan, best: Candidate) -> str:
