@@ -99,8 +99,8 @@ def evaluate(
     )
     usable = usable_bytes(machine)
     fits = account.peak_bytes <= usable and host * machine.local <= machine.host.memory and nvme * machine.local <= machine.host.nvme
-    states = states_of(model, job, scheme.stage, machine.ranks)
-    return Candidate(scheme, account, fits, usable, accumulation, states, (*activity.notes, *times.notes))
+    papers = states_of(model, job, scheme.stage, machine.ranks)
+    return Candidate(scheme, account, fits, usable, accumulation, papers, (*activity.notes, *times.notes))
 
 
 def states_of(model: ModelShape, job: Job, stage: int, ranks: int) -> int:
