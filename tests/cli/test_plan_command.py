@@ -176,6 +176,15 @@ def test_what_fits_nowhere_names_what_is_nearest_and_what_would_do() -> None:
     assert "No number of devices would do" in never["why_not"]
 
 
+def test_sizes_are_read_as_people_write_them_and_reductions_as_they_are_asked_for() -> None:
+    asked = ("--gpus", "2", "--per-node", "2", "--global-batch", "8", "--stage", "2", "--seq", "256")
+    plain, late = said("--params", "20M", *asked), said("--params", "2e7", *asked, "--reduce-at", "boundary")
+    assert plain["model"]["parameters"] == late["model"]["parameters"] == 20_000_000
+    sent = [found["stages"][2]["account"]["wire"]["reduce-scatter"] for found in (plain, late)]
+    assert sent[0] == 4 * sent[1]
+    assert late["recipe"] | {"reduce_at": "boundary"} == late["recipe"] and late["job"]["options"] == {"reduce_at": "boundary"}
+
+
 def lines() -> list[tuple[str, str]]:
     """Every `onefold plan` line of docs/validation.md with the cell that says where it shows its figures."""
     rows = [row.split(" | ") for row in CLAIMS.read_text(encoding="utf-8").splitlines() if "`onefold plan " in row]

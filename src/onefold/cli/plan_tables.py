@@ -54,6 +54,7 @@ def _stages(plan: Plan) -> Table:
         off = ", offload" if candidate.scheme.offload != "none" else ""
         table.add_column(f"stage {candidate.scheme.stage}{off}{mark}", justify="right", no_wrap=True)
     accounts = [c.account for c in columns]
+    unasked = ["–"] * (len(columns) - len(plan.stages))  # the largest are looked for as the stages are shown
     table.add_row("[bold]at rest[/bold]", *(_gib(a.rest_bytes) for a in accounts))
     for category in CATEGORIES:
         if any(a.rest.get(category) for a in accounts):
@@ -80,9 +81,9 @@ def _stages(plan: Plan) -> Table:
     if any(a.mfu is not None for a in accounts):
         table.add_row("MFU", *(f"{a.mfu:.0%}" if a.mfu is not None else "–" for a in accounts))
     if plan.largest_micro_batch:
-        table.add_row("largest micro-batch", *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages))
+        table.add_row("largest micro-batch", *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages), *unasked)
     if any(plan.largest_model.values()):
-        table.add_row("largest model of this width", *(_count(plan.largest_model[c.scheme.stage]) for c in plan.stages))
+        table.add_row("largest model of this width", *(_count(plan.largest_model[c.scheme.stage]) for c in plan.stages), *unasked)
     return table
 
 

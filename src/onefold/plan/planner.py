@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,7 @@ def plan(
         found = largest_micro_batch(question, scheme)
         micro[scheme.stage] = found.scheme.micro_batch if found else 0
         models[scheme.stage] = largest_model(question, scheme, subject.another)
+    sizes = {*micro.values(), *([best.scheme.micro_batch] if best is not None and not job.micro_batch else [])}
     further = tuple(_next_steps(question, best, stages)) if best is not None else ()
     return Plan(
         model=shape,
@@ -206,7 +207,7 @@ def plan(
         largest_model=models,
         source=subject.source,
         why_not="" if best is not None else cannot_fit(question, stages),
-        notes=(_convention(job), *_slow(job, machine), *subject.notes, *shown[0].notes, *_ends(shape, micro, models)),
+        notes=(_convention(job), *_slow(job, machine), *subject.notes, *shown[0].notes, *_ends(shape, sizes, models)),
     )
 
 
@@ -239,10 +240,10 @@ def _slow(job: Job, machine: Machine) -> tuple[str, ...]:
     return (f"{machine.gpu.title or machine.gpu.name} has no {job.precision}: seconds are at its fp32 rate{other}",)
 
 
-def _ends(model: ModelShape, micro: Mapping[int, int], models: Mapping[int, int]) -> tuple[str, ...]:
+def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) -> tuple[str, ...]:
     """A note for each search that stopped at its end, not where memory ran out."""
     notes = []
-    if MOST_SAMPLES in micro.values():
+    if MOST_SAMPLES in micro:
         notes.append(f"the largest micro-batch is looked for up to {MOST_SAMPLES:,} samples")
     if any(models.values()) and deeper(model, MOST_BLOCKS).numel in models.values():
         notes.append(f"the largest model is looked for up to {MOST_BLOCKS:,} blocks")
