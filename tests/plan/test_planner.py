@@ -239,7 +239,7 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
 def test_lora_counts_the_experts_that_a_token_passes() -> None:
     mixtral = plan("mixtral-8x7b", machine(8, 8, "h100-80"), Job(), largest=False).model
     adapted = with_lora(mixtral, 8)
-    dense, routed = 8 * (4096 + 4096) * 2 + 8 * (4096 + 1024) * 2 + 8 * (4096 + 8), 8 * (3 * 4096 + 3 * 14_336)
+    dense, routed = 8 * (4096 + 4096) * 2 + 8 * (4096 + 1024) * 2 + 8 * (4096 + 8), 8 * (2 * 4096 + 3 * 14_336)
     assert adapted.numel - mixtral.numel == 32 * (dense + 8 * routed), "every expert has adapters of its own"
     assert adapted.active_numel - mixtral.active_numel == 32 * (dense + 2 * routed)
     assert frozen_active(adapted) == mixtral.active_numel
