@@ -81,9 +81,12 @@ def claimed() -> str:
     lines = [
         "## Claims often repeated, checked",
         "",
-        "| claim | what the code says | line |",
-        "|---|---|---|",
-        *(f"| {c.claim} | {c.checked} | `{c.line}` |" for c in claims()),
+        "The last column names the keys of the line's answer that show the figures (a table's values summed; GB are 10⁹ bytes). `states`",
+        "are all model states at once, as the papers count them; what the engine holds at rest and at peak stands beside them.",
+        "",
+        "| claim | what the code says | line | where it shows it |",
+        "|---|---|---|---|",
+        *(f"| {c.claim} | {c.checked} | `{c.line}` | {', '.join(map(str, c.shows))} |" for c in claims()),
         "",
     ]
     return "\n".join(lines)

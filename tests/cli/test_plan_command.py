@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,12 @@ def test_here_is_the_calibrated_machine() -> None:
         ("gpt2 --global-batch 100 --micro-batch auto --gpus 16", "does not divide"),
         ("gpt2 --micro-batch 0", "1 or more, or auto"),
         ("gpt2 --stage 4", "0, 1, 2, 3 or auto"),
-        ("gpt2 --seq 0", "seq=0"),
+        ("gpt2 --seq 0", "--seq 0: expected"),
+        ("gpt2 --per-node 0", "--per-node 0"),
+        ("gpt2 --lora 100000", "use at most 768"),
+        ("--params 1e30", "at most 1e+15"),
+        ("--params many", "such as 7.5e9 or 7.5B"),
+        ("Qwen/Qwen2-7B", "the config.json of Qwen/Qwen2-7B"),
         ("gpt2 --optimizer adamz", "adamw"),
         ("gpt2 --stage 1 --offload nvme", "use stage 3"),
         ("--params 7e9 --lora 8", "real shapes"),
@@ -170,19 +176,41 @@ def test_what_fits_nowhere_names_what_is_nearest_and_what_would_do() -> None:
     assert "No number of devices would do" in never["why_not"]
 
 
-def lines() -> list[str]:
-    """Every `onefold plan` line of docs/validation.md."""
-    found = [part for part in CLAIMS.read_text(encoding="utf-8").split("`") if part.startswith("onefold plan ")]
-    return list(dict.fromkeys(found))
+def test_sizes_are_read_as_people_write_them_and_reductions_as_they_are_asked_for() -> None:
+    asked = ("--gpus", "2", "--per-node", "2", "--global-batch", "8", "--stage", "2", "--seq", "256")
+    plain, late = said("--params", "20M", *asked), said("--params", "2e7", *asked, "--reduce-at", "boundary")
+    assert plain["model"]["parameters"] == late["model"]["parameters"] == 20_000_000
+    sent = [found["stages"][2]["account"]["wire"]["reduce-scatter"] for found in (plain, late)]
+    assert sent[0] == 4 * sent[1]
+    assert late["recipe"] | {"reduce_at": "boundary"} == late["recipe"] and late["job"]["options"] == {"reduce_at": "boundary"}
+
+
+def lines() -> list[tuple[str, str]]:
+    """Every `onefold plan` line of docs/validation.md with the cell that says where it shows its figures."""
+    rows = [row.split(" | ") for row in CLAIMS.read_text(encoding="utf-8").splitlines() if "`onefold plan " in row]
+    return [(row[2].strip("`"), row[3].removesuffix(" |")) for row in rows]
+
+
+def shown(found: Any, key: str) -> float | None:
+    """What stands under `stages[3].account.peak` and its like; a table's values summed."""
+    for name, at in re.findall(r"([^.\[\]]+)(?:\[(\d+)\])?", key):
+        found = found[name][int(at)] if at else found[name]
+    return sum(found.values()) if isinstance(found, dict) else found
 
 
 def test_the_docs_have_lines_to_try() -> None:
-    assert len(lines()) >= 5
+    assert len(lines()) == 9 and all(cell.count("`") >= 2 for _, cell in lines())
 
 
-@pytest.mark.parametrize("line", lines())
-def test_every_line_that_the_docs_claim_runs(line: str) -> None:
-    arguments = [a for a in shlex.split(line)[2:] if a != "--json"]
-    found = said(*arguments)
-    assert len(found["stages"]) == 4 and found["notes"]
-    assert found["recommended"] is not None or found["why_not"]
+@pytest.mark.parametrize(("line", "cell"), lines())
+def test_every_line_that_the_docs_claim_shows_the_figures_beside_it(line: str, cell: str) -> None:
+    found = said(*(a for a in shlex.split(line)[2:] if a != "--json"))
+    claimed = re.findall(r"`([^`]+)` (null|[\d,.e+]+)(?: (GB|s))?", cell)
+    assert len(claimed) == cell.count("`") // 2
+    for key, figure, unit in claimed:
+        value = shown(found, key)
+        if figure == "null":
+            assert value is None, (key, value)
+        else:
+            told = float(figure.replace(",", "")) * (1e9 if unit == "GB" else 1)
+            assert value == pytest.approx(told, rel=1e-3), (key, value, told)

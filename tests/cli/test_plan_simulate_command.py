@@ -42,6 +42,9 @@ def test_what_cannot_be_simulated_gets_a_sentence(options: list[str], says: str)
     shown = CliRunner().invoke(app, [*ASK, *options])
     assert shown.exit_code == 2
     assert says in shown.output
+    assert "at rest" in shown.output, "the plan stands all the same"
+    found = json.loads(CliRunner().invoke(app, [*ASK, *options, "--json"]).stdout)
+    assert found["event"] == "error" and says in found["message"] and len(found["stages"]) == 4
 
 
 def test_a_rank_without_a_simulation_is_refused() -> None:

@@ -272,3 +272,17 @@ def test_a_missing_library_is_named(module: str, said: str, run: Path, tmp_path:
             write_report(copy)
     finally:
         figures.plotly.cache_clear()
+
+
+def test_what_a_reader_sees_of_facts_windows_and_logits_is_in_words(tmp_path: Path) -> None:
+    step = recorded(0)
+    told, seen = planned(), account(step)
+    told = replace(told, peak={**told.peak, LOGITS: 3 * seen.peak.get(LOGITS, 1 << 20)}, seconds={**told.seconds, "io": 0.0})
+    facts = {"available": 10653308928, "epochs": 0.15737704918, "held_out": 16, "parameters": 110976, "model": "a_name"}
+    write_observed(tmp_path, 0, 1, seen, plan=told, step=replace(step, steps=2), facts=facts, recipe=Recipe.zero(3))
+    report = build(tmp_path)
+    assert report.facts == {"available": "9.92 GiB", "epochs": "0.157", "held out": "16", "parameters": "110,976", "model": "a_name"}
+    assert report.window == "2 steps" and "logits with their fp32 copy" in report.said["comparison"]
+    assert not [line for line in report.tables["comparison"] if line.name == "time: io"]
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Memory over 2 steps" in text and "Timeline of 2 steps" in text and "one step" not in text.split("<main>")[1].split("<script")[0]

@@ -20,16 +20,17 @@ import onefold
 from models import TinyGPT
 from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
 from onefold.plan import choose
-from onefold.plan.activity import Activity, assumed_dims, blocks_of
+from onefold.plan.activity import Activity, assumed_dims, blocks_of, frozen_active
 from onefold.plan.choose import Question, deeper, ladder, largest_micro_batch, largest_model, recommend
 from onefold.plan.evaluate import bound_of, evaluate, usable_bytes
 from onefold.plan.hardware import Machine, machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
-from onefold.plan.planner import Plan, plan, with_lora
+from onefold.plan.planner import Plan, plan
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.plan.states import at_rest, units_of
+from onefold.plan.subject import with_lora
 from onefold.recipe import Recipe
 
 GIB = 1 << 30
@@ -238,7 +239,10 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
 def test_lora_counts_the_experts_that_a_token_passes() -> None:
     mixtral = plan("mixtral-8x7b", machine(8, 8, "h100-80"), Job(), largest=False).model
     adapted = with_lora(mixtral, 8)
-    assert adapted.active_numel - mixtral.active_numel == adapted.numel - mixtral.numel
+    dense, routed = 8 * (4096 + 4096) * 2 + 8 * (4096 + 1024) * 2 + 8 * (4096 + 8), 8 * (2 * 4096 + 3 * 14_336)
+    assert adapted.numel - mixtral.numel == 32 * (dense + 8 * routed), "every expert has adapters of its own"
+    assert adapted.active_numel - mixtral.active_numel == 32 * (dense + 2 * routed)
+    assert frozen_active(adapted) == mixtral.active_numel
 
 
 def test_lora_without_matrices_is_refused() -> None:
@@ -424,7 +428,7 @@ def test_what_is_no_model_is_refused_in_a_sentence(model: Any, words: str) -> No
 
 def test_a_module_that_is_no_language_model_needs_a_batch() -> None:
     module = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
-    with pytest.raises(ValueError, match="give plan\\(\\) a batch"):
+    with pytest.raises(ValueError, match=r"give onefold\.plan a batch in Python"):
         plan(module, gpus(2))
     found = plan(module, gpus(2), Job(precision="fp32"), batch=lambda n: (torch.zeros(n, 16),), largest=False)
     assert found.recommended is not None and found.stages[0].account.rest[PARAMETERS] >= 4 * found.model.numel

@@ -175,7 +175,7 @@ def test_a_stand_in_has_the_units_of_its_shape() -> None:
         (8, {"rank": 8}, "rank 8 of 8"),
         (8, {"steps": 1}, "learns the order"),
         (8, {"optimizer": "lion"}, "expected one of adamw"),
-        (8, {}, "give simulate.. a batch"),
+        (8, {}, "give onefold.plan.simulate.simulate a batch"),
     ],
     ids=str,
 )

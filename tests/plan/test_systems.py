@@ -84,3 +84,4 @@ def test_every_claim_has_one_plan_line() -> None:
     for claim in claims():
         assert claim.line.startswith("onefold plan ")
         assert claim.line.endswith("--json")
+        assert claim.shows, claim.claim

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 Checkpointing = Literal["auto", "none", "selective", "full"]
+Reduce = Literal["auto", "micro-batch", "boundary"]
 Offload = Literal["auto", "none", "optimizer", "parameters", "nvme"]
 _MODEL, _MACHINE, _JOB = "What is trained", "On what", "How"
 
@@ -21,8 +22,8 @@ def plan_command(
         typer.Argument(help="An architecture's name (llama-3-70b), a folder, config.json, or module:factory.", show_default=False),
     ] = None,
     params: Annotated[
-        float | None,
-        typer.Option("--params", help="Only a number of parameters, such as 7.5e9.", show_default=False, rich_help_panel=_MODEL),
+        str | None,
+        typer.Option("--params", help="Only a number of parameters, such as 7.5e9 or 7.5B.", show_default=False, rich_help_panel=_MODEL),
     ] = None,
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs in all.", rich_help_panel=_MACHINE)] = 8,
     per_node: Annotated[int, typer.Option("--per-node", help="GPUs of one node.", rich_help_panel=_MACHINE)] = 8,
@@ -52,6 +53,9 @@ def plan_command(
     accumulate: Annotated[
         Literal["fp32", "bf16", "fp16"], typer.Option("--accumulate", help="Dtype of summed gradients.", rich_help_panel=_JOB)
     ] = "fp32",
+    reduce_at: Annotated[
+        Reduce, typer.Option("--reduce-at", help="When stages 2 and 3 reduce gradients (auto: every micro-batch).", rich_help_panel=_JOB)
+    ] = "auto",
     checkpointing: Annotated[
         Checkpointing, typer.Option("--checkpointing", help="Which blocks are recomputed.", rich_help_panel=_JOB)
     ] = "auto",
@@ -59,12 +63,16 @@ def plan_command(
     lora: Annotated[int, typer.Option("--lora", help="Rank of LoRA adapters; 0 trains everything.", rich_help_panel=_JOB)] = 0,
     offload: Annotated[Offload, typer.Option("--offload", help="States off the device.", rich_help_panel=_JOB)] = "auto",
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Also run the engine as one of all ranks, without memory or network, and compare.")
+        bool,
+        typer.Option("--simulate", help="Also run the engine as one of all ranks, on fake samples of up to 128 tokens, and compare."),
     ] = False,
     rank: Annotated[int, typer.Option("--rank", help="With --simulate: which rank.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tell before the run what each rank will hold, send and take, stage by stage, and which stage to use."""
+    """Tell before the run what each rank will hold, send and take, stage by stage, and which stage to use.
+
+    Status 0: answered, also where nothing fits ("recommended" is null then). Status 2: the question cannot be answered.
+    """
     from onefold.plan.job import Job
 
     try:
@@ -80,26 +88,49 @@ def plan_command(
             optimizer=optimizer,
             lora_rank=lora,
             offload="" if offload == "auto" else offload,
+            options=() if reduce_at == "auto" else (("reduce_at", reduce_at),),
         )
         if rank and not simulate:
             raise ValueError(f"--rank {rank} belongs to --simulate; a plan is the same for every rank.")
         found = _plan(wanted, _machine(here, ranks, gpus, per_node, gpu, link, machines), job, _stages(stage))
-        ran = _simulated(found, wanted, rank) if simulate else None
     except (ValueError, OSError) as error:
-        if as_json:
-            print(json.dumps({"event": "error", "kind": type(error).__name__, "message": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        _refuse(error, as_json)
+    if not as_json:
+        from onefold.cli.plan_tables import show
+
+        show(found)
+    try:
+        ran = _simulated(found, wanted, rank) if simulate else None
+    except (ValueError, OSError) as error:  # the plan stands all the same
+        _refuse(error, as_json, found)
     if as_json:
         print(json.dumps(found.to_json() | ({"simulation": ran.to_json()} if ran is not None else {})))
-        return
-    from onefold.cli.plan_tables import show
-
-    show(found)
-    if ran is not None:
+    elif ran is not None:
         from onefold.cli.plan_simulation import show_simulation
 
         show_simulation(ran)
+
+
+def _refuse(error: Exception, as_json: bool, found: Any = None) -> NoReturn:
+    """Say what was wrong, in JSON beside the plan if there is one, and end with status 2."""
+    message = _by_option(str(error))
+    if as_json:
+        said = {"event": "error", "kind": type(error).__name__, "message": message}
+        print(json.dumps((found.to_json() if found is not None else {}) | said))
+    print(f"error: {message}", file=sys.stderr)
+    raise typer.Exit(2) from None
+
+
+#: Fields of a job that a message may begin with, and the option that they are here.
+_OPTION_OF = {
+    "seq": "--seq", "micro_batch": "--micro-batch", "global_batch": "--global-batch", "lora_rank": "--lora", "optimizer": "--optimizer",
+}  # fmt: skip
+
+
+def _by_option(message: str) -> str:
+    """The message in the words of the command line."""
+    name, _, rest = message.partition("=")
+    return f"{_OPTION_OF[name]} {rest}" if name in _OPTION_OF else message
 
 
 def _plan(wanted: Any, machine: Any, job: Any, stages: tuple[int, ...]) -> Any:
@@ -114,10 +145,20 @@ def _simulated(found: Any, wanted: Any, rank: int) -> Any:
     return simulated(found, wanted, rank)
 
 
-def _subject(model: str | None, params: float | None) -> str | float:
+def _subject(model: str | None, params: str | None) -> str | float:
     if (model is None) == (params is None):
         raise ValueError("give a model (a name such as llama-3-8b, a folder, config.json, module:factory) or --params, one of the two.")
-    return params if params is not None else str(model)
+    return _number(params) if params is not None else str(model)
+
+
+def _number(given: str) -> float:
+    """7.5e9, 7.5B or 7,500,000,000 as a number."""
+    plain = given.strip().replace(",", "").replace("_", "").upper()
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(plain[-1:], 1.0)
+    try:
+        return float(plain.rstrip("KMBT") if unit > 1 else plain) * unit
+    except ValueError:
+        raise ValueError(f"--params {given}: expected a number of parameters, such as 7.5e9 or 7.5B.") from None
 
 
 def _check_machine(context: typer.Context, here: bool) -> None:
@@ -150,7 +191,10 @@ def _machine(here: bool, ranks: int, gpus: int, per_node: int, gpu: str, link: s
     from onefold.plan import hardware
 
     if not here:
-        return hardware.machine(gpus, min(per_node, max(gpus, 1)), gpu, link, file)
+        for option, count in (("--gpus", gpus), ("--per-node", per_node)):
+            if count < 1:
+                raise ValueError(f"{option} {count}: expected a whole number, 1 or more.")
+        return hardware.machine(gpus, min(per_node, gpus), gpu, link, file)
     from onefold.plan.calibrate import Calibration
 
     calibration = Calibration.load()

@@ -54,10 +54,12 @@ def _stages(plan: Plan) -> Table:
         off = ", offload" if candidate.scheme.offload != "none" else ""
         table.add_column(f"stage {candidate.scheme.stage}{off}{mark}", justify="right", no_wrap=True)
     accounts = [c.account for c in columns]
+    unasked = ["–"] * (len(columns) - len(plan.stages))  # the largest are looked for as the stages are shown
     table.add_row("[bold]at rest[/bold]", *(_gib(a.rest_bytes) for a in accounts))
     for category in CATEGORIES:
         if any(a.rest.get(category) for a in accounts):
             table.add_row(f"  {category}", *(_gib(a.rest.get(category, 0)) for a in accounts))
+    table.add_row("[dim]all states, papers' way[/dim]", *(f"[dim]{_gib(c.states)}[/dim]" for c in columns))
     table.add_row("[bold]at peak[/bold]", *(_gib(a.peak_bytes) for a in accounts))
     for category in CATEGORIES:
         if any(a.peak.get(category) for a in accounts):
@@ -66,7 +68,7 @@ def _stages(plan: Plan) -> Table:
     for row, values in (("host", [a.host for a in accounts]), ("NVMe", [a.nvme for a in accounts])):
         if any(values):
             table.add_row(row, *(_gib(v) for v in values))
-    table.add_row("fits", *("yes" if c.fits else f"no, by {_gib(-c.spare)}" if c.spare < 0 else "no, host" for c in columns))
+    table.add_row("fits", *(_fit(c, plan) for c in columns))
     table.add_row("[bold]sent in a step[/bold]", *(_gib(a.wire_bytes) for a in accounts))
     for link in ("inside", "between"):
         if any(a.links.get(link) for a in accounts):
@@ -79,10 +81,18 @@ def _stages(plan: Plan) -> Table:
     if any(a.mfu is not None for a in accounts):
         table.add_row("MFU", *(f"{a.mfu:.0%}" if a.mfu is not None else "–" for a in accounts))
     if plan.largest_micro_batch:
-        table.add_row("largest micro-batch", *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages))
+        table.add_row("largest micro-batch", *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages), *unasked)
     if any(plan.largest_model.values()):
-        table.add_row("largest model of this width", *(_count(plan.largest_model[c.scheme.stage]) for c in plan.stages))
+        table.add_row("largest model of this width", *(_count(plan.largest_model[c.scheme.stage]) for c in plan.stages), *unasked)
     return table
+
+
+def _fit(c: Candidate, plan: Plan) -> str:
+    if c.fits:
+        return "yes"
+    if c.spare < 0:
+        return f"no, by {_gib(-c.spare)}"
+    return "no, host" if c.account.host * plan.machine.local > plan.machine.host.memory else "no, NVMe"
 
 
 def _recommendation(plan: Plan, best: Candidate) -> str:

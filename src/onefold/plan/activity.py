@@ -96,8 +96,19 @@ def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> fl
 
 
 def frozen_active(model: ModelShape) -> int:
-    """Frozen parameters that a token passes through; of a mixture of experts, those beside its trained ones."""
-    return max(0, model.active_numel - model.trainable) if model.trainable < model.numel else 0
+    """Frozen parameters that a token passes through; of experts, the share that is chosen."""
+    if model.trainable == model.numel:
+        return 0
+    dims = model.transformer
+    share = dims.active / dims.experts if dims and dims.experts > 1 else 1.0
+    trained = (p for u in model.units for p in u.parameters if p.trainable)
+    passed = sum(p.numel * (share if is_routed(p.name) else 1.0) for p in trained)
+    return max(0, model.active_numel - round(passed))
+
+
+def is_routed(name: str) -> bool:
+    """Whether a parameter belongs to experts of which each token sees only some."""
+    return re.search(r"(^|\.)experts\.", name) is not None
 
 
 def _kept(index: int, checkpointing: str) -> bool:

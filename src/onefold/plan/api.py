@@ -46,21 +46,25 @@ def plan(
         batch, loss: for modules that are no language model of `input_ids` and `labels`; see `plan.planner.plan`.
         largest: also find the largest micro-batch and model for each stage.
         job: the fields of `plan.job.Job`: seq, micro_batch, global_batch, precision, accumulate, checkpointing, optimizer, lora_rank,
-            offload.
+            offload; and arguments of `Recipe.zero` (reduce_at, units, reshard_after_forward, ...), which the plan and its recipe follow.
 
     Raises:
         ValueError: a name, an option or a figure that cannot be; the message says what to change.
     """
     if stage is not None and stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3, or None for the lowest that fits.")
-    unknown = sorted(set(job) - set(Job.__dataclass_fields__))
-    if unknown:
-        raise ValueError(f"onefold.plan does not know {', '.join(unknown)}. A job has {', '.join(Job.__dataclass_fields__)}.")
+    asked = Job.of(job, "onefold.plan")
     if machine is None and gpus is not None:
-        machine = hardware.machine(gpus, min(per_node, max(gpus, 1)), gpu, link)
+        for name, count in (("gpus", gpus), ("per_node", per_node)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"{name}={count!r}: expected a whole number, 1 or more.")
+        for name, text in (("gpu", gpu), ("link", link)):
+            if not isinstance(text, str):
+                raise ValueError(f"{name}={text!r}: expected a name such as {'h100-80' if name == 'gpu' else '8x200g'}.")
+        machine = hardware.machine(gpus, min(per_node, gpus), gpu, link)
     if machine is None:
         cuda = torch.cuda.is_available()
         free = int(torch.cuda.mem_get_info()[0]) if cuda else free_host_memory()
         machine, _ = machine_here(1, 1, free, "cuda" if cuda else "cpu")
     stages = () if stage is None else (stage,)
-    return _plan(model, machine, Job(**job), stages=stages, batch=batch, loss=loss, largest=largest)
+    return _plan(model, machine, asked, stages=stages, batch=batch, loss=loss, largest=largest)

@@ -49,7 +49,7 @@ def without_times(candidate: Candidate) -> Candidate:
 
 
 def plan_here(
-    model: nn.Module,
+    model: nn.Module | str,
     job: Job,
     *,
     ranks: int,
@@ -81,12 +81,8 @@ def plan_here(
 
 
 def recipe_for(
-    model: nn.Module,
+    model: nn.Module | str,
     *,
-    seq: int = 1024,
-    micro_batch: int = 1,
-    global_batch: int = 0,
-    precision: str = "fp32",
     batch: Callable[[int], Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     device: torch.device | str | None = None,
@@ -94,17 +90,24 @@ def recipe_for(
 ) -> Recipe:
     """`Recipe.auto`: the lowest stage whose peak fits what is free on the rank that has least.
 
-    Collective if torch.distributed is initialized. The module may be on the meta device; it is not changed.
+    Collective if torch.distributed is initialized. The module may be on the meta device; it is not changed. The recipe's last note says
+    which micro-batch was planned; the whole account is `onefold.plan(model, ...)`'s.
 
     Args:
-        seq, micro_batch, global_batch, precision: of the job, see `plan.job.Job`.
-        batch, loss: as of `onefold.plan.plan`.
+        model: a module, or what else `onefold.plan` takes.
+        batch, loss: as of `onefold.plan`.
         device: where it will be computed; None takes CUDA if there is any.
-        options: every other field of `Recipe`.
+        options: fields of `plan.job.Job` (seq, micro_batch, of which 0 takes the largest that fits, global_batch, precision, which is
+            "fp32" here unless told otherwise, checkpointing, optimizer, ...) and arguments of `Recipe.zero` (reduce_at, units, ...).
 
     Raises:
-        ValueError: nothing fits (with what is nearest), or a figure that cannot be.
+        ValueError: nothing fits (with what is nearest), an unknown option, or a figure that cannot be.
     """
+    if "stage" in options:
+        raise ValueError(f"Recipe.auto chooses the stage; for stage {options['stage']} write Recipe.zero({options['stage']}, ...).")
+    if options.get("offload", "none") != "none":
+        raise ValueError(f"offload={options['offload']!r}: the runtime keeps all states on the device so far; see onefold.plan.")
+    job = Job.of({"precision": "fp32", "checkpointing": "none", "offload": "none", **options}, "Recipe.auto")
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     local = min(ranks, torch.cuda.device_count() if where.type == "cuda" else ranks)
@@ -113,8 +116,11 @@ def recipe_for(
         every: list[Any] = [None] * ranks
         dist.all_gather_object(every, free)
         free = min(every)
-    job = Job(seq=seq, micro_batch=micro_batch, global_batch=global_batch, precision=precision, checkpointing="none", offload="none")
     found = plan_here(model, job, ranks=ranks, local_ranks=local, free=free, device=where.type, batch=batch, loss=loss)
     if found.recommended is None:
         raise ValueError(found.why_not)
-    return Recipe.zero(found.recommended.scheme.stage, precision=precision, **options)
+    best, recipe = found.recommended, found.recipe
+    accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
+    peak = f"{best.account.peak_bytes / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
+    said = f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks} ranks, {peak} at peak."
+    return recipe.replace(notes=(*recipe.notes, said))

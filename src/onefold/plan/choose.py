@@ -20,6 +20,9 @@ from onefold.plan.job import Job, Scheme
 from onefold.plan.shapes import ModelShape
 from onefold.plan.times import Software
 
+#: Where the searches for the largest end: samples of a micro-batch, blocks of a model.
+MOST_SAMPLES, MOST_BLOCKS = 4096, 1024
+
 Activities = Callable[[int, str], Activity]  # (samples of a micro-batch, checkpointing) → what they keep
 
 
@@ -74,7 +77,7 @@ def _smallest(question: Question, scheme: Scheme) -> Scheme:
     return scheme if question.job.micro_batch else scheme.with_(micro_batch=1)
 
 
-def largest_micro_batch(question: Question, scheme: Scheme, most: int = 4096) -> Candidate | None:
+def largest_micro_batch(question: Question, scheme: Scheme, most: int = MOST_SAMPLES) -> Candidate | None:
     """The scheme at the largest micro-batch that fits (with a global batch, of those that divide it); None if not even 1 does.
 
     Memory grows with the micro-batch, so halving finds it.
@@ -113,10 +116,11 @@ def _sizes(question: Question, most: int) -> range | list[int]:
     return [b for b in range(1, each + 1) if each % b == 0 and b <= most]
 
 
-def largest_model(question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities], most: int = 4096) -> int:
+def largest_model(question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities], most: int = MOST_BLOCKS) -> int:
     """Parameters of the deepest model of this width that fits, of up to `most` of the same blocks; 0 if not even one block does.
 
-    Its peak is nearly affine in the number of blocks: a line through two depths says where to look.
+    At the model's own depth the model itself is asked: the answer is at least its size if and only if it fits. The peak is nearly affine
+    in the number of blocks: a line through two depths says where to look.
 
     Args:
         build: the activations of a model of another depth.
@@ -131,6 +135,7 @@ def largest_model(question: Question, scheme: Scheme, build: Callable[[ModelShap
 
     if not blocks or not at(1).fits:
         return 0
+    most = max(most, blocks)
     low, high = 1, most + 1  # fits, does not (or is not asked)
     before, guess = 1, max(blocks, 2)
     for tried in range(32):
@@ -141,10 +146,15 @@ def largest_model(question: Question, scheme: Scheme, build: Callable[[ModelShap
         slope = (at(before).spare - at(guess).spare) / (guess - before) if guess != before else 0.0
         straight = slope > 0 and tried < 12
         before, guess = guess, guess + int(at(guess).spare / slope) if straight else (low + high) // 2
-    return deeper(question.model, low).numel
+    if low == blocks:
+        return question.model.numel
+    found = deeper(question.model, low).numel  # of equal blocks, which those of the model need not be
+    return max(found, question.model.numel) if low > blocks else min(found, question.model.numel - 1)
 
 
 def _at(question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities], blocks: int) -> Candidate:
+    if blocks == len(blocks_of(question.model)):
+        return question.answer(scheme)
     model = deeper(question.model, blocks)
     return replace(question, model=model, activities=build(model)).answer(scheme)
 

@@ -15,13 +15,14 @@ from functools import lru_cache
 
 from onefold.memory import GATHERED, IDLE, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
+from onefold.plan.formulas.states import model_states
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.offload import Moved, moved
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import UnitPlan, at_rest, gathers_of, units_of, wire
+from onefold.plan.states import MOMENTS_OF, UnitPlan, at_rest, gathers_of, units_of, wire
 from onefold.plan.times import Software, Traffic, Work, links_of, step_times, traffic_of
 from onefold.recipe import Placement, Recipe
 
@@ -36,13 +37,20 @@ _MOVING = (GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scheme with its account. `fits`: the peak's sum is within what the device may use, the host's share within the host."""
+    """A scheme with its account.
+
+    Attributes:
+        fits: the peak's sum is within what the device may use, the host's share within the host.
+        states: bytes of a rank's share of all states at once, wherever they lie, as the papers count them (`formulas.states`): gradients
+            beside the rest, a 16-bit copy of the parameters beside their masters. The engine never holds them all: see the account.
+    """
 
     scheme: Scheme
     account: Account
     fits: bool
     usable: int
     accumulation: int
+    states: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -91,7 +99,15 @@ def evaluate(
     )
     usable = usable_bytes(machine)
     fits = account.peak_bytes <= usable and host * machine.local <= machine.host.memory and nvme * machine.local <= machine.host.nvme
-    return Candidate(scheme, account, fits, usable, accumulation, (*activity.notes, *times.notes))
+    papers = states_of(model, job, scheme.stage, machine.ranks)
+    return Candidate(scheme, account, fits, usable, accumulation, papers, (*activity.notes, *times.notes))
+
+
+def states_of(model: ModelShape, job: Job, stage: int, ranks: int) -> int:
+    """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the job's bytes per parameter."""
+    convention = job.convention
+    frozen = (model.numel - model.trainable) * convention.parameters / (ranks if stage == 3 else 1)
+    return round(model_states(model.trainable, convention, stage, ranks) + frozen)
 
 
 def usable_bytes(machine: Machine) -> int:
@@ -190,6 +206,7 @@ def _work(
     per_token = flops_per_token(model, model.transformer, job.seq)
     flops = activity.flops * accumulation or per_token * tokens
     stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable for slot in f.layout.slots)
+    touched = 4 * (3 + 2 * MOMENTS_OF[job.optimizer]) * stepped  # gradient and parameter read, parameter written; moments both
     host = scheme.offload != "none"
     element = 2 if job.precision != "fp32" else 4
     shard = model.trainable / machine.ranks
@@ -206,8 +223,8 @@ def _work(
         micro_batches=accumulation,
         forward_share=activity.forward_flops / activity.flops if activity.flops else 1 / 3,
         optimizer_numel=0 if host else stepped,
-        optimizer_bytes=0 if host else 28 * stepped,
-        host_optimizer_bytes=28 * stepped if host else 0,
+        optimizer_bytes=0 if host else touched,
+        host_optimizer_bytes=touched if host else 0,
         host_bytes=moved,
         nvme_bytes=24 * shard if scheme.offload == "nvme" else 0.0,
         hidden=model.transformer.hidden if model.transformer else 0,

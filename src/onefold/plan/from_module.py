@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
 from onefold.runtime.units import find_units
@@ -38,8 +39,11 @@ def model_shape(module: nn.Module, units: Sequence[str | type] | None = None, *,
         seq: tokens in a sample, for the transformer's dimensions; 0 takes the longest that the module's config names.
 
     Raises:
-        ValueError: `units` names nothing in this model.
+        ValueError: `units` names nothing in this model, or it has lazy parameters.
     """
+    lazy = [n for n, p in (*module.named_parameters(), *module.named_buffers()) if is_lazy(p)]
+    if lazy:
+        raise ValueError(f"{type(module).__name__} has lazy parameters ({lazy[0]}), without a shape yet: run one batch through it first.")
     shapes = tuple(
         UnitShape(
             spec.name or "(root)",
@@ -188,6 +192,7 @@ def _build(kind: Any, config: Any) -> nn.Module:
 
 
 def _from_factory(source: str) -> nn.Module:
+    """What `package.module:factory` makes. Raises ValueError for whatever the user's own code does not bear."""
     package, _, attribute = source.partition(":")
     if os.getcwd() not in sys.path:  # as `python -m` has it
         sys.path.insert(0, os.getcwd())
@@ -195,7 +200,11 @@ def _from_factory(source: str) -> nn.Module:
         found = importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ValueError(f"{source}: cannot import {error.name!r} from {os.getcwd()} or the installed packages.") from None
+    except Exception as error:  # what a module does when it is imported is its own
+        raise ValueError(f"{source}: importing {package} failed: {type(error).__name__}: {error}") from error
     factory = getattr(found, attribute, None)
+    if hasattr(found, attribute) and not callable(factory):
+        raise ValueError(f"{source}: {attribute} is of type {type(factory).__name__}; expected a function that returns an nn.Module.")
     if not callable(factory):
         names = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
         near = difflib.get_close_matches(attribute, names, 3) or names[:8]
@@ -205,7 +214,10 @@ def _from_factory(source: str) -> nn.Module:
     if needed:
         raise ValueError(f"{source}: the factory is called without arguments, but {attribute} asks for {', '.join(needed)}.")
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        made = factory()
+        try:
+            made = factory()
+        except Exception as error:
+            raise ValueError(f"{source}: calling {attribute}() failed: {type(error).__name__}: {error}") from error
     module = made[0] if isinstance(made, tuple) and made else made
     if not isinstance(module, nn.Module):
         raise ValueError(f"{source}: expected an nn.Module or (nn.Module, tokenizer), got {type(made).__name__}.")
@@ -228,7 +240,10 @@ def _without_init() -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Warnings and bars of transformers off inside, then as before."""
+    """Warnings and bars of transformers off inside, then as before; nothing to do where it is not imported."""
+    if "transformers" not in sys.modules:
+        yield
+        return
     from transformers.utils import logging
 
     level = logging.get_verbosity()

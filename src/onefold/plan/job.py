@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from onefold.plan.formulas.states import Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
+from onefold.recipe.checks import did_you_mean
 
 CHECKPOINTING = ("none", "selective", "full")
 #: Where states may be kept besides the device, in the order of least slowdown.
 OFFLOAD = ("none", "optimizer", "parameters", "nvme")
+#: What may be said of a recipe beside the stage and the precision.
+RECIPE_OPTIONS = set(inspect.signature(Recipe.zero).parameters) | set(Recipe.__dataclass_fields__)
+RECIPE_OPTIONS -= {"stage", "precision", "options", "parameters", "gradients", "optimizer", "notes"}
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,7 @@ class Job:
         optimizer: as in `plan.states.MOMENTS_OF`.
         lora_rank: 0 trains all parameters; else adapters of this rank on every matrix of the blocks, the rest frozen.
         offload: one of `OFFLOAD`; "" lets the plan escalate to it.
+        options: further arguments of `Recipe.zero` by name (reduce_at, units, wire, ...), which the plan follows as the run would.
     """
 
     seq: int = 1024
@@ -36,6 +44,7 @@ class Job:
     optimizer: str = "adamw"
     lora_rank: int = 0
     offload: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         from onefold.plan.states import MOMENTS_OF
@@ -53,6 +62,43 @@ class Job:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(filter(None, known))}.")
+        self.recipe(2)  # what no recipe can be is said now, whatever stage is taken in the end
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], asker: str) -> Job:
+        """A job from its own fields and the arguments of `Recipe.zero`, by name in one dictionary.
+
+        Raises:
+            ValueError: a name that is neither's, said of `asker` with the nearest known one; a value that cannot be.
+        """
+        own = {f.name for f in fields(cls)} - {"options"}
+        unknown = sorted(set(given) - own - RECIPE_OPTIONS)
+        if unknown:
+            near = did_you_mean(unknown[0], own | RECIPE_OPTIONS)
+            raise ValueError(f"{asker} does not know {', '.join(unknown)}. {near}")
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in RECIPE_OPTIONS}
+        return cls(**{k: v for k, v in given.items() if k in own}, options=tuple(options.items()))
+
+    def recipe(self, stage: int) -> Recipe:
+        """The recipe at a stage; `reduce_at` is taken where there is a choice (stages 0 and 1 reduce at the boundary)."""
+        given = {k: v for k, v in self.options if k != "reduce_at" or stage >= 2}
+        accumulate = COMPUTE_DTYPES[self.accumulate]
+        return Recipe.zero(stage, precision=self.precision, **{"accumulate_dtype": accumulate, **given})
+
+    @property
+    def convention(self) -> Convention:
+        """Bytes of a trained parameter by kind of state, as the recipe's rows have them."""
+        from onefold.plan.states import MOMENTS_OF
+
+        rows = self.recipe(2)
+        master = rows.optimizer.dtype
+        copies = MOMENTS_OF[self.optimizer] + (rows.compute_dtype != master)
+        return Convention(rows.compute_dtype.itemsize, rows.gradients.dtype.itemsize, copies * master.itemsize)
+
+    @property
+    def units(self) -> tuple[str | type, ...] | None:
+        """The modules that become units, None for those that are found."""
+        return dict(self.options).get("units")
 
     def accumulation(self, ranks: int, micro_batch: int = 0) -> int:
         """Micro-batches of one rank in a step.
@@ -95,7 +141,7 @@ class Scheme:
 
     def recipe(self, job: Job) -> Recipe:
         """The rows on the device; what is offloaded is counted by the plan (the runtime has no other tier yet)."""
-        return Recipe.zero(self.stage, precision=job.precision, accumulate_dtype=COMPUTE_DTYPES[job.accumulate])
+        return job.recipe(self.stage)
 
     @property
     def runs(self) -> bool:

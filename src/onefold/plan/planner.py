@@ -8,38 +8,40 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Mapping
+import io
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.plan.activity import Activity, assumed_dims, blocks_of, frozen_active
-from onefold.plan.architectures import architecture, known
-from onefold.plan.choose import Activities, Question, cannot_fit, ladder, largest_micro_batch, largest_model, recommend
+from onefold.plan.choose import (
+    MOST_BLOCKS,
+    MOST_SAMPLES,
+    Question,
+    cannot_fit,
+    deeper,
+    ladder,
+    largest_micro_batch,
+    largest_model,
+    recommend,
+)
 from onefold.plan.evaluate import Candidate
-from onefold.plan.from_module import model_shape, module_of
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.recompute import repeated_blocks
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape
+from onefold.plan.shapes import ModelShape
 from onefold.plan.states import MOMENTS_OF
+from onefold.plan.subject import subject_of
 from onefold.plan.times import Software
-from onefold.plan.trace import trace, trace_at
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 
-#: The note of a plan with adapters.
-_LORA = "LoRA: activations are those of training everything, which adapters need less than"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The answers, per rank.
+    """The answers, per rank. `print` shows them as `onefold plan` does.
 
     Attributes:
         stages: one candidate a stage, 0 to 3, as the job is asked (or at the recommendation's checkpointing and micro-batch).
@@ -76,8 +78,23 @@ class Plan:
             raise NotImplementedError(f"the plan is {self.recommended.scheme}; the runtime keeps all states on the device so far.")
         return self.recommended.scheme.recipe(self.job)
 
+    def __repr__(self) -> str:
+        best = f"{self.recommended.scheme}, micro-batch {self.recommended.scheme.micro_batch}" if self.recommended else "nothing fits"
+        return f"Plan({self.model.name} on {self.machine.ranks} × {self.machine.gpu.name}: {best})"
+
+    def __str__(self) -> str:
+        try:  # a room below this one: looked up only when it is asked for
+            from rich.console import Console
+
+            from onefold.cli.plan_tables import show
+        except ModuleNotFoundError:  # the tables come with the commands; the core goes without
+            return json.dumps(self.to_json(), indent=2)
+        text = io.StringIO()
+        show(self, Console(file=text, width=140, highlight=False, soft_wrap=True))
+        return text.getvalue().rstrip()
+
     def to_json(self) -> dict[str, Any]:
-        """Plain data: what `onefold plan --json` prints."""
+        """Plain data: what `onefold plan --json` prints. `recipe` are the arguments of `Recipe.zero`, dtypes by their names in torch."""
         return {
             "schema": 1,
             "model": {
@@ -92,16 +109,36 @@ class Plan:
                 "per_node": self.machine.per_node,
                 "bytes": self.machine.capacity,
             },
-            "job": dict(vars(self.job)),
+            "job": {**vars(self.job), "options": {k: _plain(v) for k, v in self.job.options}},
             "activations": self.source,
             "stages": [_candidate_json(c) for c in self.stages],
             "recommended": _candidate_json(self.recommended) if self.recommended else None,
+            "recipe": self._recipe_json(),
             "next_steps": [_candidate_json(c) for c in self.next_steps],
             "largest_micro_batch": dict(self.largest_micro_batch),
             "largest_model": dict(self.largest_model),
             "why_not": self.why_not,
             "notes": list(self.notes),
         }
+
+    def _recipe_json(self) -> dict[str, Any] | None:
+        if self.recommended is None or not self.recommended.scheme.runs:
+            return None
+        scheme, options = self.recommended.scheme, dict(self.job.options)
+        if scheme.stage < 2:
+            options.pop("reduce_at", None)  # these reduce at the boundary whatever is said
+        sums = COMPUTE_DTYPES[self.job.accumulate]
+        asked = {"stage": scheme.stage, "precision": self.job.precision, "accumulate_dtype": sums, **options}
+        return {name: _plain(value) for name, value in asked.items()}
+
+
+def _plain(value: Any) -> Any:
+    """An option of a recipe as JSON has it: dtypes and classes by name."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, type):
+        return value.__name__
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _candidate_json(c: Candidate) -> dict[str, Any]:
@@ -112,6 +149,7 @@ def _candidate_json(c: Candidate) -> dict[str, Any]:
         "micro_batch": c.scheme.micro_batch,
         "accumulation": c.accumulation,
         "fits": c.fits,
+        "states": c.states,
         "usable": c.usable,
         "account": c.account.to_json(),
     }
@@ -142,7 +180,7 @@ def plan(
         ValueError: a name that is not known, a batch that does not divide, a module that cannot be traced.
     """
     job = job or Job()
-    subject = _subject(model, job, batch, loss, machine)
+    subject = subject_of(model, job, batch, loss, machine)
     if not subject.repeats and not job.checkpointing:
         job = replace(job, checkpointing="none")  # there are no blocks to recompute
     shape, activities = subject.shape, subject.activities
@@ -155,7 +193,8 @@ def plan(
         scheme = candidate.scheme
         found = largest_micro_batch(question, scheme)
         micro[scheme.stage] = found.scheme.micro_batch if found else 0
-        models[scheme.stage] = largest_model(question, scheme, lambda m: _by_formula(m, job))
+        models[scheme.stage] = largest_model(question, scheme, subject.another)
+    sizes = {*micro.values(), *([best.scheme.micro_batch] if best is not None and not job.micro_batch else [])}
     further = tuple(_next_steps(question, best, stages)) if best is not None else ()
     return Plan(
         model=shape,
@@ -168,7 +207,7 @@ def plan(
         largest_model=models,
         source=subject.source,
         why_not="" if best is not None else cannot_fit(question, stages),
-        notes=(_convention(job), *subject.notes, *(shown[0].notes)),
+        notes=(_convention(job), *_slow(job, machine), *subject.notes, *shown[0].notes, *_ends(shape, sizes, models)),
     )
 
 
@@ -192,129 +231,34 @@ def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) ->
     return out
 
 
-# -- what is asked about -----------------------------------------------------------------------------------------------------------
+def _slow(job: Job, machine: Machine) -> tuple[str, ...]:
+    """A note where the device has no units for the precision."""
+    rates = machine.gpu.rates
+    if job.precision in rates or machine.gpu.name == "here":
+        return ()
+    other = "; --precision fp16 would run at its own rate" if job.precision == "bf16" and "fp16" in rates else ""
+    return (f"{machine.gpu.title or machine.gpu.name} has no {job.precision}: seconds are at its fp32 rate{other}",)
 
 
-@dataclass(frozen=True)
-class _Subject:
-    shape: ModelShape
-    activities: Activities
-    source: str
-    notes: tuple[str, ...] = ()
-    repeats: bool = True
-
-
-def _subject(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine) -> _Subject:
-    if isinstance(model, bool) or (isinstance(model, (int, float)) and not 1 <= model < math.inf):
-        raise ValueError(f"a model of {model!r} parameters: expected a positive number, such as 7.5e9.")
-    if isinstance(model, (int, float)):
-        model = ModelShape.of_size(int(model), f"{model:,.0f} parameters")
-    if isinstance(model, (str, Path)):
-        model = architecture(str(model)) if known(str(model)) else _module(model)
-        if hasattr(getattr(model, "config", None), "use_cache"):
-            model.config.use_cache = False  # ours alone: training keeps no cache of keys and values
-    if isinstance(model, nn.Module):
-        return _traced(model, job, batch, loss, machine)
-    if not isinstance(model, ModelShape):
-        raise ValueError(f"a plan was asked for {type(model).__name__}: expected a module, a name, a folder or a number of parameters.")
-    shape = with_lora(model, job.lora_rank) if job.lora_rank else model
-    note = () if model.transformer else ("activations assume a decoder with heads of 128 and a vocabulary of 50,304",)
-    return _Subject(shape, _by_formula(shape, job), "from dimensions", note)
-
-
-def _module(source: str | Path) -> nn.Module:
-    try:
-        return module_of(source)
-    except ValueError as error:
-        if ":" in str(source) or "/" in str(source) or Path(source).exists():
-            raise
-        try:
-            architecture(str(source))
-        except ValueError as names:
-            raise ValueError(f"{names} Or give a folder with a config.json, package.module:factory, or --params.") from error
-        raise
-
-
-def _by_formula(shape: ModelShape, job: Job) -> Activities:
-    dims = shape.transformer or assumed_dims(shape, job.seq)
-    element = COMPUTE_DTYPES[job.precision].itemsize
-
-    @lru_cache(maxsize=256)
-    def activities(micro_batch: int, checkpointing: str) -> Activity:
-        return Activity.from_dims(shape, dims, micro_batch, job.seq, element, checkpointing)
-
-    return activities
-
-
-def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine) -> _Subject:
-    shape = model_shape(module, seq=job.seq)
-    shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
-    make = batch or _tokens(module, job.seq)
-    device = "cpu" if machine.gpu.name == "here" and getattr(machine.measured, "device", "cpu") == "cpu" else "cuda"
-    options: dict[str, Any] = {"precision": job.precision, "device": device, "loss": loss}
-    memo: dict[Any, Any] = {}
-
-    @lru_cache(maxsize=256)
-    def activities(micro_batch: int, checkpointing: str) -> Activity:
-        how: Any = checkpointing
-        if micro_batch < 4:
-            return Activity.from_trace(trace(module, make(micro_batch), checkpointing=how, **options))
-        return Activity.from_trace(trace_at(module, make, [micro_batch], memo=memo, checkpointing=how, **options)[micro_batch])
-
-    if job.lora_rank:
-        return _Subject(shape, _frozen(activities, shape, job.seq), "traced from the module", (_LORA,))
-    return _Subject(shape, activities, "traced from the module", repeats=bool(repeated_blocks(module)))
-
-
-def _frozen(activities: Activities, shape: ModelShape, seq: int) -> Activities:
-    """The activities less the FLOPs of gradients that frozen parameters do not have."""
-
-    def fewer(micro_batch: int, checkpointing: str) -> Activity:
-        found = activities(micro_batch, checkpointing)
-        return replace(found, flops=found.flops - 2 * frozen_active(shape) * micro_batch * seq)
-
-    return fewer
-
-
-def _tokens(module: nn.Module, seq: int) -> Callable[[int], Any]:
-    taken = inspect.signature(module.forward).parameters
-    if "input_ids" not in taken:
-        raise ValueError(
-            f"{type(module).__name__}.forward takes no input_ids, so it is no language model: give plan() a batch=function from a number "
-            "of samples to a batch."
-        )
-    names = [name for name in ("input_ids", "labels") if name in taken]
-
-    def make(samples: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros((samples, seq), dtype=torch.long, device="meta")
-        return dict.fromkeys(names, ids)
-
-    return make
-
-
-def with_lora(model: ModelShape, rank: int) -> ModelShape:
-    """The model frozen, with adapters of `rank` on every matrix of its blocks: A of rank × in, B of out × rank (Hu et al. 2022, 4.1)."""
-    blocks = {u.name for u in blocks_of(model)}
-    units = []
-    for unit in model.units:
-        frozen = [replace(p, trainable=False) for p in unit.parameters]
-        adapters: list[Parameter] = []
-        for p in unit.parameters if unit.name in blocks else ():
-            if len(p.shape) == 2:
-                rows, columns = p.shape
-                adapters += [Parameter(f"{p.name}.lora_A", (rank, columns)), Parameter(f"{p.name}.lora_B", (rows, rank))]
-        units.append(UnitShape(unit.name, (*frozen, *adapters), unit.looks_up_only))
-    added = sum(u.numel for u in units) - model.numel
-    if not added:
-        raise ValueError(f"{model.name} has no blocks with matrices to put adapters on: LoRA needs a model with its real shapes.")
-    name = f"{model.name}, LoRA of rank {rank}"
-    return replace(model, name=name, units=tuple(units), active_numel=model.active_numel + added)
+def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) -> tuple[str, ...]:
+    """A note for each search that stopped at its end, not where memory ran out."""
+    notes = []
+    if MOST_SAMPLES in micro:
+        notes.append(f"the largest micro-batch is looked for up to {MOST_SAMPLES:,} samples")
+    if any(models.values()) and deeper(model, MOST_BLOCKS).numel in models.values():
+        notes.append(f"the largest model is looked for up to {MOST_BLOCKS:,} blocks")
+    return tuple(notes)
 
 
 def _convention(job: Job) -> str:
-    compute, sums = COMPUTE_DTYPES[job.precision].itemsize, COMPUTE_DTYPES[job.accumulate].itemsize
-    masters, states = 0 if compute == 4 else 4, 4 * MOMENTS_OF[job.optimizer]
+    rows, found = job.recipe(2), job.convention
+    master = rows.optimizer.dtype.itemsize
+    kept = MOMENTS_OF[job.optimizer] * master
     return (
-        f"bytes per trained parameter: {compute} parameters + {sums} gradients ({job.accumulate}) + {masters} master weights + {states} "
-        f"{job.optimizer} states = {compute + sums + masters + states}; gradients are gone between steps"
+        f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients ({_name(rows.gradients.dtype)}) + "
+        f"{found.optimizer - kept} master weights + {kept} {job.optimizer} states = {found.total}; gradients are gone between steps"
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next((name for name, known in COMPUTE_DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))

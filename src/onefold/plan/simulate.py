@@ -30,13 +30,14 @@ from torch.utils._pytree import tree_leaves
 
 from onefold.plan.architectures import architecture, known
 from onefold.plan.fake import fake_batch, passing_as_real
-from onefold.plan.from_module import model_shape, module_of
+from onefold.plan.from_module import _quietly, model_shape, module_of
 from onefold.plan.recompute import Checkpointing, checkpointed
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.stand_in import code_of, stand_in
 from onefold.plan.states import at_rest, units_of, wire
+from onefold.plan.subject import tokens
 from onefold.plan.trace import loss_of
 from onefold.plan.values import Integers
 from onefold.recipe import Placement, Recipe
@@ -159,6 +160,7 @@ def simulate(
         stack.enter_context(passing_as_real())
         stack.enter_context(_one_of(ranks, rank))
         stack.enter_context(_fake_mode())
+        stack.enter_context(_quietly())
         twin = _twin(module, integers).train()
         given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
         seen = stack.enter_context(_engine_on(twin, recipe))
@@ -219,10 +221,7 @@ def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -
         return torch.empty(1, device="meta")
     if batch is not None:
         return batch
-    if not isinstance(getattr(getattr(module, "config", None), "vocab_size", None), int):
-        raise ValueError(f"{type(module).__name__} is no transformers language model: give simulate() a batch, as its forward takes it.")
-    ids = torch.zeros((samples, seq), dtype=torch.long, device="meta")
-    return {"input_ids": ids, "labels": ids}
+    return tokens(module, seq, "onefold.plan.simulate.simulate")(samples)
 
 
 # -- the world of one rank -----------------------------------------------------------------------------------------------------------

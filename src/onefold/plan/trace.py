@@ -301,7 +301,10 @@ def loss_of(output: Any) -> torch.Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     tensors = [found] if isinstance(found, torch.Tensor) else [t for t in tensors_in(output) if t.dtype.is_floating_point]
     if not tensors:
-        raise ValueError(f"the module returned {type(output).__name__} without a floating-point tensor: give trace() a loss=function.")
+        raise ValueError(
+            f"the module returned {type(output).__name__} without a floating-point tensor, so there is nothing to differentiate: let its "
+            "forward return the loss, or give onefold.plan a loss=function in Python."
+        )
     return tensors[0].float().reshape(()) if tensors[0].numel() == 1 else tensors[0].sum(dtype=torch.float32)
 
 

@@ -61,6 +61,8 @@ class Integers:
         known = args, kwargs
         if func.overloadpacket in _INDEXED:
             args = (args[0], self._positions(args[1]), *args[2:])
+        elif func.overloadpacket is _aten.embedding:
+            _check_rows(args[0], self.contents(args[1]))
         elif torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             return self._ask(func, args, kwargs, whole)
         out = self._fake(func, args, kwargs)
@@ -160,6 +162,22 @@ class Integers:
                 for t in tree_iter(value):
                     if isinstance(t, torch.Tensor) and (real := self._known.get(id(t))) is not None:
                         self._spoilt[real.untyped_storage()._cdata] = real
+
+
+def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
+    """Raise ValueError where known indices lie outside an embedding: on real tensors that is an IndexError."""
+    if wanted is None or not wanted.numel():
+        return
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        low, high = (int(v) for v in torch.aminmax(wanted))
+    rows = table.shape[0]
+    if low < 0 or high >= rows:
+        raise ValueError(
+            f"the forward pass looks up row {high if high >= rows else low} of an embedding of {rows:,} rows, as no run could. "
+            f"If it holds positions, a sample can have at most {rows:,} tokens: a shorter --seq (seq=)."
+        )
 
 
 def _is_small(t: torch.Tensor) -> bool:

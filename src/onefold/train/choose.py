@@ -20,7 +20,6 @@ from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job
 from onefold.plan.schema import GRADIENTS, Account
 from onefold.plan.states import at_rest, units_of
-from onefold.recipe import Recipe
 from onefold.train.errors import TrainError
 from onefold.train.machine import readable
 
@@ -52,7 +51,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the configuration and the machine say. `micro_batch` 0 is auto; `free` are bytes on the rank that has least."""
+    """What the configuration and the machine say. `micro_batch` 0 is auto; `free` are bytes on the rank that has least; `reduce_at` and
+    `units` are the recipe's, None for what is usual."""
 
     stage: str
     micro_batch: int
@@ -64,13 +64,20 @@ class Asked:
     local_ranks: int
     free: int
     device: str
+    reduce_at: str | None = None
+    units: tuple[str, ...] | None = None
+
+    @property
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        """What the recipe will have beside stage and precision, as `plan.job.Job` takes it."""
+        return tuple((k, v) for k, v in (("reduce_at", self.reduce_at), ("units", self.units)) if v is not None)
 
 
 def choose(model: nn.Module, asked: Asked) -> Choice:
     """Take the stage that was asked for, or the lowest that fits.
 
     Raises:
-        TrainError: the batch does not divide.
+        TrainError: the batch does not divide, or `units` names nothing.
     """
     stages = () if asked.stage == "auto" else (int(asked.stage),)
     try:
@@ -81,6 +88,7 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
             precision=asked.precision,
             checkpointing=asked.checkpointing,
             offload="none",
+            options=asked.options,
         )
         found = plan_here(
             model, job, ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages,
@@ -125,10 +133,14 @@ def _batch_of(seq: int) -> Any:
 
 def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
     """Judge by states and reduced gradients alone, with half of the free memory left for activations."""
-    shape, available = model_shape(model), int(asked.free * USABLE / 2)
+    try:
+        shape, available = model_shape(model, asked.units), int(asked.free * USABLE / 2)
+        job = Job(precision=asked.precision, options=asked.options)
+    except ValueError as error:  # no run could have these units, or these options
+        raise TrainError(str(error)) from None
     needed = {}
     for stage in (0, 1, 2, 3):
-        units = units_of(shape, Recipe.zero(stage, precision=asked.precision), asked.ranks)
+        units = units_of(shape, job.recipe(stage), asked.ranks)
         gradients = sum(
             (f.numel if f.whole_master else f.layout.shard_numel) * f.dtypes.sums.itemsize for u in units for f in u.flats if f.trainable
         )

@@ -21,7 +21,13 @@ def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
     later = rows[1:] or rows
     step_s = statistics.median(row["step_ms"] for row in later) / 1000
     tokens_per_s = statistics.median(row["tokens_per_s"] for row in later)
-    account = replace(run.measured, seconds={**run.measured.seconds, "step": step_s}, tokens_per_s=tokens_per_s)
+    shares = [row["mfu"] for row in later if row.get("mfu") is not None]
+    account = replace(
+        run.measured,
+        seconds={**run.measured.seconds, "step": step_s},
+        tokens_per_s=tokens_per_s,
+        mfu=statistics.median(shares) if shares else None,
+    )
     write_observed(
         folder,
         run.ranks.rank,

@@ -142,6 +142,8 @@ def _choice(config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note
         local_ranks=ranks.local_world_size,
         free=free,
         device=ranks.device.type,
+        reduce_at=config.reduce_at,
+        units=config.units,
     )
     note("planning: what each stage would hold")
     found: Choice | TrainError | None = None

@@ -13,17 +13,26 @@ from typing import Any
 from onefold.observe.report import ranks, step, training
 from onefold.observe.report.figures import Figure, plotly_source
 from onefold.observe.report.metrics import METRICS, Metrics, read_metrics
-from onefold.observe.report.summary import Tile, comparison, fullest, headline, outside_view, tiles
+from onefold.observe.report.summary import Tile, comparison, fullest, headline, outside_view, readable_facts, tiles
 from onefold.observe.runfile import RUN_FILE, Observed, RankObserved, RunFileError, read_observed
+from onefold.plan.schema import LOGITS
 
 #: Ranks whose recorded step goes into the page; of more, the first, the last, the slowest and the fullest are taken.
 RANKS_SHOWN = 8
+#: Why a line of the comparison is far from 1 in every run.
+OF_LOGITS = (
+    "At peak the plan counts logits with their fp32 copy and their gradient; the ledger sees what is saved for backward, so its figure is "
+    "lower there."
+)
 OWN_LOOP = "onefold.observe.write_observed()"
 
 
 @dataclass
 class Report:
-    """What the page shows. `figures`: name -> figure, or rank -> figure where one may choose. `missing`: section -> sentence."""
+    """What the page shows.
+
+    `figures`: name -> figure, or rank -> figure where one may choose. `missing`: section -> sentence. `window`: how much was recorded.
+    """
 
     title: str
     tiles: list[Tile] = field(default_factory=list)
@@ -31,7 +40,8 @@ class Report:
     said: dict[str, str] = field(default_factory=dict)
     tables: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    window: str = "one step"
 
 
 def write_report(run: str | Path, out: str | Path | None = None) -> Path:
@@ -70,7 +80,7 @@ def build(folder: Path) -> Report:
             "writes them."
         )
     report = Report(title=folder.resolve().name)
-    report.facts = observed.facts if observed is not None else {}
+    report.facts = readable_facts(observed.facts) if observed is not None else {}
     report.tiles = tiles(metrics, observed)
     report.said["headline"] = headline(observed)
     _training(report, metrics)
@@ -109,6 +119,8 @@ def _observed(report: Report, observed: Observed | None) -> None:
         report.tables["comparison"] = comparison(observed.plan, rank.measured)
         of = f"rank {rank.rank}, the one that held most" if len(observed.ranks) > 1 else "this run's rank"
         report.said["comparison"] = f"Measured on {of}. The ratio is measured ÷ predicted."
+        if observed.plan.peak.get(LOGITS):
+            report.said["comparison"] += f" {OF_LOGITS}"
 
 
 def _steps(report: Report, observed: Observed) -> None:
@@ -120,6 +132,8 @@ def _steps(report: Report, observed: Observed) -> None:
         return
     report.figures["memory"] = {str(r.rank): step.memory(s, observed.plan) for r, s in chosen if s.levels()[1]}
     report.figures["timeline"] = {str(r.rank): step.timeline(s) for r, s in chosen if s.moves or s.work}
+    longest = max(s.steps for _, s in chosen)
+    report.window = f"{longest} steps" if longest > 1 else "one step"
     notes = [said for said in [outside_view(fullest(observed.ranks))] if said]
     if not all(s.activations_watched for _, s in chosen):
         notes.append("Activations were not watched in this run: record(..., activations=True) shows them too.")

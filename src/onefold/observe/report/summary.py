@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from onefold.observe.report.metrics import Metrics
 from onefold.observe.report.words import in_bytes, in_seconds, in_unit
@@ -107,10 +108,28 @@ def outside_view(rank: RankObserved) -> str:
     return f"Seen from outside: {ledger}; the process had {in_bytes(m['resident_peak'])} resident, its libraries included."
 
 
+#: Facts of a run that are bytes.
+_BYTES = ("available",)
+
+
+def readable_facts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """What a run says of itself, as people read it: words for keys, units, three digits of fractions."""
+    out = {}
+    for key, value in facts.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            text = in_bytes(value) if key in _BYTES else f"{value:,}" if isinstance(value, int) else f"{value:,.3g}"
+        else:
+            text = str(value)
+        out[key.replace("_", " ")] = text
+    return out
+
+
 def comparison(plan: Account, measured: Account) -> list[ComparedLine]:
     """`compare` as text."""
     out = []
     for line in compare(plan, measured):
+        if not line.predicted and not line.measured:
+            continue  # neither was there anything, nor was there to be
         ratio = line.ratio
         verdict = ""
         if ratio is not None and line.name != "bound of the peak":

@@ -1,0 +1,252 @@
+"""What a plan is asked about: a model in any of the forms in which one can be named, as its shape and its activations.
+
+    7.5e9              ──► equal blocks                    activations from dimensions
+    "llama-3-70b"      ──► the table's shapes              activations from its dimensions
+    folder, module:f   ──► its own code on meta ─┐
+    nn.Module          ──────────────────────────┴──►      activations traced
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.plan.activity import Activity, assumed_dims, blocks_of, frozen_active, is_routed
+from onefold.plan.architectures import architecture, find, known
+from onefold.plan.choose import Activities
+from onefold.plan.from_module import model_shape, module_of
+from onefold.plan.hardware import Machine
+from onefold.plan.job import Job
+from onefold.plan.recompute import repeated_blocks
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape
+from onefold.plan.stretch import stretched
+from onefold.plan.trace import trace, trace_at
+from onefold.recipe import COMPUTE_DTYPES
+
+#: The note of a plan with adapters.
+_LORA = "LoRA: activations are those of training everything, which adapters need less than"
+#: Parameters up to which a plan is asked for: ten times the largest that the papers name.
+MOST_PARAMETERS = 1e15
+#: Families of the table that look positions up, so that no sample can be longer than their table.
+_LEARNED_POSITIONS = ("gpt", "gpt2")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model as a plan sees it.
+
+    Attributes:
+        activities: of a micro-batch under a checkpointing.
+        another: the activities of the same model with another number of blocks.
+        source: where the activities come from. notes: what had to be assumed.
+        repeats: whether there are blocks to recompute.
+    """
+
+    shape: ModelShape
+    activities: Activities
+    another: Callable[[ModelShape], Activities]
+    source: str
+    notes: tuple[str, ...] = ()
+    repeats: bool = True
+
+
+def subject_of(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine) -> Subject:
+    """Read a model in any of this module's forms. Raises ValueError for what is none of them, or cannot be traced."""
+    if isinstance(model, bool) or (isinstance(model, (int, float)) and not 1 <= model < math.inf):
+        raise ValueError(f"a model of {model!r} parameters: expected a positive number, such as 7.5e9.")
+    if isinstance(model, (int, float)):
+        if model > MOST_PARAMETERS:
+            raise ValueError(f"a model of {model:g} parameters: expected at most {MOST_PARAMETERS:g}.")
+        model = ModelShape.of_size(int(model), f"{model:,.0f} parameters")
+    notes: tuple[str, ...] = ()
+    if isinstance(model, (str, Path)) and known(str(model)):
+        notes = _positions(str(model), job.seq)
+        model = architecture(str(model))
+    elif isinstance(model, (str, Path)):
+        model = _module(model)
+        if hasattr(getattr(model, "config", None), "use_cache"):
+            model.config.use_cache = False  # ours alone: training keeps no cache of keys and values
+    if isinstance(model, nn.Module):
+        return _traced(model, job, batch, loss, machine)
+    if not isinstance(model, ModelShape):
+        raise ValueError(f"a plan was asked for {type(model).__name__}: expected a module, a name, a folder or a number of parameters.")
+    if job.units is not None:
+        raise ValueError(f"units={list(job.units)!r} names modules, and {model.name} is planned from its dimensions: leave it out.")
+    shape = with_lora(model, job.lora_rank) if job.lora_rank else model
+    if not model.transformer:
+        notes = (*notes, "activations assume a decoder with heads of 128 and a vocabulary of 50,304")
+    return Subject(shape, _by_formula(shape, job), lambda other: _by_formula(other, job), "from dimensions", notes)
+
+
+def _positions(name: str, seq: int) -> tuple[str, ...]:
+    row = find(name)
+    if row.family not in _LEARNED_POSITIONS or seq <= row.dims.seq:
+        return ()
+    return (f"{row.name} has {row.dims.seq:,} learned positions: a sample of {seq:,} tokens cannot run as it is (--seq {row.dims.seq})",)
+
+
+def _module(source: str | Path) -> nn.Module:
+    text = str(source)
+    if not text or (isinstance(source, Path) and text == "."):
+        raise ValueError("the model's name is empty: expected a name such as llama-3-8b, a folder, config.json or package.module:factory.")
+    try:
+        return module_of(source)
+    except ValueError as error:
+        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) is not None and not text.endswith(".json")  # an organization's model
+        if Path(source).exists() or not (hub or re.fullmatch(r"[^:/\\]+", text)) or text.endswith(".json"):
+            raise
+        only = f" Nothing is downloaded: the config.json of {text} is all that a plan needs of it." if hub else ""
+        try:
+            architecture(text)
+        except ValueError as names:
+            raise ValueError(f"{names} Or give a folder with a config.json, package.module:factory, or --params.{only}") from error
+        raise
+
+
+# -- activations -------------------------------------------------------------------------------------------------------------------
+
+
+def _by_formula(shape: ModelShape, job: Job) -> Activities:
+    dims = shape.transformer or assumed_dims(shape, job.seq)
+    element = COMPUTE_DTYPES[job.precision].itemsize
+
+    @lru_cache(maxsize=256)
+    def activities(micro_batch: int, checkpointing: str) -> Activity:
+        return Activity.from_dims(shape, dims, micro_batch, job.seq, element, checkpointing)
+
+    return activities
+
+
+def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine) -> Subject:
+    name = type(module).__name__
+    shape = model_shape(module, job.units, seq=job.seq)
+    shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
+    make = batch or tokens(module, job.seq)
+    device = "cpu" if machine.gpu.name == "here" and getattr(machine.measured, "device", "cpu") == "cpu" else "cuda"
+    options: dict[str, Any] = {"precision": job.precision, "device": device, "loss": loss, "units": job.units}
+    memo: dict[Any, Any] = {}
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    @lru_cache(maxsize=256)
+    def activities(micro_batch: int, checkpointing: str) -> Activity:
+        how: Any = checkpointing
+        log.addFilter(_silent)  # torch logs the traceback of what is raised below
+        try:
+            if micro_batch < 4:
+                return Activity.from_trace(trace(module, make(micro_batch), checkpointing=how, **options))
+            return Activity.from_trace(trace_at(module, make, [micro_batch], memo=memo, checkpointing=how, **options)[micro_batch])
+        except ValueError:
+            raise
+        except Exception as error:  # a model's own code may do anything
+            raise ValueError(
+                f"{name} failed in the trace of its forward and backward pass: {type(error).__name__}: {_short(error)}. Mend it, give "
+                "onefold.plan a batch=function that makes what its forward takes, or plan by its size (--params)."
+            ) from error
+        finally:
+            log.removeFilter(_silent)
+
+    found = _frozen(activities, shape, job.seq) if job.lora_rank else activities
+    blocks = tuple(u.name for u in blocks_of(shape))
+
+    def another(other: ModelShape) -> Activities:
+        names = tuple(u.name for u in blocks_of(other))
+        return lambda micro_batch, checkpointing: stretched(found(micro_batch, checkpointing), blocks, names)
+
+    notes = (_LORA,) if job.lora_rank else ()
+    return Subject(shape, found, another, "traced from the module", notes, bool(repeated_blocks(module)) or bool(job.lora_rank))
+
+
+def _silent(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _short(error: Exception, most: int = 300) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    return text if len(text) <= most else text[:most] + " ..."
+
+
+def _frozen(activities: Activities, shape: ModelShape, seq: int) -> Activities:
+    """The activities less the FLOPs of gradients that frozen parameters do not have."""
+
+    def fewer(micro_batch: int, checkpointing: str) -> Activity:
+        found = activities(micro_batch, checkpointing)
+        return replace(found, flops=found.flops - 2 * frozen_active(shape) * micro_batch * seq)
+
+    return fewer
+
+
+def tokens(module: nn.Module, seq: int, asker: str = "onefold.plan") -> Callable[[int], Any]:
+    """What a language model is called with, from a number of samples: its token ids, as labels too where it takes them.
+
+    Raises:
+        ValueError: its forward takes no `input_ids`.
+    """
+    taken = inspect.signature(module.forward).parameters
+    if "input_ids" not in taken:
+        raise ValueError(
+            f"{type(module).__name__}.forward takes no input_ids, so it is no language model: wrap it in a module whose forward does, or "
+            f"give {asker} a batch in Python (batch=...)."
+        )
+    names = [name for name in ("input_ids", "labels") if name in taken]
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" in taken:
+        names.append("decoder_input_ids")
+
+    def make(samples: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros((samples, seq), dtype=torch.long, device="meta")
+        return dict.fromkeys(names, ids)
+
+    return make
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------------------
+
+
+def with_lora(model: ModelShape, rank: int) -> ModelShape:
+    """The model frozen, with adapters of `rank` on every matrix of its blocks: A of rank × in, B of out × rank (Hu et al. 2022, 4.1).
+
+    Experts that are stacked in one tensor (experts × out × in) get an adapter each.
+
+    Raises:
+        ValueError: there are no matrices, or none with both sides larger than `rank`.
+    """
+    blocks = {u.name for u in blocks_of(model)}
+    units = []
+    added = active = smaller_side = 0
+    experts = model.transformer.experts if model.transformer else 1
+    used = model.transformer.active if model.transformer else 1
+    for unit in model.units:
+        frozen = [replace(p, trainable=False) for p in unit.parameters]
+        adapters: list[Parameter] = []
+        for p in unit.parameters if unit.name in blocks else ():
+            routed = is_routed(p.name)
+            if len(p.shape) == 2 or (len(p.shape) == 3 and routed):
+                *stacked, rows, columns = p.shape
+                pair = [
+                    Parameter(f"{p.name}.lora_A", (*stacked, rank, columns)),
+                    Parameter(f"{p.name}.lora_B", (*stacked, rows, rank)),
+                ]
+                both = sum(a.numel for a in pair)
+                added += both
+                active += both * used // experts if routed else both
+                smaller_side = max(smaller_side, min(rows, columns))
+                adapters += pair
+        units.append(UnitShape(unit.name, (*frozen, *adapters), unit.looks_up_only))
+    if not added:
+        raise ValueError(f"{model.name} has no blocks with matrices to put adapters on: LoRA needs a model with its real shapes.")
+    if rank > smaller_side:
+        raise ValueError(
+            f"LoRA of rank {rank}: no matrix in a block of {model.name} is larger than {smaller_side} on both sides, so the adapters "
+            f"would be larger than what they adapt; use at most {smaller_side}."
+        )
+    name = f"{model.name}, LoRA of rank {rank}"
+    return replace(model, name=name, units=tuple(units), active_numel=model.active_numel + active)

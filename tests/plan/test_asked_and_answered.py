@@ -1,0 +1,304 @@
+"""A plan answers what it was asked: the recipe's own options, the optimizer, adapters of experts, positions, depth, odd modules."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import onefold
+from models import TinyGPT
+from onefold.plan.activity import Activity, blocks_of
+from onefold.plan.choose import Question, largest_model
+from onefold.plan.hardware import Machine, machine
+from onefold.plan.job import Job, Scheme
+from onefold.plan.planner import Plan, plan
+from onefold.plan.schema import MOMENTS
+from onefold.plan.simulate import simulate
+from onefold.plan.stretch import stretched
+from onefold.plan.subject import subject_of
+from onefold.plan.trace import trace
+
+
+class Language(nn.Module):
+    """A language model of its own, without a config: `depth` blocks, `length` learned positions."""
+
+    def __init__(self, depth: int = 4, length: int = 64) -> None:
+        super().__init__()
+        self.inner = TinyGPT(width=32, depth=depth, length=length)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(input_ids)
+
+
+def here(ranks: int, capacity: float = 1 << 34) -> Machine:
+    found = machine(ranks, ranks, "a100-80")
+    return replace(found, gpu=replace(found.gpu, capacity=int(capacity)))
+
+
+# -- the recipe that is planned is the recipe that runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (2, {"reduce_at": "boundary"}),
+        (3, {"reduce_at": "boundary", "reshard_after_forward": False}),
+        (3, {"units": ("inner.blocks.0", "inner.blocks.2")}),
+        (2, {"accumulate_dtype": torch.bfloat16}),
+    ],
+    ids=str,
+)
+def test_the_plan_follows_every_option_of_the_recipe_to_the_byte(stage: int, options: dict[str, Any]) -> None:
+    job = Job.of({"seq": 16, "global_batch": 4, "precision": "bf16", "checkpointing": "none", "offload": "none", **options}, "the test")
+    found = plan(Language(), here(2), job, stages=(stage,), largest=False)
+    ran = simulate(Language(), found.recipe, 2, micro_batches=2, seq=16)
+    assert found.stages[stage].accumulation == 2
+    assert found.stages[stage].account.wire == ran.account.wire
+    assert found.stages[stage].account.rest == ran.account.rest
+    assert sum(found.stages[stage].account.ledger.values()) == sum(ran.account.ledger.values())
+    usual = plan(Language(), here(2), replace(job, options=()), stages=(stage,), largest=False).stages[stage].account
+    assert usual.ledger != found.stages[stage].account.ledger or usual.wire != found.stages[stage].account.wire
+
+
+def test_recipe_auto_plans_with_the_options_it_hands_on_and_says_the_micro_batch() -> None:
+    recipe = onefold.Recipe.auto(Language(), seq=16, micro_batch=0, global_batch=8, units=["inner.blocks.1"], prefetch=0)
+    assert recipe.units == ("inner.blocks.1",) and recipe.prefetch == 0
+    assert "micro-batch 8 on 1 ranks" in recipe.notes[-1], recipe.notes
+    assert onefold.Recipe.auto("gpt2", seq=16).stage == 0
+    with pytest.raises(ValueError, match=r"chooses the stage; for stage 1 write Recipe\.zero\(1"):
+        onefold.Recipe.auto(Language(), stage=1)
+    with pytest.raises(ValueError, match=r"Recipe\.auto does not know prefetsch. Did you mean 'prefetch'"):
+        onefold.Recipe.auto(Language(), prefetsch=1)
+    with pytest.raises(ValueError, match="reduce_at='later'"):
+        onefold.plan(Language(), seq=16, reduce_at="later")
+    with pytest.raises(ValueError, match="planned from its dimensions"):
+        onefold.plan("gpt2", gpus=8, units=["h"])
+
+
+def test_the_recipe_in_json_is_that_of_the_plan() -> None:
+    found = onefold.plan("gpt2", gpus=2, per_node=2, seq=512, stage=2, reduce_at="boundary", micro_batch=2, largest=False)
+    said = json.loads(json.dumps(found.to_json()))["recipe"]
+    sums = getattr(torch, said.pop("accumulate_dtype"))
+    assert onefold.Recipe.zero(**said, accumulate_dtype=sums) == found.recipe
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_each_optimizer_moves_its_own_bytes_in_its_own_time() -> None:
+    seconds = {
+        name: plan("llama-3-8b", machine(8, 8, "h100-80"), Job(optimizer=name), largest=False).stages[1].account.seconds["optimizer"]
+        for name in ("adamw", "lion", "sgd")
+    }
+    assert seconds["lion"] / seconds["adamw"] == pytest.approx(20 / 28)
+    assert seconds["sgd"] / seconds["adamw"] == pytest.approx(12 / 28)
+
+
+@pytest.mark.parametrize(("job", "total"), [(Job(), 18), (Job(precision="fp32"), 16), (Job(optimizer="lion"), 14)])
+def test_states_are_those_of_the_papers_formula_at_the_bytes_that_the_first_note_states(job: Job, total: int) -> None:
+    found = plan(1e9, machine(8, 8, "a100-80"), job, largest=False)
+    assert f"= {total};" in found.notes[0]
+    assert found.stages[0].states == total * 10**9
+    assert found.stages[3].states == pytest.approx(total * 1e9 / 8, abs=1)
+    sums = found.stages[0].account.rest
+    assert found.stages[0].states >= sum(sums.values()) - sums[MOMENTS] / 100
+
+
+def test_gradients_that_are_summed_in_16_bits_weigh_2_bytes() -> None:
+    found = plan(1e8, machine(2, 2, "a100-80"), Job.of({"accumulate_dtype": torch.bfloat16}, "the test"), largest=False)
+    assert "2 gradients (bf16)" in found.notes[0] and "= 16;" in found.notes[0]
+    assert found.stages[0].states == 16 * 10**8
+
+
+# -- depth -----------------------------------------------------------------------------------------------------------------------
+
+
+def traced(depth: int, checkpointing: Any = "none") -> Activity:
+    ids = torch.zeros((2, 16), dtype=torch.long)
+    return Activity.from_trace(trace(Language(depth), {"input_ids": ids}, checkpointing=checkpointing))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("other", [5, 6, 9, 12])
+def test_a_trace_stretched_to_another_depth_is_that_of_the_deeper_module(checkpointing: str, other: int) -> None:
+    own, names = (tuple(f"inner.blocks.{i}" for i in range(n)) for n in (6, other))
+    made, real = stretched(traced(6, checkpointing), own, names), traced(other, checkpointing)
+    assert {s.unit for s in made.slots} == {s.unit for s in real.slots}
+    assert max(s.peak for s in made.slots) == pytest.approx(max(s.peak for s in real.slots), rel=0.03)
+    if checkpointing != "selective" or other % 2 == 0:
+        assert made.saved == pytest.approx(real.saved, rel=0.03)
+
+
+JOB = Job(seq=32, precision="fp32", checkpointing="none", offload="none")
+SUBJECT = cache(lambda: subject_of(Language(), JOB, None, None, here(2)))  # traced once
+
+
+@given(st.integers(1, 60), st.sampled_from((1, 2, 4)), st.sampled_from((0, 1, 2, 3)))
+@settings(max_examples=40, deadline=None)
+def test_the_largest_model_is_at_least_this_one_if_and_only_if_this_one_fits(tenths: int, micro: int, stage: int) -> None:
+    asked = Question(SUBJECT().shape, SUBJECT().activities, here(2, (1 << 30) + tenths * 1e5), JOB)
+    scheme = Scheme(stage, micro_batch=micro)
+    largest = largest_model(asked, scheme, SUBJECT().another)
+    assert (largest >= asked.model.numel) == asked.answer(scheme).fits, (scheme, largest, asked.model.numel)
+
+
+def test_the_search_for_the_largest_ends_and_says_so() -> None:
+    found = plan(5.0, machine(8, 8, "h100-80"), Job())
+    assert any("is looked for up to 1,024 blocks" in note for note in found.notes)
+    assert any("is looked for up to 4,096 samples" in note for note in plan("gpt2", machine(1, 1, "h200"), Job(seq=1)).notes)
+    with pytest.raises(ValueError, match="at most 1e\\+15"):
+        plan(1e30, machine(8))
+
+
+# -- what a run could not do -----------------------------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """Sixty-four learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(100, 8), nn.Embedding(64, 8), nn.Linear(8, 100)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1])))
+        return out
+
+
+def test_a_sample_longer_than_the_positions_is_refused_or_noted() -> None:
+    with pytest.raises(ValueError, match="row 99 of an embedding of 64 rows, as no run could"):
+        plan(Positions(), here(2), Job(seq=100), largest=False)
+    assert plan(Positions(), here(2), Job(seq=64), largest=False).recommended is not None
+    long, short = (plan("gpt2", machine(8), Job(seq=s), largest=False).notes for s in (2048, 1024))
+    assert any("gpt2 has 1,024 learned positions" in note for note in long)
+    assert not any("positions" in note for note in (*short, *plan("llama-2-7b", machine(8), Job(seq=8192), largest=False).notes))
+
+
+def test_a_precision_that_the_gpu_has_no_units_for_is_noted() -> None:
+    notes = plan("gpt2", machine(8, 8, "v100-32"), Job(seq=512), largest=False).notes
+    assert any("has no bf16: seconds are at its fp32 rate; --precision fp16" in note for note in notes), notes
+    for gpu, precision in (("v100-32", "fp16"), ("a100-80", "bf16")):
+        assert not any("has no" in n for n in plan("gpt2", machine(8, 8, gpu), Job(seq=512, precision=precision), largest=False).notes)
+
+
+def test_adapters_larger_than_what_they_adapt_are_refused() -> None:
+    with pytest.raises(ValueError, match="use at most 768"):
+        plan("gpt2", machine(8), Job(lora_rank=1000))
+
+
+# -- what is printed -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_prints_as_the_command_does_and_has_a_short_repr(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = onefold.plan("gpt2", gpus=8, seq=512, largest=False)
+    shown = str(found)
+    assert "use stage 1" in shown and "all states, papers' way" in shown and "\n" in shown and "Candidate(" not in shown
+    assert repr(found) == "Plan(gpt2 on 8 × h100-80: stage 1, micro-batch 1)"
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert json.loads(str(found))["schema"] == 1
+
+
+# -- odd modules -----------------------------------------------------------------------------------------------------------------
+
+
+class Raising(Language):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        raise RuntimeError("broken at x=3")
+
+
+class Needing(Language):
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.inner(input_ids)
+
+
+class Numpy(Language):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(torch.from_numpy(input_ids.numpy()))
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 8), nn.LazyLinear(10)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.table(input_ids))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Raising, "Raising failed in the trace of its forward and backward pass: RuntimeError: broken at x=3"),
+        (Needing, "attention_mask.*batch=function"),
+        (Numpy, "Numpy failed in the trace"),
+        (Lazy, "lazy parameters .head.weight.*run one batch"),
+    ],
+)
+def test_whatever_a_module_raises_is_a_sentence(kind: type[nn.Module], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(kind(), here(2), Job(seq=16), largest=False)
+
+
+def test_whatever_a_factory_raises_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ModuleType("onefold_tests_odd")
+    made.value = 3  # type: ignore[attr-defined]
+    made.raises = lambda: {}["HOME_OF_DATA"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "onefold_tests_odd", made)
+    (tmp_path / "onefold_tests_syntax.py").write_text("def f(:\n")
+    (tmp_path / "onefold_tests_top.py").write_text("raise RuntimeError('no data')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for source, words in (
+        ("onefold_tests_odd:value", "value is of type int; expected a function"),
+        ("onefold_tests_odd:raises", "calling raises.. failed: KeyError"),
+        ("onefold_tests_syntax:f", "importing onefold_tests_syntax failed: SyntaxError"),
+        ("onefold_tests_top:f", "importing onefold_tests_top failed: RuntimeError: no data"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan(source, here(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gpus": "8"}, "gpus='8': expected a whole number"),
+        ({"gpus": 2.5}, "gpus=2.5"),
+        ({"gpus": 8, "gpu": None}, "gpu=None: expected a name such as h100-80"),
+        ({"gpus": 8, "per_node": 0}, "per_node=0"),
+    ],
+    ids=str,
+)
+def test_a_machine_that_cannot_be_is_refused_in_a_sentence(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        onefold.plan("gpt2", **options)
+    for nothing in ("", Path("")):
+        with pytest.raises(ValueError, match="name is empty"):
+            onefold.plan(nothing, gpus=8)
+
+
+def test_an_encoder_with_a_decoder_is_planned(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2,
+        "num_heads": 4, "vocab_size": 97, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found: Plan = plan(tmp_path, here(2), Job(seq=16), largest=False)
+    assert found.recommended is not None and found.source == "traced from the module"
+
+
+def test_a_model_without_a_config_is_simulated_as_it_is_planned() -> None:
+    found = simulate(Language(), onefold.Recipe.zero(3), 4, seq=16)
+    assert found.exact and found.source == "the module"
+    assert len(blocks_of(plan(Language(), here(4), Job(seq=16), largest=False).model)) == 4
