@@ -236,14 +236,14 @@ def plan(
 
 def masters(engine: Engine) -> dict[str, torch.dtype]:
     """{every name of a parameter: the dtype that it is stepped in}."""
-    return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.names}
+    return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.part.names}
 
 
 def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
     """What this rank writes: its share of every parameter, and on the first rank the buffers."""
     for share in shares(engine):
         if share.stop > share.start:
-            yield share.name, share.start, share.of(share.entry.param)
+            yield share.name, share.interval[0], share.of(share.entry.param)
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
 
