@@ -29,6 +29,11 @@ def store(tmp_path: Path):
         yield store
 
 
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * PAGE
+
+
 def numbered(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(numel).remainder(251).to(dtype)
 
@@ -205,6 +210,35 @@ def test_a_buffer_goes_with_its_last_view():
     assert mapped() - before < 32 * MIB
 
 
+def test_a_forked_child_shares_no_page_of_a_buffer(store: Nvme):
+    """Pages that a child shares are copied at the parent's next write: the buffers would exist twice."""
+    def held() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+    buffer = store.buffer(64 * MIB).fill_(7)
+    before = held()
+    child = os.fork()
+    if not child:
+        os._exit(0 if held() < before - 48 * MIB else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert buffer.eq(7).all()
+
+
+def test_reads_that_are_under_way_during_a_fork_arrive(store: Nvme):
+    region, buffer = store.region("forked", 32 * MIB, torch.uint8), store.buffer(32 * MIB).fill_(7)
+    region.write(0, buffer).wait()
+    for _ in range(5):
+        buffer.zero_()
+        transfer = region.read(0, buffer)
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        transfer.wait()
+        os.waitpid(child, 0)
+        assert buffer.eq(7).all()
+
+
 def test_when_a_transfer_is_over_nobody_holds_its_tensor(store: Nvme):
     region, buffer = store.region("held", 4 * MIB, torch.uint8), store.buffer(4 * MIB)
     storage = buffer.untyped_storage()._cdata
@@ -338,10 +372,6 @@ def test_the_page_cache_does_not_grow(store: Nvme):
 
 
 def test_the_hosts_memory_is_the_callers_buffer_whatever_is_moved(store: Nvme):
-    def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * PAGE
-
     region, buffer = store.region("large", 64 * MIB, torch.uint8), store.buffer(2 * MIB).fill_(1)
     region.write(0, buffer).wait()
     region.read(0, buffer).wait()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from nvme_tools import left_behind, on_pages, program
 
-from onefold.memory.nvme import Nvme, TierError, reclaim
+from onefold.memory.nvme import Nvme, TierError, files, reclaim
 from onefold.memory.nvme.files import DATA, LOCK, YOUNG
 
 # Opens a store on sys.argv[1], says so and does what the last line says.
@@ -144,6 +144,25 @@ def test_many_starts_at_once_remove_all_that_is_dead_and_none_of_each_other(tmp_
             assert sorted(os.listdir(store.folders[0])) == [DATA, LOCK]
             store.close()
         assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("so_far", ["the lock", "all of it"])
+def test_a_folder_that_another_start_takes_for_litter_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, so_far: str):
+    lock, taken = files.fcntl.flock, []
+
+    def flock(file: int, how: int) -> None:
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            (taken[0] / LOCK).unlink()
+            if so_far == "all of it":
+                taken[0].rmdir()
+        lock(file, how)
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with Nvme([tmp_path], name="again") as store:
+        assert [*tmp_path.iterdir()] == store.folders != taken
+        assert sorted(os.listdir(store.folders[0])) == [DATA, LOCK]
+        assert reclaim(tmp_path) == []
 
 
 def test_a_folder_that_is_being_made_is_left_alone_for_a_minute(tmp_path: Path):

@@ -34,6 +34,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "some of it frozen": {"frozen": True, "clip": 0.05},
     "SGD with momentum": {"optimizer": "sgd"},
     "two optimizers": {"optimizer": "two"},
+    "a closure": {"optimizer": "closure"},
 }
 
 
@@ -76,10 +77,20 @@ def train(
         if clip:
             losses.append(onefold.clip_grad_norm_(model, clip).item())
         for o in optimizers:
-            o.step()
+            if optimizer == "closure":
+                losses.append(o.step(lambda: once_more(model, o, 100 * step + rank)).item())
+            else:
+                o.step()
         for o in optimizers:
             o.zero_grad()
     return losses, onefold.full_state_dict(model)
+
+
+def once_more(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(tokens_of(seed + 5))
+    loss.backward()
+    return loss
 
 
 def differing(stage: int, which: dict[str, dict[str, Any]], folder: str, loops: dict[str, dict[str, Any]], precision: str) -> list[str]:
@@ -88,6 +99,8 @@ def differing(stage: int, which: dict[str, dict[str, Any]], folder: str, loops: 
     for loop, options in loops.items():
         losses, weights = train(stage, {}, precision, **options)
         for name, tiers in which.items():
+            if loop.startswith("stepped behind"):
+                tiers = {**tiers, "step_in_backward": True}
             on_disk = {"nvme": folder} if "nvme" in str(tiers.values()) else {}
             got, after = train(stage, {**tiers, **on_disk}, precision, **options)
             if got != losses:
@@ -117,6 +130,42 @@ def test_16_bits_compute_with_the_same_weights_wherever_the_masters_rest(stage: 
     which = STATES | (PARAMETERS if stage == 3 else {})
     for wrong in run_ranks(2, differing, stage, which, str(tmp_path), loops, "bf16"):
         assert wrong == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_units_stepped_behind_the_backward_pass_get_the_same_bits(stage: int, tmp_path: Path) -> None:
+    loops: dict[str, dict[str, Any]] = {
+        "stepped behind, AdamW in two groups": {"steps": 4},
+        "stepped behind, two micro-batches": {"accumulate": 2},
+        "stepped behind, some of it frozen": {"frozen": True},
+        "stepped behind, two optimizers": {"optimizer": "two"},
+    }
+    which = STATES | (PARAMETERS if stage == 3 else {})
+    for wrong in run_ranks(2, differing, stage, which, str(tmp_path), loops, "fp32"):
+        assert wrong == []
+
+
+def gone_after_backward(nvme: str) -> tuple[bool, bool]:
+    """(all gradients are gone when backward returns, from the second step on; before that they are there)."""
+    import onefold
+
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(3, offload_optimizer="nvme", nvme=nvme, step_in_backward=True)
+    model: Any = onefold.shard(TinyGPT(), recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for step in range(2):
+        model(tokens_of(step)).backward()
+        seen.append([p.grad is None for p in model.parameters() if p.numel()])
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match="step_in_backward"):
+        onefold.clip_grad_norm_(model, 1.0)
+    return all(seen[1]), not any(seen[0])
+
+
+def test_gradients_are_stepped_while_the_backward_pass_goes_on(tmp_path: Path) -> None:
+    assert run_ranks(2, gone_after_backward, str(tmp_path)) == [(True, True), (True, True)]
 
 
 def test_a_run_leaves_nothing_on_the_disk(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_linear_in_tiles_gives_the_same_bits_and_gradients_within_rounding(bia
     module.zero_grad()
     cut(module, 7 * 4 * 16)
     out_2, dx_2, found = gradients(module, x)
-    assert len(list(module.children())[0]) == 4
+    assert len(next(iter(module.children()))) == 4
     assert torch.equal(out, out_2)
     assert found.keys() == expected.keys()
     for name in expected:
@@ -273,7 +273,7 @@ def test_a_model_in_tiles_trains_as_in_ddp_at_every_stage(case: Any) -> None:
     assert_trains_as_ddp(case)
 
 
-def beside_untiled(tied: bool, precision: str, stages: list[int], rtol: float) -> list[str]:
+def beside_untiled(tied: bool, precision: str, stages: list[int], rtol: float, atol: float) -> list[str]:
     """Differences between tiles and none at the same stage, the first loss compared bit by bit."""
     problems = []
     for stage in stages:
@@ -285,15 +285,15 @@ def beside_untiled(tied: bool, precision: str, stages: list[int], rtol: float) -
         name = f"tied {tied}, {precision}, stage {stage}"
         if curves[0].losses[0] != curves[1].losses[0]:
             problems.append(f"{name}: the first loss is {curves[1].losses[0]!r}, expected {curves[0].losses[0]!r}")
-        problems += differences(name, *curves, rtol=rtol, atol=rtol / 10)
+        problems += differences(name, *curves, rtol=rtol, atol=atol)
     return problems
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["two weights", "tied"])
-@pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-5), ("bf16", 2e-2)])
+@pytest.mark.parametrize(("precision", "rtol", "atol"), [("fp32", 1e-5, 1e-6), ("bf16", 2e-2, 1e-2)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_are_those_of_the_model_without_tiles(ranks: int, precision: str, rtol: float, tied: bool) -> None:
-    assert run_ranks(ranks, beside_untiled, tied, precision, list(STAGES), rtol) == [[]] * ranks
+def test_losses_are_those_of_the_model_without_tiles(ranks: int, precision: str, rtol: float, atol: float, tied: bool) -> None:
+    assert run_ranks(ranks, beside_untiled, tied, precision, list(STAGES), rtol, atol) == [[]] * ranks
 
 
 # -- memory and wire -----------------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def gathered_bytes(tied: bool, checkpointing: Any, tile: int | None, prefetch: i
 def test_no_more_tiles_are_gathered_at_once_than_the_one_in_use_and_those_ahead(prefetch: int, tied: bool, checkpointing: str) -> None:
     for found in run_ranks(2, gathered_bytes, tied, checkpointing, 6400, prefetch, 1):
         assert found["units"] == (8 if tied else 16), found
-        assert found["tile"] <= 6400 * 1.02
+        assert found["tile"] <= 6400 + 4 * 2 * 64  # a shard is a multiple of 64 elements
         assert 0 < found["most"] <= (1 + prefetch) * found["tile"] < found["whole"] / 2, found
         assert found["left"] == 0
 
@@ -644,7 +644,7 @@ def test_what_cannot_be_computed_in_tiles_is_named_and_left_whole() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(8, 8, 5)
+            self.conv, self.conv_2 = nn.Conv2d(8, 8, 5), nn.Conv2d(8, 8, 6)
             self.table = nn.Embedding(64, 8)
             self.other = nn.Parameter(torch.empty(0))
             self.other = self.table.weight
@@ -653,8 +653,8 @@ def test_what_cannot_be_computed_in_tiles_is_named_and_left_whole() -> None:
     model = Odd()
     notes = cut(model, 1024)
     assert len(notes) == 2
-    assert "'conv.weight' takes 6,400 bytes, more than tile=1,024, but a Conv2d cannot be computed in tiles" in notes[1]
-    assert "'other' takes 2,048 bytes" in notes[0] and "Odd cannot" in notes[0]
+    assert "'other' takes more than tile=1,024 bytes when gathered, but Odd cannot be computed in tiles" in notes[0]
+    assert "'conv.weight' and 1 more take" in notes[1] and "Conv2d" in notes[1]
     assert type(model.table) is nn.Embedding and model.table.weight is model.other
     assert len(model.fine.tiles) == 16
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from onefold.checkpoint.pieces import Share
 from onefold.checkpoint.source import Item, Source
 from onefold.runtime.flat import Entry
 from onefold.runtime.home import Home
@@ -58,3 +59,11 @@ def read_to_disk(source: Source, item: Item, entry: Entry, kind: str, start: int
         part = torch.empty(b - a, dtype=home.regions[kind].dtype)
         source.read(item, entry.part.first + a, entry.part.first + b, part)
         home.write_part(kind, base + a, part)
+
+
+def held(share: Share, kind: str, value: torch.Tensor) -> torch.Tensor | OnDisk:
+    """The share of `value`, the optimizer's object or a state of it; where it is on NVMe, what stands for it."""
+    home = share.flat.home
+    if home is not None and home.on_disk and (kind == "master" or value.device.type == "meta"):
+        return held_on_disk(share.entry, kind, share.start, share.stop)
+    return share.of(value)

@@ -19,7 +19,7 @@ from torch import nn
 import onefold.checkpoint.rng as rng
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import Piece, Record, code, key_of, rank_file
-from onefold.checkpoint.on_disk import OnDisk, held_on_disk
+from onefold.checkpoint.on_disk import OnDisk, held
 from onefold.checkpoint.pieces import Share, States, shares
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
@@ -65,12 +65,12 @@ def collect(
     out, first = Parts(), engine.rank == 0
     with whole_sight(), torch.no_grad():
         for share in shares(engine):
-            part, held = share.entry.part, _held(share, "master", share.entry.param)
-            _add(out, Item("parameter", share.name), part.shape, *share.interval, held, first, part.names[1:])
+            part, ours = share.entry.part, held(share, "master", share.entry.param)
+            _add(out, Item("parameter", share.name), part.shape, *share.interval, ours, first, part.names[1:])
         states = States(engine, optimizers)
         for share, key, value in states.tensors:
-            held = _held(share, state_kind(key, value.dtype), value)
-            _add(out, Item("state", share.name, key), share.entry.part.shape, *share.interval, held, first)
+            ours = held(share, state_kind(key, value.dtype), value)
+            _add(out, Item("state", share.name, key), share.entry.part.shape, *share.interval, ours, first)
         own = _Own(out)
         if first:
             for share, key, value in states.wholes:
@@ -105,14 +105,6 @@ def _collect_first(out: Parts, own: _Own, engine: Engine, module: nn.Module, sch
             out.values[name] = encode(state_of(thing, name), name)
     if extra is not None:
         out.values["extra"] = encode(extra, "extra", own.keep)
-
-
-def _held(share: Share, kind: str, value: torch.Tensor) -> torch.Tensor | OnDisk:
-    """The share of `value`, the optimizer's object or a state of it; where it is on NVMe, what stands for it."""
-    home = share.flat.home
-    if home is not None and home.on_disk and (kind == "master" or value.device.type == "meta"):
-        return held_on_disk(share.entry, kind, share.start, share.stop)
-    return share.of(value)
 
 
 class _Own:

@@ -142,6 +142,8 @@ def _begin(
         if error is not None and not isinstance(error, (CheckpointError, OSError)):
             raise error from None
         raise
+    finally:
+        error = None  # its traceback holds this frame, and with it the model
     config = getattr(model, "config", None) if together.rank == 0 else None
     return _Writing(together, parts, Path(said[0][1]), place, overwrite, step, saved_by(engine), _texts(model, config, tokenizer, together))
 

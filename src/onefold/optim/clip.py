@@ -14,17 +14,10 @@ from collections.abc import Iterable
 import torch
 
 from onefold.comm import Place
-from onefold.layout import overlap
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.home import Home
 from onefold.runtime.parameter import whole_sight
-
-
-def own_part(entry: Entry) -> tuple[int, int]:
-    """The addresses of `entry` that this rank accounts for: each element of the model on exactly one rank."""
-    flat = entry.flat
-    return overlap((entry.slot.start, entry.slot.end), flat.interval) if flat.whole_master and not flat.passive else flat.local(entry)
 
 
 def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
@@ -34,7 +27,7 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
         grad, flat = entry.param.grad, entry.flat
         if grad is None:
             continue
-        a, b = own_part(entry)
+        a, b = flat.accounted(entry)
         if flat.home is not None and flat.home.gradients_on_disk:
             if a < b:
                 parts.append(entry)
@@ -125,4 +118,4 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
 def _norm_on_disk(entry: Entry, p: float) -> torch.Tensor:
     home = entry.flat.home
     assert home is not None
-    return home.norm(entry, own_part(entry), p)
+    return home.norm(entry, entry.flat.accounted(entry), p)

@@ -29,7 +29,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onefold.layout import overlap
-from onefold.memory import STAGING
 from onefold.memory.nvme import TierError, Transfer
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
@@ -49,6 +48,7 @@ def step_offloaded(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry
     """
     ready = {id(entry) for entry in entries if entry.param.grad is not None}
     if engine.on_disk:
+        _flush(engine)
         agree_on_failure(engine, engine.failure, "before the step: nothing has been stepped")
     error: BaseException | None = None
     try:
@@ -59,9 +59,23 @@ def step_offloaded(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry
         _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
         error = failure
-        engine.beyond.broken = "a step failed half way, so that states on NVMe are of two steps. Start again from the last checkpoint."
     if engine.on_disk:
-        agree_on_failure(engine, error, "in the middle of the step: start again from the last checkpoint")
+        try:
+            agree_on_failure(engine, error, "in the middle of the step: start again from the last checkpoint")
+        except TierError:
+            engine.beyond.broken = "a step failed half way, so that states on NVMe are of two steps. Start again from the last checkpoint."
+            raise
+        finally:
+            engine.beyond.pool.drain()
+            del error  # its traceback holds this frame: the model must not wait for the collector to go
+
+
+def _flush(engine: Engine) -> None:
+    """Gradients are on the disk, or that they are not is known."""
+    try:
+        engine.beyond.flush()
+    except TierError as error:
+        engine.failure = engine.failure or error
 
 
 def step_flat(optimizer: Optimizer, engine: Engine, flat: Flat, entries: Sequence[Entry]) -> None:
@@ -161,10 +175,7 @@ class _Stepping:
                         transfer.wait()
             for entry, scalars in self.scalars.values():
                 self.optimizer.state[entry.param] = scalars
-        for flat in flats:
-            assert flat.home is not None
-            flat.home.flush()
-        self.beyond.pool.drain()
+        self.beyond.flush()
 
     def _chunks(self, flats: Sequence[Flat]) -> Iterator[_Chunk]:
         for flat in flats:
@@ -195,14 +206,12 @@ class _Stepping:
     # -- one chunk -------------------------------------------------------------------------------------------------------------
 
     def _buffer(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        whole = self.beyond.pool.take(self.engine.recipe.chunk, dtype, STAGING)
+        whole, chunk.buffers[kind] = self.beyond.buffer(chunk.b - chunk.a, dtype, chunk.flat.unit_name)
         chunk.whole.append(whole)
-        chunk.buffers[kind] = whole[: chunk.b - chunk.a]
         return chunk.buffers[kind]
 
     def _read(self, chunk: _Chunk) -> None:
         home = chunk.home
-        home.flush()
         kinds = ["master", *(["gradient"] if any(is_hollow(e.param.grad) for e, _, _ in chunk.pieces) else [])]
         for entry, _, _ in chunk.pieces:
             for key, value in self.optimizer.state.get(entry.param, {}).items():

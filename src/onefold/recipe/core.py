@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
-from onefold.recipe.tiers import UNLIMITED, check_tiers, read_folders, read_tiers
+from onefold.recipe.tiers import UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
 
 
 class Placement(enum.Enum):
@@ -155,7 +155,7 @@ class Recipe:
                 "use stage 2 or 3, or leave reduce_at out."
             )
         given = {name: getattr(self, name) for name in _OPTIONS if getattr(self, name) != self.__dataclass_fields__[name].default}
-        object.__setattr__(self, "notes", tuple(dict.fromkeys([*self.notes, *without_effect(self, given)])))
+        object.__setattr__(self, "notes", tuple(dict.fromkeys([*self.notes, *without_effect(self, given), *of_tiers(self)])))
 
     # -- presets ---------------------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Recipe:
             reduce_at=reduce_at,
             **options,
         )
-        return replace(recipe, notes=tuple(without_effect(recipe, options)))
+        return replace(recipe, notes=(*without_effect(recipe, options), *of_tiers(recipe)))
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str, world_size: int | None = None) -> Recipe:

@@ -37,7 +37,7 @@ def bytes_of(name: str, value: Any) -> int:
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKmMgGtT]?[iI]?[bB]?)\s*", value) if isinstance(value, str) else None
     if found is not None and found.group(2).upper() in _UNITS:
-        number = int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+        number = int(min(float(found.group(1)) * _UNITS[found.group(2).upper()], float(UNLIMITED)))
     elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) < UNLIMITED:
         number = int(value)
     else:
@@ -106,9 +106,9 @@ def read_folders(value: Any) -> tuple[str, ...]:
     """`nvme` as a tuple of folders."""
     if value is None:
         return ()
-    if isinstance(value, (str, os.PathLike)):
+    if isinstance(value, (str, os.PathLike)) and os.fspath(value):
         return (os.fspath(value),)
-    if isinstance(value, (list, tuple)) and value and all(isinstance(v, (str, os.PathLike)) for v in value):
+    if isinstance(value, (list, tuple)) and value and all(isinstance(v, (str, os.PathLike)) and os.fspath(v) for v in value):
         return tuple(os.fspath(v) for v in value)
     raise ValueError(f"nvme={value!r}: expected a folder on the disk to use, or a list of folders on different disks.")
 
@@ -173,6 +173,18 @@ def check_tiers(recipe: Recipe) -> None:
         raise ValueError(f"nvme_threads={threads!r}: expected a number of threads from 1 to 64.")
     if recipe.step_in_backward and o is Tier.DEVICE:
         raise ValueError("step_in_backward=True steps offloaded states behind the backward pass; offload_optimizer says where they are.")
+
+
+def of_tiers(recipe: Recipe) -> list[str]:
+    """What a user should know about where the recipe's rows rest."""
+    from onefold.recipe.core import Tier
+
+    if recipe.parameters.tier is not Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE:
+        return [
+            f"offload_param={recipe.parameters.tier.value!r} without offload_optimizer moves frozen parameters only: those that are trained "
+            "are gathered from their master weights, which stay on the device."
+        ]
+    return []
 
 
 def without_tiers(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, str]:

@@ -65,6 +65,7 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     wrong = [(rank, message) for rank, message in messages if message]
     if wrong:
         engine.failure, engine.failure_agreed = None, False
+        engine.beyond.forget_writes()
         rank, message = wrong[0]
         raise TierError(f"rank {engine.group.ranks[rank]}, {when}: {message}") from error
 

@@ -26,7 +26,9 @@ from torch import nn
 
 from onefold.comm import Group, Place
 from onefold.memory import GRADIENTS, MemoryLedger, Pool, storage_of
+from onefold.layout import round_up
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.tiers import SECTOR
 from onefold.runtime.activations import HostActivations
 from onefold.runtime.agree import agree_and_finish, agree_on_failure
 from onefold.runtime.beyond import Beyond
@@ -131,6 +133,8 @@ class Engine:
                     self.memory.add(category, nbytes, unit.name)
                 for category, nbytes in flat.home.resting_bytes()[Tier.HOST].items() if flat.home is not None else ():
                     self.beyond.host.add(category, nbytes, unit.name)
+        if self.at_home:  # no more than the largest of them needs
+            self.beyond.chunk = min(self.recipe.chunk, round_up(max(f.owned[1] - f.owned[0] for f in self.at_home), SECTOR))
         self.memory.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.DEVICE)
         if self.at_home:
             self.beyond.host.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.HOST)
@@ -249,6 +253,7 @@ class Engine:
         self.is_root_pass, self.raised_in = is_root, None
         self.beyond.check()
         self.memory.look()
+        self.beyond.host.look()
         check_in_place(self)
         self.structure.look(everywhere=self.step < 2)
         if self.step < 2:
@@ -420,6 +425,7 @@ class Engine:
             self.activations.end_backward()
             self.beyond.lane.wait()  # what the user finds in `.grad` is there
             self.memory.look()
+            self.beyond.host.look()
             for unit in self.units:
                 unit.waiting = set()
 

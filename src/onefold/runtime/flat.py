@@ -190,6 +190,10 @@ class Flat:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
 
+    def accounted(self, entry: Entry) -> tuple[int, int]:
+        """The addresses of `entry` that this rank answers for: each element of the model on exactly one rank."""
+        return self.local(entry) if self.passive or not self.whole_master else overlap((entry.slot.start, entry.slot.end), self.interval)
+
     def overwritten_since(self, write: int) -> bool:
         """Whether the values computed with before that write to the masters are gone (a copy has them until it is refreshed)."""
         copied = self.kept and self.dtypes.compute != self.dtypes.master and self.home is None

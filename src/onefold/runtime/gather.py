@@ -232,7 +232,7 @@ class Gatherer:
         try:
             home.put()
         except TierError as error:
-            if self.engine.world_size == 1 or not torch.is_grad_enabled():
+            if self.engine.world_size == 1 or not (torch.is_grad_enabled() or self.engine.backward_open):
                 raise
             self.engine.failure = self.engine.failure or error
 

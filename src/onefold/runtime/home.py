@@ -16,6 +16,7 @@ buffer to gather in; `fetch` starts that ahead of time where it comes from a dis
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ import torch
 
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING, empty, host_empty, storage_of
-from onefold.memory.nvme import Region, Transfer
+from onefold.memory.nvme import Region, TierError, Transfer
 from onefold.recipe import Tier
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.hollow import hollow
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry, Flat
 
-#: Writes under way of one flat buffer, beyond which the next waits for the first.
-_BEHIND = 3
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
 
@@ -56,7 +55,7 @@ class Home:
 
     def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
         self.flat, self.tiers = flat, tiers
-        self.beyond, self.device, self.chunk = engine.beyond, engine.device, engine.recipe.chunk
+        self.beyond, self.device = engine.beyond, engine.device
         self.numel = flat.owned[1] - flat.owned[0]
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
@@ -66,7 +65,6 @@ class Home:
         self.stepped_in = -1  # the last backward pass behind which it was stepped
         self._versions = -1  # what the masters' counters said when `rest` was last made of them
         self._fetching: tuple[torch.Tensor, Transfer, bool] | None = None
-        self._writing: list[tuple[torch.Tensor, Transfer]] = []
 
     @property
     def on_disk(self) -> bool:
@@ -125,11 +123,13 @@ class Home:
         if not self.numel:
             return
         if self.on_disk:
-            data = self._pages(self.numel, self.flat.dtypes.master)
-            data.copy_(master)
-            self._write("master", 0, data)
-            self.stepped(0, self.numel, data)
-            self.flush()
+            for a, b in self.chunks():
+                whole, data = self._buffer(b - a, self.flat.dtypes.master)
+                data.copy_(master[a:b])
+                self.stepped(a, b, data)
+                self.beyond.lane.wait()
+                self._write("master", a, data, whole)
+            self.beyond.flush()
         else:
             if storage_of(master) != storage_of(self.shown):
                 self.shown.copy_(master)
@@ -142,7 +142,6 @@ class Home:
         region = self.regions[kind]
         if start == stop:
             return torch.empty(0, dtype=region.dtype)
-        self.flush()
         first = start // SECTOR * SECTOR
         out = empty(min(self.numel, -(-stop // SECTOR) * SECTOR) - first, region.dtype, torch.device("cpu"), paged=True)
         self.beyond.wait(region.read(first, out))
@@ -154,36 +153,18 @@ class Home:
         stop, region = start + values.numel(), self.regions[kind]
         if start == stop:
             return
-        self.flush()
         first, last = start // SECTOR * SECTOR, min(self.numel, -(-stop // SECTOR) * SECTOR)
-        data = self._pages(last - first, region.dtype)
+        whole, data = self._buffer(last - first, region.dtype)
         if first < start or stop < last:
             self.beyond.wait(region.read(first, data))
         data[start - first : stop - first].copy_(values)
-        self._write(kind, first, data)
-        self.flush()
+        self._write(kind, first, data, whole)
 
-    def _pages(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.beyond.pool.take(numel, dtype, STAGING, self.flat.unit_name)
+    def _buffer(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.beyond.buffer(numel, dtype, self.flat.unit_name)
 
-    def _write(self, kind: str, start: int, data: torch.Tensor) -> None:
-        """Start a write; `data`, from `_pages`, goes back when it is done."""
-        self._writing.append((data, self.regions[kind].write(start, data)))
-        self.beyond.entered("written", self.flat.unit_name, data.numel() * data.element_size())
-        self.flush(_BEHIND)
-
-    def flush(self, behind: int = 0) -> None:
-        """Wait until no more than `behind` writes are under way.
-
-        Raises:
-            TierError: one did not go well.
-        """
-        while len(self._writing) > behind:
-            data, transfer = self._writing.pop(0)
-            try:
-                self.beyond.wait(transfer)
-            finally:
-                self.beyond.pool.give(data)
+    def _write(self, kind: str, start: int, data: torch.Tensor, whole: torch.Tensor) -> None:
+        self.beyond.write(self.regions[kind], start, data, whole, self.flat.unit_name)
 
     # -- what is computed with -------------------------------------------------------------------------------------------------
 
@@ -193,9 +174,9 @@ class Home:
             if storage_of(self.rest) != storage_of(master):
                 self._up(self.rest[start:stop], master)
         elif "parameter" in self.regions:
-            low = self._pages(stop - start, self.flat.dtypes.compute)
+            whole, low = self._buffer(stop - start, self.flat.dtypes.compute)
             low.copy_(master)
-            self._write("parameter", start, low)
+            self._write("parameter", start, low, whole)
 
     def _up(self, into: torch.Tensor, master: torch.Tensor) -> None:
         if into.device.type == "cuda" and into.dtype != master.dtype:  # cast here: half the bytes go up
@@ -224,14 +205,13 @@ class Home:
         for a, b in self.chunks() if self.on_disk else ():
             self.stepped(a, b, self.part("master", a, b))
             self.beyond.lane.wait()
-        self.flush()
+        self.beyond.flush()
 
     def fetch(self) -> bool:
         """Start reading this rank's interval into its part of `flat.full`, if it comes from a disk and the read is not under way."""
         full = self.flat.full
         if self.rest is not None or self._fetching is not None or not self.numel or full is None:
             return False
-        self.flush()
         region = self.regions.get("parameter") or self.regions["master"]
         mine = full[slice(*self.flat.owned)]
         direct = mine.device.type == "cpu" and not mine.data_ptr() % SECTOR and not region.nbytes % SECTOR
@@ -272,7 +252,8 @@ class Home:
         if self._fetching is not None:
             data, transfer, direct = self._fetching
             self._fetching = None
-            self.beyond.wait(transfer)
+            with contextlib.suppress(TierError):  # nobody wants it any more
+                self.beyond.wait(transfer)
             if not direct:
                 self.beyond.pool.give(data)
 
@@ -307,8 +288,7 @@ class Home:
             inside = [(e, (x, y)) for e, (x, y) in inside if x < y]
             if not inside:
                 continue
-            self.flush()
-            data = self._pages(b - a, region.dtype)
+            whole, data = self._buffer(b - a, region.dtype)
             if any(e.param.grad is not None for e in self.flat.entries if _meets(e, (base + a, base + b))):
                 self.beyond.wait(region.read(a, data))
                 self.beyond.entered("read", self.flat.unit_name, data.numel() * data.element_size())
@@ -320,11 +300,14 @@ class Home:
                     into.copy_(new)
                 else:
                     into.add_(new)
-            self._write("gradient", a, data)
+            self._write("gradient", a, data, whole)
         for entry in wanted:
+            self.norms.pop(entry.index, None)
             if entry.param.grad is None:
+                x, y = self.flat.accounted(entry)
+                if x < y and total.dtype == region.dtype:  # the norm is asked for later, and now it is in memory
+                    self.norms[entry.index] = torch._foreach_norm([total[x - span[0] : y - span[0]]], 2.0)[0]
                 entry.param.grad = hollow(entry.param, f"the gradient of {entry.slot.name!r}")
-        self.norms.clear()
 
     def norm(self, entry: Entry, addresses: tuple[int, int], p: float) -> torch.Tensor:
         """The p-norm of the gradient of `entry` over `addresses`, a 0-dim tensor; read again unless it was taken as it passed by."""
@@ -352,7 +335,7 @@ class Home:
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """The intervals that are moved and stepped at a time."""
-        return ((a, min(self.numel, a + self.chunk)) for a in range(0, self.numel, self.chunk))
+        return ((a, min(self.numel, a + self.beyond.chunk)) for a in range(0, self.numel, self.beyond.chunk))
 
     # -- ledger ----------------------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class Folder:
             raise ValueError(f"{name!r} cannot be a part of a folder's name; use letters, digits, '.', '_' and '-'.")
         check_folder(parent)
         reclaim(parent)
-        self._process, self._lock = os.getpid(), -1
+        self._lock = -1
         for _ in range(_TRIES):
             self.path = parent / f"onefold-{name}-{os.getpid()}-{secrets.token_hex(4)}"
             try:
@@ -87,9 +87,7 @@ class Folder:
         return True
 
     def remove(self) -> None:
-        """Leave nothing of it. In a forked child: leave the parent's alone."""
-        if os.getpid() != self._process:
-            return
+        """Leave nothing of it. Not for a forked child: the folder is its parent's."""
         self._remove_files()
         self.data.close()
 

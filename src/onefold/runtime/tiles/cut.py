@@ -53,13 +53,15 @@ class Cut:
         self.notes: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self._weights: list[tuple[nn.Parameter, str]] = []
+        self._whole: dict[str, list[str]] = {}
         self._classes: dict[type, type] = {}  # modules of one class stay of one class: units are found by it
-        limit: int | None = getattr(recipe, "tile", None)
+        limit = recipe.tile
         if limit is None:
             return
         try:
             for found in list(parameters_of(root)):
                 self._look_at(found, limit, recipe)
+            self.notes += [_left_whole(what, names, limit) for what, names in self._whole.items()]
         except BaseException:
             self._put_back()
             raise
@@ -72,10 +74,7 @@ class Cut:
         odd = next((module for module, attribute in found.places if not _computes_in_tiles(module, attribute)), None)
         if odd is not None or type(weight) is not nn.Parameter or not weight.is_floating_point():
             what = type(odd).__name__ if odd is not None else type(weight).__name__
-            self.notes.append(
-                f"parameter {name!r} takes {weight.numel() * dtype.itemsize:,} bytes, more than tile={limit:,}, but a {what} cannot be "
-                "computed in tiles: it is gathered as a whole."
-            )
+            self._whole.setdefault(what, []).append(name)
             return
         for (module, _), home in zip(found.places, found.homes, strict=True):
             _refuse_odd_embedding(module, home.rpartition(".")[0])
@@ -162,6 +161,13 @@ def _put_back(
         module._parameters.update(parameters)
 
 
+def _left_whole(what: str, names: list[str], limit: int) -> str:
+    more = f" and {len(names) - 1} more take" if len(names) > 1 else " takes"
+    return (
+        f"parameter {names[0]!r}{more} more than tile={limit:,} bytes when gathered, but {what} cannot be computed in tiles: gathered as a whole."
+    )
+
+
 # -- which modules, and what they become ---------------------------------------------------------------------------------------
 
 
@@ -170,7 +176,7 @@ def _base_of(module: nn.Module) -> type | None:
     for base in (nn.Linear, nn.Embedding):
         if isinstance(module, base):
             # A subclass may add to the forward pass. One with values of its own making would not get them tile by tile.
-            return base if type(module).reset_parameters is base.reset_parameters else None  # type: ignore[attr-defined]
+            return base if type(module).reset_parameters is base.reset_parameters else None
     conv: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return conv if conv is not None and type(module) is conv else None
 

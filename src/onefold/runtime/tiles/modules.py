@@ -4,7 +4,7 @@
     Embedding    y = W_i[ids] where ids are rows of W_i     rows of W are what is looked up
     Conv1D       y = b + x_0 @ W_0 + x_1 @ W_1 + ...        rows of W are inputs (transformers')
 
-[Note: what is equal] Each element of a linear's output is the same product of a row and x as it would be untiled, and has the same bits where
+[Note: what is equal] Each element of a linear's output is the same product of a row and x as it would be untiled, with the same bits where
 tiles are cut between the blocks of the matrix library (cut.py sees to that); an embedding's output and gradient have the same bits. A
 linear's gradient of x and a Conv1D's output are sums over the tiles, added in another order: equal within rounding, in 16 bits with
 each tile's part rounded before it is added. Gradients of weights and biases are equal within rounding too, mostly to the bit.
@@ -73,7 +73,7 @@ class Tile(nn.Module):
         pass
 
 
-class LinearTile(Tile, nn.Linear):
+class LinearTile(Tile, nn.Linear):  # type: ignore[misc]
     """A tile whose values a linear's initialization makes."""
 
     def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
@@ -82,7 +82,7 @@ class LinearTile(Tile, nn.Linear):
         self.register_parameter("bias", None)
 
 
-class EmbeddingTile(Tile, nn.Embedding):
+class EmbeddingTile(Tile, nn.Embedding):  # type: ignore[misc]
     """A tile whose values an embedding's initialization makes."""
 
     def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
@@ -187,7 +187,7 @@ class Tiled(nn.Module):
         return f"{known}{', ' if known else ''}tiles={len(self.tiles)}"
 
 
-class TiledLinear(Tiled, nn.Linear):
+class TiledLinear(Tiled, nn.Linear):  # type: ignore[override]
     """x [..., in_features] -> [..., out_features]"""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class TiledLinear(Tiled, nn.Linear):
             nn.init.uniform_(self.bias, -bound, bound)
 
 
-class TiledEmbedding(Tiled, nn.Embedding):
+class TiledEmbedding(Tiled, nn.Embedding):  # type: ignore[override]
     """ids [...] -> [..., embedding_dim]"""
 
     def forward(self, input: Tensor) -> Tensor:

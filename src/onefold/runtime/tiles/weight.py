@@ -64,8 +64,8 @@ def whole_of(tiles: Sequence[Any], shape: Sequence[int], writable: bool = False)
         name = f"{found[0].name!r} and further" if found else "of a model that is not sharded"
         if writable or not _computing():
             raise ShardedParameterError(
-                f"a weight in tiles ({name}) was {'to be written to' if writable else 'used'} as a whole where only its tiles are. Call its "
-                "module instead, or do this inside `with onefold.full_params(model):` (with write=True, to change it), on every rank."
+                f"a weight in tiles ({name}) was {'to be written to' if writable else 'used'} as a whole where only its tiles are. Call "
+                "its module instead, or do this inside `with onefold.full_params(model):` (with write=True, to change it), on every rank."
             )
         if not tiles[0].told:
             tiles[0].told = True
@@ -120,7 +120,7 @@ class WholeWeight(torch.Tensor):
                 func(tile.weight, *args[1:], **kwargs)
             return args[0]
         if func in _GRAD:
-            raise ShardedParameterError("the gradient of a weight in tiles lies on its tiles: `[tile.weight.grad for tile in module.tiles]`.")
+            raise ShardedParameterError("the gradient of a weight in tiles lies on its tiles: `tile.weight.grad for tile in module.tiles`.")
         if func == _T.data.__set__:
             raise ShardedParameterError("a weight in tiles cannot be given other memory: write into it, with `copy_`.")
         first = args[0] if args else next(iter(kwargs.values()))
