@@ -205,8 +205,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for r in rows:
         low, high = r["ratio_quartiles"]
         lines.append(
-            f"| {r['model']}, {r['tokens']} tokens a rank | {1e3 * r['with_s']:.2f} ms | {1e3 * r['without_s']:.2f} ms | {r['ratio']:.3f} "
-            f"({low:.3f} to {high:.3f}) | {r['entries']:.0f} | {1e6 * r['entries_s']:.0f} µs | {r['share']:.2%} | {1e6 * r['row_s']:.0f} µs |"
+            f"| {r['model']}, {r['tokens']} tokens a rank | {1e3 * r['with_s']:.2f} ms | {1e3 * r['without_s']:.2f} ms "
+            f"| {r['ratio']:.3f} ({low:.3f} to {high:.3f}) | {r['entries']:.0f} | {1e6 * r['entries_s']:.0f} µs | {r['share']:.2%} "
+            f"| {1e6 * r['row_s']:.0f} µs |"
         )
     return "\n".join(lines)
 

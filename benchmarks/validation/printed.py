@@ -34,7 +34,7 @@ class Printed:
 
 
 def evaluate(text: str, symbols: Symbols) -> float:
-    """A printed expression: "^" is a power, and what stands side by side is multiplied where symbols are single letters ("3mP", "2(P/G)")."""
+    """A printed expression: "^" is a power, and neighbours are multiplied where all symbols are single letters ("3mP", "2(P/G)")."""
     plain = text.replace("^", "**")
     plain = re.sub(r"(?<=[0-9)])(?=[A-Za-z(])", "*", plain)
     if all(len(name) == 1 for name in symbols):
@@ -113,8 +113,8 @@ def traffic_in_print() -> Table:
     ]
     lines = lines_of("comm_formulas_all", formulas, symbols, "Ψ")
     says = (
-        "Elements that a rank sends in a step, before the factor (N−1)/N, at N = W = 64, m = 4, G = Z = 8. Stages 0 to 3 and parameters that "
-        "are kept are the plan's own bytes for eight blocks; what Onefold does not do (yet) is the formula's."
+        "Elements that a rank sends in a step, before the factor (N−1)/N, at N = W = 64, m = 4, G = Z = 8. Stages 0 to 3 and kept "
+        "parameters are the plan's own bytes for eight blocks; what Onefold does not do (yet) is the formula's."
     )
     return Table("Traffic formulas in print", "formula", "as named in the file", ("comm_formulas_all",), says, lines)
 
@@ -268,8 +268,8 @@ def formulas_in_print() -> Table:
     files = ("zero_formulas", "fsdp_formulas", "infinity_formulas", "korthikanti_table2_activation_formulas", "megatron_formulas",
              "flops_mfu_conventions", "optimizer_and_peft_bytes")  # fmt: skip
     says = (
-        "Each formula as its source prints it, at one set of sizes, beside the code's. FSDP's hybrid traffic is printed as an approximation "
-        "that counts the own group too; its exact form is beside it."
+        "Each formula as its source prints it, at one set of sizes, beside the code's. FSDP's hybrid traffic is printed as an "
+        "approximation that counts the own group too; its exact form is beside it."
     )
     return Table("Formulas in print", "formula", "as named in the files", files, says, [line for make in made for line in make()])
 

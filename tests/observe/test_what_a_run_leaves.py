@@ -19,9 +19,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("plotly", reason="plotly is not installed")
 SOURCE = str(Path(__file__).parents[2] / "src")
 STEPS, RANKS = 3, 2
-#: Every figure of a step that the issue of a run's metrics names, as `onefold train` calls it: `held` is the engine's ledger, `memory` the process.
-FIGURES = {"step", "loss", "grad_norm", "lr", "skipped", "tokens", "tokens_per_s", "mfu", "step_ms", "exposed_ms", "wire_bytes", "held", "host",
-           "nvme", "memory", "memory_peak"}  # fmt: skip
+#: Every figure of a step, as `onefold train` calls it: `held` is what the engine's ledger says, `memory` what the process has.
+FIGURES = {"step", "loss", "grad_norm", "lr", "skipped", "tokens", "tokens_per_s", "mfu", "step_ms", "exposed_ms", "wire_bytes", "held",
+           "host", "nvme", "moved_bytes", "io_ms", "memory", "memory_peak"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 FIRST_PROCESS = 10_000_000
 OTHER, BETWEEN = "other moves", "to and from host and NVMe"
 #: The rows on which moves are drawn.
-ROWS = {"all-gather": "gathers", "reduce-scatter": "reductions", "all-reduce": "reductions", "state": OTHER, **dict.fromkeys(MOVED, BETWEEN)}
+ROWS = {"all-gather": "gathers", "reduce-scatter": "reductions", "all-reduce": "reductions", "state": OTHER}
+ROWS |= dict.fromkeys(MOVED, BETWEEN)
 
 
 def write(recording: Recording, path: Path) -> Path:
@@ -73,8 +74,8 @@ def events(recording: Recording, offset: float) -> list[dict[str, Any]]:
         for number, lane in enumerate(lanes((m.launched, m.landed, m) for m in chosen)):
             thread = row(title if not number else f"{title} {number + 1}")
             for start, end, m in lane:
-                facts = {"unit": m.unit, "bytes": m.nbytes, "dtype": m.dtype, "phase": m.phase, "ranks": m.group, "exposed_ms": 1000 * m.exposed}
-                add(thread, f"{m.move} {m.unit}", m.move, start, end, **facts)
+                facts = {"unit": m.unit, "bytes": m.nbytes, "dtype": m.dtype, "ranks": m.group, "phase": m.phase}
+                add(thread, f"{m.move} {m.unit}", m.move, start, end, **facts, exposed_ms=1000 * m.exposed)
     for tier in (DEVICE, *recording.tiers):
         times, levels = recording.levels(tier)
         name = "memory" if tier == DEVICE else f"memory, {tier}"

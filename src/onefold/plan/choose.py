@@ -44,14 +44,14 @@ class Question:
 
 
 def rungs(job: Job, ranks: int, stages: tuple[int, ...] = ()) -> list[list[Scheme]]:
-    """What may be recomputed and may leave the device, each with the stages at which it can, from the lowest; what the job fixes stays fixed.
+    """What may be recomputed and may leave the device, each with the stages at which it can, from the lowest.
 
-    The first is the one that changes least. Raises ValueError for an offload that no asked stage can have.
+    What the job fixes stays fixed. The first is the one that changes least. Raises ValueError for an offload that no asked stage can have.
     """
     micro = job.micro_batch or 1
     out = []
     for offload in (job.offload,) if job.offload else OFFLOAD:
-        possible = {"none": (0,) if ranks == 1 else (1, 2, 3), "optimizer": (2, 3)}.get(offload, (3,))
+        possible: tuple[int, ...] = {"none": (0,) if ranks == 1 else (1, 2, 3), "optimizer": (2, 3)}.get(offload, (3,))
         if stages:  # of an offload that was asked for, what cannot be is refused by the scheme
             possible = tuple(s for s in stages if job.offload or offload == "none" or s in possible)
         for checkpointing in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:

@@ -327,8 +327,8 @@ def _notes(software: Software, machine: Machine) -> tuple[str, ...]:
             return (alone,)
         return (
             f"{alone} and {software.link_share:.0%} of the links' nominal rates, hides moves behind {software.overlap:.0%} of the compute "
-            f"beside them, and loses with the number of ranks: {1e6 * software.hop_seconds:.0f} µs × {machine.ranks - 1:,} hops a move, and "
-            f"{slowest_of(machine.ranks, software.straggler) - 1:.1%} waiting for the slowest of {machine.ranks:,}",
+            f"beside them, and loses with the number of ranks: {1e6 * software.hop_seconds:.0f} µs × {machine.ranks - 1:,} hops a move, "
+            f"and {slowest_of(machine.ranks, software.straggler) - 1:.1%} waiting for the slowest of {machine.ranks:,}",
         )
     if software.handed_s == 0:
         return ()
