@@ -40,8 +40,8 @@ _NOT_COMPARED: tuple[tuple[str, str], ...] = (
     ("torchtitan's absolute peaks", "selective recompute by operator: the tracer's subject, not the formulas'"),
     (
         "176B on 384 V100 by bandwidth (`zero3_bandwidth_rule_384v100`)",
-        'ranges ("<20", "30-40", "40+" TFLOP/s a GPU) without the tokens of a GPU, on which they depend as much as on the link (ZeRO++\'s '
-        "table above)",
+        'ranges ("<20", "30-40", "40+" TFLOP/s a GPU at 100, 200 to 400 and 800 Gbit/s) without the tokens of a GPU, on which they '
+        "depend as much; with ZeRO++'s constants {rates}",
     ),
     ("IDEFICS-80B's 49 s", "unknown micro-batch; compute and communication above add to 30 s"),
     (
@@ -59,7 +59,9 @@ _NOT_COMPARED: tuple[tuple[str, str], ...] = (
 
 
 def not_compared() -> str:
-    rows = [f"| {data} | {why} |" for data, why in _NOT_COMPARED]
+    at = {tokens: " / ".join(f"{runs.by_bandwidth(tokens, link):.0f}" for link in (100, 200, 400, 800)) for tokens in (1024, 2048)}
+    rates = " and ".join(f"{rate} at {tokens:,} tokens" for tokens, rate in at.items())
+    rows = [f"| {data} | {why.format(rates=rates)} |" for data, why in _NOT_COMPARED]
     return "\n".join(["## Not compared", "", "| data | why |", "|---|---|", *rows, ""])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -111,6 +111,7 @@ def traffic_in_print() -> Table:
         Printed(hybrid, ones, "2(P/G)(1-G/W)", lambda s: traffic.between_groups(s["P"], int(s["G"]), int(s["W"]), 1)),
         Printed("ZeRO-Offload", ones, "4P/N", lambda s: traffic.offload_bytes(s["P"], int(s["N"])), "bytes on the host link"),
     ]
+    formulas = [replace(f, note=f"{m} micro-batches") if f.column == many else f for f in formulas]
     lines = lines_of("comm_formulas_all", formulas, symbols, "Ψ")
     says = (
         "Elements that a rank sends in a step, before the factor (N−1)/N, at N = W = 64, m = 4, G = Z = 8. Stages 0 to 3 and kept "

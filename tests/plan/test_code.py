@@ -95,7 +95,7 @@ def test_a_block_keeps_what_its_terms_say_to_the_byte(code: str) -> None:
     for precision, element in (("bf16", 2), ("fp32", 4)):
         ids = torch.zeros(2, LENGTH, dtype=torch.long, device="meta")
         said = trace(module(code), {"input_ids": ids, "labels": ids}, precision=precision, device="cuda")  # type: ignore[arg-type]
-        traced = [u.saved for u in said.units if u.name.endswith(".1")][0]
+        traced = next(u.saved for u in said.units if u.name.endswith(".1"))
         formula = block_bytes(dims, 2, LENGTH, element_bytes=element) + 2 * LENGTH * kept_beyond(code, dims, LENGTH, element)
         assert 0 <= traced - formula <= 64, f"{precision}: traced {traced:,}, by its terms {formula:,}"
 

@@ -1,7 +1,7 @@
 """What code keeps and has in hand beyond the fused kernels that papers count (`activations.block_bytes`): transformers' families.
 
-Bytes a token of one block; h hidden, f feed-forward, q and k the widths of queries and of keys, a active of E experts, n heads, s tokens of a
-sample, e bytes of an element (2 or 4). Each term is what a trace of that code shows (tests/plan/test_code.py holds them against it).
+Bytes a token of one block; h hidden, f feed-forward, q and k the widths of queries and of keys, a active of E experts, n heads, s tokens
+of a sample, e bytes of an element (2 or 4). Each term is what a trace of that code shows (tests/plan/test_code.py holds them against it).
 
 | code    | kept beyond fused kernels                                                 | in hand while a block runs                    |
 |---------|---------------------------------------------------------------------------|-----------------------------------------------|
@@ -90,6 +90,6 @@ def held_before(code: str, dims: Transformer, micro_batch: int, length: int, ele
 
 
 def kept_behind(code: str, dims: Transformer, element_bytes: int) -> int:
-    """Bytes a token that the last norm, the head and the loss keep without the logits: inputs, labels, a norm's fp32 copy if it makes one."""
+    """Bytes a token that the last norm, the head and the loss keep, without the logits: inputs, labels, a norm's fp32 copy."""
     check(code)
     return 16 + 2 * dims.hidden * element_bytes + (4 * dims.hidden if code in ("llama", "mixtral") else 0)
