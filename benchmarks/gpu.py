@@ -119,9 +119,23 @@ def measure(job: dict[str, Any], setting: Setting, path: Path, rank: int) -> dic
         "held": ledgers.held(),
         "moved": ledgers.moved(),
     }
+    if peer.startswith("onefold"):
+        result["observed"] = observed(trainer, data[-1])
     if job.get("trace"):
         result["trace"] = profile(trainer, data[-2:], setting, Path(job["trace"]) if rank == 0 else None)
     return result
+
+
+def observed(trainer: Any, taken: Sequence[adapters.Batch]) -> dict[str, Any]:
+    """One more step of Onefold as its ledgers saw it, beside the allocator's books; and a row of metrics."""
+    from onefold.observe import Meter, measured, reconciled, record
+
+    meter = Meter(trainer.model, trainer.optimizer)
+    with record(trainer.model, trainer.optimizer, activations=True) as seen:
+        loss = trainer.step(taken)
+    row = meter.step(loss=torch.tensor(loss, device=taken[0][0].device))
+    account = measured(trainer.model, trainer.optimizer, seen)
+    return {"account": account.to_json(), "machine": reconciled(trainer.model, account).to_json(), "row": row}
 
 
 def work() -> NoReturn:

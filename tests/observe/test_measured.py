@@ -10,7 +10,7 @@ from torch import nn
 import onefold
 from onefold.observe import measured, reconciled, record, resident_memory
 from onefold.observe import process as process_module
-from onefold.observe.trace import moments_of
+from onefold.observe.tiers import moments_of
 from onefold.plan.schema import ACTIVATIONS, ENGINE, MASTERS, MOMENTS, PARAMETERS, compare
 
 

@@ -18,6 +18,7 @@ COLOURS = {
     schema.LOGITS: "#9c6b4e",
     schema.TEMPORARY: "#c9b8a0",
     schema.FRAGMENTATION: "#b6bcc9",
+    "staging buffers": "#ff725c",
     "all-gather": "#6cc5b0",
     "reduce-scatter": "#ff8ab7",
     "all-reduce": "#a463f2",
