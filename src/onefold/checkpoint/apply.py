@@ -129,6 +129,7 @@ def _match(
             wrong.append(f"{name}: {stored.shape} in it, {tuple(tensor.shape)} in the model")
     taken = set(found.values()) | {Item("buffer", name) for name in buffers}
     unexpected = sorted(item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken)
+    unexpected += getattr(source, "unexpected", ())  # what fits nowhere is no item of a source that was cut to fit
     complaint = f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}." if wrong else ""
     return found, missing, unexpected, complaint
 

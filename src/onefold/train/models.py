@@ -307,7 +307,9 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     module, own = made if isinstance(made, tuple) else (made, None)
     if not isinstance(module, nn.Module):
         raise TrainError(f"--model {name}: expected an nn.Module or (nn.Module, tokenizer), got {type(module).__name__}.")
-    if own is None:
+    if own is None and tokenizer == "bytes":
+        own = ByteTokenizer()  # without transformers, whose import takes longer than many a small run needs to start
+    elif own is None:
         with quiet_transformers():
             own = load_tokenizer(tokenizer, None)
     return Loaded(module.train(), own, name, False)
