@@ -305,9 +305,9 @@ def test_checkpoints_made_now_by_deepspeed_are_read_and_continued(tmp_path: Path
     python = os.environ.get("DEEPSPEED_PYTHON") or (sys.executable if importlib.util.find_spec("deepspeed") else None)
     if python is None:
         pytest.skip(
-            "DeepSpeed is not installed (what it made at stages 1, 2 and 3 lies in data/saved_by_deepspeed and was read). `make bench` installs "
-            "it; or pip install setuptools wheel, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8, into this "
-            "interpreter or into one with torch that DEEPSPEED_PYTHON names"
+            "DeepSpeed is not installed (what it made at stages 1, 2 and 3 lies in data/saved_by_deepspeed and was read). `make bench` "
+            "installs it; or pip install setuptools wheel, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8, into "
+            "this interpreter or into one with torch that DEEPSPEED_PYTHON names"
         )
     names = ["stage-1-fp32-2", "stage-2-fp32-3", "stage-3-fp32-2"]
     done = subprocess.run([python, str(DATA / "make_deepspeed.py"), str(tmp_path), *names], capture_output=True, text=True, timeout=300)

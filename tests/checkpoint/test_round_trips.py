@@ -118,7 +118,11 @@ class One:
         self.model = onefold.shard(Three(), onefold.Recipe.zero(stage, precision=self.precision, stall_timeout=30.0, **recipe), group=group)
         adamw, sgd, adagrad = ([p for p in part.parameters() if p.requires_grad] for part in self.model.parts)
         two = [{"params": adamw, "lr": 2e-3}, {"params": [self.model.words.weight], "weight_decay": 0.3, "betas": (0.8, 0.95)}]
-        self.optimizers = [torch.optim.AdamW(two, lr=1e-3), torch.optim.SGD(sgd, lr=0.05, momentum=0.9), torch.optim.Adagrad(adagrad, lr=0.02)]
+        self.optimizers = [
+            torch.optim.AdamW(two, lr=1e-3),
+            torch.optim.SGD(sgd, lr=0.05, momentum=0.9),
+            torch.optim.Adagrad(adagrad, lr=0.02),
+        ]
         self.group = group
 
     def step(self, number: int) -> None:
@@ -149,7 +153,7 @@ class One:
 
     def whole(self) -> Whole:
         """Everything there is of it, put together from all ranks of the group by intervals. Collective there."""
-        mine = [(name, shape, start, {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}) for name, shape, start, values in self.held()]
+        mine = [(*row, {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}) for *row, values in self.held()]
         said: list[Any] = [mine]
         if self.size > 1:
             said = [None] * self.size

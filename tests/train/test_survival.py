@@ -140,7 +140,7 @@ def test_every_rank_learns_within_seconds_which_rank_has_gone_though_it_waits_fo
 def compute_for_a_minute(victim: int, folder: str) -> None:
     """A rank of `onefold train` that waits for nobody: all it does is compute."""
     ranks = this_rank()
-    sys.stderr = Path(folder, f"said-by-{ranks.rank}").open("w")
+    sys.stderr = Path(folder, f"said-by-{ranks.rank}").open("w")  # noqa: SIM115, the process's own to its end
     me = Rank(resolve({**JOB, "output": folder}))
     me.watch(ranks)
     me.doing = "computing"
@@ -208,7 +208,7 @@ def test_what_a_signal_asks_of_a_rank(tmp_path: Path, arm: bool, numbers: list[i
 def ends_in_time(folder: str) -> int:
     """A rank that a launcher started 100 s ago; returns its exit status."""
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(a_free_port()), STARTED: str(time.time() - 100)})
-    sys.stdout = Path(folder, "said").open("w")
+    sys.stdout = Path(folder, "said").open("w")  # noqa: SIM115, the process's own to its end
     given = {"model": "small_lm:plain", "output": f"{folder}/run", "save_every": None, "save_before": "107s", "json": True, "steps": 10**6}
     return run_rank(resolve({**JOB, **given}))
 
