@@ -132,6 +132,7 @@ def _match(
     taken = set(found.values()) | {Item("buffer", name) for name in buffers}
     unexpected = sorted(item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken)
     wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))  # tiles say the same of their parameter
+    unexpected += getattr(source, "unexpected", ())  # what fits nowhere is no item of a source that was cut to fit
     complaint = f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}." if wrong else ""
     return found, missing, unexpected, complaint
 

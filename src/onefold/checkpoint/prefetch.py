@@ -13,10 +13,19 @@ from onefold.runtime.engine import Engine
 
 
 class Prefetched:
-    """A source in front of another: what this rank will ask for lies in memory, the rest is passed on."""
+    """A source in front of another: what this rank will ask for lies in memory, the rest is passed on.
+
+    Args:
+        source: with the model's own names.
+        states: the optimizer's too.
+
+    Attributes:
+        rules, unexpected: the source's, if it was cut to fit; see `Fitted`.
+    """
 
     def __init__(self, engine: Engine, source: Source, states: bool) -> None:
         self._source = source
+        self.rules, self.unexpected = getattr(source, "rules", None), getattr(source, "unexpected", ())
         self._held: dict[tuple[Item, int, int], torch.Tensor] = {}
         items, aliases = source.items(), source.aliases()
         by_name: dict[str, list[Item]] = {}
