@@ -59,13 +59,10 @@ def initialize(module: nn.Module) -> None:
 def build(name: str, setting: Setting, shape: Shape, disk: str | None, own_adam: bool) -> Any:
     """The side around a model that never was whole on the device, as far as its library allows."""
     side = {**SIDES, **PLAIN}[name]
-    if side.family == "onefold":
-        with torch.device("meta"):
-            return sides.Onefold(setting, Large(shape), side, disk)
-    if side.family == "fsdp2":
+    if side.family in ("onefold", "fsdp2"):
         with torch.device("meta"):
             model = Large(shape)
-        return sides.FSDP2(setting, model, initialize)
+        return sides.Onefold(setting, model, side, disk) if side.family == "onefold" else sides.FSDP2(setting, model, initialize)
     if side.family == "deepspeed" and side.stage == 3:
         deepspeed = importlib.import_module("deepspeed")
         with deepspeed.zero.Init(config_dict_or_path=sides.deepspeed_config(setting, side)):

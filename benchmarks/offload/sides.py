@@ -21,12 +21,12 @@ from benchmarks.peers.settings import Setting
 class Onefold(adapters.Onefold):
     """`onefold.shard` with the tiers of a side."""
 
-    def __init__(self, setting: Setting, model: nn.Module, side: Side, disk: str | None, init: Any = None) -> None:
+    def __init__(self, setting: Setting, model: nn.Module, side: Side, disk: str | None) -> None:
         super(adapters.Onefold, self).__init__(setting)  # the next one's would shard without tiers
         self.onefold: Any = importlib.import_module("onefold")
         self.autocast = False
         recipe = self.onefold.Recipe.zero(side.stage, precision=setting.precision, **side.recipe(disk))
-        self.model = self.onefold.shard(model, recipe, init=init, device=setting.device)
+        self.model = self.onefold.shard(model, recipe, device=setting.device)
         self.optimizer = adamw(self.model.parameters())
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def train(
             losses.append(onefold.clip_grad_norm_(model, clip).item())
         for o in optimizers:
             if optimizer == "closure":
-                losses.append(o.step(lambda: once_more(model, o, 100 * step + rank)).item())
+                losses.append(o.step(partial(once_more, model, o, 100 * step + rank)).item())
             else:
                 o.step()
         for o in optimizers:

@@ -183,7 +183,8 @@ def computing_with_nothing(nvme: str) -> list[str]:
     param = next(p for p in model.parameters() if p.numel())
     model(tokens_of(0)).backward()
     said = []
-    for code in ("param.sum()", "param.data.mul_(2)", "param.detach().cpu()", "param.grad.norm()", "param.grad.zero_()", "torch.add(param, 1)"):
+    codes = ("param.sum()", "param.data.mul_(2)", "param.detach().cpu()", "param.grad.norm()", "param.grad.zero_()", "torch.add(param, 1)")
+    for code in codes:
         try:
             eval(code, {"param": param, "torch": torch})
         except RuntimeError as error:

@@ -20,7 +20,7 @@ import onefold.checkpoint.rng as rng
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import Piece, Record, code, key_of, rank_file
 from onefold.checkpoint.on_disk import OnDisk, held
-from onefold.checkpoint.pieces import Share, States, shares
+from onefold.checkpoint.pieces import States, shares
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
 from onefold.checkpoint.values import encode

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.optim.offloaded import step_flat
+from onefold.optim.offloaded import HALF, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import whole_sight
@@ -75,7 +75,7 @@ class Behind:
                     entry.param.grad = None
         except Exception as error:
             engine.failure = engine.failure or error
-            engine.beyond.broken = "a step failed half way, so that some of the state is of two steps. Start again from the last checkpoint."
+            engine.beyond.broken = HALF
 
     def join(self) -> None:
         """Everything that has landed is stepped when this returns."""

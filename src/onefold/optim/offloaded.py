@@ -1,19 +1,19 @@
 """Stepping what rests off the device, with the optimizer that the user brought.
 
-    host    unit by unit: the optimizer's own step over the unit's parameters (host tensors, host states) ─► copy up behind the next unit's step
+    host    unit by unit: the optimizer's own step over host tensors and host states ─► copy up behind the next unit's step
     NVMe    chunk by chunk, reads ahead and writes behind:
 
             disk     read 1   read 2   read 3 | write 1   read 4 | write 2   ...
             step              chunk 1           chunk 2             chunk 3
 
-A torch optimizer steps what is in its `param_groups` and keeps what it knows in `state`. For the time of one step the groups are copies that
-hold only the parameters whose turn it is. For NVMe these are stand-ins: slices of staging buffers with slices of gradients and states.
-Between steps `optimizer.state` of the real parameter holds scalars as they are, and a tensor on the meta device in place of each state that has
-an element for each element of the parameter.
+A torch optimizer steps what is in its `param_groups` and keeps what it knows in `state`. For the time of one step the groups are copies
+that hold only the parameters whose turn it is. For NVMe these are stand-ins: slices of staging buffers with slices of gradients and
+states. Between steps `optimizer.state` of the real parameter holds scalars as they are, and a tensor on the meta device in place of
+each state that has an element for each element of the parameter.
 
-[Note: a step is whole or refused] Ranks tell each other before and after: what goes wrong before (a gradient that could not be written) leaves
-every rank's state as it was; what goes wrong in the middle (the disk fails) leaves some of it stepped, which nothing can undo, so
-that the model refuses to go on and to be saved.
+[Note: a step is whole or refused] Ranks tell each other before and after: what goes wrong before (a gradient that could not be
+written) leaves every rank's state as it was; what goes wrong in the middle (the disk fails) leaves some of it stepped, which nothing
+can undo, so that the model refuses to go on and to be saved.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from onefold.runtime.home import Home, state_kind
 
 #: Chunks whose reads are under way beyond the one that is stepped, and chunks whose writes may be.
 AHEAD, BEHIND = 2, 1
+#: What is said of state that nobody can vouch for.
+HALF = "a step failed half way, so that some of the state is of two steps. Start again from the last checkpoint."
 
 
 def step_offloaded(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> None:
@@ -63,7 +65,7 @@ def step_offloaded(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry
         try:
             agree_on_failure(engine, error, "in the middle of the step: start again from the last checkpoint")
         except TierError:
-            engine.beyond.broken = "a step failed half way, so that states on NVMe are of two steps. Start again from the last checkpoint."
+            engine.beyond.broken = HALF
             raise
         finally:
             engine.beyond.pool.drain()
@@ -212,7 +214,7 @@ class _Stepping:
 
     def _read(self, chunk: _Chunk) -> None:
         home = chunk.home
-        kinds = ["master", *(["gradient"] if any(is_hollow(e.param.grad) for e, _, _ in chunk.pieces) else [])]
+        kinds = ["master", *(["gradient"] if any(e.param.grad is not None and is_hollow(e.param.grad) for e, _, _ in chunk.pieces) else [])]
         for entry, _, _ in chunk.pieces:
             for key, value in self.optimizer.state.get(entry.param, {}).items():
                 if _elementwise(value, entry.param) and (kind := state_kind(key, value.dtype)) not in kinds:

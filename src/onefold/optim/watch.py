@@ -66,7 +66,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         away = any(engine.at_home for engine in found)
     changed = _after_closure(args, kwargs) if away else None
     with whole_sight():
-        for engine, entries in found.items():
+        for engine in found:
             engine.optimizer_is_stepping()
             if engine.recipe.elementwise_optimizer is not True and _is_cut(engine):
                 refuse_unless_elementwise(optimizer)
@@ -124,9 +124,10 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
     verdict = _verdicts[optimizer]
     if verdict is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3 and offloading give the optimizer one part "
-            "of each parameter at a time, which serves updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, ...). "
-            "Use stage 0 on the device, or one of those; if you know the update to be element-wise, give the recipe elementwise_optimizer=True."
+            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3 and offloading give the optimizer one "
+            "part of each parameter at a time, which serves updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, "
+            "...). Use stage 0 on the device, or one of those; if you know the update to be element-wise, give the recipe "
+            "elementwise_optimizer=True."
         )
 
 
@@ -143,7 +144,7 @@ def _probe(optimizer: Optimizer) -> str | None:
             return f"its constructor or step could not be tried on a small matrix ({type(error).__name__}: {error})."
         try:
             cut = (128, 256)
-            # Each by an optimizer of its own, as each rank has one: what one learns of all its parameters together, the other does not know.
+            # Each by an optimizer of its own, as each rank has one: what it learns of all its parameters, the others do not know.
             cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
             pieces = [_run(optimizer, [s], [[g] for g in gs])[0] for s, *gs in cuts]
         except Exception as error:

@@ -277,7 +277,8 @@ class Recipe:
         """What the recipe says about tiers besides the rows."""
         tail = []
         if self.offload_bytes is not None or self.offload_share < 1:
-            amount = f"{self.offload_share:.0%} of the states" if self.offload_bytes is None else f"{self.offload_bytes:,} bytes of states a rank"
+            share, budget = f"{self.offload_share:.0%} of the states", self.offload_bytes
+            amount = share if budget is None else f"{budget:,} bytes of states a rank"
             tail.append(f"{amount} off the device, the last units first")
         if self.step_in_backward:
             tail.append("offloaded units stepped behind the backward pass")

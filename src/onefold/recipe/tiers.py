@@ -2,7 +2,7 @@
 
 | option                | may be                                                                     | becomes                            |
 |-----------------------|----------------------------------------------------------------------------|------------------------------------|
-| offload_optimizer     | "cpu", "nvme", a share (0.6), a budget ("6GB", bytes), ("nvme", any of these)| the optimizer row's tier, the share |
+| offload_optimizer     | "cpu", "nvme", a share (0.6), a budget ("6GB", bytes), ("nvme", of those)  | the optimizer row's tier, the share|
 | offload_gradients     | "cpu", "nvme"; None follows the optimizer                                  | the gradient row's tier            |
 | offload_param         | "cpu", "nvme"                                                              | the parameter row's tier           |
 | offload_activations   | True or "cpu", a budget ("8GB", bytes)                                     | `activations`, bytes               |
@@ -25,7 +25,7 @@ UNLIMITED = 1 << 62
 #: Offsets and lengths of direct reads and writes are multiples of this many bytes; so are they in elements, whatever the dtype.
 SECTOR = 4096
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)} | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 _NAMES = {"cpu": "host", "host": "host", "nvme": "nvme", "none": "device", "device": "device"}
 
 
@@ -86,7 +86,7 @@ def read_optimizer(value: Any) -> tuple[Tier, dict[str, Any]]:
         tier, amount = tier_of(name, value[0]), value[1]
     if isinstance(amount, bool):
         raise ValueError(f"{name}={value!r}: expected 'cpu', 'nvme', a share such as 0.6, or a budget such as '6GB'.")
-    if isinstance(amount, float) and amount <= 1 or amount == 1:
+    if (isinstance(amount, float) and amount <= 1) or amount == 1:
         if not 0 < amount <= 1:
             raise ValueError(f"{name}={value!r}: a share lies above 0 and is at most 1; None keeps all on the device.")
         return tier, {"offload_share": float(amount)}
@@ -156,7 +156,7 @@ def check_tiers(recipe: Recipe) -> None:
             "(both 'device', both 'host'; states on 'nvme' take gradients on 'nvme' or 'host')."
         )
     if Tier.NVME in (p, g, o) and not recipe.nvme:
-        raise ValueError("the recipe keeps state on NVMe but names no folder: give nvme='/path/on/the/disk' (a list stripes over several disks).")
+        raise ValueError("the recipe keeps state on NVMe but names no folder: give nvme='/path/on/the/disk', or a list of several disks' folders.")
     share, budget = recipe.offload_share, recipe.offload_bytes
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ValueError(f"offload_share={share!r}: expected a share above 0, at most 1.")
@@ -181,7 +181,7 @@ def of_tiers(recipe: Recipe) -> list[str]:
 
     if recipe.parameters.tier is not Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE:
         return [
-            f"offload_param={recipe.parameters.tier.value!r} without offload_optimizer moves frozen parameters only: those that are trained "
+            f"offload_param={recipe.parameters.tier.value!r} without offload_optimizer moves frozen parameters only: trained ones "
             "are gathered from their master weights, which stay on the device."
         ]
     return []

@@ -14,7 +14,6 @@ from onefold.memory import STAGING, Lane, MemoryLedger, Pool
 from onefold.memory.nvme import Nvme, Region, TierError, Transfer
 from onefold.recipe import Recipe
 
-
 #: Writes under way of one rank, beyond which the next waits for the first.
 BEHIND = 3
 

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from onefold.comm import Group, Place
-from onefold.memory import GRADIENTS, MemoryLedger, Pool, storage_of
 from onefold.layout import round_up
+from onefold.memory import GRADIENTS, MemoryLedger, Pool, storage_of
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.activations import HostActivations

@@ -24,9 +24,9 @@ def hollow(like: torch.Tensor, what: str) -> torch.Tensor:
 
 def seen_hollow(t: torch.Tensor, what: str) -> torch.Tensor:
     """The hollow tensor `t` as code outside the engine may see it."""
-    seen: Any = t.as_subclass(Hollow)
+    seen = t.as_subclass(Hollow)
     seen.what = what
-    return seen  # type: ignore[no-any-return]
+    return seen
 
 
 def is_hollow(t: torch.Tensor) -> bool:
@@ -37,8 +37,8 @@ def is_hollow(t: torch.Tensor) -> bool:
 def explain(func: Any, what: str) -> HollowError:
     """What to say to code that wants to compute with something hollow."""
     return HollowError(
-        f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe. Read a parameter with `parameter.onefold.gather()` (on "
-        "every rank), write with `onefold.full_params(model, write=True)`, clip with onefold.clip_grad_norm_, drop gradients with "
+        f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe. Read a parameter with "
+        "`parameter.onefold.gather()` (on every rank), write with `onefold.full_params(model, write=True)`, clip with onefold.clip_grad_norm_, drop gradients with "
         "zero_grad() (set_to_none=True, its default); offload_gradients='cpu' keeps gradients in memory."
     )
 

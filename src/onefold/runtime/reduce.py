@@ -394,8 +394,8 @@ class Reducer:
         for index in late:
             if any(f.home is not None and f.home.stepped_in == self.engine.step for f in self.units[index].flats):
                 raise RuntimeError(
-                    f"a gradient of {self.units[index].name!r} came after the unit was stepped behind the backward pass: this model uses it "
-                    "in more than one part of the pass. Leave step_in_backward out."
+                    f"a gradient of {self.units[index].name!r} came after the unit was stepped behind the backward pass: this model uses "
+                    "it in more than one part of the pass. Leave step_in_backward out."
                 )
             self._launch(self.units[index])
         self.finish(used_anywhere)
