@@ -125,8 +125,8 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
     if verdict is not None:
         raise ValueError(
             f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3 and offloading give the optimizer one "
-            "part of each parameter at a time, which serves updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, "
-            "...). Use stage 0 on the device, or one of those; if you know the update to be element-wise, give the recipe "
+            "part of each parameter at a time, which serves updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, "
+            "Lion, ...). Use stage 0 on the device, or one of those; if you know the update to be element-wise, give the recipe "
             "elementwise_optimizer=True."
         )
 

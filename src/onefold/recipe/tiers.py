@@ -156,7 +156,7 @@ def check_tiers(recipe: Recipe) -> None:
             "(both 'device', both 'host'; states on 'nvme' take gradients on 'nvme' or 'host')."
         )
     if Tier.NVME in (p, g, o) and not recipe.nvme:
-        raise ValueError("the recipe keeps state on NVMe but names no folder: give nvme='/path/on/the/disk', or a list of several disks' folders.")
+        raise ValueError("the recipe keeps state on NVMe but names no folder: give nvme='/path/on/the/disk', or a list of such.")
     share, budget = recipe.offload_share, recipe.offload_bytes
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ValueError(f"offload_share={share!r}: expected a share above 0, at most 1.")

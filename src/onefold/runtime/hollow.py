@@ -38,8 +38,9 @@ def explain(func: Any, what: str) -> HollowError:
     """What to say to code that wants to compute with something hollow."""
     return HollowError(
         f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe. Read a parameter with "
-        "`parameter.onefold.gather()` (on every rank), write with `onefold.full_params(model, write=True)`, clip with onefold.clip_grad_norm_, drop gradients with "
-        "zero_grad() (set_to_none=True, its default); offload_gradients='cpu' keeps gradients in memory."
+        "`parameter.onefold.gather()` (on every rank), write with `onefold.full_params(model, write=True)`, clip with "
+        "onefold.clip_grad_norm_, drop gradients with zero_grad() (set_to_none=True, its default); offload_gradients='cpu' keeps "
+        "gradients in memory."
     )
 
 

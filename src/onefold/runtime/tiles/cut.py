@@ -164,7 +164,7 @@ def _put_back(
 def _left_whole(what: str, names: list[str], limit: int) -> str:
     more = f" and {len(names) - 1} more take" if len(names) > 1 else " takes"
     return (
-        f"parameter {names[0]!r}{more} more than tile={limit:,} bytes when gathered, but {what} cannot be computed in tiles: gathered as a whole."
+        f"parameter {names[0]!r}{more} more than tile={limit:,} bytes when gathered, but {what} is not computed in tiles: gathered whole."
     )
 
 
