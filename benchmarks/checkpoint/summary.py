@@ -25,6 +25,8 @@ from typing import Any
 from benchmarks.checkpoint.settings import Turn
 
 SCHEMA = "onefold-checkpoint/1"
+BUFFER = 16.0
+"""MiB that a load may take beside a rank's part of the checkpoint: `onefold.checkpoint.apply.BUFFER` elements of fp32."""
 Rank = dict[str, Any]
 
 
@@ -360,6 +362,9 @@ def _proportions(loads: Sequence[LoadRow], ranks: int, cores: int) -> Iterator[G
         if row.read_gb is not None:
             ratio = row.read_gb / row.need_gb
             yield Goal(f"{sizes}, bytes read / bytes owned, the rank that reads most", "at most 1.05", ratio, ratio <= 1.05)
+        if row.peak_mib is not None:
+            ratio = row.peak_mib / (row.need_gb * 1e9 / 2**20 + BUFFER)
+            yield Goal(f"{sizes}, host peak beyond rest / (bytes owned + {BUFFER:.0f} MiB)", "at most 1", ratio, ratio <= 1)
         same = next((r for r in loads if (r.peer, r.saved, r.ranks) == (row.peer, ranks, ranks)), None)
         if same is not None and row is not same:
             ratio = row.warm_s * min(row.ranks, cores) / (same.warm_s * min(same.ranks, cores))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from benchmarks.faults.injuries import drill
 from benchmarks.faults.kills import Drill
 from benchmarks.faults.ranks import context
 from benchmarks.faults.report import markdown
+from benchmarks.peers.summary import machine, versions
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -43,11 +43,13 @@ def main() -> int:
     kills = Drill(fork, args.kills, args.seed, tell)
     kills.go()
     injuries = drill(fork, args.injuries, args.seed, tell)
+    place = machine()
     found = {
         "command": "python -m benchmarks.faults " + " ".join(sys.argv[1:]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.processor() or platform.machine(),
+        "machine": f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB",
         "torch": torch.__version__,
+        "commit": versions(sys.executable)["commit"],
         "seconds": time.monotonic() - begun,
         "kills": [asdict(k) for k in kills.kills],
         "runs": kills.runs,

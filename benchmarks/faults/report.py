@@ -13,7 +13,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     lines = [
         "# Kills and injuries",
         "",
-        f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch {found['torch']}, {found['seconds']:.0f} s.",
+        f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch {found['torch']}, commit {found['commit']}, "
+        f"{found['seconds']:.0f} s.",
         "",
         f"{len(kills)} kills of a run on 2 ranks, {sum(k['moment'] == 'save' for k in kills)} of them while a checkpoint was being "
         f"written; {len(found['runs'])} runs came to their end. After {sum(not k['wrong'] for k in kills)} kills the run went on with the "

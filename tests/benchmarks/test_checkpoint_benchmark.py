@@ -59,7 +59,9 @@ def test_the_smallest_run_measures_every_turn_and_what_was_loaded_trains_on(tmp_
     assert [(r["saved"], r["ranks"]) for r in ours["loads"]] == [(1, 1), (1, 2), (2, 1)]
     for row in ours["loads"]:
         assert row["read_gb"] is None or row["read_gb"] < 1.7 * row["need_gb"], f"read more than its part and the manifest: {row}"
-    assert len(ours["goals"]) == 8 + (ours["saves"][0]["direct_gb_s"] is not None)
+    peaks = [goal["met"] for goal in ours["goals"] if "host peak" in goal["what"]]
+    assert peaks == [True] * sum(row["peak_mib"] is not None for row in ours["loads"]), ours["goals"]
+    assert len(ours["goals"]) == 8 + len(peaks) + (ours["saves"][0]["direct_gb_s"] is not None)
     text = (tmp_path / "out" / "onefold-3.md").read_text()
     assert "## Goals" in text and "1 -> 2" in text and "Not measured" not in text and text in capsys.readouterr().out
 

@@ -21,6 +21,13 @@ class Config:
         Path(folder, "config.json").write_text(json.dumps({"model_type": "tiny"}))
 
 
+class Tokenizer:
+    """Writes its files, as transformers' do."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+
+
 class Run:
     """Tied weights, a buffer, two parameter groups, a schedule: two steps of it are done."""
 

@@ -339,3 +339,41 @@ def test_load_reads_a_hugging_face_folder_too(tmp_path: Path) -> None:
     onefold.load(tmp_path / "base", model=model)
     whole = onefold.full_state_dict(model)
     assert all(torch.equal(whole[name], value) for name, value in saved.state_dict().items())
+
+
+def read_ahead(folders: dict[str, Path], base: Path) -> list[str]:
+    """Folders that need their names changed, their experts stacked, or their ties found, behind what the program does meanwhile."""
+    import onefold
+
+    problems = []
+    for family, folder in (("gpt2", base), ("mixtral", folders["mixtral"]), ("llama, tied", folders["llama, tied"])):
+        expected = opened(folders[family], family)
+        for stage in (0, 3):
+            model = onefold.shard(build(family), onefold.Recipe.zero(stage, stall_timeout=20.0))
+            before = onefold.full_state_dict(model)
+            loading = onefold.load_async(folder, model=model)
+            problems += differences(before, onefold.full_state_dict(model))
+            loaded = loading.wait(60.0)
+            assert loaded.missing == loaded.unexpected == ()
+            problems += same_model(model, expected, f"{family} at stage {stage}")
+    said = complaint(lambda: onefold.load_async(folders["gpt2"], model=model).wait(60.0))
+    problems += [] if "is of another model" in said else [said]
+    again = onefold.full_state_dict(model)
+    return problems + (differences(expected.state_dict(), again) if dist.get_rank() == 0 else [])
+
+
+def test_a_folder_is_read_ahead_like_any_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
+    opened(folders["gpt2"], "gpt2").transformer.save_pretrained(tmp_path / "base")
+    assert run_ranks(2, read_ahead, folders, tmp_path / "base") == [[], []]
+
+
+def test_a_tensor_that_fits_nowhere_is_not_passed_over(folders: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    import onefold
+
+    save_file({**files(folders["llama"]), "model.extra.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    model = onefold.shard(build("llama"), onefold.Recipe.zero(0))
+    for load in (onefold.load, lambda *a, **k: onefold.load_async(*a, **k).wait()):
+        assert "1 are unknown to this model (model.extra.weight)" in complaint(lambda load=load: load(tmp_path, model=model))  # type: ignore[misc]
+        assert load(tmp_path, model=model, strict=False).unexpected == ("model.extra.weight",)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from saved import Run, copied
+from saved import Run, Tokenizer, copied
 
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.crc import combine, crc32
@@ -37,9 +37,9 @@ from onefold.checkpoint.verify import Problem, examine, verify
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of three files of tensors."""
+    """A checkpoint of three files of tensors, with what makes it look like a Hugging Face folder."""
     root = tmp_path_factory.mktemp("verify")
-    return reshard(Run().save(root / "one"), root / "three", 3)
+    return reshard(Run().save(root / "one", tokenizer=Tokenizer()), root / "three", 3)
 
 
 def files_of(folder: Path) -> list[str]:
@@ -62,14 +62,17 @@ def test_a_whole_checkpoint_has_no_problem_and_every_byte_was_read(whole: Path) 
     steps: list[int] = []
     verdict = examine(whole, steps.append)
     assert verdict.problems == [] and verdict.notes == [] and verify(whole) == []
-    assert verdict.files == len(files_of(whole)) == 7
+    assert verdict.files == len(files_of(whole)) == 8
     assert verdict.nbytes == sum(p.stat().st_size for p in whole.iterdir())
     assert verdict.tensors == len(read_manifest(whole).records)
     data = sum((p.stop - p.start) * TensorFile(whole / p.file).header[key].dtype.itemsize for _, p, key in pieces(whole))
     assert sum(steps) == data
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00002.safetensors", MANIFEST, CHECKSUM, "state.json", "config.json"])
+BESIDE = ["state.json", "config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00002.safetensors", MANIFEST, CHECKSUM, *BESIDE])
 def test_every_flipped_byte_is_found_and_named(whole: Path, tmp_path: Path, name: str) -> None:
     folder = copied(whole, tmp_path / "a")
     sound, draw = (folder / name).read_bytes(), random.Random(name)
@@ -99,7 +102,7 @@ def test_a_short_file_is_named_with_the_tensors_that_are_cut(whole: Path, tmp_pa
     assert {p.tensor for p in others} == lost and all("ends before them" in p.what for p in others) and len(lost) == 2
 
 
-@pytest.mark.parametrize("name", ["rank-00001.safetensors", "manifest.json", "manifest.sha256", "state.json", "config.json"])
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", MANIFEST, CHECKSUM, *BESIDE])
 def test_a_file_that_is_missing_or_longer_or_a_folder_is_named(whole: Path, tmp_path: Path, name: str) -> None:
     folder = copied(whole, tmp_path / "a")
     with (folder / name).open("ab") as file:
@@ -120,7 +123,7 @@ def test_a_missing_file_says_which_tensors_went_with_it(whole: Path, tmp_path: P
 
 
 def test_files_of_another_checkpoint_are_found(whole: Path, tmp_path: Path) -> None:
-    later = reshard(Run(steps=3).save(tmp_path / "one"), tmp_path / "three", 3)
+    later = reshard(Run(steps=3).save(tmp_path / "one", tokenizer=Tokenizer()), tmp_path / "three", 3)
     for name in files_of(whole):
         if (later / name).read_bytes() == (whole / name).read_bytes():
             continue

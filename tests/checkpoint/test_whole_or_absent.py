@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def said_by(function: Any, *args: Any, **kwargs: Any) -> str:
     return "nothing"
 
 
-def obstacles(root: str, small: str | None) -> dict[str, str]:
+def obstacles(root: str) -> dict[str, str]:
     import onefold
 
     model, optimizer = start()
@@ -65,9 +67,6 @@ def obstacles(root: str, small: str | None) -> dict[str, str]:
         "no scheduler": said_by(load, good, model=model, scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer)),
         "other groups": said_by(load, good, model=model, optimizer=torch.optim.AdamW([{"params": [p]} for p in model.parameters()])),
     }
-    if small is not None:
-        said["full"] = said_by(save, Path(small) / "a", model=model, optimizer=optimizer)
-        said["left on the full disk"] = str(sorted(os.listdir(small)))
     deeper = onefold.shard(TinyGPT(depth=4), onefold.Recipe.zero(3))
     said["a deeper model"] = said_by(load, good, model=deeper)
     before = onefold.full_state_dict(other := onefold.shard(TinyMLP(), onefold.Recipe.zero(3)))
@@ -81,22 +80,7 @@ def obstacles(root: str, small: str | None) -> dict[str, str]:
     return said
 
 
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Any:
-    """A file system of 64 KiB, where this user may mount one."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        yield None
-        return
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_nothing_is_left(tmp_path: Path, full_disk: Path | None) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
+def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_nothing_is_left(tmp_path: Path) -> None:
     expected = {
         "a file": "is a file; name a folder",
         "below a file": "a file of this name is in the way",
@@ -113,14 +97,59 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_nothing_is_lef
         "another model": "is of another model",
         "weights only": "holds no optimizer",
     }
-    for said in run_ranks(2, obstacles, str(root), str(full_disk) if full_disk else None):
+    for said in run_ranks(2, obstacles, str(tmp_path)):
         for name, words in expected.items():
             assert words in said[name], (name, said[name])
-        if full_disk is not None:
-            assert "No space left on device" in said["full"] and "free space there" in said["full"], said["full"]
-            assert said["left on the full disk"] == "[]"
         assert said["changed"] == "[]", "a model that a checkpoint does not fit stays as it was"
         assert said["left"] == "['bare', 'file', 'folder', 'good']"
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    """A file system in memory; a test is skipped where this user may not mount one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs the rights to: run as root, in a container with CAP_SYS_ADMIN")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def onto_disks_that_take_nothing(full: str, read_only: str) -> dict[str, str]:
+    import onefold
+    from onefold.checkpoint.export import export
+
+    model, optimizer = start()
+    said = {}
+    for name, folder in (("full", full), ("read-only", read_only)):
+        place = Path(folder)
+        said[f"{name}: save"] = said_by(onefold.save, place / "a", model=model, optimizer=optimizer)
+        said[f"{name}: save_async"] = said_by(lambda p=place: onefold.save_async(p / "b", model=model, optimizer=optimizer).wait(60.0))
+        said[f"{name}: export"] = said_by(export, model, place / "c")
+        said[f"{name}: Checkpointer"] = said_by(keep_one, place / "d", model, optimizer)
+        model(tokens_of(4)).backward()
+        optimizer.step()  # what was told is not told again
+        optimizer.zero_grad()
+    return said
+
+
+def keep_one(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    import onefold
+
+    with onefold.Checkpointer(root, model=model, asynchronous=False) as checkpoints:
+        checkpoints.save(1, optimizer=optimizer)
+
+
+def test_a_full_disk_and_a_read_only_one_are_said_on_every_rank_and_keep_nothing(tmp_path: Path) -> None:
+    with mounted(tmp_path / "full", "size=64k") as full, mounted(tmp_path / "read-only", "ro") as read_only:
+        for said in run_ranks(2, onto_disks_that_take_nothing, str(full), str(read_only)):
+            for call, words in said.items():
+                full_says = ("No space left on device", " MiB free, and ")["export" in call], "free space there, or choose another disk"
+                for part in full_says if call.startswith("full") else ("the file system is read-only: choose another folder",):
+                    assert part in words, (call, words)
+        assert [p.relative_to(full).as_posix() for p in full.rglob("*")] == ["d", "d/.lock"] and list(read_only.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

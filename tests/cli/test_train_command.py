@@ -17,8 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-SOURCE = str(Path(__file__).parents[2] / "src")
-TINY = ["--model", "llama:tiny", "--tokenizer", "bytes", "--seq", "64", "--device", "cpu"]
+from ranks import run_ranks
+
+SOURCE = os.pathsep.join(str(Path(__file__).parents[2] / part) for part in ("src", "tests/train"))
+BYTES = ["--tokenizer", "bytes", "--seq", "64", "--device", "cpu"]
+TINY = ["--model", "llama:tiny", *BYTES]
+#: Starts without transformers, where what is asked of a run has nothing to do with its model.
+SMALL = ["--model", "small_lm:plain", *BYTES]
 
 
 @dataclass
@@ -102,17 +107,31 @@ def test_a_run_ends_with_a_model_that_transformers_opens_and_leaves_nothing_behi
     assert place.left_behind() == []
 
 
+def rows_of_two_ranks(**options: Any) -> list[dict[str, Any]]:
+    """On one of two ranks: the rows of the same run without the command."""
+    from onefold.train.config import resolve
+    from onefold.train.loop import train
+    from onefold.train.prepare import prepare
+    from onefold.train.ranks import Ranks
+
+    rank = int(os.environ["RANK"])
+    ranks = Ranks(rank, 2, rank, 2, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo"))
+    rows: list[dict[str, Any]] = []
+    train(prepare(resolve(options), ranks, lambda line: None), lambda: 0, rows.append)
+    return rows
+
+
 def test_joined_ranks_and_accumulation_give_the_losses_of_two_ranks(place: Place) -> None:
     """One global batch, cut in another way: torchrun with one rank that accumulates, and two ranks at stage 3."""
     options = [*TINY, "--steps", "3", "--global-batch", "8", "--eval-every", "3", "--sample-tokens", "0", "--json"]
-    code, out, err = place.run(*options, "--stage", "3", "--nproc", "2", "--output", "two", "--micro-batch", "2")
-    assert code == 0, err
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "onefold.cli")
     code, out, err = place.run(*options, "--output", "one", "--micro-batch", "4", launcher=launcher)
     assert code == 0, err
     assert events(out)["plan"][0]["accumulation"] == 2
-    one, two = metrics(place.folder / "one"), metrics(place.folder / "two")
-    for a, b in zip(one[:3], two[:3], strict=True):
+    same = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(options[:-1:2], options[1:-1:2], strict=True)}
+    two, _ = run_ranks(2, rows_of_two_ranks, **same, stage="3", micro_batch=2, output=str(place.folder / "two"))
+    one = metrics(place.folder / "one")
+    for a, b in zip(one[:3], two, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
     assert one[2]["eval_loss"] == pytest.approx(two[2]["eval_loss"], rel=1e-5)
@@ -140,7 +159,7 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
 
 
 def test_ctrl_c_lets_the_step_finish_saves_and_exits_with_130(place: Place) -> None:
-    with started(place, *TINY, "--steps", "100000", "--nproc", "2", "--output", "run", "--json") as process:
+    with started(place, *SMALL, "--steps", "100000", "--nproc", "2", "--output", "run", "--json") as process:
         wait_for_step(process, 3)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -155,7 +174,7 @@ def test_ctrl_c_lets_the_step_finish_saves_and_exits_with_130(place: Place) -> N
 
 def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
     # A step of many micro-batches, so that the first Ctrl-C has to wait for it.
-    options = [*TINY, "--steps", "9", "--nproc", "2", "--output", "run", "--sample-tokens", "0", "--global-batch", "40000"]
+    options = [*SMALL, "--steps", "9", "--nproc", "2", "--output", "run", "--global-batch", "400000"]
     with started(place, *options) as process:
         deadline = time.monotonic() + 60
         while not list((place.folder / "tmp").glob("onefold-*/training")):
@@ -191,10 +210,54 @@ def test_what_cannot_be_is_told_in_a_sentence_before_anything_starts(place: Plac
     assert events(out)["error"][0]["message"].startswith("--model gpt:huge")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--offload-optimizer", "nvme"], "names no folder: give nvme="),
+        (["--offload-optimizer", "nvme", "--nvme", "absent"], "--nvme absent: there is no such folder"),
+        (["--offload-optimizer", "cpu", "--offload-param", "cpu", "--stage", "2"], "Shard the parameters (stage 3)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_tiers_that_cannot_be_are_told_in_the_recipes_sentence_before_anything_starts(place: Place, options: list[str], said: str) -> None:
+    code, out, err = place.run(*TINY, *options, "--nproc", "2", "--output", "run")
+    assert code == 2 and said in err and "Traceback" not in err and "starting" not in out
+    assert not (place.folder / "run").exists() and place.left_behind() == []
+
+
+def test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk(place: Place) -> None:
+    """On two disks, in part, on the host: the same losses to the last bit, and the run says where what is."""
+    disks = [place.folder / name for name in ("disk0", "disk1")]
+    for disk in disks:
+        disk.mkdir()
+    common = [*TINY, "--steps", "3", "--nproc", "2", "--eval-every", "3", "--sample-tokens", "4", "--stage", "3", "--json"]
+    folders = [word for disk in disks for word in ("--nvme", str(disk))]
+    elsewhere = {
+        "device": [],
+        "host": ["--offload-optimizer", "0.5", "--offload-activations", "cpu"],
+        "disk": ["--offload-optimizer", "nvme", "--offload-param", "nvme", *folders],
+    }
+    rows, plans = {}, {}
+    for name, options in elsewhere.items():
+        code, out, err = place.run(*common, *options, "--output", name)
+        assert code == 0, err
+        plans[name] = events(out)["plan"][0]
+        rows[name] = [(row["loss"], row["grad_norm"], row.get("eval_loss")) for row in metrics(place.folder / name)[:3]]
+    assert rows["host"] == rows["device"] and rows["disk"] == rows["device"]
+    assert plans["device"]["off_the_device"] == "" and plans["device"]["predicted"]["nvme"] == plans["device"]["predicted"]["host"] == 0
+    assert plans["host"]["tiers"] == {"parameters": "device", "gradients": "host", "optimizer": "host"}
+    assert plans["host"]["predicted"]["host"] > 0 and "on the host" in plans["host"]["reason"]
+    assert set(plans["disk"]["tiers"].values()) == {"nvme"} and plans["disk"]["predicted"]["nvme"] > 0
+    facts = json.loads((place.folder / "disk" / "observed.json").read_text())["facts"]
+    assert facts["off_the_device"] == "parameters, gradients and optimizer states on NVMe"
+    assert [list(disk.iterdir()) for disk in disks] == [[], []]
+    assert place.left_behind() == []
+
+
 @pytest.mark.slow
 def test_smollm2_is_fine_tuned_and_opens_again_with_its_tokenizer(place: Place) -> None:
     code, out, err = place.run(
-        "--steps", "3", "--nproc", "2", "--seq", "64", "--micro-batch", "1", "--eval-every", "0", "--sample-tokens", "8",
+        "--steps", "2", "--nproc", "2", "--seq", "64", "--micro-batch", "1", "--eval-every", "0", "--sample-tokens", "2",
         "--output", "run", "--stage", "3", "--json",
     )  # fmt: skip
     assert code == 0, err

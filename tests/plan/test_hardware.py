@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from calibrations import calibration as made_up
 
+from calibrations import calibration as made_up
 from onefold.plan.hardware import builtin, calibrated, catalogue, gpu, machine
 from onefold.plan.systems import work
 from onefold.plan.times import step_times

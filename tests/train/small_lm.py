@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -35,3 +37,29 @@ def plain() -> nn.Module:
 
 def dropping() -> nn.Module:
     return SmallLM(0.2)
+
+
+class Unhurried(SmallLM):
+    """Sleeps in each forward pass, so that a run of it may wait for machines without doing thousands of steps."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return super().forward(input_ids, labels)
+
+
+def unhurried() -> nn.Module:
+    return Unhurried(0.0)
+
+
+class SlowToWrite:
+    """Stands in for a transformers configuration, which a save writes in its middle."""
+
+    def save_pretrained(self, folder: str) -> None:
+        time.sleep(0.1)
+
+
+def slow_to_save() -> nn.Module:
+    """Drops out as `dropping`; its saves take long enough to be hit."""
+    model = SmallLM(0.2)
+    model.config = SlowToWrite()
+    return model

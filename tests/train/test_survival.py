@@ -2,144 +2,96 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from started_runs import (
+    JOB,
+    STEPS,
+    a_free_port,
+    alone,
+    left_behind,
+    losses_in_ranks,
+    losses_on,
+    options,
+    pid_of,
+    rows_of,
+    runs,
+    started,
+    this_rank,
+    wait_for,
+    wait_for_step,
+    wait_until,
+)
 
-from onefold.train import resume
+from onefold import engine_of
+from onefold.checkpoint.background import running
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.neighbours import Neighbours, Peer
 from onefold.train.prepare import prepare
 from onefold.train.ranks import Ranks
+from onefold.train.report import Reporter
 from onefold.train.slow import WINDOW
-from onefold.train.stop import CONTROL, Stop, StopSignal
+from onefold.train.stop import CONTROL, STARTED, Stop, StopSignal
+from onefold.train.survive import Keeper
+from onefold.train.worker import Rank, run_rank
 from ranks import outcomes_of, preload, run_ranks
 
 preload("onefold.train.worker")
-SOURCE = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
-STEPS = 150  # of some 10 ms: long enough to be hit in the middle
-JOB: dict[str, Any] = {
-    "model": "small_lm:dropping", "tokenizer": "bytes", "seq": 64, "device": "cpu", "steps": STEPS, "save_every": 10, "eval_every": 0,
-    "global_batch": 4, "micro_batch": 2, "seed": 3, "lr": 1e-3,
-}  # fmt: skip
 
 
-def options(job: dict[str, Any]) -> list[str]:
-    return [part for key, value in job.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-
-
-def environment(folder: Path) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH", "")]))
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    (folder / "tmp").mkdir(exist_ok=True)
-    return {**clean, "PYTHONPATH": path, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
-
-
-@contextlib.contextmanager
-def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "onefold.cli", "train", *options(JOB), *arguments, "--json"],
-        cwd=folder, env=environment(folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()  # the agent and its ranks follow
-            process.communicate(timeout=30)
-
-
-def wait_for(process: subprocess.Popen[str], wanted: Callable[[Row], bool]) -> list[Row]:
-    """Read events until one is wanted; returns them all."""
-    assert process.stdout is not None
-    seen: list[Row] = []
-    for line in process.stdout:
-        seen.append(json.loads(line))
-        if wanted(seen[-1]):
-            return seen
-    raise AssertionError(f"the run ended too early: {process.stderr.read() if process.stderr else ''}")
-
-
-def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
-    wait_for(process, lambda row: row["event"] == "step" and row["step"] >= step)
-
-
-def left_behind(folder: Path) -> list[str]:
-    mark = f"TMPDIR={folder / 'tmp'}".encode()
-    found = [str(p) for p in (folder / "tmp").iterdir()]
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-    return found
-
-
-def rows_of(folder: Path) -> list[Row]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses_in_ranks(*variants: dict[str, Any]) -> list[list[float]]:
-    """On one of several ranks: for each variant of the job, train to the end, from a checkpoint if there is one in its output."""
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo"))
-    return [losses_on(ranks, **variant) for variant in variants]
-
-
-def losses_on(ranks: Ranks, **more: Any) -> list[float]:
-    config = resolve({**JOB, "resume": "auto", **more})
-    point = resume.find(config, restarted=False)
-    run = prepare(config, ranks, lambda line: None, point)
-    if point is not None:
-        resume.load(run, point)
-    rows: list[Row] = []
-    train(run, lambda: 0, rows.append)
-    return [row["loss"] for row in rows]
-
-
-def kill_rank_1(folder: Path) -> int:
-    (pid_file,) = (folder / "tmp").glob("onefold-*/rank-1.pid")
-    pid = int(pid_file.read_text())
+def kill(temporary: Path, rank: int) -> int:
+    pid = pid_of(temporary, rank)
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
-def test_a_run_that_loses_a_rank_and_then_its_machines_goes_on_with_the_losses_of_one_that_was_left_alone(tmp_path: Path) -> None:
-    """One run, since starting it takes longest: SIGKILL of a rank, a restart by itself, SIGTERM, and going on at other stages and ranks."""
-    with started(tmp_path, "--nproc", "2", "--output", "run", "--max-restarts", "1") as process:
+def test_a_run_loses_any_rank_at_any_moment_and_goes_on_with_the_losses_of_one_that_was_left_alone(tmp_path: Path) -> None:
+    """One run, since starting it takes longest: three kills and a restart by itself after each, SIGUSR1, and going on elsewhere."""
+    temporary, checkpoints = tmp_path / "tmp", tmp_path / "run" / "checkpoints"
+    several = {**JOB, "model": "small_lm:slow_to_save", "nproc": 2, "output": "run", "max_restarts": 3}
+    with started(tmp_path, *options(several)) as process:
         wait_for_step(process, 25)
-        pid = kill_rank_1(tmp_path)
-        notes = wait_for(process, lambda row: row["event"] == "note" and "going on from" in row["text"])
+        survivor, first = pid_of(temporary, 0), kill(temporary, 1)  # in a step
+        wait_until(lambda: not runs(survivor), 10.0)
+        wait_for(process, going_on)
+        wait_until(lambda: list(checkpoints.glob(".step-*.unfinished")))
+        survivor, second = pid_of(temporary, 1), kill(temporary, 0)  # in a save; it is who meets the others, too
+        wait_until(lambda: not runs(survivor), 10.0)
+        wait_until(lambda: pid_of(temporary, 1) not in (survivor, 0) and runs(pid_of(temporary, 1)))
+        kill(temporary, 1)  # before the first step
+        notes = wait_for(process, going_on)
         wait_for_step(process, 40)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
         out, err = process.communicate(timeout=60)
 
-    # the kill: who went and where the other stood is told, and the run goes on without a hand
-    assert f"rank 1 (process {pid}" in err and "has gone" in err and "rank 0 " in err and "Traceback" not in err, err
-    assert any("restart 1 of at most 1" in row.get("text", "") for row in notes)
+    # the kills: who went and where the other stood is told, and the run goes on without a hand
+    for rank, pid in ((1, first), (0, second)):
+        assert f"rank {rank} (process {pid} on " in err and f"rank {1 - rank} " in err, err
+    assert err.count("has gone") >= 2 and "Traceback" not in err, err
+    assert any("restart 3 of at most 3" in row.get("text", "") for row in notes), notes
     rows = rows_of(tmp_path / "run")
-    (mark,) = (row for row in rows if row.get("resumed"))
+    marks = [row for row in rows if row.get("resumed")]
     # The save of step 20 was begun, so that of step 10, which it waits for, was whole.
-    assert mark["from_step"] >= 10 and mark["restart"] == 1
+    assert marks[0]["from_step"] >= 10 and marks[-1]["restart"] == 3, marks
 
-    # SIGTERM: a checkpoint and status 0
+    # SIGUSR1: a checkpoint and status 0
     done = json.loads(out.splitlines()[-1])
     assert process.returncode == 0, err
     assert done["event"] == "done" and done["stopped"] and done["why"] == "SIGTERM or SIGUSR1" and done["model"] is None
     assert (tmp_path / done["checkpoint"]).name == f"step-{done['steps']:08d}"
-    assert left_behind(tmp_path) == []
+    assert (tmp_path / done["checkpoint"] / "onefold_tokenizer.json").is_file()
+    assert left_behind(temporary) == []
 
     # going on: bit-equal on the same ranks at another stage
     output, whole = str(tmp_path / "run"), str(tmp_path / "whole")
@@ -149,9 +101,12 @@ def test_a_run_that_loses_a_rank_and_then_its_machines_goes_on_with_the_losses_o
     assert len(before) == done["steps"] >= 40 and len(uninterrupted) == STEPS
     assert before + rest == uninterrupted
     # and within rounding on other ranks; without dropout, which draws other numbers there
-    alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
-    one = losses_on(alone, **plain, stage="0")
+    one = losses_on(alone(), **plain, stage="0")
     assert one == pytest.approx(two, rel=1e-5) and len(one) == 20
+
+
+def going_on(row: Row) -> bool:
+    return bool(row["event"] == "note" and "going on from" in row["text"])
 
 
 # -- the ranks' ring -----------------------------------------------------------------------------------------------------------
@@ -159,14 +114,12 @@ def test_a_run_that_loses_a_rank_and_then_its_machines_goes_on_with_the_losses_o
 
 def notice_a_kill(victim: int) -> tuple[list[int], float, int]:
     """(ranks that this one learned have gone, seconds it took, process of the first of them) while nobody waits for anybody."""
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo"))
+    ranks = this_rank()
     heard: list[Peer] = []
     ring = Neighbours.connect(ranks, heard.append)
     assert ring is not None
     ranks.wait()
-    if rank == victim:
+    if ranks.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.monotonic()
     while not heard and time.monotonic() - begun < 10:
@@ -184,16 +137,36 @@ def test_every_rank_learns_within_seconds_which_rank_has_gone_though_it_waits_fo
     assert all(took < 10 for _, took, _ in values) and len({pid for _, _, pid in values}) == 1
 
 
+def compute_for_a_minute(victim: int, folder: str) -> None:
+    """A rank of `onefold train` that waits for nobody: all it does is compute."""
+    ranks = this_rank()
+    sys.stderr = Path(folder, f"said-by-{ranks.rank}").open("w")  # noqa: SIM115, the process's own to its end
+    me = Rank(resolve({**JOB, "output": folder}))
+    me.watch(ranks)
+    me.doing = "computing"
+    if ranks.rank == victim:
+        Path(folder, "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60.0)
+
+
+def test_a_rank_that_computes_when_another_goes_says_so_and_ends_within_ten_seconds(tmp_path: Path) -> None:
+    victim, survivor = outcomes_of(2, compute_for_a_minute, 0, str(tmp_path), timeout=30)
+    assert victim.exitcode == -signal.SIGKILL and survivor.exitcode == 1, survivor
+    said = tmp_path / "said-by-1"
+    assert said.stat().st_mtime - (tmp_path / "killed").stat().st_mtime < 10.0
+    for words in ("rank 0 (process ", "has gone", "rank 1 ends while computing: it cannot go on alone"):
+        assert words in said.read_text(), said.read_text()
+
+
 def leave_in_turn() -> list[int]:
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo"))
+    ranks = this_rank()
     heard: list[Peer] = []
     ring = Neighbours.connect(ranks, heard.append)
     assert ring is not None
-    time.sleep(0.2 * rank)
+    time.sleep(0.2 * ranks.rank)
     ring.close()
-    time.sleep(0.2 * (world - rank))
+    time.sleep(0.2 * (ranks.world_size - ranks.rank))
     return [p.rank for p in heard]
 
 
@@ -232,6 +205,22 @@ def test_what_a_signal_asks_of_a_rank(tmp_path: Path, arm: bool, numbers: list[i
     assert (outcome.value if outcome.value is not None else outcome.exitcode) == found, outcome
 
 
+def ends_in_time(folder: str) -> int:
+    """A rank that a launcher started 100 s ago; returns its exit status."""
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(a_free_port()), STARTED: str(time.time() - 100)})
+    sys.stdout = Path(folder, "said").open("w")  # noqa: SIM115, the process's own to its end
+    given = {"model": "small_lm:plain", "output": f"{folder}/run", "save_every": None, "save_before": "107s", "json": True, "steps": 10**6}
+    return run_rank(resolve({**JOB, **given}))
+
+
+def test_save_before_ends_a_run_by_itself_with_a_checkpoint_and_status_0(tmp_path: Path) -> None:
+    (outcome,) = outcomes_of(1, ends_in_time, str(tmp_path), timeout=60, process_group=False)
+    done = json.loads((tmp_path / "said").read_text().splitlines()[-1])
+    assert outcome.value == 0, outcome
+    assert done["event"] == "done" and done["stopped"] and done["why"] == "--save-before" and 0 < done["steps"] < 10**6, done
+    assert Path(done["checkpoint"]).name == f"step-{done['steps']:08d}" and Path(done["checkpoint"]).is_dir()
+
+
 def test_one_rank_of_a_machine_speaks_and_the_next_start_may_speak_again(tmp_path: Path) -> None:
     def speaking(generation: str) -> list[bool]:
         stops = []
@@ -249,16 +238,15 @@ def test_one_rank_of_a_machine_speaks_and_the_next_start_may_speak_again(tmp_pat
 
 def one_rank_is_slow_then_wrong(output: str) -> tuple[list[str], list[Row], str]:
     """On one of two ranks: rank 1 sleeps in each forward pass, and puts out a NaN in the last step."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo"))
+    ranks = this_rank()
     run = prepare(resolve({**JOB, "output": output, "stage": "3", "model": "small_lm:plain", "units": "Block"}), ranks, lambda line: None)
     rows: list[Row] = []
     alerts: list[str] = []
 
     def after_block_1(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if rank == 1:
+        if ranks.rank == 1:
             time.sleep(0.05)
-        return output * float("nan") if rank == 1 and len(rows) == WINDOW + 2 else output
+        return output * float("nan") if ranks.rank == 1 and len(rows) == WINDOW + 2 else output
 
     model: Any = run.model
     model.blocks[1].register_forward_hook(after_block_1)
@@ -274,3 +262,45 @@ def test_the_rank_that_is_slow_and_the_rank_that_went_wrong_are_named_on_every_r
         assert len(alerts) == 1 and "rank 1 is slow" in alerts[0], alerts
         assert rows[-1]["slow_rank"] == 1 and rows[-1]["own_ms"][1] > rows[-1]["own_ms"][0]
         assert f"the loss at step {WINDOW + 3} is nan" in error and "unit 'blocks.1', on rank 1 in micro-batch 1" in error, error
+
+
+def goes_back(ranks: Ranks | None, output: str) -> tuple[list[int], list[float], list[bool]]:
+    """(steps gone back to, losses, whether a save was under way when it went wrong): the last rank puts out NaN once, behind a save."""
+    from onefold.checkpoint import saving
+
+    ranks = ranks or this_rank()
+    given = {"output": output, "model": "small_lm:plain", "units": "Block", "on_nonfinite": "rollback", "save_every": 4, "steps": 12}
+    run = prepare(resolve({**JOB, **given, "stage": 3 if ranks.world_size > 1 else 0}), ranks, lambda line: None)
+    keeper, write = Keeper(run, Path(output), Reporter(), begun=time.time()), saving.write_tensors
+    rows: list[Row] = []
+    went_back: list[int] = []
+    under_way: list[bool] = []
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.2 + 0.2 * ranks.rank)
+        return write(*args, **kwargs)
+
+    def spoiled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if ranks.rank < ranks.world_size - 1 or len(rows) != 8 or went_back:
+            return output
+        under_way.append(running(engine_of(run.model)) is not None)
+        return output * float("nan")
+
+    def forget(step: int) -> None:
+        went_back.append(step)
+        del rows[step:]
+
+    model: Any = run.model
+    model.blocks[1].register_forward_hook(spoiled)
+    with patch.object(saving, "write_tensors", slowly):
+        train(run, lambda: 0, rows.append, keeper=keeper, forget=forget)
+        keeper.close()
+    return went_back, [row["loss"] for row in rows], under_way
+
+
+def test_all_ranks_go_back_together_to_a_checkpoint_that_is_still_being_written(tmp_path: Path) -> None:
+    one = goes_back(alone(), str(tmp_path / "one"))
+    first, second = run_ranks(2, goes_back, None, str(tmp_path / "two"))
+    assert one[2][0] and second[2][0] and first[2] == [], "the save behind step 8 was under way in step 9"
+    assert one[0] == first[0] == second[0] == [8]
+    assert len(first[1]) == 12 and first[1] == second[1] == pytest.approx(one[1], rel=1e-5)

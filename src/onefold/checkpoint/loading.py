@@ -82,7 +82,7 @@ def load(
     settle(engine)
     source = _open(engine, Path(path))
     try:
-        return _apply(engine, model, source, source, optimizer, scheduler, scaler, data, strict, rng)
+        return _apply(engine, model, source, None, optimizer, scheduler, scaler, data, strict, rng)
     finally:
         source.close()
 
@@ -130,7 +130,16 @@ def load_async(
     meet(engine, "load_async")
     settle(engine)
     source = _open(engine, Path(path))
-    ahead = Prefetched(engine, source, optimizer is not None)
+    error: Exception | None = None
+    try:
+        ahead = Prefetched(engine, _named_as(model, source), optimizer is not None)
+    except Exception as failure:
+        error = failure
+    try:
+        Together.of(engine).agree(error)
+    except CheckpointError:
+        source.close()
+        raise
 
     def finish(error: Exception | None) -> Loaded:
         Together.of(engine).agree(error)  # ranks read at different speeds: they wait longer here than `meet` would
@@ -193,20 +202,27 @@ def _open(engine: Engine, path: Path) -> Source:
     return source
 
 
+def _named_as(model: nn.Module, source: Source) -> Source:
+    """`source` under the names of `model`: those of a Hugging Face folder are of another library's model. Raises: CheckpointError."""
+    return source.fitted(model) if isinstance(source, HuggingFaceSource) else source
+
+
 def _apply(
-    engine: Engine, model: nn.Module, source: Source, reader: Source, optimizer: Any, scheduler: Any, scaler: Any, data: Any,
+    engine: Engine, model: nn.Module, source: Source, ahead: Source | None, optimizer: Any, scheduler: Any, scaler: Any, data: Any,
     strict: bool, rng: bool,
 ) -> Loaded:  # fmt: skip
+    """`ahead`: what was read of `source` before, under the model's names. Collective."""
     together, optimizers = Together.of(engine), optimizers_of(optimizer)
     error: Exception | None = None
     values: dict[str, Any] = {}
+    reader: Source = source if ahead is None else ahead
     fit: Fit | None = None
     try:  # everything that can be wrong, before anything is changed
         values = _values(source, together, scheduler, scaler, data)
         _check_things(scheduler=scheduler, scaler=scaler, data=data)
         check_moment(engine, "load", optimizer)
-        if isinstance(reader, HuggingFaceSource):  # its names are those of another library's model
-            reader = reader.fitted(model)
+        if ahead is None:
+            reader = _named_as(model, source)
         fit = fit_model(engine, model, reader, strict)
         if isinstance(source, FolderSource):
             _fit_extra_state(engine, model, source, fit, strict)
@@ -234,6 +250,9 @@ def _apply(
         except Exception as failure:
             reading.error = failure
     _verify(together, source, reading.error)
+    rules = getattr(reader, "rules", None)
+    if rules is not None:
+        rules.remember()  # an export goes back through them
     if isinstance(source, FolderSource):
         _set_extra_state(model, odd)
     if random is not None:

@@ -27,6 +27,7 @@ from onefold.checkpoint.background import Background, settle
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import OWNER, Unfinished, flush_file, flush_folder
 from onefold.checkpoint.manifest import STATE, FileRecord, Manifest, rank_file, write_manifest
+from onefold.checkpoint.on_disk import OnDisk
 from onefold.checkpoint.parts import Part, Parts, collect, planned, records, report, saved_by, values_of
 from onefold.checkpoint.tensorfile import TensorFile, write_tensors
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
@@ -87,6 +88,8 @@ def save_async(
 ) -> Background:
     """As `save`, but the training stands still only while its state is copied in host memory; the rest goes on behind it.
 
+    State on NVMe is not copied, there is no memory for it: such a save is written before the call returns.
+
     A save that is under way on this model is waited for first. The copy takes as many bytes of host memory as this rank's file, and
     the model keeps the buffer for the next time.
 
@@ -97,7 +100,14 @@ def save_async(
     begun = time.perf_counter()
     engine = engine_of(model)
     work = _begin(engine, path, model, optimizer, scheduler, scaler, data, extra, step, tokenizer, overwrite, copy=True)
+    if engine.on_disk:
+        work()
+        return Background(engine, Path(path), _nothing, begun)
     return Background(engine, Path(path), work, begun)
+
+
+def _nothing() -> None:
+    """What is left to do behind the training of a save that could not go on behind it."""
 
 
 def _begin(
@@ -113,6 +123,7 @@ def _begin(
     try:
         step = step_of(step)
         check_moment(engine, "save", optimizer)
+        engine.beyond.check()
         parts = collect(engine, model, optimizers_of(optimizer), scheduler, scaler, data, extra)
         if copy:
             parts = snapshot(engine, parts)
@@ -131,6 +142,8 @@ def _begin(
         if error is not None and not isinstance(error, (CheckpointError, OSError)):
             raise error from None
         raise
+    finally:
+        error = None  # its traceback holds this frame, and with it the model
     config = getattr(model, "config", None) if together.rank == 0 else None
     return _Writing(together, parts, Path(said[0][1]), place, overwrite, step, saved_by(engine), _texts(model, config, tokenizer, together))
 
@@ -175,7 +188,7 @@ def snapshot(engine: Engine, parts: Parts) -> Parts:
     places, total = [], 0
     for part in parts.tensors:
         places.append(total)
-        total += -(-part.tensor.numel() * part.tensor.element_size() // 64) * 64
+        total += 0 if isinstance(part.tensor, OnDisk) else -(-part.tensor.numel() * part.tensor.element_size() // 64) * 64
     buffer = _buffers.get(engine)
     if buffer is None or buffer.numel() < total:
         _buffers.pop(engine, None)
@@ -186,6 +199,9 @@ def snapshot(engine: Engine, parts: Parts) -> Parts:
     out: list[Part] = []
     with torch.no_grad():
         for part, at in zip(parts.tensors, places, strict=True):
+            if isinstance(part.tensor, OnDisk):  # memory is what there is too little of: it is written before the training goes on
+                out.append(part)
+                continue
             nbytes = part.tensor.numel() * part.tensor.element_size()
             copy = buffer[at : at + nbytes].view(part.tensor.dtype).copy_(part.tensor, non_blocking=True)
             out.append(replace(part, tensor=copy))

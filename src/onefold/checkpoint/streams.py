@@ -86,7 +86,10 @@ class Files:
         """
         free = shutil.disk_usage(folder).free
         if free < self.nbytes:
-            raise CheckpointError(f"{folder.parent} has {free / 1e9:.2f} GB free, and {self.nbytes / 1e9:.2f} GB are to be written there.")
+            raise CheckpointError(
+                f"{folder.parent} has {free / 2**20:,.2f} MiB free, and {self.nbytes / 2**20:,.2f} MiB are to be written there; free space "
+                "there, or choose another disk."
+            )
         for file, head in self.heads.items():
             with open(folder / file, "xb") as out:
                 out.write(head)

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from onefold.memory import GATHERED, GRADIENTS, IDLE, MASTERS, PARAMETERS, REDUCTION
+from onefold.memory import GATHERED, GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, REDUCTION
 
-MOMENTS = "moments"
 ACTIVATIONS = "activations"
 LOGITS = "logits"
 TEMPORARY = "temporary"

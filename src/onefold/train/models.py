@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -75,7 +76,8 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
             label = "SmolLM2-135M-Instruct" if kind == "smollm2" else path.stem
-            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label, True)
+            with _read_once():
+                return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label, True)
         words = load_tokenizer(tokenizer, None)
         return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name, False)
 
@@ -184,6 +186,24 @@ def _from_folder(path: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """transformers goes through the fields of a GGUF file for the configuration, the weights and the tokenizer; here once for all.
+
+    For a vocabulary of 49,152 words a pass takes as long as dequantizing 135 million weights.
+    """
+    if importlib.util.find_spec("gguf") is None:  # transformers says so itself
+        yield
+        return
+    gguf: Any = importlib.import_module("gguf")
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = functools.lru_cache(maxsize=1)(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 def _from_gguf(path: Path) -> nn.Module:
@@ -307,7 +327,9 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     module, own = made if isinstance(made, tuple) else (made, None)
     if not isinstance(module, nn.Module):
         raise TrainError(f"--model {name}: expected an nn.Module or (nn.Module, tokenizer), got {type(module).__name__}.")
-    if own is None:
+    if own is None and tokenizer == "bytes":
+        own = ByteTokenizer()  # without transformers, whose import takes longer than many a small run needs to start
+    elif own is None:
         with quiet_transformers():
             own = load_tokenizer(tokenizer, None)
     return Loaded(module.train(), own, name, False)
