@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import activity, gpus, options, padding, precisions, recipe_of, shapes, stages
+from random_plans import activity, gpus, more_padding, options, padding, precisions, recipe_of, shapes, stages
 
-from onefold.plan.evaluate import bound_of, evaluate
+from onefold.plan.evaluate import FRAGMENTED, bound_of, evaluate
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
+from onefold.plan.planner import plan
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import at_rest, units_of
 from onefold.recipe import Recipe
 
+FRAGMENTED_FACTOR = 1 + FRAGMENTED
 
 @given(shapes(), stages, precisions, st.integers(1, 9), st.integers(1, 3), options)
 @settings(max_examples=200)
@@ -81,14 +83,24 @@ def test_more_ranks_never_hold_more_at_rest_beyond_their_padding(
     assert high <= low + slack, (low, high, slack)
 
 
-@given(st.integers(2, 7), st.sampled_from((1, 2, 3)), st.sampled_from(("fp32", "bf16")), st.integers(1, 4))
-@settings(max_examples=40)
-def test_twice_the_ranks_never_need_a_higher_peak(doublings: int, stage: int, precision: str, micro: int) -> None:
-    """At stages 1 to 3 of a model whose units are large beside a rank's alignment; from two ranks on, since one reduces nothing."""
-    shape, job = ModelShape.of_size(20_000_000), Job(seq=64, micro_batch=micro, precision=precision)
-    own = activity(shape, job, micro)
-    peaks = [evaluate(shape, own, gpus(2**k), job, Scheme(stage, micro_batch=micro)).account.peak_bytes for k in range(1, doublings + 1)]
-    assert all(b <= a * 1.005 for a, b in itertools.pairwise(peaks)), peaks
+@given(shapes(), st.sampled_from(("fp32", "bf16")), st.integers(2, 64), st.integers(2, 64), st.integers(1, 3))
+@settings(max_examples=50)
+def test_more_ranks_never_need_a_higher_peak_beyond_their_padding(
+    shape: ModelShape, precision: str, few: int, more: int, accumulated: int
+) -> None:
+    """From two ranks on: a lone one reduces nothing, hence has no buffers for it."""
+    few, more = sorted((few, more))
+    asked = Job(seq=16, precision=precision, checkpointing="none", offload="none")
+    low, high = (plan(shape, gpus(n), replace(asked, global_batch=n * accumulated), largest=False).stages for n in (few, more))
+    # An element of padding may lie in every buffer that an element has: states, gathered, reduced, received, summed.
+    padded = FRAGMENTED_FACTOR * 36 * more_padding(shape, few, more)
+    # Stage 0 divides nothing, and what a reduction receives grows: (N - 1)/N of each unit that is under way.
+    recipe = Recipe.zero(0, precision=precision)
+    received = (recipe.in_flight + 2) * max(u.numel for u in shape.units) * 4 * (1 / few - 1 / more)
+    for stage in (0, 1, 2, 3):
+        before, after = low[stage].account, high[stage].account
+        slack = padded + (FRAGMENTED_FACTOR * received if stage == 0 else 0)
+        assert after.peak_bytes <= before.peak_bytes + slack, (stage, few, more, slack, before.peak, after.peak)
 
 
 @given(st.integers(1, 5), st.sampled_from((0, 1, 2, 3)), st.sampled_from(CHECKPOINTING))
