@@ -698,7 +698,7 @@ def test_what_cannot_be_computed_in_tiles_is_named_and_left_whole() -> None:
     model = Odd()
     notes = cut(model, 1024)
     assert len(notes) == 2
-    assert "'other' takes more than tile=1,024 bytes when gathered, but Odd cannot be computed in tiles" in notes[0]
+    assert "'other' takes more than tile=1,024 bytes when gathered, but Odd is not computed in tiles" in notes[0]
     assert "'conv.weight' and 1 more take" in notes[1] and "Conv2d" in notes[1]
     assert type(model.table) is nn.Embedding and model.table.weight is model.other
     assert len(model.fine.tiles) == 16

@@ -226,15 +226,4 @@ def with_tiles(root: nn.Module, names: Collection[str]) -> set[str]:
     return out
 
 
-def join_tiles(root: nn.Module) -> None:
-    """Let the tiles of each weight lie one behind another again, after each was given memory of its own."""
-    for module in root.modules():
-        if not isinstance(module, Tiled) or joint(weights := [tile.weight for tile in module.own_tiles], module.whole_shape) is not None:
-            continue
-        whole = torch.empty(module.whole_shape, dtype=weights[0].dtype, device=weights[0].device)
-        for tile in module.own_tiles:
-            rows = whole[tile.first : tile.first + tile.rows]
-            tile.weight.data = rows.copy_(tile.weight.data)
-
-
-__all__ = ["Cut", "CutParameter", "initializing", "join_tiles", "rows_of_a_tile", "with_tiles"]
+__all__ = ["Cut", "CutParameter", "initializing", "rows_of_a_tile", "with_tiles"]
