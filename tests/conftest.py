@@ -31,8 +31,9 @@ SLOW_FILES = {
     "invariants": ["test_diverging_ranks.py", "test_import.py", "test_nothing_left_behind.py", "test_wire_bytes.py"],
     "observe": ["test_measured.py", "test_ranks_observed.py", "test_report_command.py", "test_report_in_browser.py",
                 "test_what_a_run_leaves.py"],
+    "memory": ["test_activations.py", "test_nvme_folder.py"],
     "plan": ["test_matrix.py", "test_measure.py", "test_planner.py", "test_replay.py", "test_simulate.py", "test_trace.py"],
-    "runtime": ["test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py", "test_state_dicts.py",
+    "runtime": ["test_activation_offload.py", "test_offload.py", "test_tiles.py", "test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py", "test_state_dicts.py",
                 "test_transformers_architectures.py"],
     "train": ["test_examples.py", "test_run.py", "test_survival.py"],
 }  # fmt: skip
