@@ -22,7 +22,7 @@ if importlib.util.find_spec("onefold") is None:
 
 # Files whose tests start processes by the dozen or trace whole models: they take minutes together, so `make test-fast` leaves them out.
 SLOW_FILES = {
-    "benchmarks": ["test_checkpoint_benchmark.py", "test_peers.py"],
+    "benchmarks": ["test_checkpoint_benchmark.py", "test_ledgers_benchmark.py", "test_peers.py"],
     "checkpoint": ["test_adapters.py", "test_dcp.py", "test_export.py", "test_faults.py", "test_from_deepspeed.py", "test_huggingface.py",
                    "test_reshard_and_diff.py"],
     "cli": ["test_checkpoint_command.py", "test_doctor_command.py", "test_plan_command.py", "test_plan_simulate_command.py",
@@ -32,8 +32,10 @@ SLOW_FILES = {
     "observe": ["test_measured.py", "test_ranks_observed.py", "test_report_command.py", "test_report_in_browser.py",
                 "test_what_a_run_leaves.py"],
     "memory": ["test_activations.py", "test_nvme_folder.py"],
-    "plan": ["test_matrix.py", "test_measure.py", "test_planner.py", "test_replay.py", "test_simulate.py", "test_trace.py"],
-    "runtime": ["test_activation_offload.py", "test_offload.py", "test_tiles.py", "test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py", "test_state_dicts.py",
+    "plan": ["test_code.py", "test_matrix.py", "test_measure.py", "test_planned_for.py", "test_planner.py", "test_replay.py",
+             "test_simulate.py", "test_trace.py", "test_trace_shortcuts.py"],
+    "runtime": ["test_activation_offload.py", "test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py", "test_offload.py",
+                "test_state_dicts.py", "test_tiles.py",
                 "test_transformers_architectures.py"],
     "train": ["test_examples.py", "test_run.py", "test_survival.py"],
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`benchmarks/ledgers.py`: with entries and without them the same steps are taken, and the ledgers are whole again afterwards."""
+"""`benchmarks/ledgers.py` and `benchmarks/simulate.py`: what they measure is what they say, in their smallest runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import ledgers
+from benchmarks import ledgers, simulate
 
 
 def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -62,3 +62,17 @@ def test_without_entries_a_step_is_the_same_and_the_ledgers_stand_still() -> Non
 
     skipped, kept = losses(True), losses(False)
     assert skipped == kept
+
+
+def test_an_answer_is_timed_with_the_memory_it_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("plan", "--params", "2e7", "--gpus", "4", "--stage", "3", "--offload", "none", "--simulate", "--json")
+    questions = [simulate.Question("small", asked, 60.0, 4 << 30), simulate.Question("too small a goal", asked, 60.0, 1.0)]
+    assert simulate.main(["--rounds", "1", "--output", str(tmp_path)], questions) == 1
+    rows = json.loads((tmp_path / "simulate.json").read_text())["rows"]
+    assert [row["met"] for row in rows] == [True, False]
+    (run,) = rows[0]["runs"]
+    assert run["exact"] and run["events"] > 0 and run["parameters"] == 20_000_000 and run["seconds"] >= run["processor_s"] / 2 > 0
+    assert 50 << 20 < rows[0]["largest_bytes"] < 4 << 30
+    assert "small: " in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="ended with status 2"):
+        simulate.ask(simulate.Question("wrong", ("plan", "no-such-model", "--json"), 1.0))

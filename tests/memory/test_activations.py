@@ -698,7 +698,7 @@ def test_tensors_that_share_memory_and_no_version_do_not_share_a_copy() -> None:
     def run(store: ActivationStore | None, sizes: list[int]) -> Tensor:
         x = features_of(1, 40, 8).requires_grad_()
         with saving(store):
-            parts = [part.sigmoid_() for part in (x * 2).unsafe_split(sizes)]
+            parts = [part.sigmoid_() for part in (x * 2).unsafe_split_with_sizes(sizes)]
             loss = sum((part.square().sum() for part in parts), torch.zeros(()))
         assert isinstance(loss, Tensor)
         del parts

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.observe.tiers import DEVICE, HOST, NVME, ledgers_of, moments_by_tier, moved_of
+from onefold.observe.tiers import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
 from onefold.plan.schema import MOMENTS
 from onefold.runtime.registry import engine_of
 
@@ -64,7 +64,7 @@ class Meter:
         self._note()
 
     def _note(self) -> None:
-        traffic, moved = self.engine.traffic, moved_of(self.engine)
+        traffic, moved = self.engine.traffic, self.engine.beyond.moved
         self._sent, self._exposed, self._moved, self._waited = traffic.total(), traffic.exposed, moved.by_move(), moved.exposed
 
     def step(
@@ -88,7 +88,7 @@ class Meter:
         """
         now = time.perf_counter()
         seconds = now - self._begun
-        traffic, moved = self.engine.traffic, moved_of(self.engine)
+        traffic, moved = self.engine.traffic, self.engine.beyond.moved
         held = {tier: sum(ledger.now().values()) for tier, ledger in ledgers_of(self.engine).items()}
         self.steps += 1
         scale = self._scale_of(scaler)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from onefold.comm import TrafficLedger
 from onefold.memory import MemoryLedger
 from onefold.observe.process import storage_bytes
 from onefold.runtime.engine import Engine
@@ -26,14 +25,7 @@ MOVED = ("up", "down", "read", "written")
 
 def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:
     """The memory ledgers of the tiers off the device."""
-    beyond = getattr(engine, "beyond", None)
-    return {HOST: beyond.host, NVME: beyond.disk} if beyond is not None else {}
-
-
-def moved_of(engine: Engine) -> TrafficLedger:
-    """The ledger of the moves between tiers; an empty one where there are none."""
-    beyond = getattr(engine, "beyond", None)
-    return beyond.moved if beyond is not None else TrafficLedger()
+    return {HOST: engine.beyond.host, NVME: engine.beyond.disk}
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
@@ -43,7 +35,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 
 def moments_by_tier(optimizer: torch.optim.Optimizer, engine: Engine) -> dict[str, int]:
     """The same on the device and on the host; none is 0."""
-    away = {id(e.param) for e in engine.entries if getattr(e.flat, "home", None) is not None}
+    away = {id(e.param) for e in engine.entries if e.flat.home is not None}
     states = list(optimizer.state.items())
     parts = {DEVICE: [s for p, s in states if id(p) not in away], HOST: [s for p, s in states if id(p) in away]}
     return {tier: nbytes for tier, found in parts.items() if (nbytes := _bytes(found))}

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onefold.observe.activations import watch_activations
-from onefold.observe.tiers import DEVICE, MOVED, ledgers_of, moments_by_tier, moved_of
+from onefold.observe.tiers import DEVICE, MOVED, ledgers_of, moments_by_tier
 from onefold.plan.schema import CATEGORIES, MOMENTS, MOVES
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
@@ -224,7 +224,7 @@ def record(
         seen.tiers = {tier: Held(ledger.now()) for tier, ledger in ledgers_of(engine).items()}
         for tier, nbytes in moments_by_tier(optimizer, engine).items() if optimizer is not None else ():
             seen.of(tier).held[MOMENTS] = nbytes
-        before, exposed, waited = engine.step, engine.traffic.exposed, moved_of(engine).exposed
+        before, exposed, waited = engine.step, engine.traffic.exposed, engine.beyond.moved.exposed
         _keep_events(engine, True)
         seen.epoch = time.time() - time.perf_counter()
         seen.start = time.perf_counter()
@@ -236,7 +236,7 @@ def record(
             seen.end = time.perf_counter()
             _keep_events(engine, False)
             seen.exposed = engine.traffic.exposed - exposed
-            seen.io = moved_of(engine).exposed - waited
+            seen.io = engine.beyond.moved.exposed - waited
             seen.steps = steps[0] if steps is not None else engine.step - before
             _collect(engine, seen)
             if saved is not None:
@@ -252,7 +252,7 @@ def _keep_events(engine: Engine, wanted: bool) -> None:
     """From now on every ledger keeps single events, or none does."""
     for ledger in (engine.memory, *ledgers_of(engine).values()):
         ledger.record = wanted
-    moved_of(engine).wanted = (lambda: True) if wanted else bool
+    engine.beyond.moved.wanted = (lambda: True) if wanted else bool
 
 
 def _collect(engine: Engine, seen: Recording) -> None:
@@ -261,7 +261,7 @@ def _collect(engine: Engine, seen: Recording) -> None:
         (engine.traffic.events, "launched"),
         (engine.timeline, "start"),
         (engine.memory.timeline, 0),
-        (moved_of(engine).events, "launched"),
+        (engine.beyond.moved.events, "launched"),
         *((ledger.timeline, 0) for ledger in ledgers_of(engine).values()),
     )
     seen.truncated = any(_overrun(ring, key, seen.start) for ring, key in rings)
@@ -269,7 +269,7 @@ def _collect(engine: Engine, seen: Recording) -> None:
         if seen.start <= e.launched <= seen.end:
             landed = seen.end if e.landed is None else e.landed
             seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed, e.group))
-    for e in moved_of(engine).events:
+    for e in engine.beyond.moved.events:
         if seen.start <= e.launched <= seen.end:  # when a copy or a read ends is not noted: its wait is, all in all
             seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, e.landed or e.launched, e.exposed))
     spans = [s for s in engine.timeline if seen.start <= s.start and s.end <= seen.end]
