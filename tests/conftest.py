@@ -33,7 +33,7 @@ SLOW_FILES = {
     "plan": ["test_matrix.py", "test_measure.py", "test_planner.py", "test_replay.py", "test_simulate.py", "test_trace.py"],
     "runtime": ["test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py", "test_state_dicts.py",
                 "test_transformers_architectures.py"],
-    "train": ["test_examples.py", "test_run.py", "test_survival.py"],
+    "train": ["test_examples.py", "test_machines.py", "test_run.py", "test_survival.py"],
 }  # fmt: skip
 
 
