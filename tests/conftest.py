@@ -37,7 +37,7 @@ SLOW_FILES = {
     "runtime": ["test_activation_offload.py", "test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py", "test_offload.py",
                 "test_state_dicts.py", "test_tiles.py",
                 "test_transformers_architectures.py"],
-    "train": ["test_examples.py", "test_run.py", "test_survival.py"],
+    "train": ["test_examples.py", "test_machines.py", "test_run.py", "test_survival.py"],
 }  # fmt: skip
 
 
