@@ -36,7 +36,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = Fa
     `paged` asks for whole pages of its own whatever the size, as direct reads from a disk want them.
     """
     nbytes = numel * dtype.itemsize
-    large = nbytes >= LARGE and hasattr(mmap, "MADV_HUGEPAGE")
+    large = nbytes >= (HUGE_PAGE if paged else LARGE) and hasattr(mmap, "MADV_HUGEPAGE")  # a disk takes huge pages in longer pieces
     plain = device.type != "cpu" or not (large or paged) or numel == 0
     if plain or torch._C._len_torch_dispatch_stack():  # under a mode torch makes the tensor itself: it may be one without contents
         return torch.empty(numel, dtype=dtype, device=device)

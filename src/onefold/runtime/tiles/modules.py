@@ -274,5 +274,5 @@ def tile_of(kind: type) -> type[Tile]:
 
 def instance(make: Callable[[type], type], kind: type) -> Any:
     """An empty one of the class that `make` makes of `kind`: copies and pickles begin with it."""
-    made = make(kind)
+    made: Any = make(kind)
     return made.__new__(made)
