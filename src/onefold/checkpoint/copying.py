@@ -39,7 +39,7 @@ class Copying:
         self._device = engine.device
         self._buffer, self._places = _buffer_for(engine, parts)
         self._copies: dict[int, Part] = {}
-        self._stream = self._event = None
+        self._event: Any = None
         still = [i for i, part in enumerate(parts.tensors) if part.item.kind in _STILL and not isinstance(part.tensor, OnDisk)]
         self._versions = {i: _version(parts.tensors[i].tensor) for i in still}
         with torch.no_grad():
@@ -47,7 +47,7 @@ class Copying:
                 self._copy(i)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-            self._event: Any = torch.cuda.current_stream(self._device).record_event()
+            self._event = torch.cuda.current_stream(self._device).record_event()
 
     def _copy(self, i: int) -> None:
         part = self._parts.tensors[i]
