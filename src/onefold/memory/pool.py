@@ -126,14 +126,14 @@ class Pool:
             self.ledger.add(IDLE, -_bytes(buffer))
         except IndexError:
             self.drain()  # new memory is asked for only when no idle memory is left
-            buffer = self.fresh(numel, dtype)
+            buffer = empty(numel, dtype, self.device, self.paged)
         self._taken[id(buffer)] = category, unit
         self.ledger.add(category, _bytes(buffer), unit)
         return buffer
 
     def fresh(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """New memory with undefined contents that will not come back to the pool; whoever takes it enters it in the ledger."""
-        return empty(numel, dtype, self.device, self.paged)
+        return empty(numel, dtype, self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back. The caller holds no view of it any more; other readers may, and keep it alive."""
