@@ -47,10 +47,12 @@ SLOW_FILES = {
 SAMPLED = {
     "checkpoint/test_tiles_checkpoint.py": 2,
     "integrations/test_deepspeed_offload.py": 2,
-    "memory/test_activations.py": 3,
-    "memory/test_nvme_folder.py": 2,
-    "runtime/test_activation_offload.py": 4,
-    "runtime/test_tiles.py": 4,
+    "memory/test_activations.py": 4,
+    "memory/test_nvme_folder.py": 3,
+    "runtime/test_activation_offload.py": 6,
+    "runtime/test_state_dicts.py": 2,
+    "runtime/test_tiles.py": 6,
+    "runtime/test_transformers_architectures.py": 2,
 }
 
 
