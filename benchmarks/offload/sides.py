@@ -26,7 +26,8 @@ class Onefold(adapters.Onefold):
         self.onefold: Any = importlib.import_module("onefold")
         self.autocast = False
         recipe = self.onefold.Recipe.zero(side.stage, precision=setting.precision, **side.recipe(disk))
-        self.model = self.onefold.shard(model, recipe, device=setting.device)
+        built = all(not p.is_meta for p in model.parameters())
+        self.model = self.onefold.shard(model, recipe, device=None if built else setting.device)
         self.optimizer = adamw(self.model.parameters())
 
     @property

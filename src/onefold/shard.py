@@ -25,7 +25,7 @@ from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.preflight import preflight
 from onefold.runtime.registry import engine_of, is_sharded, register
-from onefold.runtime.tiles.cut import Cut, initializing, join_tiles, with_tiles
+from onefold.runtime.tiles.cut import Cut, initializing, with_tiles
 from onefold.runtime.tiles.modules import Tile
 from onefold.runtime.units import UnitSpec, find_units
 
@@ -91,7 +91,6 @@ def shard(
             for spec in specs:
                 unset += materialize(spec, specs, where, init, module, True, coming, memory=True)
             tie(specs)
-            join_tiles(module)
             specs = find_units(module, wanted)
         engine = Engine(specs, recipe, group, where)
         _compare_ranks(engine, recipe, specs, brought is not None)

@@ -155,6 +155,7 @@ def test_a_row_of_the_gpu_chapter_has_its_columns_with_and_without_a_trace() -> 
     assert rows["fsdp2-cpu"][2] == "failed" and rows["plain"][9:14] == ["–"] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's counters are Linux's")
 def test_the_smallest_run_measures_each_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sides = ["onefold-3", "onefold-2-cpu-behind", "onefold-3-cpu-param", "onefold-3-nvme-param", "fsdp2-cpu"]
@@ -176,6 +177,7 @@ def test_the_smallest_run_measures_each_tier(tmp_path: Path, capsys: pytest.Capt
     assert "/ copy" in (tmp_path / "out" / "tiny.md").read_text() and "onefold-3-nvme-param" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_large_example_is_watched_from_outside(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = large.measure(tmp_path, size="tiny", steps=2, tokens=32, ranks=2, threads=1, timeout=240)

@@ -48,6 +48,18 @@ def pages_in_cache(path: Path) -> int:
             libc.munmap(at, size)
 
 
+def lives_in_memory(folder: Path) -> bool:
+    """Whether files here have no other place than the page cache, as on tmpfs."""
+    path = folder / "probe"
+    path.write_bytes(bytes(PAGE))
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    held = pages_in_cache(path)
+    path.unlink()
+    return held > 0
+
+
 def data_files(store: Nvme) -> list[Path]:
     return [folder / DATA for folder in store.folders]
 

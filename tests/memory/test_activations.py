@@ -692,6 +692,46 @@ def test_each_version_of_a_tensor_has_its_own_copy() -> None:
     assert torch.equal(*grads)
 
 
+def test_tensors_that_share_memory_and_no_version_do_not_share_a_copy() -> None:
+    """As the gates of torch.lstm: parts of one storage that autograd takes for tensors of their own, each written to in its turn."""
+
+    def run(store: ActivationStore | None, sizes: list[int]) -> Tensor:
+        x = features_of(1, 40, 8).requires_grad_()
+        with saving(store):
+            parts = [part.sigmoid_() for part in (x * 2).unsafe_split_with_sizes(sizes)]
+            loss = sum((part.square().sum() for part in parts), torch.zeros(()))
+        assert isinstance(loss, Tensor)
+        del parts
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    for sizes in ([10] * 4, [25, 15], [38, 1, 1]):
+        assert torch.equal(run(None, sizes), run(store_of(), sizes)), f"parts of {sizes} rows"
+
+    torch.manual_seed(0)
+    lstm = nn.LSTM(8, 6, num_layers=2, bidirectional=True, batch_first=True)
+    grads = []
+    for store in (None, store_of()):
+        lstm.zero_grad()
+        with saving(store):
+            loss = lstm(features_of(1, 4, 5, 8).requires_grad_())[0].square().sum()
+        loss.backward()
+        grads.append(gradients(lstm))
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+def test_an_intermediate_that_never_was_in_python_goes_down_once() -> None:
+    """Attention in plain operations: the softmax saves what it computed, and so does the product that reads it."""
+    store = store_of()
+    q, k, v = (features_of(seed, 1, 2, 30, 4).requires_grad_() for seed in range(3))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), saving(store):
+        loss = nn.functional.scaled_dot_product_attention(q, k, v).sum()
+    scores = 2 * 30 * 30 * 4
+    assert scores <= store.down < 2 * scores, f"{store.down} bytes went down, of which {scores} are the scores"
+    loss.backward()
+
+
 def test_going_backward_twice_without_retaining_says_so() -> None:
     with saving(store_of()):
         loss = (features_of(1, 9, 9).requires_grad_() * 2).sin().sum()

@@ -112,16 +112,20 @@ def differing(stage: int, which: dict[str, dict[str, Any]], folder: str, loops: 
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def some_of(loops: dict[str, dict[str, Any]], ranks: int) -> dict[str, dict[str, Any]]:
+    """All of them on two ranks; where the number of ranks is what is tested, three."""
+    return loops if ranks == 2 else {name: loops[name] for name in ("clipped", "two micro-batches", "some of it frozen")}
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (3, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
 def test_states_off_the_device_change_no_bit(stage: int, ranks: int, tmp_path: Path) -> None:
-    for wrong in run_ranks(ranks, differing, stage, STATES, str(tmp_path), LOOPS, "fp32"):
+    for wrong in run_ranks(ranks, differing, stage, STATES, str(tmp_path), some_of(LOOPS, ranks), "fp32"):
         assert wrong == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_parameters_off_the_device_change_no_bit(ranks: int, tmp_path: Path) -> None:
-    for wrong in run_ranks(ranks, differing, 3, PARAMETERS, str(tmp_path), LOOPS, "fp32"):
+    for wrong in run_ranks(ranks, differing, 3, PARAMETERS, str(tmp_path), some_of(LOOPS, ranks), "fp32"):
         assert wrong == []
 
 
@@ -133,7 +137,7 @@ def test_16_bits_compute_with_the_same_weights_wherever_the_masters_rest(stage: 
         assert wrong == []
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_units_stepped_behind_the_backward_pass_get_the_same_bits(stage: int, tmp_path: Path) -> None:
     loops: dict[str, dict[str, Any]] = {
         "stepped behind, AdamW in two groups": {"steps": 4},

@@ -8,9 +8,10 @@ What autograd saves is taken down to host memory and let go of on the device; re
 (which was saved before it), as far as `ahead` bytes go. Copies run on a stream of their own. A CPU takes the same path with copies
 that are done when the call returns: there it saves nothing, and proves the rest.
 
-[Note: bytes go down, tensors come back] A copy is of a storage (or, of a small part of a large one, of that part), at one version. All
-tensors saved of it share the copy: it goes down once, comes up once, and each is a view of it again with its sizes and strides. The
-copy lives as long as autograd keeps one of them, however it comes to drop it.
+[Note: bytes go down, tensors come back] A copy is of a storage (or, of a small part of a large one, of that part). A tensor and its views
+share it: it goes down once, comes up once, and each is a view of it again with its sizes and strides. It lives as long as autograd
+keeps one of them, however it comes to drop it. Tensors that lie in one storage and are not views of each other for autograd (torch.lstm
+makes such) count their versions apart, so each has a copy: another may have been written to since, and nothing would show it.
 
 [Note: nothing is freed under a copy] The allocator hands memory on in the order of the stream it was asked on. So memory that a copy reads
 or writes is kept until that copy is done, or until the computing stream has been told to wait for it: then whatever gets the memory
@@ -28,11 +29,10 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.memory.arena import Arena
 from onefold.memory.pool import MemoryLedger, empty
-from onefold.memory.saved import Copy, Kept, Moved, as_view, extent_of
+from onefold.memory.saved import Copy, Kept, Key, Moved, as_view, extent_of
 from onefold.memory.sidestream import SideStream, Ticket
 
 ACTIVATIONS_ON_HOST, ACTIVATIONS_MOVING = "activations", "activations on their way"
@@ -83,7 +83,7 @@ class ActivationStore:
         host = MemoryLedger() if host is None else host
         self.arena = Arena(budget, ACTIVATIONS_ON_HOST, host, pinned=self.side.behind, settle=self.side.settle)
         self.down = self.up = self.refused = self.held = 0
-        self._found: dict[tuple[int, int, int], Copy] = {}  # by storage, start and stop
+        self._found: dict[Key, Copy] = {}
         self._last: Copy | None = None
         self._descending: deque[Copy] = deque()
         self._in_window = 0
@@ -198,19 +198,22 @@ class ActivationStore:
         if _FEW * (stop - start) >= whole:
             start, stop = 0, whole
         start -= start % _LINE
-        key = (storage._cdata, start, stop)
-        for known in ((storage._cdata, 0, whole), key):
+        base = t._base
+        root = t if base is None else base
+        key = (storage._cdata, start, stop, id(root))
+        for known in ((storage._cdata, 0, whole, id(root)), key):
             copy = self._found.get(known)
-            if copy is not None and copy.version == version:
+            if copy is not None and copy.version == version and copy.root() is root:
                 return copy
         nbytes = stop - start
-        if nbytes < self.smallest or self._is_read_first(nbytes):
+        apart = base is None and 2 * t.numel() * t.itemsize < nbytes  # what lies between its elements would go down for nothing
+        if apart or nbytes < self.smallest or self._is_read_first(nbytes):
             return None
         block = self.arena.take(nbytes)
         if block is None:
             self.refused += nbytes
             return None
-        copy = self._found[key] = Copy(key, version, StorageWeakRef(storage), block, self._turn)
+        copy = self._found[key] = Copy(key, version, root, block, self._turn)
         copy.line_up(behind=self._last)
         self._last = copy
         self.held += nbytes

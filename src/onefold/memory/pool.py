@@ -36,7 +36,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = Fa
     `paged` asks for whole pages of its own whatever the size, as direct reads from a disk want them.
     """
     nbytes = numel * dtype.itemsize
-    large = nbytes >= LARGE and hasattr(mmap, "MADV_HUGEPAGE")
+    large = nbytes >= (HUGE_PAGE if paged else LARGE) and hasattr(mmap, "MADV_HUGEPAGE")  # a disk takes huge pages in longer pieces
     plain = device.type != "cpu" or not (large or paged) or numel == 0
     if plain or torch._C._len_torch_dispatch_stack():  # under a mode torch makes the tensor itself: it may be one without contents
         return torch.empty(numel, dtype=dtype, device=device)
@@ -126,14 +126,14 @@ class Pool:
             self.ledger.add(IDLE, -_bytes(buffer))
         except IndexError:
             self.drain()  # new memory is asked for only when no idle memory is left
-            buffer = self.fresh(numel, dtype)
+            buffer = empty(numel, dtype, self.device, self.paged)
         self._taken[id(buffer)] = category, unit
         self.ledger.add(category, _bytes(buffer), unit)
         return buffer
 
     def fresh(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """New memory with undefined contents that will not come back to the pool; whoever takes it enters it in the ledger."""
-        return empty(numel, dtype, self.device, self.paged)
+        return empty(numel, dtype, self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back. The caller holds no view of it any more; other readers may, and keep it alive."""

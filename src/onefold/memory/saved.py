@@ -7,6 +7,7 @@ writes behind autograd's back, through `.data`, is not seen, as without hooks.)
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -31,11 +32,15 @@ class Kept:
         return self.tensor
 
 
+Key = tuple[int, int, int, int]  # storage, start, stop, root
+
+
 class Copy:
     """Bytes [start, start + nbytes) of a storage at one version, on the host.
 
     Attributes:
-        key: the storage, where in it the bytes start and stop. original: the storage, if somebody else holds it.
+        root: the tensor whose version it is: all that is saved of the copy is this tensor, or a view of it.
+        original: its storage, if somebody else holds it.
         here: the same bytes on the device, while they are on their way down or are up; uint8, [nbytes].
         ticket: what reads or writes `here` last. stream: on which `here` was asked for. descending: `here` is the original.
         comings: how often it has come up. handles: tensors that autograd keeps of it. unread: those not read since it last came up.
@@ -44,12 +49,13 @@ class Copy:
     """
 
     __slots__ = (
-        "after", "before", "block", "comings", "descending", "handles", "here", "key", "nbytes", "original", "read_by", "start", "stream",
-        "ticket", "turn", "unread", "version",
+        "after", "before", "block", "comings", "descending", "handles", "here", "key", "nbytes", "original", "read_by", "root", "start",
+        "stream", "ticket", "turn", "unread", "version",
     )  # fmt: skip
 
-    def __init__(self, key: tuple[int, int, int], version: int, original: StorageWeakRef, block: Block, turn: int) -> None:
-        self.key, self.version, self.original, self.block, self.turn = key, version, original, block, turn
+    def __init__(self, key: Key, version: int, root: torch.Tensor, block: Block, turn: int) -> None:
+        self.key, self.version, self.block, self.turn = key, version, block, turn
+        self.root, self.original = weakref.ref(root), StorageWeakRef(root.untyped_storage())
         self.start, self.nbytes = key[1], block.nbytes
         self.here: torch.Tensor | None = None
         self.ticket: Ticket | None = None

@@ -67,6 +67,7 @@ class Behind:
             return
         try:
             with whole_sight(), torch.no_grad():
+                engine.about_to_write()
                 engine.beyond.lane.wait()
                 for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():
                     mine = [e for e in flat.entries if self._owner(e) is optimizer]

@@ -57,10 +57,12 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with whole_sight():
-        for engine in [e for e in _engines if e.failure is not None and e.passive]:  # its parameters bear no mark
+        for engine in [e for e in _engines if e.passive and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
             mine = {id(entry.param) for entry in engine.entries}
             if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                engine.tell_failure()
+                engine.about_to_write()
+                if engine.failure is not None:
+                    engine.tell_failure()
         _show_again(optimizer)  # a step that raised never came to its end
         found = _entries_of(optimizer)
         away = any(engine.at_home for engine in found)

@@ -102,6 +102,7 @@ class Engine:
         self.last_failure: BaseException | None = None
         self.failure_agreed = False
         self.settle: Callable[[], None] | None = None  # waits for that work
+        self.copying: Callable[[], None] | None = None  # waits until masters and states may be written to
         self.behind: Any = None  # steps offloaded units behind the backward pass (optim/behind.py), if the recipe says so
 
     def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
@@ -363,6 +364,7 @@ class Engine:
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
+        self.about_to_write()
         self.beyond.check()
         if self.failure_agreed and self.on_disk and self.world_size > 1:
             agree_on_failure(self, self.failure or self.last_failure, "before the step: nothing has been stepped")
@@ -377,6 +379,12 @@ class Engine:
                 "optimizer.step() was called while gradients kept under no_sync have not been reduced yet. Run the last micro-batch of the "
                 "step outside `onefold.no_sync(model)`."
             )
+
+    def about_to_write(self) -> None:
+        """Masters or states are going to change: wait for who is copying them."""
+        copying, self.copying = self.copying, None
+        if copying is not None:
+            copying()
 
     def tell_failure(self) -> None:
         """Raise what work behind the training has failed with, if nobody was told yet."""

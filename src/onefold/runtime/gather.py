@@ -82,7 +82,8 @@ class Gatherer:
         self.units = engine.units
         self.sharded = [u for u in self.units if not u.kept]
         foreseen = [u for u in self.sharded if not u.revisited]
-        self.forward_order, self.backward_order, self.learned = [u.index for u in foreseen], _backwards(foreseen), False
+        self.forward_order, self.learned = [u.index for u in foreseen], False
+        self.backward_order = _backwards([u for u in foreseen if not u.forward_only])
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None

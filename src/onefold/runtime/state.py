@@ -63,6 +63,8 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
     """Whole parameters in master precision in place of the sharded ones. See `onefold.full_params`."""
     if engine.stack:
         raise RuntimeError("full_params was entered inside a forward pass of the model; enter it outside.")
+    if write:
+        engine.about_to_write()
     if engine.whole_depth:  # nested: the outer one has gathered
         if write and not engine.whole_write:
             raise RuntimeError("full_params(write=True) was entered inside full_params(); give write=True to the outer one.")
@@ -191,6 +193,7 @@ def load_full_state_dict(
     engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
 ) -> tuple[list[str], list[str]]:
     """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See `onefold.load_full_state_dict`."""
+    engine.about_to_write()
     expected = {n: v for n, v in plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
     known = {id(e.param): e for e in engine.entries}
     by_name = {name: e for e in engine.entries for name in e.part.names}

@@ -23,7 +23,7 @@ from torch import nn
 
 from onefold.comm import Pending
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.tiles.modules import Tile
+from onefold.runtime.tiles.modules import EmbeddingTile, Tile
 
 
 class State(enum.Enum):
@@ -64,6 +64,8 @@ class Unit:
         self.looks_up_only = type(module) is nn.Embedding or isinstance(module, Tile)
         # A pass comes to it more than once (a tile of tied weights): where, the first step has to show.
         self.revisited = isinstance(module, Tile) and module.shared
+        # Foreseen in a forward pass only: the backward pass of a look-up in tiles comes to none of them.
+        self.forward_only = isinstance(module, EmbeddingTile) and not module.shared
         self.state = State.GATHERED if self.kept else State.SHARDED
         self.handles = self.depth = self.calls = 0
         self.claimed = self.sticky = False

@@ -190,20 +190,21 @@ def _from_folder(path: Path) -> nn.Module:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """transformers goes through the fields of a GGUF file for the configuration, the weights and the tokenizer; here once for all.
+    """Inside, what transformers asks of a GGUF file over and over is found out once.
 
-    For a vocabulary of 49,152 words a pass takes as long as dequantizing 135 million weights.
+    It goes through all fields for the configuration, the weights and the tokenizer, and lists the tensors' names anew for every module:
+    for a vocabulary of 49,152 words both take longer than dequantizing 135 million weights.
     """
-    if importlib.util.find_spec("gguf") is None:  # transformers says so itself
-        yield
-        return
-    gguf: Any = importlib.import_module("gguf")
-    reader = gguf.GGUFReader
-    gguf.GGUFReader = functools.lru_cache(maxsize=1)(reader)
+    asked = ("GGUFReader", "get_tensor_name_map")
+    gguf: Any = importlib.import_module("gguf") if importlib.util.find_spec("gguf") else None  # without it transformers says so
+    before = {name: getattr(gguf, name) for name in asked if hasattr(gguf, name)}
+    for name, ask in before.items():
+        setattr(gguf, name, functools.lru_cache(maxsize=1)(ask))
     try:
         yield
     finally:
-        gguf.GGUFReader = reader
+        for name, ask in before.items():
+            setattr(gguf, name, ask)
 
 
 def _from_gguf(path: Path) -> nn.Module:

@@ -23,16 +23,7 @@ from onefold.layout import round_up
 from onefold.recipe import Recipe
 from onefold.runtime.flat import Dtypes
 from onefold.runtime.parameter import ShardedParameterError
-from onefold.runtime.tiles.modules import (
-    Conv1DTile,
-    EmbeddingTile,
-    LinearTile,
-    Tile,
-    Tiled,
-    TiledConv1D,
-    TiledEmbedding,
-    TiledLinear,
-)
+from onefold.runtime.tiles.modules import EmbeddingTile, Tile, Tiled, in_tiles, instance, tile_of
 from onefold.runtime.tiles.weight import joint
 from onefold.runtime.units import Found, parameters_of
 
@@ -94,7 +85,7 @@ class Cut:
         tiles = [_tile(first, weight, start, rows, len(found.places) > 1) for start in range(0, shape[0], rows)]
         before = [(module, type(module), dict(module._parameters)) for module, _ in found.places]
         for module, kind, _ in before:
-            module.__class__ = self._classes.setdefault(kind, _in_tiles(kind))
+            module.__class__ = self._classes.setdefault(kind, in_tiles(kind))
             del module._parameters["weight"]
             module.tiles = nn.ModuleList(tiles)
             module.whole_shape = shape  # type: ignore[assignment]
@@ -128,14 +119,7 @@ def rows_of_a_tile(rows: int, most: int) -> int:
 
 def _tile(module: nn.Module, weight: nn.Parameter, start: int, rows: int, shared: bool) -> Tile:
     """Rows from `start` on of the weight of `module` as a tile of its kind."""
-    kind: type[Tile]
-    if isinstance(module, nn.Linear):
-        kind = LinearTile
-    elif isinstance(module, nn.Embedding):
-        kind = EmbeddingTile
-    else:
-        kind = type("Conv1DTile", (Conv1DTile, type(module)), {})
-    tile = kind.__new__(kind)
+    tile: Tile = instance(tile_of, type(module))
     part = nn.Parameter(weight.data[start : start + rows], requires_grad=weight.requires_grad)
     tile.set_up(part, start, tuple(weight.shape), shared)
     if weight.grad is not None:
@@ -198,14 +182,6 @@ def _refuse_odd_embedding(module: nn.Module, name: str) -> None:
             )
 
 
-def _in_tiles(kind: type) -> type:
-    """`kind` with its computation in tiles, under its own name: who asks for it by class or by name still finds it."""
-    for base, tiled in ((nn.Linear, TiledLinear), (nn.Embedding, TiledEmbedding)):
-        if issubclass(kind, base):
-            return type(kind.__name__, (tiled,) if kind is base else (kind, tiled), {"__module__": kind.__module__})
-    return type(kind.__name__, (TiledConv1D, kind), {"__module__": kind.__module__})
-
-
 class CutParameter(nn.Parameter):
     """A weight that was cut into tiles. An optimizer that was made before would step it in vain."""
 
@@ -250,15 +226,4 @@ def with_tiles(root: nn.Module, names: Collection[str]) -> set[str]:
     return out
 
 
-def join_tiles(root: nn.Module) -> None:
-    """Let the tiles of each weight lie one behind another again, after each was given memory of its own."""
-    for module in root.modules():
-        if not isinstance(module, Tiled) or joint(weights := [tile.weight for tile in module.own_tiles], module.whole_shape) is not None:
-            continue
-        whole = torch.empty(module.whole_shape, dtype=weights[0].dtype, device=weights[0].device)
-        for tile in module.own_tiles:
-            rows = whole[tile.first : tile.first + tile.rows]
-            tile.weight.data = rows.copy_(tile.weight.data)
-
-
-__all__ = ["Cut", "CutParameter", "initializing", "join_tiles", "rows_of_a_tile", "with_tiles"]
+__all__ = ["Cut", "CutParameter", "initializing", "rows_of_a_tile", "with_tiles"]

@@ -42,6 +42,7 @@ class Tile(nn.Module):
     """
 
     weight: nn.Parameter
+    _kind: type
 
     def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
         """In the place of a constructor, as the other bases' would make weights."""
@@ -64,6 +65,9 @@ class Tile(nn.Module):
         with saving() if saving is not None else contextlib.nullcontext():
             return use(self.weight)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return instance, (tile_of, self._kind), self.__dict__
+
     # A state dict has the whole weight, under the name of the module that is in tiles.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -76,6 +80,8 @@ class Tile(nn.Module):
 class LinearTile(Tile, nn.Linear):  # type: ignore[misc]
     """A tile whose values a linear's initialization makes."""
 
+    _kind = nn.Linear
+
     def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
         super().set_up(weight, first, shape, shared)
         self.out_features, self.in_features = weight.shape
@@ -84,6 +90,8 @@ class LinearTile(Tile, nn.Linear):  # type: ignore[misc]
 
 class EmbeddingTile(Tile, nn.Embedding):  # type: ignore[misc]
     """A tile whose values an embedding's initialization makes."""
+
+    _kind = nn.Embedding
 
     def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
         super().set_up(weight, first, shape, shared)
@@ -97,7 +105,7 @@ class EmbeddingTile(Tile, nn.Embedding):  # type: ignore[misc]
 
 
 class Conv1DTile(Tile):
-    """A tile whose values the initialization of transformers' Conv1D makes; cut.py puts that class among its bases."""
+    """A tile whose values the initialization of transformers' Conv1D makes; `tile_of` puts that class among its bases."""
 
     def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
         super().set_up(weight, first, shape, shared)
@@ -127,10 +135,11 @@ def first_tiles() -> Iterator[None]:
 
 
 class Tiled(nn.Module):
-    """What the modules in tiles have in common. cut.py turns modules into these, in place."""
+    """What the modules in tiles have in common. cut.py turns modules into these, in place; `_kind` is the class that they were of."""
 
     tiles: nn.ModuleList
     whole_shape: tuple[int, ...]
+    _kind: type
     _blank = False
 
     @property
@@ -182,6 +191,9 @@ class Tiled(nn.Module):
             for tile in self.own_tiles:
                 tile.weight.copy_(given[tile.first : tile.first + tile.rows])
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return instance, (in_tiles, self._kind), self.__dict__
+
     def extra_repr(self) -> str:
         known = super().extra_repr()
         return f"{known}{', ' if known else ''}tiles={len(self.tiles)}"
@@ -224,7 +236,7 @@ class TiledEmbedding(Tiled, nn.Embedding):  # type: ignore[override]
 
 
 class TiledConv1D(Tiled):
-    """x [..., nx] -> [..., nf]; cut.py puts transformers' class among its bases."""
+    """x [..., nx] -> [..., nf]; `in_tiles` puts transformers' class among its bases."""
 
     nf: int
     bias: nn.Parameter
@@ -239,3 +251,28 @@ class TiledConv1D(Tiled):
     def reset_parameters(self) -> None:
         """The bias starts as zeros. The tiles reset themselves."""
         nn.init.zeros_(self.bias)
+
+
+# -- the classes that modules and tiles are of ---------------------------------------------------------------------------------
+
+
+def in_tiles(kind: type) -> type:
+    """`kind` with its computation in tiles, under its own name: who asks for it by class or by name still finds it."""
+    own = {"__module__": kind.__module__, "_kind": kind}
+    for base, tiled in ((nn.Linear, TiledLinear), (nn.Embedding, TiledEmbedding)):
+        if issubclass(kind, base):
+            return type(kind.__name__, (tiled,) if kind is base else (kind, tiled), own)
+    return type(kind.__name__, (TiledConv1D, kind), own)
+
+
+def tile_of(kind: type) -> type[Tile]:
+    """What the tiles of a module of class `kind` are."""
+    if issubclass(kind, nn.Linear):
+        return LinearTile
+    return EmbeddingTile if issubclass(kind, nn.Embedding) else type("Conv1DTile", (Conv1DTile, kind), {"_kind": kind})
+
+
+def instance(make: Callable[[type], type], kind: type) -> Any:
+    """An empty one of the class that `make` makes of `kind`: copies and pickles begin with it."""
+    made: Any = make(kind)
+    return made.__new__(made)

@@ -48,6 +48,16 @@ def joint(weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
     return weights[0].detach().as_strided(tuple(shape), strides, weights[0].storage_offset())
 
 
+def rejoined(weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
+    """As `joint`, after giving the tiles of a model that is not divided (a copy of one, say) memory in one piece; None for others."""
+    if any(type(weight) is not nn.Parameter for weight in weights) or len({weight.device for weight in weights}) > 1:
+        return None
+    whole = torch.empty(tuple(shape), dtype=weights[0].dtype, device=weights[0].device)
+    for weight, rows in zip(weights, whole.split([weight.shape[0] for weight in weights]), strict=True):
+        weight.data = rows.copy_(weight.data)
+    return joint(weights, shape)
+
+
 def whole_of(tiles: Sequence[Any], shape: Sequence[int], writable: bool = False) -> Tensor:
     """The whole weight for code that asks for it: where its tiles lie if that is in one piece, or else put together.
 
@@ -57,6 +67,8 @@ def whole_of(tiles: Sequence[Any], shape: Sequence[int], writable: bool = False)
     """
     weights = [tile.weight for tile in tiles]
     whole = joint(weights, shape)
+    if whole is None:
+        whole = rejoined(weights, shape)
     if whole is not None and (writable or not (torch.is_grad_enabled() and weights[0].requires_grad)):
         return whole
     if whole is None:
