@@ -50,10 +50,10 @@ def check(found: Simulation) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [("mlp", 1), ("mlp", 8), ("mlp", 1024), ("gpt", 1), ("gpt", 2), ("gpt", 64), ("gpt", 1024), ("routed", 2), ("routed", 64)],
+    [("mlp", 1), ("mlp", 1024), ("gpt", 1), ("gpt", 2), ("gpt", 64), ("routed", 2), ("routed", 1024)],
 )
 def test_the_engine_and_the_closed_forms_agree_to_the_byte(kind: str, ranks: int) -> None:
-    settings = ((0, "bf16", 1), (0, "fp32", 3), (1, "bf16", 3), (2, "fp32", 3), (3, "fp32", 1), (3, "bf16", 3))
+    settings = ((0, "bf16", 1), (0, "fp32", 2), (1, "bf16", 2), (2, "fp32", 2), (3, "fp32", 1), (3, "bf16", 2))
     for stage, precision, micro_batches in settings:
         recipe = onefold.Recipe.zero(stage, precision=precision)
         found = simulate(model_of(kind), recipe, ranks, micro_batches=micro_batches, batch=batch_of(kind, 0), loss=loss)
@@ -63,7 +63,7 @@ def test_the_engine_and_the_closed_forms_agree_to_the_byte(kind: str, ranks: int
 
 @pytest.mark.parametrize(("kind", "ranks"), [("gpt", 4096), ("mixtral", 64), ("size", 2)])
 def test_shapes_without_code_are_stood_in_for(kind: str, ranks: int) -> None:
-    for stage, micro_batches in ((0, 1), (1, 3), (2, 3), (3, 1)):
+    for stage, micro_batches in ((0, 1), (1, 2), (2, 2), (3, 1)):
         found = simulate(SHAPES[kind], onefold.Recipe.zero(stage, precision="bf16"), ranks, rank=ranks - 1, micro_batches=micro_batches)
         check(found)
         assert "stand-in" in found.source

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from onefold.plan.activity import Activity, blocks_of
 from onefold.plan.evaluate import Candidate, evaluate
@@ -36,11 +36,14 @@ class Question:
     machine: Machine
     job: Job
     software: Software | None = None
+    _told: dict[Scheme, Candidate] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def answer(self, scheme: Scheme) -> Candidate:
         """The account of one scheme. Raises ValueError where the global batch does not divide."""
-        activity = self.activities(scheme.micro_batch, scheme.checkpointing)
-        return evaluate(self.model, activity, self.machine, self.job, scheme, self.software)
+        if scheme not in self._told:
+            activity = self.activities(scheme.micro_batch, scheme.checkpointing)
+            self._told[scheme] = evaluate(self.model, activity, self.machine, self.job, scheme, self.software)
+        return self._told[scheme]
 
 
 def rungs(job: Job, ranks: int, stages: tuple[int, ...] = ()) -> list[list[Scheme]]:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -69,10 +69,10 @@ def evaluate(
     """
     recipe = scheme.recipe(job)
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
-    units, moments, ledger, bound = _engine(model, recipe, machine.ranks, min(accumulation, 2))
-    rest = at_rest(list(units), job.optimizer)
+    engine = _engine(model, recipe, machine.ranks, min(accumulation, 2), job.optimizer)
+    units, moments, rest = engine.units, engine.moments, dict(engine.rest)
     states = rest.get(MOMENTS, 0)
-    limit = bound + states + max((s.peak for s in activity.slots), default=0)
+    limit = engine.bound + states + max((s.peak for s in activity.slots), default=0)
     away = moved(scheme, units, job.optimizer) if scheme.offload != "none" else None
     if away is not None:
         rest = away.apply(rest) | {GATHERED: 0}
@@ -83,11 +83,11 @@ def evaluate(
     nccl = getattr(machine.measured, "backend", "nccl") != "gloo"
     kept, late = recipe.parameters.placement is Placement.REPLICATED, recipe.reduce_at == "boundary"
     traffic = traffic_of(sent, calls_of(units, recipe, accumulation), machine, kept=kept, at_boundary=late, nccl=nccl)
-    times = step_times(_work(model, units, activity, machine, job, scheme, traffic, accumulation), machine, software)
+    times = step_times(_work(model, engine, activity, machine, job, scheme, traffic, accumulation), machine, software)
     account = Account(
         rest={k: v for k, v in rest.items() if v},
         peak={k: v for k, v in peak.items() if v},
-        ledger=dict(ledger),
+        ledger=dict(engine.ledger),
         bound=limit + peak.get(FRAGMENTATION, 0),
         host=host,
         nvme=nvme,
@@ -115,13 +115,25 @@ def usable_bytes(machine: Machine) -> int:
     return machine.capacity - (0 if machine.gpu.name == "here" else CONTEXT)
 
 
+@dataclass(frozen=True)
+class _Engine:
+    """What depends on the recipe and not on what is recomputed or leaves the device. `stepped`: elements that this rank's update steps."""
+
+    units: tuple[UnitPlan, ...]
+    moments: tuple[Moment, ...]
+    ledger: Mapping[str, int]
+    rest: Mapping[str, int]
+    bound: int
+    stepped: int
+
+
 @lru_cache(maxsize=256)
-def _engine(
-    model: ModelShape, recipe: Recipe, ranks: int, micro_batches: int
-) -> tuple[tuple[UnitPlan, ...], tuple[Moment, ...], dict[str, int], int]:
+def _engine(model: ModelShape, recipe: Recipe, ranks: int, micro_batches: int, optimizer: str) -> _Engine:
     units = units_of(model, recipe, ranks)
     replay = Replay(units, recipe).run(micro_batches)
-    return tuple(units), tuple(replay.moments), replay.peak, bound_of(units, recipe, micro_batches)
+    stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable for slot in f.layout.slots)
+    bound = bound_of(units, recipe, micro_batches)
+    return _Engine(tuple(units), tuple(replay.moments), replay.peak, at_rest(units, optimizer), bound, stepped)
 
 
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:
@@ -194,7 +206,7 @@ def calls_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int) -> d
 
 def _work(
     model: ModelShape,
-    units: Sequence[UnitPlan],
+    engine: _Engine,
     activity: Activity,
     machine: Machine,
     job: Job,
@@ -205,7 +217,7 @@ def _work(
     tokens = scheme.micro_batch * job.seq * accumulation
     per_token = flops_per_token(model, model.transformer, job.seq)
     flops = activity.flops * accumulation or per_token * tokens
-    stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable for slot in f.layout.slots)
+    stepped = engine.stepped
     touched = 4 * (3 + 2 * MOMENTS_OF[job.optimizer]) * stepped  # gradient and parameter read, parameter written; moments both
     host = scheme.offload != "none"
     element = 2 if job.precision != "fp32" else 4
