@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 # One thread a rank in tests: what is compared is exactness, and the ranks share the cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: train test test-fast check bench clean
+.PHONY: train test test-all test-fast check bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.train
@@ -29,6 +29,10 @@ BROWSER := { command -v chromium || command -v chromium-browser || command -v go
 test: $(VENV)/.dev
 	@$(BROWSER)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-all: $(VENV)/.dev
+	@$(BROWSER)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --all $(ARGS)
 
 test-fast: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)

@@ -1,6 +1,6 @@
 """Onefold on a CUDA machine, one GPU being enough: `python benchmarks/gpu.py`.
 
-Three questions, each answered in fresh processes:
+Five questions, each answered in fresh processes:
 
 1. Same numbers? Several ranks over gloo share the GPU (NCCL refuses that); the losses of Onefold's stages, of DDP and
    of one process on the whole batch are compared.
@@ -9,6 +9,8 @@ Three questions, each answered in fresh processes:
 3. Does communication hide behind computation? A profile of Onefold's stage 3: which part of the time in communication
    and copies had a compute kernel beside it, and how long the GPU idled. NCCL with a rank a GPU where there are
    several GPUs, else gloo with two ranks on one.
+4. What does state on the host or on NVMe cost, beside plain PyTorch, FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-Offload, and
+5. how large a model does each of them train on this GPU? See benchmarks/offload/on_gpu.py. DeepSpeed takes part if it is installed.
 
 Prints its tables last; writes gpu.json and the traces (chrome://tracing) to --output.
 Without a GPU it says so and exits 0.
@@ -19,9 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import gzip
 import json
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -36,12 +36,17 @@ if __package__ in (None, ""):  # started as a file: Python put its folder on the
 import torch
 import torch.distributed as dist
 
+from benchmarks.offload import sides
+from benchmarks.offload.cli import shown_command
+from benchmarks.offload.traced import overlap as overlap
+from benchmarks.offload.traced import profile
+from benchmarks.offload.worker import Ledgers
 from benchmarks.peers import adapters, launch, model, probes, summary, worker
 from benchmarks.peers.settings import Setting
 
 SCHEMA = "onefold-gpu/1"
+CHAPTERS = ("numbers", "alone", "overlap", "offload", "largest")
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
-Interval = tuple[float, float]
 
 
 # --- one rank ---
@@ -69,12 +74,15 @@ def synchronize(setting: Setting) -> None:
 def measure(job: dict[str, Any], setting: Setting, path: Path, rank: int) -> dict[str, Any]:
     """Train, and time or profile; memory in MiB allocated on the GPU (resident on a CPU), peak over the timed steps."""
     peer, whole_batch, cuda = job["peer"], job.get("whole_batch_of", 0), setting.device == "cuda"
-    adapters.prepare(peer)
+    how = {"disk": job.get("disk"), "own_adam": job.get("own_adam", False)}
+    sides.prepare(peer, setting.device)
     backend = "none" if peer == "plain" else join(setting, path, rank)
-    worker.touch_libraries(peer, setting)
+    sides.touch(peer, setting, **how)
     synchronize(setting)
-    baseline = torch.cuda.memory_allocated() / 2**20 if cuda else probes.resident_mib()
-    trainer = adapters.build(peer, setting, model.build(setting.model, device=setting.device))
+    on_host = probes.resident_mib()
+    baseline = torch.cuda.memory_allocated() / 2**20 if cuda else on_host
+    trainer = sides.build(peer, setting, model.build(setting.model, device=setting.device), **how)
+    ledgers = Ledgers(trainer)
 
     def batches(step: int) -> list[adapters.Batch]:
         ranks = whole_batch or setting.ranks
@@ -91,8 +99,8 @@ def measure(job: dict[str, Any], setting: Setting, path: Path, rank: int) -> dic
     synchronize(setting)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    else:
-        probes.reset_peak()
+    probes.reset_peak()
+    ledgers.start()
     seconds = []
     for taken in data:
         start = time.perf_counter()
@@ -107,63 +115,27 @@ def measure(job: dict[str, Any], setting: Setting, path: Path, rank: int) -> dic
         "step_s": seconds,
         "peak_mib": probes.difference(peak, baseline),
         "reserved_mib": torch.cuda.max_memory_reserved() / 2**20 if cuda else None,
+        "host_mib": probes.difference(probes.peak_resident_mib(), on_host),
+        "held": ledgers.held(),
+        "moved": ledgers.moved(),
     }
+    if peer.startswith("onefold"):
+        result["observed"] = observed(trainer, data[-1])
     if job.get("trace"):
         result["trace"] = profile(trainer, data[-2:], setting, Path(job["trace"]) if rank == 0 else None)
     return result
 
 
-def profile(
-    trainer: adapters.Peer, data: Sequence[Sequence[adapters.Batch]], setting: Setting, path: Path | None
-) -> dict[str, float]:
-    """Profile steps over `data`; seconds of GPU work by kind and how much of it overlapped. Rank 0 keeps the trace."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if setting.device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        for taken in data:
-            trainer.step(taken)
-        synchronize(setting)
-    if path is not None:
-        plain = path.with_suffix("")
-        profiler.export_chrome_trace(str(plain))
-        with plain.open("rb") as source, gzip.open(path, "wb") as target:
-            shutil.copyfileobj(source, target)
-        plain.unlink()
-    communicating: list[Interval] = []
-    computing: list[Interval] = []
-    for event in profiler.events() or ():
-        if event.device_type.name != "CUDA":
-            continue
-        name = event.name.lower()
-        across = "nccl" in name or name.startswith(("memcpy dtoh", "memcpy htod", "memcpy ptop"))
-        kind = communicating if across else computing
-        kind.append((event.time_range.start, event.time_range.end))
-    return overlap(communicating, computing)
+def observed(trainer: Any, taken: Sequence[adapters.Batch]) -> dict[str, Any]:
+    """One more step of Onefold as its ledgers saw it, beside the allocator's books; and a row of metrics."""
+    from onefold.observe import Meter, measured, reconciled, record
 
-
-def overlap(communicating: Sequence[Interval], computing: Sequence[Interval]) -> dict[str, float]:
-    """Seconds spent communicating, computing, doing both, and idle between first and last. Input: microseconds."""
-    a, b = _union(communicating), _union(computing)
-    both = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in a for begin, stop in b)
-    total_a, total_b = (sum(end - start for start, end in part) for part in (a, b))
-    everything = a + b
-    span = max((end for _, end in everything), default=0.0) - min((start for start, _ in everything), default=0.0)
-    idle = span - (total_a + total_b - both)
-    return {
-        name: value / 1e6
-        for name, value in (("comm_s", total_a), ("compute_s", total_b), ("both_s", both), ("idle_s", idle))
-    }
-
-
-def _union(intervals: Sequence[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+    meter = Meter(trainer.model, trainer.optimizer)
+    with record(trainer.model, trainer.optimizer, activations=True) as seen:
+        loss = trainer.step(taken)
+    row = meter.step(loss=torch.tensor(loss, device=taken[0][0].device))
+    account = measured(trainer.model, trainer.optimizer, seen)
+    return {"account": account.to_json(), "machine": reconciled(trainer.model, account).to_json(), "row": row}
 
 
 def work() -> NoReturn:
@@ -196,10 +168,14 @@ class Table:
         return "\n".join([self.title, text[0], "-" * len(text[0]), *text[1:], ""])
 
 
-def run(peer: str, setting: Setting, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def run(
+    peer: str, setting: Setting, options: argparse.Namespace, python: str = sys.executable, **more: Any
+) -> dict[str, Any]:
     """One peer in fresh processes; the outcome of `launch.run_ranks` with what was asked for."""
     job = {"peer": peer, "setting": setting.to_json(), **more}
-    outcome = launch.run_ranks("benchmarks.gpu", job, setting.ranks, threads=setting.threads, timeout=options.timeout)
+    outcome = launch.run_ranks(
+        "benchmarks.gpu", job, setting.ranks, threads=setting.threads, python=python, timeout=options.timeout
+    )
     print(
         f"# {peer} {setting.precision} {setting.ranks} ranks: {outcome['status']} in {outcome['wall_s']:.0f} s",
         file=sys.stderr,
@@ -343,15 +319,21 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    p.add_argument(
-        "--only", nargs="+", default=["numbers", "alone", "overlap"], choices=["numbers", "alone", "overlap"]
-    )
+    p.add_argument("--only", nargs="+", default=["numbers", "alone", "overlap"], choices=CHAPTERS)
     p.add_argument("--model", default="gpt-1b", choices=list(model.SHAPES))
-    p.add_argument("--tokens", type=int, default=8192, help="tokens a rank and step of questions 2 and 3")
+    p.add_argument("--tokens", type=int, default=8192, help="tokens a rank and micro-batch of questions 2 to 4")
     p.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     p.add_argument("--ranks", nargs="+", type=int, default=[2, 3], help="ranks of question 1")
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--steps", type=int, default=10)
+    p.add_argument("--accumulations", nargs="+", type=int, default=[1, 8], help="micro-batches a step of question 4")
+    p.add_argument("--blocks", type=int, default=16, help="blocks of the first attempt of question 5")
+    p.add_argument("--width", type=int, default=4096, help="width of the blocks of question 5, a multiple of 128")
+    p.add_argument("--largest-tokens", type=int, default=1024, help="tokens a step of question 5")
+    p.add_argument("--threads", type=int, default=8, help="threads of a process of questions 4 and 5: they step the optimizer")
+    p.add_argument("--disk", type=Path, default=Path.cwd(), help="a folder on the disk for state on NVMe")
+    p.add_argument("--deepspeed-python", default=sys.executable, help="an interpreter that has DeepSpeed, if not this one")
+    p.add_argument("--deepspeed-adam", action="store_true", help="DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler")
     p.add_argument("--timeout", type=float, default=240.0, help="seconds a turn may take")
     p.add_argument("--output", type=Path, default=launch.ROOT / "benchmarks" / "results")
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a rehearsal of the script itself")
@@ -365,7 +347,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA device: nothing was measured")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
-    chapters = {"numbers": same_numbers, "alone": alone, "overlap": hidden}
+    from benchmarks.offload import on_gpu  # which is made of what is above
+
+    chapters = {"numbers": same_numbers, "alone": alone, "overlap": hidden, "offload": on_gpu.offload, "largest": on_gpu.largest}
     tables, outcomes = [], {}
     with contextlib.suppress(KeyboardInterrupt):  # what is complete by then is written and shown
         for name in options.only:
@@ -374,15 +358,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     result = {
         "schema": SCHEMA,
-        "command": " ".join(["python benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": shown_command(sys.argv[1:] if arguments is None else arguments, "python benchmarks/gpu.py"),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": {**summary.machine(), "gpu": device, "gpus": torch.cuda.device_count()},
-        "versions": summary.versions(sys.executable),
+        "versions": summary.versions(options.deepspeed_python),
         "tables": [{"title": t.title, "columns": list(t.columns), "rows": t.rows} for t in tables],
         "runs": outcomes,
     }
     (options.output / "gpu.json").write_text(json.dumps(result, indent=1))
-    failed = [o for part in outcomes.values() for o in part if o["status"] != "ok"]
+    failed = [o for name, part in outcomes.items() for o in part if o["status"] != "ok" and name != "largest"]
     for outcome in failed:
         print(f"{outcome['peer']} {outcome['status']}: {outcome['error']}\n", file=sys.stderr)
     print(f"\nmeasured on {device}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -22,22 +23,56 @@ if importlib.util.find_spec("onefold") is None:
 
 # Files whose tests start processes by the dozen or trace whole models: they take minutes together, so `make test-fast` leaves them out.
 SLOW_FILES = {
-    "benchmarks": ["test_checkpoint_benchmark.py", "test_peers.py"],
+    "benchmarks": ["test_checkpoint_benchmark.py", "test_ledgers_benchmark.py", "test_peers.py"],
     "checkpoint": ["test_adapters.py", "test_dcp.py", "test_export.py", "test_faults.py", "test_from_deepspeed.py", "test_huggingface.py",
                    "test_reshard_and_diff.py"],
     "cli": ["test_checkpoint_command.py", "test_doctor_command.py", "test_plan_command.py", "test_plan_simulate_command.py",
             "test_train_command.py"],
     "integrations": ["test_deepspeed.py"],
     "invariants": ["test_diverging_ranks.py", "test_import.py", "test_nothing_left_behind.py", "test_wire_bytes.py"],
-    "observe": ["test_measured.py", "test_ranks_observed.py", "test_report_command.py", "test_report_in_browser.py"],
-    "plan": ["test_matrix.py", "test_measure.py", "test_planner.py", "test_replay.py", "test_simulate.py", "test_trace.py"],
-    "runtime": ["test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py", "test_state_dicts.py",
+    "observe": ["test_measured.py", "test_ranks_observed.py", "test_report_command.py", "test_report_in_browser.py",
+                "test_what_a_run_leaves.py"],
+    "memory": ["test_activations.py", "test_nvme_folder.py"],
+    "plan": ["test_code.py", "test_matrix.py", "test_measure.py", "test_planned_for.py", "test_planner.py", "test_replay.py",
+             "test_simulate.py", "test_trace.py", "test_trace_shortcuts.py"],
+    "runtime": ["test_activation_offload.py", "test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py",
+                "test_offload.py",
+                "test_state_dicts.py", "test_tiles.py",
                 "test_transformers_architectures.py"],
     "train": ["test_examples.py", "test_machines.py", "test_run.py", "test_survival.py"],
 }  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Files of many combinations of the same few properties: a run takes every n-th test of each, by a hash of its name; `--all` all of them.
+SAMPLED = {
+    "checkpoint/test_tiles_checkpoint.py": 2,
+    "integrations/test_deepspeed_offload.py": 2,
+    "memory/test_activations.py": 4,
+    "memory/test_nvme_folder.py": 3,
+    "runtime/test_activation_offload.py": 6,
+    "runtime/test_state_dicts.py": 2,
+    "runtime/test_tiles.py": 6,
+    "runtime/test_transformers_architectures.py": 2,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every test of the files in tests/conftest.py's SAMPLED")
+
+
+def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The items that a run without `--all` leaves out."""
+    gone = sorted(name for name in SAMPLED if not (TESTS / name).exists())
+    assert not gone, f"SAMPLED names {', '.join(gone)}, which is not there"
+    every = {TESTS / name: n for name, n in SAMPLED.items()}
+    return [item for item in items if item.path in every and zlib.crc32(item.name.encode()) % every[item.path]]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = any("::" in argument for argument in config.args)  # a test that was asked for by its name is run
+    if not config.getoption("--all") and not named and (left_out := _sampled(items)):
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     slow = {TESTS / room / name for room, names in SLOW_FILES.items() for name in names}
     gone = sorted(str(path.relative_to(TESTS)) for path in slow if not path.exists())
     assert not gone, f"SLOW_FILES names {', '.join(gone)}, which is not there"

@@ -123,6 +123,7 @@ class Given(dict[str, Any]):
             raise KeyError(name)
         makers: dict[str, Callable[[], Any]] = {
             "onefold": lambda: onefold,
+            "Recipe": lambda: onefold.Recipe,
             "torch": lambda: torch,
             "contextlib": lambda: contextlib,
             "model": self.model,

@@ -69,6 +69,11 @@ def zeropp() -> list[Run]:
     return runs
 
 
+def by_bandwidth(tokens: int, link: int, numel: float = 176e9) -> float:
+    """TFLOP/s a GPU of ZeRO-3 on 384 V100 in nodes joined by `link` Gbit/s, with the constants of ZeRO++'s table."""
+    return _rate(numel, blocks_of(numel), compute.infinity_flops(numel, 1, tokens), 384, f"{link}g")(SYSTEMS["zero++"])
+
+
 def zero2() -> list[Run]:
     configs = {(r["params_B"], r["system"]): r for r in read("zero_table10_no_mp_configs")}
     runs = []
@@ -222,7 +227,11 @@ _ABOUT = {
         "ZeRO, Fig. 4 and Table 10",
         "The published runs slow down towards the limit of memory (micro-batch 4 and 2), which nothing in the model says.",
     ),
-    "zero-offload": ("offload_fig8_fig11_throughput", "ZeRO-Offload, Fig. 8; DeepSpeed's tutorial", "One V100; batch 512 by accumulation."),
+    "zero-offload": (
+        "offload_fig8_fig11_throughput offload_tutorial_logs",
+        "ZeRO-Offload, Fig. 8; DeepSpeed's tutorial",
+        "One V100; batch 512 by accumulation.",
+    ),
     "zero-infinity": (
         "infinity_fig5_throughput",
         "ZeRO-Infinity, Fig. 5c and Table 1",
@@ -233,18 +242,22 @@ _ABOUT = {
         "PyTorch FSDP, Fig. 7 (digitized)",
         "GPT-175B with batch 2 on 128 GPUs retried allocations for want of memory, which the time model cannot know. T5 is no GPT.",
     ),
-    "torchtitan": ("torchtitan_llama31_h100", "torchtitan, benchmarks and paper", "Llama 3.1 8B with FSDP and torch.compile."),
+    "torchtitan": (
+        "torchtitan_llama31_h100 torchtitan_paper_tables",
+        "torchtitan, benchmarks and paper",
+        "Llama 3.1 8B with FSDP and torch.compile.",
+    ),
 }
 
 
 def tables() -> list[Table]:
     made = []
     for name, runs in RUNS.items():
-        system, (file, source, says) = SYSTEMS[name], _ABOUT[name]
+        system, (files, source, says) = SYSTEMS[name], _ABOUT[name]
         value = getattr(system.software, system.fitted)
         about = f"{says} Fitted: {system.fitted} = {value:g}, on {system.fitted_on}."
         lines = [Line(run.what, run.predict(system), run.published, run.unit, run.fitted) for run in runs()]
-        made.append(Table(system.name, "time", source, (file,), about, lines))
+        made.append(Table(system.name, "time", source, tuple(files.split()), about, lines))
     return [*made, adam_latency()]
 
 

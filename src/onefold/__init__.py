@@ -10,6 +10,7 @@ optim.step(); optim.zero_grad()
 from typing import Any
 
 from onefold.comm import StallError
+from onefold.memory.nvme import TierError
 from onefold.optim import GradScaler
 from onefold.recipe import Placement, Recipe, Row, Tier
 from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
@@ -38,6 +39,7 @@ __all__ = [
     "ShardedParameterError",
     "StallError",
     "Tier",
+    "TierError",
     "checkpoint",
     "clip_grad_norm_",
     "dcp_state_dict",

@@ -16,14 +16,17 @@ from torch import nn
 from onefold.comm import Place
 from onefold.comm.group import members
 from onefold.optim import clip_grad_norm, unwatch, watch
-from onefold.recipe import Recipe
+from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
 from onefold.runtime import state
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import guard_state_dict, install, install_on_part, statistics_of
 from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.parameter import ShardedParameter
+from onefold.runtime.preflight import preflight
 from onefold.runtime.registry import engine_of, is_sharded, register
+from onefold.runtime.tiles.cut import Cut, initializing, with_tiles
+from onefold.runtime.tiles.modules import Tile
 from onefold.runtime.units import UnitSpec, find_units
 
 if TYPE_CHECKING:
@@ -77,38 +80,44 @@ def shard(
     wanted = units if units is not None else recipe.units
     brought = _open(weights, module, where, init)
     coming = brought.coming if brought is not None else set()
-    specs = find_units(module, wanted)
-    unset: list[str] = []
-
-    alone = len(members(group)[1]) == 1
-    if alone and has_meta(module) and (brought is None or brought.error is None):
-        for spec in specs:
-            unset += materialize(spec, specs, where, init, module, True, coming, memory=True)
-        tie(specs)
+    with Cut(module, recipe) as cut:  # weights above recipe.tile; as it was if anything below raises
+        coming, init = with_tiles(module, coming), initializing(init)
         specs = find_units(module, wanted)
-    engine = Engine(specs, recipe, group, where)
-    _compare_ranks(engine, recipe, specs, brought is not None)
-    if brought is not None:
-        brought.settle(engine)
-    values = _rank_0_needs_values(engine, module)
-    for spec, unit in zip(specs, engine.units, strict=True):
-        unset += materialize(spec, specs, where, init, module, values, coming)
-        state.lay_out(engine, unit, coming)
-    _refuse_unset([name for name in unset if name not in coming])
+        unset: list[str] = []
+
+        alone = len(members(group)[1]) == 1
+        stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE  # else it leaves unit by unit, never whole
+        if alone and stays and has_meta(module) and (brought is None or brought.error is None):
+            for spec in specs:
+                unset += materialize(spec, specs, where, init, module, True, coming, memory=True)
+            tie(specs)
+            specs = find_units(module, wanted)
+        engine = Engine(specs, recipe, group, where)
+        _compare_ranks(engine, recipe, specs, brought is not None)
+        preflight(engine)
+        if brought is not None:
+            brought.settle(engine)
+        values = _rank_0_needs_values(engine, module)
+        for spec, unit in zip(specs, engine.units, strict=True):
+            unset += materialize(spec, specs, where, init, module, values, coming)
+            state.lay_out(engine, unit, coming)
+        _refuse_unset([name for name in unset if name not in coming])
     engine.group.broadcast([b for b in module.buffers() if b is not None], Place("state", "buffers", 0, "state"))
 
     engine.buffers = statistics_of(module) if recipe.sync_buffers else []
     engine.start()
-    if not engine.passive:
+    if not engine.passive or recipe.activations is not None:  # on one rank activations alone need the hooks
         for spec, unit in zip(specs, engine.units, strict=True):
             install(engine, unit, spec.module)
+            if isinstance(spec.module, Tile) and not unit.kept:
+                spec.module.save_by(engine.gather)
         for _, inner in modules_of(specs[0], specs)[1:]:
             install_on_part(engine, inner)
         for part in module.modules():
             guard_state_dict(engine, part)
     watch(engine)
     if engine.rank == 0:
-        for note in recipe.notes:
+        for note in (*recipe.notes, *cut.notes):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
     weakref.finalize(module, _close, engine)

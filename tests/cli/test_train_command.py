@@ -210,6 +210,50 @@ def test_what_cannot_be_is_told_in_a_sentence_before_anything_starts(place: Plac
     assert events(out)["error"][0]["message"].startswith("--model gpt:huge")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--offload-optimizer", "nvme"], "names no folder: give nvme="),
+        (["--offload-optimizer", "nvme", "--nvme", "absent"], "--nvme absent: there is no such folder"),
+        (["--offload-optimizer", "cpu", "--offload-param", "cpu", "--stage", "2"], "Shard the parameters (stage 3)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_tiers_that_cannot_be_are_told_in_the_recipes_sentence_before_anything_starts(place: Place, options: list[str], said: str) -> None:
+    code, out, err = place.run(*TINY, *options, "--nproc", "2", "--output", "run")
+    assert code == 2 and said in err and "Traceback" not in err and "starting" not in out
+    assert not (place.folder / "run").exists() and place.left_behind() == []
+
+
+def test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk(place: Place) -> None:
+    """On two disks, in part, on the host: the same losses to the last bit, and the run says where what is."""
+    disks = [place.folder / name for name in ("disk0", "disk1")]
+    for disk in disks:
+        disk.mkdir()
+    common = [*TINY, "--steps", "3", "--nproc", "2", "--eval-every", "3", "--sample-tokens", "4", "--stage", "3", "--json"]
+    folders = [word for disk in disks for word in ("--nvme", str(disk))]
+    elsewhere = {
+        "device": [],
+        "host": ["--offload-optimizer", "0.5", "--offload-activations", "cpu"],
+        "disk": ["--offload-optimizer", "nvme", "--offload-param", "nvme", *folders],
+    }
+    rows, plans = {}, {}
+    for name, options in elsewhere.items():
+        code, out, err = place.run(*common, *options, "--output", name)
+        assert code == 0, err
+        plans[name] = events(out)["plan"][0]
+        rows[name] = [(row["loss"], row["grad_norm"], row.get("eval_loss")) for row in metrics(place.folder / name)[:3]]
+    assert rows["host"] == rows["device"] and rows["disk"] == rows["device"]
+    assert plans["device"]["off_the_device"] == "" and plans["device"]["predicted"]["nvme"] == plans["device"]["predicted"]["host"] == 0
+    assert plans["host"]["tiers"] == {"parameters": "device", "gradients": "host", "optimizer": "host"}
+    assert plans["host"]["predicted"]["host"] > 0 and "on the host" in plans["host"]["reason"]
+    assert set(plans["disk"]["tiers"].values()) == {"nvme"} and plans["disk"]["predicted"]["nvme"] > 0
+    facts = json.loads((place.folder / "disk" / "observed.json").read_text())["facts"]
+    assert facts["off_the_device"] == "parameters, gradients and optimizer states on NVMe"
+    assert [list(disk.iterdir()) for disk in disks] == [[], []]
+    assert place.left_behind() == []
+
+
 @pytest.mark.slow
 def test_smollm2_is_fine_tuned_and_opens_again_with_its_tokenizer(place: Place) -> None:
     code, out, err = place.run(

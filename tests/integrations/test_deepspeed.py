@@ -171,10 +171,10 @@ def optimizers_of_ones_own() -> dict[str, Any]:
     reference = onefold_curve(3, rank)
     for stage in (0, 2, 3):
         model = build()
-        early = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        early = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
         made_early = onefold_curve(stage, rank, model=model, optimizer=early)
         assert made_early[3].optimizer is early
-        made_late = onefold_curve(stage, rank, optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1))
+        made_late = onefold_curve(stage, rank, optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1, fused=True))
         found[f"late {stage}"] = differences(made_late, made_early)
         found[f"early {stage}"] = differences(made_early, reference) if stage else 0.0
     return found

@@ -10,7 +10,7 @@ from torch import nn
 import onefold
 from onefold.observe import measured, reconciled, record, resident_memory
 from onefold.observe import process as process_module
-from onefold.observe.trace import moments_of
+from onefold.observe.tiers import moments_of
 from onefold.plan.schema import ACTIVATIONS, ENGINE, MASTERS, MOMENTS, PARAMETERS, compare
 
 
@@ -107,9 +107,9 @@ def test_on_a_cpu_the_ledger_lies_inside_the_resident_memory() -> None:
 
 def test_resident_memory_follows_what_is_allocated() -> None:
     before, _ = resident_memory()
-    block = torch.ones(32 << 20, dtype=torch.uint8)
+    block = torch.ones(96 << 20, dtype=torch.uint8)  # more than the C library would serve from memory that was freed before
     after, peak = resident_memory()
-    assert after - before >= block.numel() // 2, f"32 MiB were filled, resident memory went from {before} to {after}"
+    assert after - before >= block.numel() // 2, f"96 MiB were filled, resident memory went from {before} to {after}"
     assert peak >= after
 
 

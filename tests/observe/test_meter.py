@@ -17,7 +17,7 @@ from onefold.observe import tensorboard as tensorboard_module
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "scale", "skipped", "tokens", "tokens_per_s", "mfu", "step_ms", "exposed_ms", "wire_bytes", "memory",
-    "host", "nvme",
+    "host", "nvme", "moved_bytes", "io_ms",
 }  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_a_row_holds_every_figure_as_a_plain_number() -> None:
     row = meter.step(loss=loss, tokens=24, grad_norm=norm)
     assert set(row) == KEYS
     assert (row["loss"], row["grad_norm"]) == (loss.item(), norm.item())
-    assert row["lr"] == 1e-3 and row["scale"] is None and row["skipped"] == 0 and row["host"] == row["nvme"] == 0
+    assert row["lr"] == 1e-3 and row["scale"] is None and row["skipped"] == 0 and row["host"] == row["nvme"] == row["io_ms"] == 0
     assert row["tokens_per_s"] == pytest.approx(24 / (row["step_ms"] / 1000))
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * 2e5 / 1e12)
     assert json.loads(json.dumps(row)) == row

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from observed_loops import one_step, sharded
 
 import onefold
 from models import TinyMLP, features_of
+from onefold.comm.group import spelt
 from onefold.observe import Meter, measured, reconciled, record, write_observed
 from onefold.observe.trace import Recording
 from ranks import run_ranks
@@ -33,6 +35,7 @@ class Seen:
     waits: float
     inside: bool
     links: dict[str, int]
+    groups: set[str]
 
 
 def rank_of_a_run(stage: int, folder: str) -> Seen:
@@ -59,6 +62,7 @@ def rank_of_a_run(stage: int, folder: str) -> Seen:
     return Seen(
         seen.wire(), seen.by_unit(), row["wire_bytes"], row, sum(u.numel for u in engine.units), [u.name for u in engine.units],
         [(m.move, m.unit) for m in seen.moves], seen.exposed, sum(m.exposed for m in seen.moves), within(seen), account.links,
+        {m.group for m in seen.moves if m.move != "control"},
     )  # fmt: skip
 
 
@@ -74,7 +78,7 @@ def test_recorded_bytes_are_the_formulas(stage: int, factor: int, tmp_path: Path
         expected = factor * seen.numel * 4 // 2
         assert sum(seen.wire.values()) == seen.sent == expected, f"rank {rank}: {seen.wire}, the formula says {expected}"
         assert sum(sum(moves.values()) for moves in seen.by_unit.values()) == expected and set(seen.by_unit) == set(seen.units)
-        assert seen.links == {"between": expected}
+        assert seen.links == {"between": expected} and seen.groups == {"0-1"}
         assert seen.inside and 0 <= seen.waits <= seen.exposed + 1e-6, f"rank {rank}: {seen.waits} of {seen.exposed} s in moves"
         assert seen.row["exposed_ms"] == pytest.approx(1000 * seen.exposed, abs=5)
         if stage == 3:
@@ -113,3 +117,19 @@ def test_in_mixed_precision_16_bits_travel_and_every_level_adds_up(stage: int) -
     for peak, dtypes in run_ranks(2, mixed_precision, stage):
         assert dtypes == {"bfloat16"}
         assert peak["master weights"] > 0 and peak["moments"] > 0
+
+
+def of_a_subset() -> set[str]:
+    """Which ranks the moves of this rank's engine say they are among."""
+    some = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return set()
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=some)
+    with record(model) as seen:
+        model(features_of(0, 4, 7)).square().mean().backward()
+    return {m.group for m in seen.moves if m.move in ("all-gather", "reduce-scatter")}
+
+
+def test_a_move_says_among_which_ranks_it_was() -> None:
+    assert run_ranks(3, of_a_subset) == [{"0,2"}, set(), {"0,2"}]
+    assert [spelt(ranks) for ranks in ([0], [0, 1, 2, 3], [0, 8, 16], [0, 1, 8, 9, 11])] == ["0", "0-3", "0,8,16", "0-1,8-9,11"]

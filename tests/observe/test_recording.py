@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from observed_loops import one_step, sharded
-from synthetic_run import BLOCKS, recorded, units
+from synthetic_run import BLOCKS, beyond, recorded, units
 
 import onefold
 from onefold.observe import record
@@ -178,3 +178,11 @@ def test_lanes_are_as_few_as_overlap_asks_for() -> None:
     spans = [(0.0, 2.0, "a"), (1.0, 3.0, "b"), (2.0, 4.0, "c"), (3.5, 5.0, "d")]
     assert [[what for _, _, what in row] for row in lanes(spans)] == [["a", "c"], ["b", "d"]]
     assert lanes([]) == []
+
+
+def test_the_chrome_trace_has_a_counter_for_each_tier_and_a_row_for_moves_between_them(tmp_path: Path) -> None:
+    step = beyond(recorded())
+    events = json.loads(step.write_chrome(tmp_path / "trace.json").read_text())["traceEvents"]
+    counted = {e["name"]: max(sum(c["args"].values()) for c in events if c["name"] == e["name"]) for e in events if e["ph"] == "C"}
+    assert counted == {"memory": sum(step.peak().values()), **{f"memory, {t}": sum(step.peak(tier=t).values()) for t in ("host", "nvme")}}
+    assert {e["name"].split()[0] for e in by_row({"traceEvents": events})["to and from host and NVMe"]} == {"down", "written"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from browser import WIDTHS, NoBrowserError, chromium, opened
-from synthetic_run import BLOCKS, account, recorded, write_metrics, write_run
+from synthetic_run import BLOCKS, account, beyond, recorded, write_metrics, write_run
 
 from onefold.observe import write_observed, write_report
 from onefold.plan.schema import Account
@@ -136,7 +136,7 @@ def test_headings_form_an_outline_and_charts_have_names(browser: Any, report: Pa
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("kind", ["metrics alone", "bare", "crowded"])
+@pytest.mark.parametrize("kind", ["metrics alone", "bare", "off the device", "crowded"])
 def test_poor_and_crowded_runs_fit_too(browser: Any, tmp_path: Path, kind: str, width: int) -> None:
     if kind == "metrics alone":
         write_metrics(tmp_path, steps=1)
@@ -144,6 +144,10 @@ def test_poor_and_crowded_runs_fit_too(browser: Any, tmp_path: Path, kind: str, 
     elif kind == "bare":
         write_observed(tmp_path, 0, 1, Account())
         charts = []
+    elif kind == "off the device":
+        step = beyond(recorded())
+        write_observed(tmp_path, 0, 1, account(step), step=step, recipe=Recipe.zero(3))
+        charts = ["memory", "host", "nvme", "timeline", "traffic"]
     else:
         crowd(tmp_path)
         charts = ["memory", "timeline", "traffic", "imbalance"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_run import BLOCKS, account, planned, recorded, write_metrics, write_run
+from synthetic_run import BLOCK, BLOCKS, RANKS, account, beyond, planned, recorded, write_metrics, write_run
 
 from onefold.observe import Reconciliation, RunFileError, write_observed, write_report
 from onefold.observe.report import build, figures
@@ -286,3 +286,26 @@ def test_what_a_reader_sees_of_facts_windows_and_logits_is_in_words(tmp_path: Pa
     assert not [line for line in report.tables["comparison"] if line.name == "time: io"]
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "Memory over 2 steps" in text and "Timeline of 2 steps" in text and "one step" not in text.split("<main>")[1].split("<script")[0]
+
+
+def test_what_lies_off_the_device_has_charts_of_its_own_and_a_sentence(tmp_path: Path) -> None:
+    step = beyond(recorded(0))
+    seen = replace(account(step), host=sum(step.peak(tier="host").values()), beyond={t: step.peak(tier=t) for t in ("host", "nvme")})
+    write_observed(tmp_path, 0, RANKS, seen, step=step, plan=replace(planned(), host=1 << 30))
+    report = build(tmp_path)
+    drawn: Any = report.figures["host"]
+    stacked = {t["name"]: t["y"] for t in drawn["0"]["data"] if "stackgroup" in t}
+    assert set(stacked) == {MOMENTS, "staging buffers"} and max(stacked["staging buffers"]) == pytest.approx(BLOCK / RANKS / 2**30)
+    assert next(t["y"] for t in drawn["0"]["data"] if t["name"] == "plan") == [1, 1]
+    assert set(report.figures["nvme"]) == {"0"}  # type: ignore[arg-type]
+    device: Any = report.figures["memory"]
+    assert MOMENTS not in {t["name"] for t in device["0"]["data"]}, "states on the host are not on the device"
+    moved = in_bytes(BLOCKS * BLOCK / RANKS)
+    assert f"rank 0 moved {moved} to the host, {moved} written to NVMe, for which it waited 12 ms" in report.said["memory"]
+    timeline: Any = report.figures["timeline"]
+    assert not {"down", "written"} & {t["name"] for t in timeline["0"]["data"]}
+    lines = {line.name: line for line in report.tables["comparison"]}
+    assert lines["host: all"].predicted == "1 GiB" and lines["host: moments"].measured == in_bytes(step.tiers["host"].held[MOMENTS])
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Held on the host over the same time." in text and 'data-figure="nvme"' in text
+    assert "Held on the host" not in write_report(write_run(tmp_path / "plain")).read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from observed_loops import one_step, sharded
-from synthetic_run import account, planned, recorded, write_run
+from synthetic_run import account, beyond, planned, recorded, write_run
 
 from onefold.observe import RunFileError, gather_ranks, measured, read_observed, reconciled, record, write_observed
 from onefold.plan.schema import Account
@@ -120,3 +120,17 @@ def test_a_folder_without_a_run_says_who_writes_one(tmp_path: Path) -> None:
     with pytest.raises(RunFileError, match=r"onefold train.*write_observed"):
         read_observed(tmp_path)
     assert gather_ranks(tmp_path) == ()
+
+
+def test_what_lay_on_other_tiers_survives_the_file_and_older_files_have_none(tmp_path: Path) -> None:
+    step = beyond(recorded())
+    write_observed(tmp_path, 0, 1, account(step), step=step)
+    found = read_observed(tmp_path).ranks[0].step
+    assert found is not None and found.io == step.io and found.moved() == step.moved()
+    for tier in ("device", "host", "nvme"):
+        assert found.peak(tier=tier) == step.peak(tier=tier)
+    path = tmp_path / "observed-rank0.json"
+    older = changed(lambda v: (v["step"].pop("tiers"), v["step"].pop("io"), [move.pop() for move in v["step"]["moves"]]))
+    path.write_text(older(path.read_text()))
+    before = read_observed(tmp_path).ranks[0].step
+    assert before is not None and before.tiers == {} and before.io == 0 and {m.group for m in before.moves} == {""}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from observed_loops import one_step, sharded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import onefold
 from models import TinyGPT, tokens_of
@@ -71,6 +72,43 @@ def test_a_checkpointed_model_keeps_less_and_its_recomputation_is_seen(checkpoin
     assert whole == whole_peak, "without checkpointing nothing is added in the backward pass"
     assert kept < peak < whole, f"kept {kept}, peak {peak}, without checkpointing {whole}"
     assert peak - kept > (whole - kept) / (2 * blocks), f"the recomputed block adds only {peak - kept} bytes to {kept}"
+
+
+class Gated(nn.Module):
+    """A feed-forward whose last layer is all that saves its input, and saves it last: there a recomputation ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((8, 16), (8, 16), (16, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x) * self.up(x))
+
+
+class Recomputed(nn.Module):
+    """Three blocks, each computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+
+def test_what_a_recomputation_saved_last_is_dropped_too() -> None:
+    model = Recomputed()
+    peaks = []
+    with watch_activations(model) as saved:
+        for _ in range(3):
+            saved.reset()
+            model(torch.randn(5, 8)).backward()
+            assert saved.now() == {}, f"{saved.now()} is still accounted for after backward"
+            peaks.append(saved.peak())
+    # The input of every block, and of one that runs again the outputs of gate and up, and their product.
+    assert peaks == [{ACTIVATIONS: (3 * 5 * 8 + 3 * 5 * 16) * 4}] * 3, peaks
 
 
 def test_logits_are_told_from_other_activations() -> None:

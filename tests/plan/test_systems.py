@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.validation import fits, page, runs
+from benchmarks.validation import fits, page, printed, runs, tables
 from benchmarks.validation.claims import claims
 
 from onefold.plan.systems import SYSTEMS, work
@@ -85,3 +85,19 @@ def test_every_claim_has_one_plan_line() -> None:
         assert claim.line.startswith("onefold plan ")
         assert claim.line.endswith("--json")
         assert claim.shows, claim.claim
+
+
+def test_every_published_table_is_compared_or_said_not_to_be() -> None:
+    text = page.page()
+    used = {file for table in page.all_tables() for file in table.files}
+    for path in tables.DATA.glob("*.csv"):
+        assert path.stem in used or f"`{path.stem}`" in page.not_compared(), f"{path.name} is in benchmarks/data and on no page"
+    assert all(f"`{file}.csv`" in text for file in used)
+
+
+def test_a_formula_that_its_row_does_not_print_is_refused() -> None:
+    assert printed.evaluate("2(P/G)(1-G/W)", {"P": 1.0, "G": 8.0, "W": 64.0}) == 2 / 8 * (1 - 8 / 64)
+    assert printed.evaluate("24*hd*ci", {"hd": 10, "ci": 2}) == 480
+    wrong = printed.Printed("ZeRO-3", "assumption", "5P", lambda s: 5.0)
+    with pytest.raises(ValueError, match="which has no '5P'"):
+        printed.lines_of("comm_formulas_all", [wrong], {"P": 1.0})

@@ -179,12 +179,7 @@ def test_a_wrong_value_raises_with_what_was_expected(config: dict[str, Any], pat
 
 
 LATER: list[tuple[dict[str, Any], str]] = [
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
-    (
-        {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/mnt"}}},
-        "zero_optimization.offload_param",
-    ),
-    ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload"),
+    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "trains differently"),
     ({"zero_optimization": {"zero_quantized_weights": True}}, "ZeRO.. is not built"),
     ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "ZeRO.. is not built"),
     ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch.autocast"),
@@ -250,11 +245,12 @@ def test_batch_sizes_that_do_not_fit_raise_with_the_rule(train: int, micro: int 
 @pytest.mark.parametrize(
     ("type_", "params", "name", "expected"),
     [
-        ("Adam", {}, "AdamW", {"weight_decay": 0.0}),
-        ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", {"weight_decay": 0.1}),
-        ("AdamW", {"adam_w_mode": False}, "AdamW", {"weight_decay": 0.0}),
-        ("AdamW", {"torch_adam": True, "lr": 1e-3}, "AdamW", {"lr": 1e-3}),
-        ("Adam", {"betas": [0.9, 0.95], "bias_correction": True}, "AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.0}),
+        ("Adam", {}, "AdamW", {"weight_decay": 0.0, "fused": True}),
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", {"weight_decay": 0.1, "fused": True}),
+        ("AdamW", {"adam_w_mode": False}, "AdamW", {"weight_decay": 0.0, "fused": True}),
+        ("AdamW", {"torch_adam": True, "lr": 1e-3}, "AdamW", {"lr": 1e-3, "foreach": None}),
+        ("AdamW", {"foreach": True}, "AdamW", {"foreach": True, "weight_decay": 0.0}),
+        ("Adam", {"betas": [0.9, 0.95], "bias_correction": True}, "AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}),
         ("SGD", {"lr": 1, "momentum": 0.9}, "SGD", {"lr": 1.0, "momentum": 0.9}),
         ("adagrad", {"lr": 0.1}, "Adagrad", {"lr": 0.1}),
     ],

@@ -44,3 +44,14 @@ def test_accumulation_sends_what_the_formula_says(tmp_path: Path) -> None:
     times = [float(line.split(" = ")[1].split(" x ")[0]) for line in lines]
     # times (N - 1) / N = 1/2: 2, 2, m + 1, 3m; stage 2 that reduces at the boundary is back at 2
     assert times == pytest.approx([1, 1, 2.5, 6, 1], rel=0.02)
+
+
+def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_there(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    out = run(tmp_path / "log", str(ROOT / "examples" / "larger_than_memory.py"), str(disk), "--size", "tiny", "--tokens", "64")
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("step")]
+    assert len(losses) == 5 and losses[-1] < losses[0] - 0.5
+    parameters, on_disk = float(out.split(" million")[0].split()[-1]), float(out.split(" GB on the disk")[0].split()[-1])
+    assert on_disk == pytest.approx(16 * parameters / 1000, abs=0.01)  # masters, gradients, two moments: 16 bytes a parameter
+    assert list(disk.iterdir()) == []

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 import onefold
+from onefold.memory import GATHERED, GRADIENTS
+from onefold.plan.schema import ACTIVATIONS, Account
 from onefold.train.config import resolve
 from onefold.train.loop import train
+from onefold.train.machine import readable
+from onefold.train.memory_error import _wrong_line as wrong_line
 from onefold.train.memory_error import explain, is_out_of_memory
 from onefold.train.prepare import prepare
 from onefold.train.ranks import Ranks
@@ -37,3 +41,11 @@ def test_the_error_names_unit_ledger_plan_and_remedy(tmp_path: Path) -> None:
 def test_other_errors_are_not_taken_for_it() -> None:
     assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
     assert is_out_of_memory(MemoryError())
+
+
+def test_a_line_of_the_engine_that_held_more_than_was_planned_is_named() -> None:
+    planned = Account(peak={GATHERED: 100 << 20, ACTIVATIONS: 1 << 30}, ledger={GATHERED: 150 << 20, GRADIENTS: 10 << 20})
+    said = wrong_line(planned, {GATHERED: 160 << 20, GRADIENTS: 30 << 20}, 2 << 30)
+    assert said == f"the plan was wrong about {GRADIENTS}: it expected at most {readable(10 << 20)}."
+    kept = wrong_line(planned, {GATHERED: 150 << 20, GRADIENTS: 10 << 20}, 2 << 30)
+    assert "the engine's lines hold" in kept and f"{ACTIVATIONS} {readable(1 << 30)}" in kept, kept

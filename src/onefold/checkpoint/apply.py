@@ -16,12 +16,14 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.on_disk import read_to_disk
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.together import Together
 from onefold.comm import Place
 from onefold.layout import overlap
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.home import state_kind
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.state import beside_parameters
 from onefold.runtime.unit import Unit
@@ -114,11 +116,11 @@ def _match(
     """({parameter: what it is in the source}, missing, unexpected, what is wrong with the shapes)."""
     aliases, found, missing, wrong = source.aliases(), {}, [], []
     for entry in engine.entries:
-        item = _find(entry.names, items, aliases)
+        item = _find(entry.part.names, items, aliases)
         if item is None:
-            missing.append(entry.names[0])
-        elif items[item].shape != tuple(entry.slot.shape):
-            wrong.append(f"{entry.names[0]}: {items[item].shape} in it, {tuple(entry.slot.shape)} in the model")
+            missing.append(entry.part.names[0])
+        elif items[item].shape != entry.part.shape:
+            wrong.append(f"{entry.part.names[0]}: {items[item].shape} in it, {entry.part.shape} in the model")
         else:
             found[entry.names[0]] = item
     for name, tensor in buffers.items():
@@ -129,6 +131,7 @@ def _match(
             wrong.append(f"{name}: {stored.shape} in it, {tuple(tensor.shape)} in the model")
     taken = set(found.values()) | {Item("buffer", name) for name in buffers}
     unexpected = sorted(item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken)
+    wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))  # tiles say the same of their parameter
     unexpected += getattr(source, "unexpected", ())  # what fits nowhere is no item of a source that was cut to fit
     complaint = f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}." if wrong else ""
     return found, missing, unexpected, complaint
@@ -152,7 +155,14 @@ class Reading:
     def masters(self, unit: Unit, flat: Flat, wanted: list[Wanted]) -> None:
         """Into the master weights of a flat buffer."""
         if not flat.passive and flat.whole_master and flat.size > 1:
-            self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], flat.master)
+            whole = flat.landing(self.engine.device)
+            if flat.home is not None:  # what `wanted` does not name stays
+                whole.copy_(flat.load_master())
+            self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], whole)
+            flat.store_master(whole)
+        elif flat.home is not None and flat.home.on_disk:
+            self.to_disk(flat, "master", wanted)
+            flat.home.renew()
         else:
             self.local(flat, wanted)
 
@@ -160,7 +170,25 @@ class Reading:
         """Into tensors of the shape of the optimizer's object, where this rank owns what it holds."""
         for w in wanted:
             a, b = (w.entry.slot.start, w.entry.slot.end) if flat.passive else flat.local(w.entry)
-            self._into(w.item, a - w.entry.slot.start, b - w.entry.slot.start, w.into)
+            self._into(w.item, a + _offset(w.entry), b + _offset(w.entry), w.into)
+
+    def to_disk(self, flat: Flat, kind: str, wanted: list[Wanted]) -> None:
+        """Into what the flat buffer's home has on NVMe as `kind`, a chunk at a time."""
+        for w in wanted:
+            a, b = flat.local(w.entry)
+            if a < b and self.error is None:
+                try:
+                    read_to_disk(self.source, w.item, w.entry, kind, a - w.entry.slot.start, b - w.entry.slot.start)
+                except Exception as error:
+                    self.error = error
+
+    def replicated_to_disk(self, unit: Unit, flat: Flat, kind: str, wanted: list[Wanted], dtype: torch.dtype) -> None:
+        """As `replicated`, into what every rank has on NVMe as `kind`."""
+        buffer = torch.empty(flat.layout.numel, dtype=dtype, device=self.engine.device)
+        self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer)
+        assert flat.home is not None
+        for w in wanted:
+            flat.home.write_part(kind, w.entry.slot.start, buffer[w.entry.slot.start : w.entry.slot.end].cpu())
 
     def replicated(self, unit: Unit, flat: Flat, wanted: list[Wanted], dtype: torch.dtype) -> None:
         """Into whole tensors that every rank holds: each reads its share, then they gather."""
@@ -173,7 +201,7 @@ class Reading:
         mine = flat.layout.interval(flat.rank)
         for entry, item in wanted:
             a, b = overlap((entry.slot.start, entry.slot.end), mine)
-            self._into(item, a - entry.slot.start, b - entry.slot.start, buffer[a:b])
+            self._into(item, a + _offset(entry), b + _offset(entry), buffer[a:b])
         self.engine.group.all_gather(buffer, Place("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
@@ -201,6 +229,11 @@ class Reading:
                 out.copy_(whole)
         except Exception as error:
             self.error = error
+
+
+def _offset(entry: Entry) -> int:
+    """From addresses in the flat buffer of `entry` to elements of the parameter as it is stored, of which a tile is a part."""
+    return entry.part.first - entry.slot.start
 
 
 def fill_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], reading: Reading) -> None:
@@ -233,7 +266,7 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
         raise CheckpointError(f"{source.describe} holds no optimizer; leave optimizer out, or give one that was saved with it.")
     if len(groups) != len(optimizers):
         raise CheckpointError(f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given.")
-    names = {id(e.param): e.names for e in engine.entries}
+    names = {id(e.param): e.part.names for e in engine.entries}
     aliases = source.aliases()
     for number, (optimizer, stored) in enumerate(zip(optimizers, groups, strict=True)):
         if len(stored) != len(optimizer.param_groups):
@@ -247,7 +280,7 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
                     f"group {index} of the given {type(optimizer).__name__} has a parameter of another model: make the optimizer of "
                     "model.parameters() after shard(), and give both to one load."
                 )
-            ours = [names[id(p)] for p in group["params"]]
+            ours = list(dict.fromkeys(names[id(p)] for p in group["params"]))
             theirs = set(saved["params"]) | {alias for alias, name in aliases.items() if name in saved["params"]}
             extra = [n[0] for n in ours if not theirs & set(n)]
             known = {name for n in ours for name in n}
@@ -282,16 +315,16 @@ def _load_flat_states(
         if id(entry.param) not in owner:
             continue
         optimizer, group = owner[id(entry.param)]
-        parameter = _find(entry.names, items, aliases)
-        name = parameter.name if parameter is not None else entry.names[0]
+        parameter = _find(entry.part.names, items, aliases)
+        name = parameter.name if parameter is not None else entry.part.names[0]
         state: dict[str, Any] = {key: _placed(value, entry.param, group) for key, value in reading.source.scalars(name).items()}
         for item in states.get(name, ()):
             stored = items[item]
             dtype = entry.param.dtype if parameter is not None and stored.dtype == items[parameter].dtype else stored.dtype
-            if stored.shape == tuple(entry.slot.shape):
-                state[item.state] = torch.empty_like(entry.param.data, dtype=dtype)
+            if stored.shape == entry.part.shape:
+                state[item.state] = torch.empty_like(entry.param.data, dtype=dtype, device="meta" if _on_disk(flat) else None)
                 found.setdefault((item.state, dtype), []).append(Wanted(entry, item, state[item.state]))
-            elif flat.whole_master or flat.passive:
+            elif (flat.whole_master or flat.passive) and not (flat.tiled or _on_disk(flat)):
                 state[item.state] = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
                 reading._into(item, 0, state[item.state].numel(), state[item.state])
             else:
@@ -302,11 +335,21 @@ def _load_flat_states(
             optimizer.state[entry.param] = state
         else:
             optimizer.state.pop(entry.param, None)
-    for (_, dtype), wanted in sorted(found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]))):
-        if not flat.passive and flat.whole_master and flat.size > 1:
+    for (key, dtype), wanted in sorted(found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]))):
+        if flat.home is not None and flat.home.on_disk:
+            flat.home.region(state_kind(key, dtype), dtype)
+            if flat.whole_master and flat.size > 1:
+                reading.replicated_to_disk(unit, flat, state_kind(key, dtype), wanted, dtype)
+            else:
+                reading.to_disk(flat, state_kind(key, dtype), wanted)
+        elif not flat.passive and flat.whole_master and flat.size > 1:
             reading.replicated(unit, flat, wanted, dtype)
         else:
             reading.local(flat, wanted)
+
+
+def _on_disk(flat: Flat) -> bool:
+    return flat.home is not None and flat.home.on_disk
 
 
 def _placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:

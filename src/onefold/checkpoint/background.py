@@ -9,8 +9,12 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onefold.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from onefold.checkpoint.copying import Copying
 
 # Weak on both sides: a load under way holds its model, which must not keep itself alive through this table.
 _running: weakref.WeakKeyDictionary[Engine, weakref.ref[Background]] = weakref.WeakKeyDictionary()
@@ -20,12 +24,12 @@ class Background:
     """A save or a load under way.
 
     Attributes:
-        path: the checkpoint. stall_s: seconds that the training stood still for it. seconds: from its start to its end; None until then.
+        path: the checkpoint. seconds: from its start to its end; None until then.
     """
 
     tell_steps = True  # the next optimizer step raises what it fails with
 
-    def __init__(self, engine: Engine, path: Path, work: Callable[[], None], begun: float) -> None:
+    def __init__(self, engine: Engine, path: Path, work: Callable[[], None], begun: float, copying: Copying | None = None) -> None:
         self.path = path
         self.seconds: float | None = None
         self._error: BaseException | None = None
@@ -36,7 +40,10 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=f"onefold {path.name}", daemon=False)
         _running[engine] = weakref.ref(self)
         engine.settle = partial(_join, self._thread)  # the engine lets nothing go under it
-        self.stall_s = time.perf_counter() - begun
+        self._copying = copying
+        if copying is not None:
+            engine.copying = copying.wait
+        self._stall_s = time.perf_counter() - begun
         self._thread.start()
 
     def _run(self) -> None:
@@ -55,6 +62,11 @@ class Background:
         engine = self._engine()
         if engine is not None and self.tell_steps:
             engine.failure = engine.last_failure = error
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that the training stood still for it so far: in the call, and in the step that waited for the copy."""
+        return self._stall_s + (self._copying.waited if self._copying is not None else 0.0)
 
     @property
     def done(self) -> bool:

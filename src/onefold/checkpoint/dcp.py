@@ -78,6 +78,17 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.engine = model, engine_of(model)
+        if self.engine.on_disk:
+            raise CheckpointError(
+                "torch.distributed.checkpoint reads and writes tensors in memory, and this model's state rests on NVMe: use onefold.save, "
+                "then load that checkpoint without offload and write it with dcp_state_dict."
+            )
+        tiled = next((e.part.names[0] for u in self.engine.units for f in u.flats if f.tiled for e in f.entries), None)
+        if tiled is not None:
+            raise CheckpointError(
+                f"parameter {tiled!r} is computed in tiles, which torch.distributed.checkpoint would store as parameters of their own. Use "
+                "onefold.save and onefold.load, which know no tiles, or give the recipe tile=None."
+            )
 
     def _check(self) -> None:
         if self.engine.stack or self.engine.whole_depth:

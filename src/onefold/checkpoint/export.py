@@ -26,6 +26,7 @@ from onefold.checkpoint.folder import flush_file, in_words
 from onefold.checkpoint.folder_source import FolderSource, compare
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
 from onefold.checkpoint.huggingface import each_rank
+from onefold.checkpoint.on_disk import OnDisk, held
 from onefold.checkpoint.pieces import shares
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
@@ -197,7 +198,7 @@ def stream(
                 raise CheckpointError(f"{there}, made by the first rank, is not there: export to a folder that all ranks share.")
             mine = list(_own(engine, model))
             total = planned.nbytes_of((name, start, start + data.numel()) for name, start, data in mine)
-            planned.write(there, mine, total, progress)
+            planned.write(there, _in_memory(mine), total, progress)
         with each_rank(together):
             if made is not None:
                 _finish(made, overwrite)
@@ -236,16 +237,27 @@ def plan(
 
 def masters(engine: Engine) -> dict[str, torch.dtype]:
     """{every name of a parameter: the dtype that it is stepped in}."""
-    return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.names}
+    return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.part.names}
 
 
-def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor | OnDisk]]:
     """What this rank writes: its share of every parameter, and on the first rank the buffers."""
     for share in shares(engine):
         if share.stop > share.start:
-            yield share.name, share.start, share.of(share.entry.param)
+            yield share.name, share.interval[0], held(share, "master", share.entry.param)
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
+
+
+def _in_memory(mine: Iterable[tuple[str, int, torch.Tensor | OnDisk]]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """`mine` with what rests on NVMe read a piece at a time."""
+    for name, start, data in mine:
+        if isinstance(data, OnDisk):
+            for piece in data.pieces():
+                yield name, start, piece
+                start += piece.numel()
+        else:
+            yield name, start, data
 
 
 def _finish(made: Export, overwrite: bool) -> None:

@@ -41,7 +41,7 @@ class Outline:
         out = cls()
         engine = engine_of(module) if is_sharded(module) else None
         entries: dict[Any, Any] = {id(e.param): e for e in engine.entries} if engine is not None else {}
-        entries |= {name: e for e in engine.entries for name in e.names} if engine is not None else {}
+        entries |= {name: e for e in engine.entries for name in e.part.names} if engine is not None else {}
         known: dict[int, list[str]] = {}
         with whole_sight():
             found = module.state_dict(keep_vars=True) if engine is None else plain_state_dict(engine, module)
@@ -49,10 +49,10 @@ class Outline:
                 if not isinstance(value, torch.Tensor):
                     continue
                 entry = entries.get(id(value), entries.get(name))
-                if entry is not None and name not in entry.names:  # a hook of the module has renamed it
-                    name = entry.names[0]
+                if entry is not None and name not in entry.part.names:  # a hook of the module has renamed it
+                    name = entry.part.names[0]
                 kind = "parameter" if isinstance(value, nn.Parameter) or entry is not None else "buffer"
-                out.tensors[name] = (kind, tuple(value.shape if entry is None else entry.slot.shape))
+                out.tensors[name] = (kind, tuple(value.shape if entry is None else entry.part.shape))
                 out.dtypes[name] = value.dtype if entry is None else entry.flat.dtypes.compute
                 if kind == "parameter" and id(value) in known:
                     known[id(value)].append(name)

@@ -19,24 +19,26 @@ from torch import nn
 import onefold.checkpoint.rng as rng
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import Piece, Record, code, key_of, rank_file
+from onefold.checkpoint.on_disk import OnDisk, held
 from onefold.checkpoint.pieces import States, shares
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
 from onefold.checkpoint.values import encode
 from onefold.runtime.engine import Engine
+from onefold.runtime.home import state_kind
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.state import beside_parameters
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece that this rank writes: `tensor` is [stop - start], on the model's device."""
+    """A piece that this rank writes: `tensor` is [stop - start], wherever it rests."""
 
     item: Item
     shape: tuple[int, ...]
     start: int
     stop: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor | OnDisk
     aliases: tuple[str, ...] = ()
 
 
@@ -63,11 +65,12 @@ def collect(
     out, first = Parts(), engine.rank == 0
     with whole_sight(), torch.no_grad():
         for share in shares(engine):
-            entry, held = share.entry, share.of(share.entry.param)
-            _add(out, Item("parameter", share.name), entry.slot.shape, share.start, share.stop, held, first, entry.names[1:])
+            part, ours = share.entry.part, held(share, "master", share.entry.param)
+            _add(out, Item("parameter", share.name), part.shape, *share.interval, ours, first, part.names[1:])
         states = States(engine, optimizers)
         for share, key, value in states.tensors:
-            _add(out, Item("state", share.name, key), share.entry.slot.shape, share.start, share.stop, share.of(value), first)
+            ours = held(share, state_kind(key, value.dtype), value)
+            _add(out, Item("state", share.name, key), share.entry.part.shape, *share.interval, ours, first)
         own = _Own(out)
         if first:
             for share, key, value in states.wholes:
@@ -120,8 +123,9 @@ class _Own:
 
 
 def _add(
-    out: Parts, item: Item, shape: Iterable[int], start: int, stop: int, tensor: torch.Tensor, first: bool, aliases: Iterable[str] = ()
-) -> None:
+    out: Parts, item: Item, shape: Iterable[int], start: int, stop: int, tensor: torch.Tensor | OnDisk, first: bool,
+    aliases: Iterable[str] = (),
+) -> None:  # fmt: skip
     if stop > start or first:  # the first rank also says what is there where nobody holds an element
         out.tensors.append(Part(item, tuple(shape), start, stop, tensor, tuple(aliases)))
 
@@ -143,7 +147,7 @@ def planned(parts: Parts) -> Iterator[Planned]:
     """The tensors of this rank's file, each fetched to the host when its turn comes."""
     for part in parts.tensors:
         if part.stop > part.start:
-            fetch = lambda t=part.tensor: t.contiguous().cpu()  # noqa: E731
+            fetch = part.tensor.pieces if isinstance(part.tensor, OnDisk) else lambda t=part.tensor: t.contiguous().cpu()
             yield Planned(key_of(part.item, part.start), part.tensor.dtype, (part.stop - part.start,), fetch)
 
 

@@ -24,7 +24,7 @@ from onefold.runtime.unit import Unit
 
 @dataclass(frozen=True)
 class Share:
-    """Elements `[start, stop)` of a parameter to be written here; the optimizer's object on this rank holds it from `held` on."""
+    """Elements `[start, stop)` of an entry to be written here; the optimizer's object on this rank holds it from `held` on."""
 
     entry: Entry
     flat: Flat
@@ -35,7 +35,12 @@ class Share:
 
     @property
     def name(self) -> str:
-        return self.entry.names[0]
+        return self.entry.part.names[0]
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """The same elements of the parameter as it is known outside, of which a tile is a part."""
+        return self.entry.part.first + self.start, self.entry.part.first + self.stop
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """The share of a tensor that has the shape of the optimizer's object: [stop - start]."""
@@ -80,7 +85,7 @@ class States:
                         f"parameter {found.index(None)} in group {number} of {type(optimizer).__name__} belongs to another model "
                         "than the one given: make the optimizer of model.parameters() after shard(), and give both to one save or load."
                     )
-                names = [share.name for share in found if share is not None]
+                names = list(dict.fromkeys(share.name for share in found if share is not None))  # the tiles of a parameter have one name
                 self.groups[-1].append({**{k: v for k, v in group.items() if k != "params"}, "params": names})
             self._sort(optimizer, known)
 
@@ -102,7 +107,7 @@ class States:
                     self.scalars.setdefault(share.name, {})[key] = value
             elif value.shape == p.shape:
                 self.tensors.append((share, key, value))
-            elif share.flat.whole_master or share.flat.passive:
+            elif (share.flat.whole_master or share.flat.passive) and not share.flat.tiled:
                 self.wholes.append((share, key, value))
             else:
                 raise CheckpointError(

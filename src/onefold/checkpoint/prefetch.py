@@ -34,10 +34,10 @@ class Prefetched:
                 by_name.setdefault(item.name, []).append(item)
         self._wanted: list[tuple[Item, int, int]] = []
         for share in shares(engine):
-            names = [n for name in share.entry.names for n in (name, aliases.get(name)) if n in by_name]
+            names = [n for name in share.entry.part.names for n in (name, aliases.get(name)) if n in by_name]
             for item in by_name[names[0]] if names and share.stop > share.start else ():
-                if items[item].shape == tuple(share.entry.slot.shape):
-                    self._wanted.append((item, share.start, share.stop))
+                if items[item].shape == share.entry.part.shape:
+                    self._wanted.append((item, *share.interval))
 
     @property
     def describe(self) -> str:

@@ -13,9 +13,7 @@ import hashlib
 import json
 import operator
 import time
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,13 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.background import Background, settle
+from onefold.checkpoint.copying import Copying
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import OWNER, Unfinished, flush_file, flush_folder
 from onefold.checkpoint.manifest import STATE, FileRecord, Manifest, rank_file, write_manifest
-from onefold.checkpoint.parts import Part, Parts, collect, planned, records, report, saved_by, values_of
+from onefold.checkpoint.parts import Parts, collect, planned, records, report, saved_by, values_of
 from onefold.checkpoint.tensorfile import TensorFile, write_tensors
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
-from onefold.memory import empty
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
 
@@ -85,7 +83,11 @@ def save_async(
     tokenizer: Any = None,
     overwrite: bool = False,
 ) -> Background:
-    """As `save`, but the training stands still only while its state is copied in host memory; the rest goes on behind it.
+    """As `save`, but behind the training: the call returns at once, the state is copied in host memory, then written.
+
+    Masters and optimizer states are copied until the next optimizer step at the latest, which waits for the copy. Do not write to
+    parameters by other ways meanwhile: the save notices (not writes through `.data`) and fails. State on NVMe is not copied, there is
+    no memory for it: such a save is written before the call returns.
 
     A save that is under way on this model is waited for first. The copy takes as many bytes of host memory as this rank's file, and
     the model keeps the buffer for the next time.
@@ -97,7 +99,14 @@ def save_async(
     begun = time.perf_counter()
     engine = engine_of(model)
     work = _begin(engine, path, model, optimizer, scheduler, scaler, data, extra, step, tokenizer, overwrite, copy=True)
-    return Background(engine, Path(path), work, begun)
+    if engine.on_disk:
+        work()
+        return Background(engine, Path(path), _nothing, begun)
+    return Background(engine, Path(path), work, begun, work.copying)
+
+
+def _nothing() -> None:
+    """What is left to do behind the training of a save that could not go on behind it."""
 
 
 def _begin(
@@ -109,13 +118,13 @@ def _begin(
     settle(engine)
     together, target = Together.of(engine), Path(path).absolute()
     error: Exception | None = None
-    parts, place = Parts(), None
+    parts, place, copying = Parts(), None, None
     try:
         step = step_of(step)
         check_moment(engine, "save", optimizer)
+        engine.beyond.check()
         parts = collect(engine, model, optimizers_of(optimizer), scheduler, scaler, data, extra)
-        if copy:
-            parts = snapshot(engine, parts)
+        copying = Copying(engine, parts) if copy else None
         if together.rank == 0:
             place = Unfinished(target, overwrite)
     except Exception as failure:
@@ -131,8 +140,11 @@ def _begin(
         if error is not None and not isinstance(error, (CheckpointError, OSError)):
             raise error from None
         raise
+    finally:
+        error = None  # its traceback holds this frame, and with it the model
     config = getattr(model, "config", None) if together.rank == 0 else None
-    return _Writing(together, parts, Path(said[0][1]), place, overwrite, step, saved_by(engine), _texts(model, config, tokenizer, together))
+    texts = _texts(model, config, tokenizer, together)
+    return _Writing(together, parts, copying, Path(said[0][1]), place, overwrite, step, saved_by(engine), texts)
 
 
 def step_of(step: Any) -> int | None:
@@ -167,31 +179,6 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
-_buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()
-
-
-def snapshot(engine: Engine, parts: Parts) -> Parts:
-    """The same parts copied to one buffer on the host, which is kept for the next time."""
-    places, total = [], 0
-    for part in parts.tensors:
-        places.append(total)
-        total += -(-part.tensor.numel() * part.tensor.element_size() // 64) * 64
-    buffer = _buffers.get(engine)
-    if buffer is None or buffer.numel() < total:
-        _buffers.pop(engine, None)
-        buffer = empty(total, torch.uint8, torch.device("cpu"))
-        if engine.device.type == "cuda":
-            buffer = buffer.pin_memory()
-        _buffers[engine] = buffer
-    out: list[Part] = []
-    with torch.no_grad():
-        for part, at in zip(parts.tensors, places, strict=True):
-            nbytes = part.tensor.numel() * part.tensor.element_size()
-            copy = buffer[at : at + nbytes].view(part.tensor.dtype).copy_(part.tensor, non_blocking=True)
-            out.append(replace(part, tensor=copy))
-    if engine.device.type == "cuda":
-        torch.cuda.current_stream(engine.device).synchronize()
-    return Parts(out, parts.values)
 
 
 def _texts(model: nn.Module, config: Any, tokenizer: Any, together: Together) -> Mapping[str, Any]:
@@ -206,10 +193,10 @@ class _Writing:
     """The part of a save that needs nothing of the training any more."""
 
     def __init__(
-        self, together: Together, parts: Parts, folder: Path, place: Unfinished | None, overwrite: bool, step: int | None,
-        saver: dict[str, Any], texts: Mapping[str, Any],
+        self, together: Together, parts: Parts, copying: Copying | None, folder: Path, place: Unfinished | None, overwrite: bool,
+        step: int | None, saver: dict[str, Any], texts: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self.together, self.parts, self.folder, self.place = together, parts, folder, place
+        self.together, self.parts, self.copying, self.folder, self.place = together, parts, copying, folder, place
         self.overwrite, self.step, self.saver, self.texts = overwrite, step, saver, texts
 
     def __call__(self) -> None:
@@ -217,6 +204,8 @@ class _Writing:
         error: Said | None = None
         written, me = None, self.together.rank
         try:
+            if self.copying is not None:
+                self.parts = self.copying.run()
             written = write_tensors(self.folder / rank_file(me), list(planned(self.parts)))
         except Exception as failure:
             error = worded(failure)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -42,12 +42,12 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to write: `tensor` is it (contiguous, on the host) or makes it when its turn comes."""
+    """A tensor to write: `tensor` is it (contiguous, on the host), or makes it or its parts in order when its turn comes."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    tensor: torch.Tensor | Callable[[], torch.Tensor]
+    tensor: torch.Tensor | Callable[[], torch.Tensor | Iterable[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,17 @@ class Written:
     crcs: dict[str, int]
 
 
+def _chunks(planned: Planned) -> Iterator[memoryview]:
+    """The bytes of a tensor, `CHUNK` at most at a time."""
+    given = planned.tensor if isinstance(planned.tensor, torch.Tensor) else planned.tensor()
+    for tensor in [given] if isinstance(given, torch.Tensor) else given:
+        if tensor.dtype != planned.dtype:
+            raise AssertionError(f"{planned.key}: planned {planned.dtype}, given {tensor.dtype}")
+        data = bytes_of(tensor.contiguous())
+        for start in range(0, len(data), CHUNK):
+            yield data[start : start + CHUNK]
+
+
 def write_tensors(path: Path, planned: Sequence[Planned], metadata: Mapping[str, str] | None = None, sync: bool = True) -> Written:
     """Write a new file, tensor after tensor; `sync` returns when the disk has it.
 
@@ -118,19 +129,17 @@ def write_tensors(path: Path, planned: Sequence[Planned], metadata: Mapping[str,
         _write(file, memoryview(head))
         at += len(head)
         for p in planned:
-            tensor = p.tensor if isinstance(p.tensor, torch.Tensor) else p.tensor()
-            if tensor.numel() != numel_of(p.shape) or tensor.dtype != p.dtype:
-                raise AssertionError(f"{p.key}: planned {p.dtype} {p.shape}, given {tensor.dtype} {tuple(tensor.shape)}")
-            data, crc = bytes_of(tensor.contiguous()), 0
-            for start in range(0, len(data), CHUNK):
-                chunk = data[start : start + CHUNK]
+            crc = given = 0
+            for chunk in _chunks(p):
                 crc = crc32(chunk, crc)
                 _write(file, chunk)
-                at += len(chunk)
+                at, given = at + len(chunk), given + len(chunk)
                 if at - begun >= AHEAD and hasattr(os, "posix_fadvise"):
                     # Linux begins to write dirty pages that it is told to forget: the disk works while the next are being checksummed.
                     os.posix_fadvise(file, begun, at - begun, os.POSIX_FADV_DONTNEED)
                     begun = at
+            if given != numel_of(p.shape) * p.dtype.itemsize:
+                raise AssertionError(f"{p.key}: planned {p.dtype} {p.shape}, given {given} bytes")
             crcs[p.key] = crc
         if sync:
             os.fsync(file)

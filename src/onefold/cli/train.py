@@ -21,6 +21,7 @@ from onefold.train.errors import TrainError
 PANELS = {
     "model": "What is trained, on what",
     "stage": "How it is divided among the ranks",
+    "offload_optimizer": "Where state rests",
     "micro_batch": "Batches and length",
     "lr": "Optimization",
     "activation_checkpointing": "Memory and speed of the computation",
@@ -52,9 +53,11 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
     from onefold.train.launch import from_slurm, joins, launch
     from onefold.train.models import check_model_name
     from onefold.train.output import with_output
+    from onefold.train.tiers import refuse_without_folder
 
     config = resolve(given, config_file)
     check_model_name(config.model)
+    refuse_without_folder(config)
     for name, value in from_slurm(os.environ).items():
         os.environ.setdefault(name, value)
     if joins(os.environ):
@@ -69,6 +72,8 @@ def _option(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     """The command-line option of one field; None means that it was not given."""
     flag = key.replace("_", "-")
     kind: Any = _plain_type(field.annotation)
+    if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("repeated"):
+        kind = list[str]
     names = [f"--{flag}/--no-{flag}"] if kind is bool and key not in ("json", "overwrite") else [f"--{flag}"]
     default = field.default
     known = "" if default is None or isinstance(default, bool) else f" (default: {default})"

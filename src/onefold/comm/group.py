@@ -80,6 +80,7 @@ class Group:
         self._counts: dict[tuple[str, int], int] = {}
         self._groups: list[Any] = []
         process_group, self.ranks = members(process_group)
+        self.name = spelt(self.ranks)
         if len(self.ranks) == 1:
             self.rank, self.size = 0, 1
             return
@@ -279,7 +280,8 @@ class Group:
                     t.copy_(buffer.view(t.dtype).view(t.shape))
 
     def _record(self, move: str, place: Place, nbytes: int, dtype: torch.dtype) -> TrafficEvent:
-        return self.ledger.record(move, place.unit, nbytes, self.size, str(dtype).removeprefix("torch."), place.phase, place.step)
+        on_the_wire = str(dtype).removeprefix("torch.")
+        return self.ledger.record(move, place.unit, nbytes, self.size, on_the_wire, place.phase, place.step, self.name)
 
     def _peers(self) -> list[int]:
         # Starting behind oneself spreads the load: no rank is everybody's first.
@@ -316,6 +318,17 @@ class Group:
         with self._launching(place):
             work = dist.all_to_all(out, inp, group=self.reduce_group, async_op=True)
         return Pending(self, [work], place, event, keep=(out, inp))
+
+
+def spelt(ranks: Sequence[int]) -> str:
+    """Ranks in few letters: "0-7", "0,8,16", "0-3,8-11"."""
+    out: list[list[int]] = []
+    for rank in ranks:
+        if out and rank == out[-1][1] + 1:
+            out[-1][1] = rank
+        else:
+            out.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
 
 
 def members(given: Any) -> tuple[Any, list[int]]:

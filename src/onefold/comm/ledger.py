@@ -23,7 +23,8 @@ class TrafficEvent:
 
     Attributes:
         move: "all-gather", "reduce-scatter", "all-reduce", "control" or "state". nbytes: payload bytes sent by this rank.
-        peers: ranks of the group. dtype: on the wire, such as "float32". step, phase: when the engine launched it.
+        peers: ranks of the group. group: which they are, such as "0-7" or "0,8". dtype: on the wire, such as "float32".
+        step, phase: when the engine launched it.
         launched, landed: seconds of `time.perf_counter`; landed is when this rank had what it needed, None while under way.
         exposed: seconds in which the rank waited for it.
     """
@@ -38,6 +39,7 @@ class TrafficEvent:
     launched: float
     landed: float | None = None
     exposed: float = 0.0
+    group: str = ""
 
 
 class TrafficLedger:
@@ -59,10 +61,12 @@ class TrafficLedger:
         self.events.clear()
         self._marks.clear()
 
-    def record(self, move: str, unit: str, nbytes: int, peers: int = 0, dtype: str = "", phase: str = "", step: int = 0) -> TrafficEvent:
+    def record(
+        self, move: str, unit: str, nbytes: int, peers: int = 0, dtype: str = "", phase: str = "", step: int = 0, group: str = ""
+    ) -> TrafficEvent:
         """Enter a move that is about to start; the event is completed by `waited`."""
         self._moves[move, unit] += nbytes
-        event = TrafficEvent(move, unit, nbytes, peers, dtype, phase, step, time.perf_counter())
+        event = TrafficEvent(move, unit, nbytes, peers, dtype, phase, step, time.perf_counter(), group=group)
         if self.wanted():
             self.events.append(event)
         return event

@@ -50,6 +50,23 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a slot is of a parameter as it is known outside: the elements from `first` on of a tensor of `shape`.
+
+    Ordinarily it is all of it. A tile is rows of it (runtime/tiles). `names` are the parameter's, first the one that it goes by.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    first: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
 class FlatLayout:
     """The address space of one flat buffer: `slots` in order, `numel` elements with padding, cut for `ranks` ranks."""
 
@@ -70,14 +87,15 @@ class FlatLayout:
             raise ValueError(f"the last slot ends at {end}, past the space of {self.numel} elements")
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[str, Sequence[int]]], ranks: int) -> FlatLayout:
-        """Lay `(name, shape)` pairs out in order for `ranks` ranks."""
+    def of(cls, parameters: Iterable[tuple[str, Sequence[int]]], ranks: int, sector: int = 0) -> FlatLayout:
+        """Lay `(name, shape)` pairs out in order for `ranks` ranks, cut at multiples of `sector` elements wherever that costs little."""
         slots, end = [], 0
         for name, shape in parameters:
             slot = Slot(name, tuple(int(n) for n in shape), round_up(end, ALIGNMENT))
             slots.append(slot)
             end = slot.end
-        quantum = BLOCK if round_up(end, ranks * BLOCK) - end <= end // 200 else ALIGNMENT
+        wished = [q for q in (sector, BLOCK) if q and round_up(end, ranks * q) - end <= end // 200]
+        quantum = wished[0] if wished else ALIGNMENT
         return cls(tuple(slots), round_up(end, ranks * quantum), ranks, quantum)
 
     @property

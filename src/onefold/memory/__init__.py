@@ -1,5 +1,34 @@
-"""Room `memory`: buffers with a lifetime and the memory ledger. Knows no modules and no collectives."""
+"""Room `memory`: buffers with a lifetime, the tiers, and the memory ledger. Knows no modules and no collectives."""
 
-from onefold.memory.pool import GATHERED, GRADIENTS, IDLE, MASTERS, PARAMETERS, REDUCTION, MemoryLedger, Pool, empty, storage_of
+from onefold.memory.lane import Lane, host_empty
+from onefold.memory.pool import (
+    GATHERED,
+    GRADIENTS,
+    IDLE,
+    MASTERS,
+    MOMENTS,
+    PARAMETERS,
+    REDUCTION,
+    STAGING,
+    MemoryLedger,
+    Pool,
+    empty,
+    storage_of,
+)
 
-__all__ = ["GATHERED", "GRADIENTS", "IDLE", "MASTERS", "PARAMETERS", "REDUCTION", "MemoryLedger", "Pool", "empty", "storage_of"]
+__all__ = [
+    "GATHERED",
+    "GRADIENTS",
+    "IDLE",
+    "MASTERS",
+    "MOMENTS",
+    "PARAMETERS",
+    "REDUCTION",
+    "STAGING",
+    "Lane",
+    "MemoryLedger",
+    "Pool",
+    "empty",
+    "host_empty",
+    "storage_of",
+]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -20,26 +21,33 @@ HUGE_PAGE = 2 << 20
 # Categories of the ledger: what the engine holds, in the words that plans and reports use too.
 PARAMETERS, MASTERS, GRADIENTS = "parameters", "master weights", "gradients"
 GATHERED, REDUCTION, IDLE = "gathered units", "reduction buffers", "idle buffers"
+# Off the device: an optimizer's states there, and buffers for what is on its way.
+MOMENTS, STAGING = "moments", "staging buffers"
 
 # Host buffers from this size on ask for huge pages. The C library never serves them from its heap, so each would fault in anew.
 LARGE = 32 << 20
 
 
-def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = False) -> torch.Tensor:
     """A fresh one-dimensional buffer with undefined contents.
 
     A large one on the host lies in a mapping of its own that asks for huge pages: buffers of a step go back to the system after it,
     and touching fresh memory costs a fault for each page. Where the system has no huge pages it is a mapping like any other.
+    `paged` asks for whole pages of its own whatever the size, as direct reads from a disk want them.
     """
     nbytes = numel * dtype.itemsize
-    plain = device.type != "cpu" or nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE")
+    large = nbytes >= (HUGE_PAGE if paged else LARGE) and hasattr(mmap, "MADV_HUGEPAGE")  # a disk takes huge pages in longer pieces
+    plain = device.type != "cpu" or not (large or paged) or numel == 0
     if plain or torch._C._len_torch_dispatch_stack():  # under a mode torch makes the tensor itself: it may be one without contents
         return torch.empty(numel, dtype=dtype, device=device)
-    whole = -(-nbytes // HUGE_PAGE) * HUGE_PAGE  # the kernel aligns mappings of whole huge pages only
+    page = HUGE_PAGE if large else mmap.PAGESIZE  # the kernel aligns mappings of whole huge pages only
+    whole = -(-nbytes // page) * page
     mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=dtype, count=numel)  # owns the mapping: it goes with the last tensor that reads it
+    if large:
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    # Owns the mapping: it goes with the last tensor that reads it. A direct transfer moves the last page whole, beyond the tensor's end.
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=whole if paged else nbytes)[:nbytes].view(dtype)
 
 
 class MemoryLedger:
@@ -58,13 +66,15 @@ class MemoryLedger:
         self._units: Counter[tuple[str, str]] = Counter()
         self._peak: dict[str, int] = {}
         self._total = self._peak_total = 0
+        self._lock = threading.Lock()  # steps behind the backward pass take buffers in a thread of their own
 
     def add(self, category: str, nbytes: int, unit: str = "") -> None:
-        self._now[category] += nbytes
-        self._units[unit, category] += nbytes
-        self._total += nbytes
-        if self._total > self._peak_total:
-            self._peak_total, self._peak = self._total, dict(self._now)
+        with self._lock:
+            self._now[category] += nbytes
+            self._units[unit, category] += nbytes
+            self._total += nbytes
+            if self._total > self._peak_total:
+                self._peak_total, self._peak = self._total, dict(self._now)
         if self.record and nbytes:
             self.timeline.append((time.perf_counter(), category, unit, nbytes))
 
@@ -103,23 +113,27 @@ class MemoryLedger:
 class Pool:
     """Flat one-dimensional buffers on one device. See [Note: nobody reads a reused buffer]."""
 
-    def __init__(self, device: torch.device, ledger: MemoryLedger) -> None:
-        self.device, self.ledger = device, ledger
+    def __init__(self, device: torch.device, ledger: MemoryLedger, paged: bool = False) -> None:
+        self.device, self.ledger, self.paged = device, ledger, paged
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._taken: dict[int, tuple[str, str]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, category: str, unit: str = "") -> torch.Tensor:
         """A buffer of `numel` elements with undefined contents, entered in the ledger under `category` and `unit`."""
         free = self._free[numel, dtype]
-        if free:
-            buffer = free.pop()
+        try:
+            buffer = free.pop()  # another thread may have taken the last one
             self.ledger.add(IDLE, -_bytes(buffer))
-        else:
+        except IndexError:
             self.drain()  # new memory is asked for only when no idle memory is left
-            buffer = empty(numel, dtype, self.device)
+            buffer = empty(numel, dtype, self.device, self.paged)
         self._taken[id(buffer)] = category, unit
         self.ledger.add(category, _bytes(buffer), unit)
         return buffer
+
+    def fresh(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """New memory with undefined contents that will not come back to the pool; whoever takes it enters it in the ledger."""
+        return empty(numel, dtype, self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back. The caller holds no view of it any more; other readers may, and keep it alive."""

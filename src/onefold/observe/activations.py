@@ -113,12 +113,11 @@ class Activations:
 
         def pack(t: torch.Tensor) -> Any:
             key = self._enter(t)
+            if key is not None and recompute:
+                self._kept.add(key)  # before the hook below: at the last tensor that it wants, it ends the recomputation by raising
             # A node that saves its own output must not hold the tensor that holds the node.
             packed = pack_before(t) if pack_before else t if t.grad_fn is None else t.detach()
-            if key is None:
-                return packed
-            if recompute:
-                self._kept.add(key)
+            if key is None or recompute:
                 return packed
             self._holders[key] += 1
             return _Held(packed, key, self._drop)

@@ -11,14 +11,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onefold.observe.tiers import DEVICE, MOVED
+
 if TYPE_CHECKING:
     from onefold.observe.trace import Recording
 
 #: Process numbers of ranks in the file; far from real process ids, which torch.profiler's events carry.
 FIRST_PROCESS = 10_000_000
-OTHER = "other moves"
+OTHER, BETWEEN = "other moves", "to and from host and NVMe"
 #: The rows on which moves are drawn.
 ROWS = {"all-gather": "gathers", "reduce-scatter": "reductions", "all-reduce": "reductions", "state": OTHER}
+ROWS |= dict.fromkeys(MOVED, BETWEEN)
 
 
 def write(recording: Recording, path: Path) -> Path:
@@ -71,12 +74,14 @@ def events(recording: Recording, offset: float) -> list[dict[str, Any]]:
         for number, lane in enumerate(lanes((m.launched, m.landed, m) for m in chosen)):
             thread = row(title if not number else f"{title} {number + 1}")
             for start, end, m in lane:
-                facts = {"unit": m.unit, "bytes": m.nbytes, "dtype": m.dtype, "phase": m.phase, "exposed_ms": 1000 * m.exposed}
-                add(thread, f"{m.move} {m.unit}", m.move, start, end, **facts)
-    times, levels = recording.levels()
-    for i, at in enumerate(times):
-        values = {category: series[i] for category, series in levels.items()}
-        out.append({"ph": "C", "name": "memory", "pid": process, "tid": 0, "ts": at * 1e6 + offset, "args": values})
+                facts = {"unit": m.unit, "bytes": m.nbytes, "dtype": m.dtype, "ranks": m.group, "phase": m.phase}
+                add(thread, f"{m.move} {m.unit}", m.move, start, end, **facts, exposed_ms=1000 * m.exposed)
+    for tier in (DEVICE, *recording.tiers):
+        times, levels = recording.levels(tier)
+        name = "memory" if tier == DEVICE else f"memory, {tier}"
+        for i, at in enumerate(times):
+            values = {category: series[i] for category, series in levels.items()}
+            out.append({"ph": "C", "name": name, "pid": process, "tid": 0, "ts": at * 1e6 + offset, "args": values})
     return out
 
 

@@ -1,9 +1,10 @@
 """What a run held, sent and spent, in the schema of the plan.
 
-rest      the engine's ledger between steps, and the optimizer's state
+rest      the engine's ledger of the device between steps, and the optimizer's state that is there
 peak      the recorded window's fullest moment if there is one; otherwise the ledger's own peak and the optimizer's state
+beyond    the same peaks of the host and of NVMe
 wire      of one step: the window's moves, divided by its steps
-seconds   of one step: the window's compute, waits and optimizer; `step` as given, or the window's length
+seconds   of one step: the window's compute, waits (for others, for NVMe) and optimizer; `step` as given, or the window's length
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 from onefold.observe.process import Reconciliation, reconcile
-from onefold.observe.trace import Recording, moments_of
+from onefold.observe.tiers import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
+from onefold.observe.trace import Recording
 from onefold.plan.schema import CATEGORIES, ENGINE, FRAGMENTATION, MOMENTS, MOVES, Account
 from onefold.runtime.registry import engine_of
 
@@ -47,9 +49,14 @@ def measured(
     engine = engine_of(model)
     if recording is not None and recording.steps < 1:
         raise ValueError("the recording holds no whole step: run at least one step, the optimizer's included, inside record().")
-    moments = {MOMENTS: moments_of(optimizer)} if optimizer is not None else {}
-    rest = {**engine.memory.now(), **moments}
-    peak = recording.peak() if recording is not None else {**engine.memory.peak(), **moments}
+    moments = moments_by_tier(optimizer, engine) if optimizer is not None else {}
+    rest = {**engine.memory.now(), MOMENTS: moments.get(DEVICE, 0)}
+    peak = recording.peak() if recording is not None else {**engine.memory.peak(), MOMENTS: moments.get(DEVICE, 0)}
+    beyond = {}
+    for tier, ledger in ledgers_of(engine).items():
+        own = ledger.peak()
+        own[MOMENTS] = own.get(MOMENTS, 0) + moments.get(tier, 0)
+        beyond[tier] = _ordered(recording.peak(tier=tier) if recording is not None else own)
     if recording is not None:
         wire = {move: n // recording.steps for move, n in recording.wire().items()}
     else:
@@ -58,6 +65,9 @@ def measured(
         rest=_ordered(rest),
         peak=_ordered(peak),
         ledger=_ordered(recording.peak(ENGINE) if recording is not None else engine.memory.peak()),
+        host=sum(beyond.get(HOST, {}).values()),
+        nvme=sum(beyond.get(NVME, {}).values()),
+        beyond={tier: held for tier, held in beyond.items() if held},
         wire=wire,
         links=_links(sum(wire.values()), engine.world_size, ranks_per_node),
         seconds=_seconds(recording, step_seconds),
@@ -101,6 +111,8 @@ def _seconds(recording: Recording | None, step_seconds: float | None) -> dict[st
             "optimizer": recording.optimizer / n,
             "step": recording.seconds / n,
         }
+        if recording.moved():
+            out["io"] = recording.io / n
     if step_seconds is not None:
         out["step"] = step_seconds
     return out

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.observe.trace import moments_of
+from onefold.observe.tiers import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
 from onefold.plan.schema import MOMENTS
 from onefold.runtime.registry import engine_of
 
@@ -54,13 +54,18 @@ class Meter:
         self.steps = self.skipped = 0
         self._late: dict[str, _Late] = {}
         self._scale: float | None = None
-        self._moments, self._moments_of = 0, (-1, -1)
+        self._moments: dict[str, int] = {}
+        self._moments_of = -1, -1
         self.start()
 
     def start(self) -> None:
         """The next step begins now. Call it where something else took time: evaluation, a checkpoint."""
         self._begun = time.perf_counter()
-        self._sent, self._exposed = self.engine.traffic.total(), self.engine.traffic.exposed
+        self._note()
+
+    def _note(self) -> None:
+        traffic, moved = self.engine.traffic, self.engine.beyond.moved
+        self._sent, self._exposed, self._moved, self._waited = traffic.total(), traffic.exposed, moved.by_move(), moved.exposed
 
     def step(
         self,
@@ -77,16 +82,19 @@ class Meter:
             scaler: a GradScaler; a step after which its scale fell was skipped.
 
         Returns:
-            step, loss, grad_norm, lr, scale, skipped (so far), tokens, tokens_per_s, mfu, step_ms, exposed_ms, wire_bytes, memory
-            ({"now", "peak"} by category, bytes), host, nvme (bytes; 0 until tiers exist). None where a figure is not known.
+            step, loss, grad_norm, lr, scale, skipped (so far), tokens, tokens_per_s, mfu, step_ms, exposed_ms, wire_bytes, memory (of the
+            device, {"now", "peak"} by category, bytes), host, nvme (bytes held there now), moved_bytes (in the step, by "up", "down",
+            "read", "written"; {} without such tiers), io_ms (waiting for NVMe). None where a figure is not known.
         """
         now = time.perf_counter()
         seconds = now - self._begun
-        traffic = self.engine.traffic
+        traffic, moved = self.engine.traffic, self.engine.beyond.moved
+        held = {tier: sum(ledger.now().values()) for tier, ledger in ledgers_of(self.engine).items()}
         self.steps += 1
         scale = self._scale_of(scaler)
         rate = tokens / seconds if tokens is not None and seconds > 0 else None
         moments = self._moments_now()
+        own = {MOMENTS: moments[DEVICE]} if moments.get(DEVICE) else {}
         row: Row = {
             "step": self.steps,
             "loss": self._number("loss", loss),
@@ -100,11 +108,14 @@ class Meter:
             "step_ms": 1000 * seconds,
             "exposed_ms": 1000 * (traffic.exposed - self._exposed),
             "wire_bytes": traffic.total() - self._sent,
-            "memory": {"now": {**self.engine.memory.now(), **moments}, "peak": {**self.engine.memory.peak(), **moments}},
-            "host": 0,
-            "nvme": 0,
+            "memory": {"now": {**self.engine.memory.now(), **own}, "peak": {**self.engine.memory.peak(), **own}},
+            "host": held.get(HOST, 0) + moments.get(HOST, 0),
+            "nvme": held.get(NVME, 0),
+            "moved_bytes": {move: nbytes - self._moved.get(move, 0) for move, nbytes in moved.by_move().items()},
+            "io_ms": 1000 * (moved.exposed - self._waited),
         }
-        self._begun, self._sent, self._exposed = now, traffic.total(), traffic.exposed
+        self._begun = now
+        self._note()
         return row
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:
@@ -139,8 +150,8 @@ class Meter:
         state = self.optimizer.state
         key = (len(state), sum(len(s) for s in state.values()))
         if key != self._moments_of:  # the walk over all states is worth it only when there are new ones
-            self._moments, self._moments_of = moments_of(self.optimizer), key
-        return {MOMENTS: self._moments} if self._moments else {}
+            self._moments, self._moments_of = moments_by_tier(self.optimizer, self.engine), key
+        return self._moments
 
 
 class _Late:

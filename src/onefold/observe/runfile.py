@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.observe.process import Reconciliation
-from onefold.observe.trace import Move, Recording, Work
+from onefold.observe.trace import Held, Move, Recording, Work
 from onefold.plan.schema import Account
 from onefold.recipe import Recipe
 
@@ -156,6 +156,9 @@ def _of_recording(step: Recording) -> dict[str, Any]:
     def at(seconds: float) -> float:
         return round(seconds - step.start, 6)
 
+    def of_tier(seen: Held) -> dict[str, Any]:
+        return {"held": seen.held, "changes": [[at(t), category, unit, delta] for t, category, unit, delta in seen.changes]}
+
     return {
         "rank": step.rank,
         "world_size": step.world_size,
@@ -165,10 +168,14 @@ def _of_recording(step: Recording) -> dict[str, Any]:
         "exposed": round(step.exposed, 6),
         "activations_watched": step.activations_watched,
         "truncated": step.truncated,
-        "moves": [[m.move, m.unit, m.nbytes, m.dtype, m.phase, at(m.launched), at(m.landed), round(m.exposed, 6)] for m in step.moves],
+        "moves": [
+            [m.move, m.unit, m.nbytes, m.dtype, m.phase, at(m.launched), at(m.landed), round(m.exposed, 6), m.group]
+            for m in step.moves
+        ],
         "work": [[w.kind, w.unit, w.phase, at(w.start), at(w.end)] for w in step.work],
-        "held": step.held,
-        "changes": [[at(t), category, unit, delta] for t, category, unit, delta in step.changes],
+        "io": round(step.io, 6),
+        **of_tier(Held(step.held, step.changes)),
+        "tiers": {tier: of_tier(held) for tier, held in step.tiers.items()},
     }
 
 
@@ -252,7 +259,13 @@ def _account(values: Mapping[str, Any]) -> Account:
     return Account.from_json(values)
 
 
+def _to_held(values: Mapping[str, Any]) -> Held:
+    changes = [(float(t), str(category), str(unit), int(delta)) for t, category, unit, delta in values["changes"]]
+    return Held({str(k): int(v) for k, v in values["held"].items()}, changes)
+
+
 def _to_recording(values: Mapping[str, Any]) -> Recording:
+    device = _to_held(values)
     return Recording(
         rank=int(values["rank"]),
         world_size=int(values["world_size"]),
@@ -261,10 +274,12 @@ def _to_recording(values: Mapping[str, Any]) -> Recording:
         steps=int(values["steps"]),
         moves=[Move(*row) for row in values["moves"]],
         work=[Work(*row) for row in values["work"]],
-        held={str(k): int(v) for k, v in values["held"].items()},
-        changes=[(float(t), str(category), str(unit), int(delta)) for t, category, unit, delta in values["changes"]],
+        held=device.held,
+        changes=device.changes,
         epoch=float(values["began"]),
         exposed=float(values["exposed"]),
+        tiers={str(tier): _to_held(held) for tier, held in values.get("tiers", {}).items()},  # younger than the file may be
+        io=float(values.get("io", 0.0)),
         activations_watched=bool(values["activations_watched"]),
         truncated=bool(values["truncated"]),
     )

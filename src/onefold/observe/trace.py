@@ -22,18 +22,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onefold.observe.activations import watch_activations
-from onefold.observe.process import storage_bytes
+from onefold.observe.tiers import DEVICE, MOVED, ledgers_of, moments_by_tier
 from onefold.plan.schema import CATEGORIES, MOMENTS, MOVES
 from onefold.runtime.engine import Engine
-from onefold.runtime.parameter import whole_sight
 from onefold.runtime.registry import engine_of
 
 
 @dataclass(frozen=True)
 class Move:
-    """One move on the wire: `nbytes` of payload sent by this rank; `exposed` seconds of waiting, the last before `landed`."""
+    """One move: `nbytes` of payload sent by this rank among those of `group`; `exposed` seconds of waiting, the last before `landed`."""
 
     move: str
     unit: str
@@ -43,6 +43,7 @@ class Move:
     launched: float
     landed: float
     exposed: float
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,23 @@ class Work:
 
 
 @dataclass
+class Held:
+    """What one tier held: bytes by category when the window began, and every (seconds, category, unit, bytes gained or lost), in order."""
+
+    held: dict[str, int] = field(default_factory=dict)
+    changes: list[tuple[float, str, str, int]] = field(default_factory=list)
+
+
+@dataclass
 class Recording:
     """What `record` saw on one rank.
 
     Attributes:
         start, end: of the window. steps: optimizer steps in it (synchronized backward passes where no optimizer was given).
         moves, work: in the order in which they began.
-        held: bytes by category when the window began. changes: (seconds, category, unit, bytes gained or lost), in order.
+        held: bytes by category on the device when the window began. changes: (seconds, category, unit, bytes gained or lost), in order.
+        tiers: the same of the tiers off the device that held anything, "host" and "nvme".
+        io: seconds in which this rank stood still waiting for NVMe.
         truncated: the ledgers' rings were too short for the window, so its beginning is missing.
         exposed: seconds in which this rank stood still waiting for the others, small control messages included.
         epoch: what to add to a time to get seconds since 1970.
@@ -80,6 +91,8 @@ class Recording:
     changes: list[tuple[float, str, str, int]] = field(default_factory=list)
     epoch: float = 0.0
     exposed: float = 0.0
+    tiers: dict[str, Held] = field(default_factory=dict)
+    io: float = 0.0
     activations_watched: bool = False
     truncated: bool = False
     profiler_trace: dict[str, Any] | None = field(default=None, repr=False, compare=False)
@@ -107,18 +120,27 @@ class Recording:
         """Payload bytes sent in the window, by move (`MOVES`)."""
         return {move: n for move in MOVES if (n := sum(m.nbytes for m in self.moves if m.move == move))}
 
+    def moved(self) -> dict[str, int]:
+        """Bytes between tiers in the window, by move (`MOVED`)."""
+        return {move: n for move in MOVED if (n := sum(m.nbytes for m in self.moves if m.move == move))}
+
     def by_unit(self) -> dict[str, dict[str, int]]:
-        """The same by unit, then by move."""
+        """What was sent, by unit, then by move."""
         out: dict[str, Counter[str]] = {}
         for m in self.moves:
             if m.move in MOVES:
                 out.setdefault(m.unit, Counter())[m.move] += m.nbytes
         return {unit: dict(moves) for unit, moves in out.items()}
 
-    def levels(self) -> tuple[list[float], dict[str, list[int]]]:
-        """Memory as steps: (times, category -> bytes from that time on), from the window's start to its end."""
-        times, levels, now = [self.start], [dict(self.held)], Counter(self.held)
-        for at, category, _, delta in self.changes:
+    def of(self, tier: str) -> Held:
+        """What a tier held and how it changed: "device", "host" or "nvme"."""
+        return Held(self.held, self.changes) if tier == DEVICE else self.tiers.get(tier, Held())
+
+    def levels(self, tier: str = DEVICE) -> tuple[list[float], dict[str, list[int]]]:
+        """Memory of a tier as steps: (times, category -> bytes from that time on), from the window's start to its end."""
+        held = self.of(tier)
+        times, levels, now = [self.start], [dict(held.held)], Counter(held.held)
+        for at, category, _, delta in held.changes:
             now[category] += delta
             if at <= times[-1]:  # changes at one moment are one change
                 levels[-1] = dict(now)
@@ -131,12 +153,13 @@ class Recording:
         order = [c for c in CATEGORIES if c in seen] + sorted(seen - set(CATEGORIES))
         return times, {c: [level.get(c, 0) for level in levels] for c in order}
 
-    def peak(self, only: Sequence[str] | None = None) -> dict[str, int]:
-        """Bytes by category at the moment when their sum was largest; of the categories in `only`, if given."""
-        now = Counter({c: n for c, n in self.held.items() if only is None or c in only})
+    def peak(self, only: Sequence[str] | None = None, tier: str = DEVICE) -> dict[str, int]:
+        """Bytes of a tier by category at the moment when their sum was largest; of the categories in `only`, if given."""
+        held = self.of(tier)
+        now = Counter({c: n for c, n in held.held.items() if only is None or c in only})
         most = total = sum(now.values())
         best = dict(now)
-        for _, category, _, delta in self.changes:
+        for _, category, _, delta in held.changes:
             if only is not None and category not in only:
                 continue
             now[category] += delta
@@ -196,28 +219,40 @@ def record(
     with contextlib.ExitStack() as stack:
         profiler = stack.enter_context(_profiler(engine)) if torch_profiler else None
         saved = stack.enter_context(watch_activations(model, vocabulary)) if activations else None
-        steps = _watch_steps(optimizer, seen, stack) if optimizer is not None else None
+        steps = _watch_steps(optimizer, engine, seen, stack) if optimizer is not None else None
         seen.held = engine.memory.now()
-        if optimizer is not None:
-            seen.held[MOMENTS] = moments_of(optimizer)
-        before, exposed = engine.step, engine.traffic.exposed
-        engine.memory.record = True
+        seen.tiers = {tier: Held(ledger.now()) for tier, ledger in ledgers_of(engine).items()}
+        for tier, nbytes in moments_by_tier(optimizer, engine).items() if optimizer is not None else ():
+            seen.of(tier).held[MOMENTS] = nbytes
+        before, exposed, waited = engine.step, engine.traffic.exposed, engine.beyond.moved.exposed
+        _keep_events(engine, True)
         seen.epoch = time.time() - time.perf_counter()
         seen.start = time.perf_counter()
         try:
             yield seen
         finally:
-            engine.memory.look()  # gradients that were dropped
+            for ledger in (engine.memory, *ledgers_of(engine).values()):
+                ledger.look()  # gradients that were dropped
             seen.end = time.perf_counter()
-            engine.memory.record = False
+            _keep_events(engine, False)
             seen.exposed = engine.traffic.exposed - exposed
+            seen.io = engine.beyond.moved.exposed - waited
             seen.steps = steps[0] if steps is not None else engine.step - before
             _collect(engine, seen)
             if saved is not None:
                 seen.changes += [(at, category, "", delta) for at, category, delta in saved.timeline if at <= seen.end]
-            seen.changes.sort(key=lambda change: change[0])
+            for tier in (DEVICE, *seen.tiers):
+                seen.of(tier).changes.sort(key=lambda change: change[0])
+            seen.tiers = {tier: held for tier, held in seen.tiers.items() if held.held or held.changes}
     if profiler is not None:
         seen.profiler_trace = _exported(profiler)
+
+
+def _keep_events(engine: Engine, wanted: bool) -> None:
+    """From now on every ledger keeps single events, or none does."""
+    for ledger in (engine.memory, *ledgers_of(engine).values()):
+        ledger.record = wanted
+    engine.beyond.moved.wanted = (lambda: True) if wanted else bool
 
 
 def _collect(engine: Engine, seen: Recording) -> None:
@@ -226,17 +261,23 @@ def _collect(engine: Engine, seen: Recording) -> None:
         (engine.traffic.events, "launched"),
         (engine.timeline, "start"),
         (engine.memory.timeline, 0),
+        (engine.beyond.moved.events, "launched"),
+        *((ledger.timeline, 0) for ledger in ledgers_of(engine).values()),
     )
     seen.truncated = any(_overrun(ring, key, seen.start) for ring, key in rings)
     for e in engine.traffic.events:
         if seen.start <= e.launched <= seen.end:
             landed = seen.end if e.landed is None else e.landed
-            seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed))
+            seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed, e.group))
+    for e in engine.beyond.moved.events:
+        if seen.start <= e.launched <= seen.end:  # when a copy or a read ends is not noted: its wait is, all in all
+            seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, e.landed or e.launched, e.exposed))
     spans = [s for s in engine.timeline if seen.start <= s.start and s.end <= seen.end]
     seen.work += [Work(s.kind, s.unit, s.phase, s.start, s.end) for s in spans]
     seen.moves.sort(key=lambda m: m.launched)
     seen.work.sort(key=lambda w: w.start)
-    seen.changes += [change for change in engine.memory.timeline if seen.start <= change[0] <= seen.end]
+    for tier, ledger in {DEVICE: engine.memory, **ledgers_of(engine)}.items():
+        seen.of(tier).changes += [change for change in ledger.timeline if seen.start <= change[0] <= seen.end]
 
 
 def _overrun(ring: deque[Any], key: str | int, start: float) -> bool:
@@ -247,41 +288,31 @@ def _overrun(ring: deque[Any], key: str | int, start: float) -> bool:
     return bool(oldest >= start)
 
 
-def _watch_steps(optimizer: torch.optim.Optimizer, seen: Recording, stack: contextlib.ExitStack) -> list[int]:
+def _watch_steps(optimizer: torch.optim.Optimizer, engine: Engine, seen: Recording, stack: contextlib.ExitStack) -> list[int]:
     """Note the optimizer's steps and the moments they create; the count of steps is kept in the list."""
-    count, begun, held = [0], [0.0], [moments_of(optimizer)]
+    count, begun, held = [0], [0.0], moments_by_tier(optimizer, engine)
 
-    def before(*_: Any) -> None:
-        begun[0] = time.perf_counter()
+    def before(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        if stepping is optimizer:
+            begun[0] = time.perf_counter()
 
     def after(*_: Any) -> None:
         end = time.perf_counter()
         count[0] += 1
         seen.work.append(Work("optimizer", "", "optimizer", begun[0], end))
-        if (now := moments_of(optimizer)) != held[0]:
-            seen.changes.append((end, MOMENTS, "", now - held[0]))
-            held[0] = now
+        now = moments_by_tier(optimizer, engine)
+        for tier in {*now, *held}:
+            if change := now.get(tier, 0) - held.get(tier, 0):
+                seen.of(tier).changes.append((end, MOMENTS, "", change))
+        held.clear()
+        held.update(now)
 
-    stack.callback(optimizer.register_step_pre_hook(before).remove)
+    first = register_optimizer_step_pre_hook(before)
+    hooks: Any = first.hooks_dict_ref()
+    hooks.move_to_end(first.id, last=False)  # before the engine's, which steps what rests off the device
+    stack.callback(first.remove)
     stack.callback(optimizer.register_step_post_hook(after).remove)
     return count
-
-
-def moments_of(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors in the optimizer's state, each storage once."""
-    with whole_sight():
-        return storage_bytes(t for state in list(optimizer.state.values()) for t in _tensors(state))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _profiler(engine: Engine) -> Any:

@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 
 import torch
 
 from onefold.comm import Place
-from onefold.layout import overlap
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
+from onefold.runtime.home import Home
 from onefold.runtime.parameter import whole_sight
 
 
-def own_gradients(engine: Engine) -> list[torch.Tensor]:
-    """The parts of all gradients that this rank accounts for: each element of the model on exactly one rank."""
-    parts = []
+def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
+    """The parts of all gradients that this rank accounts for; where a gradient is on NVMe, the entry whose it is."""
+    parts: list[torch.Tensor | Entry] = []
     for entry in engine.entries:
-        grad = entry.param.grad
+        grad, flat = entry.param.grad, entry.flat
         if grad is None:
             continue
-        flat = entry.flat
+        a, b = flat.accounted(entry)
+        if flat.home is not None and flat.home.gradients_on_disk:
+            if a < b:
+                parts.append(entry)
+            continue
         if flat.whole_master and not flat.passive:
-            a, b = overlap((entry.slot.start, entry.slot.end), flat.interval)
             grad = grad.reshape(-1)[a - entry.slot.start : b - entry.slot.start]
         if grad.numel():
             parts.append(grad)
@@ -38,22 +43,54 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
     """See `onefold.clip_grad_norm_`.
 
     Raises:
-        ValueError: before anything is exchanged: `max_norm` is no number from 0 up, or `norm_type` is none above 0.
+        ValueError: before anything is exchanged: `max_norm` is no number from 0 up, or `norm_type` is none above 0; or the recipe steps
+            behind the backward pass.
     """
     limit, p = _number(max_norm), _number(norm_type)
     if limit is None or not limit >= 0:
         raise ValueError(f"max_norm={max_norm!r}: expected a number, 0 or more; float('inf') measures without clipping.")
     if p is None or not p > 0:
         raise ValueError(f"norm_type={norm_type!r}: expected a number above 0, or inf.")
+    if engine.recipe.step_in_backward:
+        raise ValueError(
+            "the recipe says step_in_backward=True, so that offloaded units are stepped before the norm of all gradients is known. "
+            "Leave that option out to clip."
+        )
     with whole_sight(), torch.no_grad():
         engine.optimizer_is_stepping()
         total = _total_norm(engine, own_gradients(engine), p)
         scale = (limit / (total + 1e-6)).clamp(max=1.0)
-        grads = [e.param.grad for e in engine.entries if e.param.grad is not None]
+        grads, away = in_memory(engine, (e.param for e in engine.entries))
         # On the host a look at the number saves a pass over all gradients; on a device looking would cost a synchronization.
-        if grads and not (engine.device.type == "cpu" and not engine.group.imagined and scale.item() == 1.0):
-            torch._foreach_mul_(grads, scale.to(torch.float32))
+        if not (engine.device.type == "cpu" and not engine.group.imagined and scale.item() == 1.0):
+            scale = scale.to(torch.float32)
+            for on_one in by_device(grads):
+                torch._foreach_mul_(on_one, scale.to(on_one[0].device))
+            for home in away:
+                home.scale_by(scale)
         return total.to(torch.float32)
+
+
+def in_memory(engine: Engine, params: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Home]]:
+    """The gradients of `params` that can be computed with, and the homes of those that are on NVMe."""
+    away = {id(e.param): f.home for f in engine.at_home if f.home is not None and f.home.gradients_on_disk for e in f.entries}
+    here, homes = [], {}
+    for param in params:
+        if param.grad is None:
+            continue
+        if (home := away.get(id(param))) is not None:
+            homes[id(home)] = home
+        else:
+            here.append(param.grad)
+    return here, list(homes.values())
+
+
+def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """`tensors` in groups of one device."""
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for t in tensors:
+        groups.setdefault(t.device, []).append(t)
+    return list(groups.values())
 
 
 def _number(value: object) -> float | None:
@@ -63,14 +100,22 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
-def _total_norm(engine: Engine, parts: list[torch.Tensor], p: float) -> torch.Tensor:
+def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> torch.Tensor:
     """A 0-dim fp64 tensor, the same bits on every rank."""
     device = engine.device
+    found: dict[int, torch.Tensor] = {}
+    for group in by_device(t for t in parts if isinstance(t, torch.Tensor)):
+        found |= zip(map(id, group), torch._foreach_norm(group, p), strict=True)
+    each = [found[id(part)] if isinstance(part, torch.Tensor) else _norm_on_disk(part, p) for part in parts]
     norms = (
-        torch.stack([n.to(torch.float64) for n in torch._foreach_norm(parts, p)])
-        if parts
-        else torch.zeros(1, dtype=torch.float64, device=device)
+        torch.stack([n.to(device, torch.float64) for n in each]) if each else torch.zeros(1, dtype=torch.float64, device=device)
     )
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
     values = engine.group.gather_values(mine, Place("control", "(gradient norm)", engine.step, "optimizer"))
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)
+
+
+def _norm_on_disk(entry: Entry, p: float) -> torch.Tensor:
+    home = entry.flat.home
+    assert home is not None
+    return home.norm(entry, entry.flat.accounted(entry), p)

@@ -1,6 +1,7 @@
 """What stands between an optimizer and sharded parameters: nothing, but for two looks around each step.
 
-Before: an optimizer whose update of one element depends on others (a factored second moment, a matrix, a layer's norm) would train
+Before: what rests off the device is stepped (optim/offloaded.py), and its gradients are put aside, so that the step itself does the rest.
+Before that: an optimizer whose update of one element depends on others (a factored second moment, a matrix, a layer's norm) would train
 on something else when it is given intervals. It is recognised by trying it: the update of a small matrix must equal, bit for bit,
 the update of its elements cut into pieces. After: kept copies of the parameters are stale.
 
@@ -16,12 +17,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from onefold.optim.behind import Behind
+from onefold.optim.offloaded import step_offloaded
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import whole_sight
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
+_aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor | None]]] = weakref.WeakKeyDictionary()
 _verdicts: weakref.WeakKeyDictionary[Optimizer, str | None] = weakref.WeakKeyDictionary()
 
 
@@ -51,20 +55,62 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
     return found
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with whole_sight():
-        for engine in [e for e in _engines if e.failure is not None and e.passive]:  # its parameters bear no mark
+        for engine in [e for e in _engines if e.passive and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
             mine = {id(entry.param) for entry in engine.entries}
             if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                engine.tell_failure()
-        for engine in _entries_of(optimizer):
+                engine.about_to_write()
+                if engine.failure is not None:
+                    engine.tell_failure()
+        _show_again(optimizer)  # a step that raised never came to its end
+        found = _entries_of(optimizer)
+        away = any(engine.at_home for engine in found)
+    changed = _after_closure(args, kwargs) if away else None
+    with whole_sight():
+        for engine in found:
             engine.optimizer_is_stepping()
-            if engine.recipe.elementwise_optimizer is not True and not all(f.whole_master for u in engine.units for f in u.flats):
+            if engine.recipe.elementwise_optimizer is not True and _is_cut(engine):
                 refuse_unless_elementwise(optimizer)
+        for engine, entries in found.items():
+            if engine.at_home:
+                if engine.recipe.step_in_backward:
+                    engine.behind = engine.behind or Behind(engine)
+                    engine.behind.know(optimizer, entries)
+                with torch.no_grad():
+                    step_offloaded(optimizer, engine, entries)
+                gone = [e.param for e in entries if e.flat.home is not None]
+                _aside.setdefault(optimizer, []).extend((p, p.grad) for p in gone)
+                for param in gone:
+                    param.grad = None
+    return changed
+
+
+def _is_cut(engine: Engine) -> bool:
+    """Whether the optimizer is given parts of parameters, or steps a part of them at a time."""
+    return any(not f.whole_master or f.tiled or f.home is not None for u in engine.units for f in u.flats)
+
+
+def _after_closure(args: Any, kwargs: Any) -> Any:
+    """A step with a closure is given its loss: the gradients of what rests off the device have to be there before the step begins."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return (args[0],), {**kwargs, "closure": lambda: loss}
+
+
+def _show_again(optimizer: Optimizer) -> None:
+    """The gradients that were put aside are `.grad` again."""
+    for param, grad in _aside.pop(optimizer, ()):
+        if param.grad is None:
+            param.grad = grad
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with whole_sight():
+        _show_again(optimizer)
         for engine, entries in _entries_of(optimizer).items():
             engine.optimizer_has_stepped(entries)
 
@@ -80,9 +126,10 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
     verdict = _verdicts[optimizer]
     if verdict is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3 give the optimizer one interval "
-            "of each parameter, which serves updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, ...). "
-            "Use stage 0, or one of those; if you know the update to be element-wise, give the recipe elementwise_optimizer=True."
+            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3 and offloading give the optimizer one "
+            "part of each parameter at a time, which serves updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, "
+            "Lion, ...). Use stage 0 on the device, or one of those; if you know the update to be element-wise, give the recipe "
+            "elementwise_optimizer=True."
         )
 
 
@@ -99,11 +146,13 @@ def _probe(optimizer: Optimizer) -> str | None:
             return f"its constructor or step could not be tried on a small matrix ({type(error).__name__}: {error})."
         try:
             cut = (128, 256)
-            pieces = _run(optimizer, list(_split(start, cut)), [list(_split(g, cut)) for g in grads])
+            # Each by an optimizer of its own, as each rank has one: what it learns of all its parameters, the others do not know.
+            cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
+            pieces = [_run(optimizer, [s], [[g] for g in gs])[0] for s, *gs in cuts]
         except Exception as error:
             return f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
     if not torch.equal(torch.cat([p.reshape(-1) for p in whole]), torch.cat(pieces)):
-        return "its update of an element depends on other elements of the same parameter (cutting a small matrix changed the result)."
+        return "its update of an element depends on other elements (cutting a small matrix changed the result)."
     return None
 
 

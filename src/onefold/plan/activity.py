@@ -12,7 +12,8 @@ import re
 from dataclasses import dataclass
 
 from onefold.plan.costs import Kernels
-from onefold.plan.formulas.activations import block_bytes, logits_bytes
+from onefold.plan.formulas.activations import block_bytes
+from onefold.plan.formulas.code import beside_gradient, held_before, in_hand, kept_behind, kept_beyond
 from onefold.plan.formulas.compute import transformer_flops_per_token
 from onefold.plan.shapes import ModelShape, Transformer, UnitShape
 from onefold.plan.trace import ActivationTrace
@@ -53,41 +54,51 @@ class Activity:
 
     @classmethod
     def from_dims(
-        cls, model: ModelShape, dims: Transformer, micro_batch: int, seq: int, element_bytes: int, checkpointing: str
+        cls, model: ModelShape, dims: Transformer, micro_batch: int, seq: int, element_bytes: int, checkpointing: str, code: str = ""
     ) -> Activity:
-        """From dimensions alone (`plan.formulas.activations`): for models without code.
+        """From dimensions alone (`plan.formulas.activations`, `plan.formulas.code`): for models without code at hand.
 
-        A block keeps A bytes; while it runs it has W in hand (what it keeps without recompute, and as much again in backward
-        for gradients of its widest activations: the feed-forward's).
+        A block keeps A bytes; while it runs it has W in hand, and in backward the gradient of its largest parameter. The loss takes the
+        logits to fp32 and keeps their log-probabilities; in backward both their gradients stand beside them: 12 bytes an entry. A head
+        that is tied to the embedding has a gradient that waits for the embedding's.
+
+        Args:
+            code: the family whose code will run, as `formulas.code.CODES` has them; "" counts fused kernels.
+
+        Raises:
+            ValueError: a code that is not known.
         """
         blocks = blocks_of(model)
-        tokens = micro_batch * seq
+        tokens, entries = micro_batch * seq, micro_batch * seq * dims.vocab
         kept_of = [_kept(i, checkpointing) for i in range(len(blocks))]
         whole = int(block_bytes(dims, micro_batch, seq, element_bytes=element_bytes))
+        whole += tokens * kept_beyond(code, dims, seq, element_bytes)
         point = int(block_bytes(dims, micro_batch, seq, element_bytes=element_bytes, recompute="full"))
-        wide = tokens * (dims.ffn * (2 if dims.gated else 1) + dims.hidden) * element_bytes
-        logits = int(logits_bytes(dims, micro_batch, seq, element_bytes))
-        slots, held = [], tokens * dims.hidden * element_bytes
+        hand = tokens * in_hand(code, dims, seq, element_bytes, backward=False)
+        slots, held = [], held_before(code, dims, micro_batch, seq, element_bytes)
         for block, kept in zip(blocks, kept_of, strict=True):
-            slots.append(Slot(block.name, "forward", held + whole + (0 if kept else wide // 2)))
+            slots.append(Slot(block.name, "forward", held + whole + hand))
             held += whole if kept else point
-        saved = held
-        slots.append(Slot("(root)", "forward", held + logits, logits))
-        slots.append(Slot("(root)", "backward", held + logits + tokens * dims.vocab * element_bytes, logits))
+        behind = tokens * kept_behind(code, dims, element_bytes)
+        first = entries * (8 + (element_bytes if element_bytes < 4 else 0))
+        slots.append(Slot("(root)", "forward", held + behind + first, first))
+        slots.append(Slot("(root)", "backward", held + behind + 12 * entries, 12 * entries))
+        saved = held + behind + 4 * entries
+        shared = dims.vocab * dims.hidden * element_bytes if dims.tied else 0  # the head's gradient, until the embedding adds its own
         for block, kept in zip(reversed(blocks), reversed(kept_of), strict=True):
             largest = max((p.numel for p in block.parameters), default=0) * element_bytes
             again = 0 if kept else whole
-            slots.append(Slot(block.name, "backward", held + again + wide + largest, 0, largest))
+            beside = beside_gradient(code, dims, tokens, seq, element_bytes, largest)
+            slots.append(Slot(block.name, "backward", held + again + beside + shared, 0, min(largest, again + beside) + shared))
             held -= whole if kept else point
         repeated = {u.name for u in blocks}
-        first = [u for u in model.units if u.name not in repeated and u.parameters]
-        for unit in first:
+        for unit in [u for u in model.units if u.name not in repeated and u.parameters]:
             largest = max(p.numel for p in unit.parameters) * element_bytes
-            slots.append(Slot(unit.name, "backward", held + largest, 0, largest))
+            slots.append(Slot(unit.name, "backward", held + largest + shared, 0, largest + shared))
         forward = transformer_flops_per_token(model.active_numel, dims, seq) * tokens / 3
         whole_step = flops_per_token(model, dims, seq) * tokens
         again_share = sum(1 for k in kept_of if not k) / max(len(kept_of), 1)
-        return cls(tuple(slots), saved, logits, whole_step + again_share * forward, forward, "formula")
+        return cls(tuple(slots), saved, 4 * entries, whole_step + again_share * forward, forward, "formula")
 
 
 def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> float:

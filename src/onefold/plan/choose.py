@@ -1,22 +1,23 @@
 """The choice: the lowest stage that fits, then what slows least, and what each further step would buy.
 
-    stage 1 ► 2 ► 3        nothing recomputed, everything on the device
-      └► selective, then full checkpointing, again from the lowest stage
-           └► optimizer on the host ► all states on the host ► states on NVMe        (stages 2 and 3; planned, not run yet)
+    stage 1 ► 2 ► 3    nothing recomputed, everything on the device
+      └► rungs, in the order of the seconds that a step is planned to take on them, each again from the lowest stage:
+         recompute (nothing, every second block, every block) × off the device (nothing, the optimizer, all states, to NVMe)
 
-On several ranks the ladder starts at stage 1: stage 0 sends the same bytes and divides nothing.
+What the runtime cannot execute yet comes behind all that it can. On several ranks the ladder starts at stage 1: stage 0 sends the same
+bytes and divides nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from onefold.plan.activity import Activity, blocks_of
 from onefold.plan.evaluate import Candidate, evaluate
 from onefold.plan.hardware import Machine
-from onefold.plan.job import Job, Scheme
+from onefold.plan.job import CHECKPOINTING, OFFLOAD, Job, Scheme
 from onefold.plan.shapes import ModelShape
 from onefold.plan.times import Software
 
@@ -42,39 +43,46 @@ class Question:
         return evaluate(self.model, activity, self.machine, self.job, scheme, self.software)
 
 
-def ladder(job: Job, ranks: int, stages: tuple[int, ...] = ()) -> Iterator[Scheme]:
-    """Schemes from the least slowdown to the most, as this module's picture has them; what the job fixes stays fixed."""
+def rungs(job: Job, ranks: int, stages: tuple[int, ...] = ()) -> list[list[Scheme]]:
+    """What may be recomputed and may leave the device, each with the stages at which it can, from the lowest.
+
+    What the job fixes stays fixed. The first is the one that changes least. Raises ValueError for an offload that no asked stage can have.
+    """
     micro = job.micro_batch or 1
-    on_device = stages or ((0,) if ranks == 1 else (1, 2, 3))
-    recomputes = (job.checkpointing,) if job.checkpointing else ("none", "selective", "full")
-    if job.offload in ("", "none"):
-        for checkpointing in recomputes:
-            for stage in on_device:
-                yield Scheme(stage, checkpointing, "none", micro)
-    if job.offload == "none":
-        return
-    if job.offload:
-        for checkpointing in recomputes:
-            for stage in stages or ((2, 3) if job.offload == "optimizer" else (3,)):
-                yield Scheme(stage, checkpointing, job.offload, micro)
-        return
-    for offload in ("optimizer", "parameters", "nvme"):
-        for stage in (2, 3) if offload == "optimizer" else (3,):
-            if not stages or stage in stages:
-                yield Scheme(stage, recomputes[-1], offload, micro)
+    out = []
+    for offload in (job.offload,) if job.offload else OFFLOAD:
+        possible: tuple[int, ...] = {"none": (0,) if ranks == 1 else (1, 2, 3), "optimizer": (2, 3)}.get(offload, (3,))
+        if stages:  # of an offload that was asked for, what cannot be is refused by the scheme
+            possible = tuple(s for s in stages if job.offload or offload == "none" or s in possible)
+        for checkpointing in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:
+            if possible:
+                out.append([Scheme(stage, checkpointing, offload, micro) for stage in possible])
+    return out
+
+
+def ladder(question: Question, stages: tuple[int, ...] = ()) -> Iterator[Candidate]:
+    """Candidates from the least slowdown to the most, as this module's picture has them; at micro-batch 1 where the job leaves it open."""
+    first, *others = rungs(question.job, question.machine.ranks, stages)
+    yield from (question.answer(scheme) for scheme in first)
+    answered = [[question.answer(scheme) for scheme in rung] for rung in others]
+    machine = question.machine
+    timed = machine.measured is not None or machine.gpu.name != "here"  # a machine of which nobody knows the speeds: in the picture's order
+    for rung in sorted(answered, key=lambda rung: slowdown(rung) if timed else (slowdown(rung)[0], 0.0)):
+        yield from rung
+
+
+def slowdown(rung: Sequence[Candidate]) -> tuple[bool, float]:
+    """By what rungs are ordered: whether it cannot run yet, and the seconds of a step at its lowest stage that fits, else its last."""
+    shown = next((c for c in rung if c.fits), rung[-1])
+    return not shown.scheme.runs, shown.account.seconds["step"]
 
 
 def recommend(question: Question, stages: tuple[int, ...] = ()) -> Candidate | None:
     """The first of the ladder that fits, at the largest micro-batch that fits if the job leaves it open; None if nothing fits."""
-    for scheme in ladder(question.job, question.machine.ranks, stages):
-        found = question.answer(_smallest(question, scheme))
-        if found.fits:
-            return largest_micro_batch(question, scheme) or found if not question.job.micro_batch else found
-    return None
-
-
-def _smallest(question: Question, scheme: Scheme) -> Scheme:
-    return scheme if question.job.micro_batch else scheme.with_(micro_batch=1)
+    found = next((candidate for candidate in ladder(question, stages) if candidate.fits), None)
+    if found is None or question.job.micro_batch:
+        return found
+    return largest_micro_batch(question, found.scheme) or found
 
 
 def largest_micro_batch(question: Question, scheme: Scheme, most: int = MOST_SAMPLES) -> Candidate | None:
@@ -175,8 +183,7 @@ def deeper(model: ModelShape, blocks: int) -> ModelShape:
 
 def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     """The sentence for a job that fits nowhere on this machine: what is nearest, what is missing, and how many ranks would do."""
-    schemes = ladder(question.job, question.machine.ranks, stages)
-    nearest = max((question.answer(_smallest(question, s)) for s in schemes), key=lambda c: c.spare)
+    nearest = max(ladder(question, stages), key=lambda c: c.spare)
     lines = [
         f"{question.model.name} does not fit: the nearest is {nearest.scheme}, whose peak of {_gib(nearest.account.peak_bytes)} "
         f"exceeds the {_gib(nearest.usable)} of a device by {_gib(-nearest.spare)}."

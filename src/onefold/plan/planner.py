@@ -28,6 +28,7 @@ from onefold.plan.choose import (
     largest_micro_batch,
     largest_model,
     recommend,
+    rungs,
 )
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
@@ -186,7 +187,7 @@ def plan(
     shape, activities = subject.shape, subject.activities
     question = Question(shape, activities, machine, job, software)
     best = recommend(question, stages)
-    like = best.scheme if best is not None else next(iter(ladder(job, machine.ranks, stages)))
+    like = best.scheme if best is not None else rungs(job, machine.ranks, stages)[0][0]
     shown = tuple(question.answer(_column(s, like, job)) for s in (0, 1, 2, 3))
     micro, models = {}, {}
     for candidate in shown if largest else ():
@@ -223,7 +224,7 @@ def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) ->
     """The steps of the ladder behind the recommendation, at its micro-batch, each of which saves more than those before it."""
     out: list[Candidate] = []
     micro = best.scheme.micro_batch
-    order = [scheme.with_(micro_batch=micro) for scheme in ladder(question.job, question.machine.ranks, stages)]
+    order = [candidate.scheme.with_(micro_batch=micro) for candidate in ladder(question, stages)]
     for later in order[order.index(best.scheme) + 1 :]:
         found = question.answer(later)
         if found.account.peak_bytes < min([best.account.peak_bytes, *(c.account.peak_bytes for c in out)]):

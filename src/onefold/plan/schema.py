@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from onefold.memory import GATHERED, GRADIENTS, IDLE, MASTERS, PARAMETERS, REDUCTION
+from onefold.memory import GATHERED, GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, REDUCTION
 
-MOMENTS = "moments"
 ACTIVATIONS = "activations"
 LOGITS = "logits"
 TEMPORARY = "temporary"
@@ -40,7 +39,8 @@ class Account:
         peak: bytes at the moment when their sum is largest, by category.
         ledger: bytes of what the engine itself holds (`ENGINE`) at the moment when their sum is largest, by category.
         bound: bytes that the sum never exceeds; 0 where nothing bounds it (a measurement).
-        host, nvme: bytes on the host and on NVMe that offloaded state takes.
+        host, nvme: bytes on the host and on NVMe that offloaded state takes, and what is on its way, at most.
+        beyond: the same by tier ("host", "nvme") and category; {} where only the sums are known.
         wire: payload bytes sent in a step, by move.
         links: the same bytes by link, "inside" a node and "between" nodes.
         seconds: of a step, by `SECONDS`.
@@ -54,6 +54,7 @@ class Account:
     bound: int = 0
     host: int = 0
     nvme: int = 0
+    beyond: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     wire: Mapping[str, int] = field(default_factory=dict)
     links: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -91,10 +92,11 @@ class Account:
                 yield f"{title}: all", "bytes", sum(table.values())
         if self.bound:
             yield "bound of the peak", "bytes", self.bound
-        if self.host:
-            yield "host", "bytes", self.host
-        if self.nvme:
-            yield "nvme", "bytes", self.nvme
+        for tier, nbytes in (("host", self.host), ("nvme", self.nvme)):
+            for category, part in self.beyond.get(tier, {}).items():
+                yield f"{tier}: {category}", "bytes", part
+            if nbytes:
+                yield f"{tier}: all", "bytes", nbytes
         for move, nbytes in self.wire.items():
             yield f"wire: {move}", "bytes", nbytes
         if self.wire:

@@ -318,8 +318,19 @@ def measured_software(work: Work, machine: Machine) -> Software:
 
 
 def _notes(software: Software, machine: Machine) -> tuple[str, ...]:
-    """What a calibrated machine's reference steps showed, as a sentence."""
-    if machine.measured is None or software.handed_s == 0:
+    """What the seconds assume of software, or what a calibrated machine's reference steps showed, as a sentence."""
+    if machine.measured is None and machine.gpu.name == "here":
+        return ()  # nobody knows its speeds
+    if machine.measured is None:
+        alone = f"seconds assume that a step reaches {software.kernel_share:.0%} of the rate of large matrix products"
+        if machine.ranks == 1:
+            return (alone,)
+        return (
+            f"{alone} and {software.link_share:.0%} of the links' nominal rates, hides moves behind {software.overlap:.0%} of the compute "
+            f"beside them, and loses with the number of ranks: {1e6 * software.hop_seconds:.0f} µs × {machine.ranks - 1:,} hops a move, "
+            f"and {slowest_of(machine.ranks, software.straggler) - 1:.1%} waiting for the slowest of {machine.ranks:,}",
+        )
+    if software.handed_s == 0:
         return ()
     moves = f" and {software.move_share:.0%} of that of moves" if machine.ranks > 1 else ""
     return (

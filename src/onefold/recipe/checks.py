@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.recipe.tiers import without_tiers
+
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe
 
-_SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs", "sync_buffers")
+_SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs", "sync_buffers", "step_in_backward")
 
 
 def check_units(units: Any) -> None:
@@ -68,6 +70,7 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         said["cast_inputs"] = "in fp32: inputs are cast in the 16-bit precisions only"
     if given.get("elementwise_optimizer") is not None and recipe.optimizer.placement.value == "replicated":
         said["elementwise_optimizer"] = "where optimizer states are replicated (stage 0): every optimizer sees whole parameters"
+    said |= without_tiers(recipe, given)
     return [f"{name}={given[name]!r} has no effect {why}." for name, why in said.items()]
 
 

@@ -1,10 +1,10 @@
 """The recipe: three rows that say where every byte of training state lives and how it travels.
 
-| kind of state | placement              | dtype it rests in       | dtype on the wire |
-|---------------|------------------------|-------------------------|-------------------|
-| parameters    | replicated / sharded   | compute dtype           | compute dtype     |
-| gradients     | replicated / sharded   | accumulation (fp32)     | compute dtype     |
-| optimizer     | replicated / sharded   | master weights (fp32)   | never travels     |
+| kind of state | placement              | tier                  | dtype it rests in       | dtype on the wire |
+|---------------|------------------------|-----------------------|-------------------------|-------------------|
+| parameters    | replicated / sharded   | device / host / NVMe  | compute dtype           | compute dtype     |
+| gradients     | replicated / sharded   | device / host / NVMe  | accumulation (fp32)     | compute dtype     |
+| optimizer     | replicated / sharded   | device / host / NVMe  | master weights (fp32)   | never travels     |
 
 A ZeRO stage is a name for three placements (`PLACEMENTS_OF_STAGE`), nothing else: the runtime reads the rows, never the stage.
 """
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
+from onefold.recipe.tiers import UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
 
 
 class Placement(enum.Enum):
@@ -32,7 +33,7 @@ class Placement(enum.Enum):
 
 
 class Tier(enum.Enum):
-    """Which memory holds it. Only DEVICE (the memory that the module computes from) is built so far."""
+    """Which memory holds it: the one that the module computes from, the host's, or files on a disk."""
 
     DEVICE = "device"
     HOST = "host"
@@ -89,6 +90,14 @@ class Recipe:
         sync_buffers: running statistics of normalization layers follow rank 0, as in DDP.
         stall_timeout: seconds that a rank waits for the others before every rank gets a `StallError`.
         elementwise_optimizer: None or False tries the optimizer before its first step; True is your word for it.
+        offload_share, offload_bytes: how much of the optimizer's states rests on their row's tier: a share, or bytes of a rank.
+            The last units of the model go first: their transfers hide behind the rest of the backward pass and the next forward.
+        step_in_backward: your word that nothing looks at gradients between backward() and step(): offloaded units are stepped
+            behind the rest of the backward pass.
+        activations: bytes of host memory for tensors that autograd keeps between forward and backward; None keeps them on the device.
+        tile: bytes of one gathered weight above which linear and embedding layers are computed in tiles; None: never.
+        nvme: folders on the disks that hold what rests on NVMe, striped. nvme_threads: transfers under way at a time.
+        chunk: elements stepped at a time of states on NVMe.
         notes: sentences about options that have no effect; `shard` logs them once.
         units: names or classes of the modules that become units; None finds the repeated block.
     """
@@ -105,6 +114,14 @@ class Recipe:
     sync_buffers: bool = True
     stall_timeout: float = 300.0
     elementwise_optimizer: bool | None = None
+    offload_share: float = 1.0
+    offload_bytes: int | None = None
+    step_in_backward: bool = False
+    activations: int | None = None
+    tile: int | None = None
+    nvme: tuple[str, ...] = ()
+    nvme_threads: int = 4
+    chunk: int = 1 << 21
     units: tuple[str | type, ...] | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -123,12 +140,9 @@ class Recipe:
                 "the recipe shards parameters but keeps gradients replicated, which would cost the memory that sharding the "
                 "parameters saves. Shard the gradient row (stage 3); reduce_at='boundary' keeps them whole until the boundary."
             )
-        for name in _ROWS:
-            if getattr(self, name).tier is not Tier.DEVICE:
-                raise NotImplementedError(
-                    f"the {name} row asks for tier {getattr(self, name).tier.value!r}; only 'device' is built so far."
-                )
         check_options(self)
+        object.__setattr__(self, "nvme", read_folders(self.nvme or None))
+        check_tiers(self)
         if isinstance(self.units, list):
             object.__setattr__(self, "units", tuple(self.units))
         if self.reduce_at is None:
@@ -141,7 +155,7 @@ class Recipe:
                 "use stage 2 or 3, or leave reduce_at out."
             )
         given = {name: getattr(self, name) for name in _OPTIONS if getattr(self, name) != self.__dataclass_fields__[name].default}
-        object.__setattr__(self, "notes", tuple(dict.fromkeys([*self.notes, *without_effect(self, given)])))
+        object.__setattr__(self, "notes", tuple(dict.fromkeys([*self.notes, *without_effect(self, given), *of_tiers(self)])))
 
     # -- presets ---------------------------------------------------------------------------------------------------------------
 
@@ -165,7 +179,8 @@ class Recipe:
             reduce_at: stages 0 and 1 reduce at the boundary; stages 2 and 3 every micro-batch unless told "boundary".
             wire: dtype of gradients on the wire; None sends them as the backward pass makes them (the compute dtype). They are
                 summed in `accumulate_dtype` whatever travels.
-            options: every other field of `Recipe`.
+            options: where state rests (`offload_optimizer`, `offload_gradients`, `offload_param`, `offload_activations`, `nvme`,
+                `tile`: see the table of recipe/tiers.py), and every other field of `Recipe`.
 
         Raises:
             ValueError: an unknown stage, precision or option, or rows that cannot be combined.
@@ -176,22 +191,24 @@ class Recipe:
             meant = str(precision).removeprefix("torch.")
             hint = next((f" Did you mean {name!r}?" for name, dtype in COMPUTE_DTYPES.items() if _short(dtype) == meant), "")
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}.{hint}")
+        tiers, fields = read_tiers(options)
+        options |= fields
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {did_you_mean(unknown[0], _OPTIONS)}")
+            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {did_you_mean(unknown[0], _OPTIONS | _TIER_OPTIONS)}")
         compute = COMPUTE_DTYPES[precision]
         p, g, o = PLACEMENTS_OF_STAGE[stage]
         check_dtype("wire", wire, optional=True)
         check_dtype("master_dtype", master_dtype)
         check_dtype("accumulate_dtype", accumulate_dtype)
         recipe = cls(
-            parameters=Row(p, compute, compute if p is _S or o is _S else None),
-            gradients=Row(g, accumulate_dtype, wire or compute),
-            optimizer=Row(o, master_dtype),
+            parameters=Row(p, compute, compute if p is _S or o is _S else None, tiers["parameters"]),
+            gradients=Row(g, accumulate_dtype, wire or compute, tiers["gradients"]),
+            optimizer=Row(o, master_dtype, tier=tiers["optimizer"]),
             reduce_at=reduce_at,
             **options,
         )
-        return replace(recipe, notes=tuple(without_effect(recipe, options)))
+        return replace(recipe, notes=(*without_effect(recipe, options), *of_tiers(recipe)))
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str, world_size: int | None = None) -> Recipe:
@@ -253,10 +270,29 @@ class Recipe:
         tail = [f"gradients reduced at the {self.reduce_at}"]
         if self.parameters.placement is _S:
             tail.append(f"parameters {again}")
+        tail += self._tails()
         return "\n".join([*lines, "; ".join(tail), *self.notes])
+
+    def _tails(self) -> list[str]:
+        """What the recipe says about tiers besides the rows."""
+        tail = []
+        if self.offload_bytes is not None or self.offload_share < 1:
+            share, budget = f"{self.offload_share:.0%} of the states", self.offload_bytes
+            amount = share if budget is None else f"{budget:,} bytes of states a rank"
+            tail.append(f"{amount} off the device, the last units first")
+        if self.step_in_backward:
+            tail.append("offloaded units stepped behind the backward pass")
+        if self.activations is not None:
+            tail.append("activations on the host" + ("" if self.activations >= UNLIMITED else f" up to {self.activations:,} bytes"))
+        if self.tile is not None:
+            tail.append(f"weights above {self.tile:,} bytes computed in tiles")
+        if self.nvme:
+            tail.append(f"NVMe: {', '.join(self.nvme)}")
+        return tail
 
 
 _ROWS = ("parameters", "gradients", "optimizer")
+_TIER_OPTIONS = {"offload_optimizer", "offload_gradients", "offload_param", "offload_activations"}
 _OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in (*_ROWS, "reduce_at", "notes")}
 
 

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import Place
+from onefold.memory.nvme import TierError
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+
+_TOLD = 512  # bytes of a message about what went wrong
 
 
 def agree_and_finish(engine: Engine, used: set[int]) -> None:
@@ -47,6 +50,24 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
         engine.reduce.second_round(sorted(everywhere[1]), everywhere[0])
     if same and not (engine.reduce.learned and (engine.gather.learned or not engine.gather.sharded)):
         _learn(engine, everywhere[2])
+
+
+def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> None:
+    """Ranks tell each other what went wrong with a disk, if anything did. Collective.
+
+    Raises:
+        TierError: on every rank, if something did on one.
+    """
+    said = f"{type(error).__name__}: {error}".encode()[:_TOLD] if error is not None else b""
+    payload = torch.frombuffer(bytearray(said.ljust(_TOLD, b"\0")), dtype=torch.uint8)
+    told = engine.group.exchange_control(payload, Place("control", "(NVMe)", engine.step, "optimizer"))
+    messages = [(rank, bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore")) for rank, t in enumerate(told)]
+    wrong = [(rank, message) for rank, message in messages if message]
+    if wrong:
+        engine.failure, engine.failure_agreed = None, False
+        engine.beyond.forget_writes()
+        rank, message = wrong[0]
+        raise TierError(f"rank {engine.group.ranks[rank]}, {when}: {message}") from error
 
 
 def _learn(engine: Engine, gathered: set[int]) -> None:

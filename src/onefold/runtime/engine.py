@@ -25,9 +25,13 @@ import torch
 from torch import nn
 
 from onefold.comm import Group, Place
+from onefold.layout import round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool, storage_of
-from onefold.recipe import Recipe
-from onefold.runtime.agree import agree_and_finish
+from onefold.recipe import Recipe, Tier
+from onefold.recipe.tiers import SECTOR
+from onefold.runtime.activations import HostActivations
+from onefold.runtime.agree import agree_and_finish, agree_on_failure
+from onefold.runtime.beyond import Beyond
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
 from onefold.runtime.flat import Dtypes, Entry, Flat
 from onefold.runtime.gather import Gatherer, tensors_in
@@ -36,6 +40,7 @@ from onefold.runtime.moved import Moves, Pass
 from onefold.runtime.parameter import ForwardDepth, whole_sight
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.spans import Span, Spans
+from onefold.runtime.tiers import Tiers, leaving
 from onefold.runtime.unit import State, Unit
 from onefold.runtime.units import UnitSpec
 
@@ -50,7 +55,8 @@ class Engine:
 
     Attributes:
         recipe: what it executes. units: its units, the root first. step: synchronized backward passes so far.
-        traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank.
+        traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's device.
+        beyond: what the engine holds on the host and on NVMe, and what it moves there and back.
         timeline: what was computed when, while `memory.record` is set.
     """
 
@@ -61,12 +67,14 @@ class Engine:
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
-        self.pool = Pool(device, self.memory)
+        away = leaving(specs, recipe, self.world_size)
+        self.beyond = Beyond(recipe, self.rank, device)
+        self.pool = Pool(device, self.memory, paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier))
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
         self.step = 0
         self.sync = True
-        self.units = [self._unit(index, spec) for index, spec in enumerate(specs)]
+        self.units = [self._unit(index, spec, index in away) for index, spec in enumerate(specs)]
         self.entries = [e for u in self.units for e in u.entries]
         self.unit_of: dict[int, Unit] = {}
         for unit in self.units:
@@ -94,21 +102,27 @@ class Engine:
         self.last_failure: BaseException | None = None
         self.failure_agreed = False
         self.settle: Callable[[], None] | None = None  # waits for that work
+        self.copying: Callable[[], None] | None = None  # waits until masters and states may be written to
+        self.behind: Any = None  # steps offloaded units behind the backward pass (optim/behind.py), if the recipe says so
 
-    def _unit(self, index: int, spec: UnitSpec) -> Unit:
+    def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
         groups: dict[tuple[torch.dtype, bool], list[Any]] = {}
         for found in spec.found:
             low = found.param.dtype if found.param.dtype not in (torch.bfloat16, torch.float16) else torch.float32
             groups.setdefault((low, found.param.requires_grad), []).append(found)
         flats = [
-            Flat(spec.name or "(root)", found, Dtypes.of(found[0].param.dtype, trainable, self.recipe), index * 8 + i, self)
+            Flat(
+                spec.name or "(root)", found, Dtypes.of(found[0].param.dtype, trainable, self.recipe), index * 8 + i, self,
+                Tiers.of(trainable, self.recipe) if away else None,
+            )
             for i, ((_, trainable), found) in enumerate(groups.items())
-        ]
+        ]  # fmt: skip
         return Unit(spec.name, index, spec.module, flats)
 
     def start(self) -> None:
         """Everything is bound: create what works on it."""
         self.gather = Gatherer(self)
+        self.activations = HostActivations(self)
         self.reduce = Reducer(self)
         root = self.units[0].module()
         assert root is not None
@@ -118,7 +132,13 @@ class Engine:
             for flat in unit.flats:
                 for category, nbytes in flat.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
-        self.memory.probes[GRADIENTS] = partial(gradient_bytes, self)
+                for category, nbytes in flat.home.resting_bytes()[Tier.HOST].items() if flat.home is not None else ():
+                    self.beyond.host.add(category, nbytes, unit.name)
+        if self.at_home:  # no more than the largest of them needs
+            self.beyond.chunk = min(self.recipe.chunk, round_up(max(f.owned[1] - f.owned[0] for f in self.at_home), SECTOR))
+        self.memory.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.DEVICE)
+        if self.at_home:
+            self.beyond.host.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.HOST)
         self.memory.reset_peak()
 
     def close(self) -> None:
@@ -128,9 +148,13 @@ class Engine:
         self.closed = True
         if self.settle is not None:
             self.settle()
+        if self.behind is not None:
+            self.behind.close()
         self.group.close()
+        self.beyond.close()
         for unit in self.units:
             for flat in unit.flats:
+                flat.home = None
                 flat.grads.clear()
                 flat.full = None
                 flat.entries.clear()
@@ -140,7 +164,18 @@ class Engine:
         self.buffers.clear()
         self.pool.drain()
         self.memory.probes.clear()
+        self.activations.close()
         del self.gather, self.reduce
+
+    @property
+    def at_home(self) -> list[Flat]:
+        """The flat buffers whose state rests off the device."""
+        return [flat for unit in self.units for flat in unit.flats if flat.home is not None]
+
+    @property
+    def on_disk(self) -> bool:
+        """Some of the state rests on NVMe."""
+        return any(flat.home is not None and flat.home.tiers.on_disk for flat in self.at_home)
 
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
@@ -190,7 +225,7 @@ class Engine:
             self.spans.leave(unit.name, self.phase, keep=self.memory.record)
             if torch.is_grad_enabled():
                 self._watch(unit, output, root=not self.stack)
-            if not recompute and unit.depth == 0:
+            if unit.depth == 0 and (not recompute or unit.looks_up_only):
                 self.gather.after_forward(unit, output)
             if outermost:
                 self._end_pass(aborted=False)
@@ -217,7 +252,9 @@ class Engine:
         if self.backward_open:  # a backward pass raised and never came to its end
             self.reset()
         self.is_root_pass, self.raised_in = is_root, None
+        self.beyond.check()
         self.memory.look()
+        self.beyond.host.look()
         check_in_place(self)
         self.structure.look(everywhere=self.step < 2)
         if self.step < 2:
@@ -227,6 +264,7 @@ class Engine:
         if torch.is_grad_enabled() and self.open_graphs == 0:
             for u in self.units:
                 u.calls = 0
+        self.activations.begin_forward()  # before the gatherer's hooks: these hand on to those
         self.gather.begin_forward(self.is_root_pass)
         self.gather.refresh()
         if self.is_root_pass:
@@ -234,6 +272,7 @@ class Engine:
 
     def _end_pass(self, aborted: bool) -> None:
         self.gather.end_forward(self.is_root_pass, aborted)
+        self.activations.end_forward()
         if torch.is_grad_enabled() and not aborted:
             self.open_graphs += 1
             self.root_graphs += self.is_root_pass
@@ -305,6 +344,8 @@ class Engine:
         for unit in self.units:
             for flat in unit.flats:
                 flat.stale = True
+                if flat.home is not None:
+                    flat.home.touched()
             if unit.kept:
                 self._make_stale(unit)
 
@@ -323,7 +364,11 @@ class Engine:
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
-        if self.failure_agreed or (self.failure is not None and self.world_size == 1):
+        self.about_to_write()
+        self.beyond.check()
+        if self.failure_agreed and self.on_disk and self.world_size > 1:
+            agree_on_failure(self, self.failure or self.last_failure, "before the step: nothing has been stepped")
+        elif self.failure_agreed or (self.failure is not None and self.world_size == 1):
             self.tell_failure()
         if not any(flat.grads for u in self.units for flat in u.flats):
             return
@@ -334,6 +379,12 @@ class Engine:
                 "optimizer.step() was called while gradients kept under no_sync have not been reduced yet. Run the last micro-batch of the "
                 "step outside `onefold.no_sync(model)`."
             )
+
+    def about_to_write(self) -> None:
+        """Masters or states are going to change: wait for who is copying them."""
+        copying, self.copying = self.copying, None
+        if copying is not None:
+            copying()
 
     def tell_failure(self) -> None:
         """Raise what work behind the training has failed with, if nobody was told yet."""
@@ -375,9 +426,14 @@ class Engine:
                 self.root_graphs = max(0, self.root_graphs - 1)
             if self.deferring:
                 show_kept(self)
+            if self.behind is not None:
+                self.behind.join()
             self.backward_open = False
             self.gather.end_backward()
+            self.activations.end_backward()
+            self.beyond.lane.wait()  # what the user finds in `.grad` is there
             self.memory.look()
+            self.beyond.host.look()
             for unit in self.units:
                 unit.waiting = set()
 
@@ -387,6 +443,7 @@ class Engine:
         self.backward_open = False
         self.open_graphs = self.root_graphs = 0
         self.gather.end_backward()
+        self.activations.end_backward()
 
     # -- other -----------------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ One `Flat` holds the parameters of one unit that share a dtype and were trainabl
     stage 0             replicated   replicated    [numel], logical shapes      kept; the master itself when dtypes agree
     stages 1, 2         replicated   sharded       [shard], one interval        kept; master is a slice of it when dtypes agree
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
+
+Where masters and states rest off the device, a `Home` (runtime/home.py) keeps them and what gathers read.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from torch import nn
 
 from onefold.layout import FlatLayout, Slot, overlap
 from onefold.memory import MASTERS, PARAMETERS, storage_of
-from onefold.recipe import Placement, Recipe
+from onefold.recipe import Placement, Recipe, Tier
+from onefold.recipe.tiers import SECTOR
+from onefold.runtime.home import Home
 from onefold.runtime.parameter import ShardedParameter, ShardInfo
+from onefold.runtime.tiers import Tiers
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
@@ -56,11 +61,12 @@ class Entry:
 
     __slots__ = (
         "__weakref__", "active", "compute", "engine", "filled", "flat", "hooked", "index", "kept", "moved", "names", "number", "param",
-        "places", "released", "slot",
+        "part", "places", "released", "slot",
     )  # fmt: skip
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
         self.slot, self.index, self.names = slot, index, found.names
+        self.part = found.part  # what it is of the parameter that leaves the process: all of it, or the elements of one tile
         # The modules' own dictionaries rather than the modules: a model must not be kept alive by its engine.
         self.places = [(m._parameters, a, weakref.ref(m) if isinstance(m, nn.RNNBase) else None) for m, a in found.places]
         self.flat, self.engine = flat, weakref.ref(engine)
@@ -77,24 +83,28 @@ class Entry:
 class Flat:
     """See the table of this module. `index` is unique in the engine (it goes into message tags)."""
 
-    def __init__(self, unit_name: str, found: list[Found], dtypes: Dtypes, index: int, engine: Engine) -> None:
+    def __init__(
+        self, unit_name: str, found: list[Found], dtypes: Dtypes, index: int, engine: Engine, tiers: Tiers | None = None
+    ) -> None:
         recipe, group = engine.recipe, engine.group
         self.frozen_low = dtypes.master in _LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         self.rank, self.size = group.rank, group.size
-        self.layout = FlatLayout.of([(f.names[0], f.param.shape) for f in found], group.size)
+        self.layout = FlatLayout.of([(f.names[0], f.param.shape) for f in found], group.size, SECTOR if tiers and tiers.on_disk else 0)
         self.entries = [Entry(f, s, i, self, engine) for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))]
+        self.tiled = any(f.part.numel != f.param.numel() for f in found)
         self.whole_master = recipe.optimizer.placement is Placement.REPLICATED or group.size == 1
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters stay where they are.
         self.passive = (
             group.size == 1
             and all(f.param.dtype == dtypes.compute == dtypes.master for f in found)
             and not any(f.param.is_meta for f in found)
+            and tiers is None
         )
-        alone = group.size == 1 and dtypes.compute == dtypes.master
-        self.kept = recipe.parameters.placement is Placement.REPLICATED or self.passive or alone
+        self.kept = recipe.parameters.placement is Placement.REPLICATED or self.passive or (group.size == 1 and _rests_whole(dtypes, tiers))
         self.interval = self.layout.interval(self.rank)
         self.owned = (0, self.layout.numel) if self.whole_master else self.interval
+        self.home = Home(self, tiers, engine) if tiers is not None else None
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
@@ -111,13 +121,19 @@ class Flat:
         shared = d.compute == d.master
         if self.kept:
             self.full = torch.empty(n, dtype=d.compute, device=device)
-        if shared and self.full is not None:
+        if self.home is not None:
+            self.master = self.home.build()
+        elif shared and self.full is not None:
             self.master = self.full[self.owned[0] : self.owned[1]]
         else:
             self.master = torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
-        fill(self.master)
+        first = self.master if self.home is None else torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
+        fill(first)
         for entry in self.entries:
             self._bind(entry, device)
+        if self.home is not None:
+            self.home.bound()
+            self.home.store(first)
         if self.full is not None:
             self.point_at(self.full)
 
@@ -147,6 +163,23 @@ class Flat:
         entry.param._onefold_entry = weakref.ref(entry)  # type: ignore[attr-defined]
         self.swap(entry, entry.param)
 
+    # -- masters, wherever they are --------------------------------------------------------------------------------------------
+
+    def load_master(self) -> torch.Tensor:
+        """All masters of this rank, [owned]: themselves, or a host copy where they are on NVMe."""
+        return self.master if self.home is None else self.home.load()
+
+    def landing(self, device: torch.device) -> torch.Tensor:
+        """Where new masters, [owned], are to be put before `store_master`: the masters themselves where they are on `device`."""
+        if self.home is None:
+            return self.master
+        return torch.empty(self.owned[1] - self.owned[0], dtype=self.dtypes.master, device=device)
+
+    def store_master(self, master: torch.Tensor) -> None:
+        """New values for all masters of this rank, from `landing`."""
+        if self.home is not None:
+            self.home.store(master)
+
     # -- views -----------------------------------------------------------------------------------------------------------------
 
     def local(self, entry: Entry) -> tuple[int, int]:
@@ -157,9 +190,13 @@ class Flat:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
 
+    def accounted(self, entry: Entry) -> tuple[int, int]:
+        """The addresses of `entry` that this rank answers for: each element of the model on exactly one rank."""
+        return self.local(entry) if self.passive or not self.whole_master else overlap((entry.slot.start, entry.slot.end), self.interval)
+
     def overwritten_since(self, write: int) -> bool:
         """Whether the values computed with before that write to the masters are gone (a copy has them until it is refreshed)."""
-        copied = self.kept and self.dtypes.compute != self.dtypes.master
+        copied = self.kept and self.dtypes.compute != self.dtypes.master and self.home is None
         return not self.passive and (not copied or self.refreshed >= write)
 
     def point_at(self, buffer: torch.Tensor | None) -> None:
@@ -206,9 +243,11 @@ class Flat:
 
     @property
     def resting_bytes(self) -> dict[str, int]:
-        """Bytes held between steps, by category."""
+        """Bytes held on the device between steps, by category."""
         if self.passive:
             return {PARAMETERS: sum(e.param.numel() * e.param.element_size() for e in self.entries)}
+        if self.home is not None:
+            return self.home.resting_bytes()[Tier.DEVICE]
         out = {MASTERS: self.master.numel() * self.master.element_size()}
         if self.full is not None and self.kept:
             full = self.full.numel() * self.full.element_size()
@@ -216,3 +255,10 @@ class Flat:
                 return {PARAMETERS: full}
             out[PARAMETERS] = full
         return out
+
+
+def _rests_whole(dtypes: Dtypes, tiers: Tiers | None) -> bool:
+    """Whether the whole of a flat buffer on one rank stays on the device: there is nothing to gather it from that would save memory."""
+    if tiers is not None:
+        return tiers.parameters is Tier.DEVICE
+    return dtypes.compute == dtypes.master

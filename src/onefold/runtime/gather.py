@@ -26,7 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.comm import Place
 from onefold.memory import GATHERED, storage_of
+from onefold.memory.nvme import TierError
 from onefold.runtime.flat import Flat
+from onefold.runtime.home import Home
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class Handle:
 
     def __del__(self) -> None:
         self.unit.handles -= 1
-        if self.unit.handles == 0:
+        if self.unit.handles == 0 or self.unit.looks_up_only:
             self.watch.maybe_release(self.unit)
 
 
@@ -79,8 +81,9 @@ class Gatherer:
         self.engine = engine
         self.units = engine.units
         self.sharded = [u for u in self.units if not u.kept]
-        registered = [u.index for u in self.sharded]
-        self.forward_order, self.backward_order, self.learned = registered, _backwards(self.sharded), False
+        foreseen = [u for u in self.sharded if not u.revisited]
+        self.forward_order, self.learned = [u.index for u in foreseen], False
+        self.backward_order = _backwards([u for u in foreseen if not u.forward_only])
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None
@@ -88,6 +91,7 @@ class Gatherer:
         self.unwanted: list[Unit] = []
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         self.prefetch = engine.recipe.prefetch if engine.recipe.overlap else 0
+        self.from_disk = any(flat.home is not None and flat.home.rest is None for unit in self.sharded for flat in unit.flats)
         self._hooks: Any = None
 
     # -- passes ----------------------------------------------------------------------------------------------------------------
@@ -97,7 +101,7 @@ class Gatherer:
             self.cursor = Cursor(self.forward_order) if is_root else None
             self.forward_log = []
             if torch.is_grad_enabled():
-                self._hooks = self._saving()
+                self._hooks = self.saving()
                 self._hooks.__enter__()
 
     def end_forward(self, is_root: bool, aborted: bool) -> None:
@@ -147,7 +151,7 @@ class Gatherer:
             self.wait(unit)
             return
         cursor = self.backward_cursor if backward else self.cursor
-        if unit.state is State.SHARDED:
+        if unit.away:
             passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
             for other in passed:
                 self.join(other)
@@ -165,16 +169,19 @@ class Gatherer:
                 self._look_ahead(cursor)
 
     def _look_ahead(self, cursor: Cursor) -> None:
-        ahead = sum(1 for u in self.sharded if u.state is not State.SHARDED and not u.claimed)
+        ahead = sum(1 for u in self.sharded if not u.away and not u.claimed)
         while ahead < self.prefetch and (index := cursor.next()) is not None:
             cursor.at += 1
-            if (unit := self.units[index]).state is State.SHARDED:
+            if (unit := self.units[index]).away:
                 self.launch(unit)
                 ahead += 1
+        if self.prefetch and self.from_disk:  # a disk is slower than the wire: it is asked for one unit more
+            for index in cursor.order[cursor.at : cursor.at + 1]:
+                self.fetch(self.units[index])
 
     def join(self, unit: Unit) -> None:
         """Take part in a gather that other ranks may need. See [Note: every rank joins every gather]."""
-        if unit.state is State.SHARDED:
+        if unit.away:
             self.launch(unit)
             self.unwanted.append(unit)
 
@@ -189,7 +196,7 @@ class Gatherer:
         """Drop what was joined and not used; in a backward pass not what lies around the unit in use: its turn may yet come."""
         around = [u for u in self.unwanted if inside is not None and u.encloses(inside)]
         for unit in self.unwanted:
-            if not unit.claimed and unit.state is not State.SHARDED and unit not in around:
+            if not unit.claimed and not unit.away and unit not in around:
                 self.release(unit)
         self.unwanted = around
 
@@ -208,17 +215,44 @@ class Gatherer:
             if flat.kept and not flat.stale:
                 continue
             flat.stale = False
-            if flat.full is None:
-                flat.full = engine.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
-                self.by_storage[storage_of(flat.full)] = (unit, flat)
+            full = self._buffer(unit, flat)
+            if flat.home is not None:
+                self._put(flat.home)
+            elif storage_of(flat.master) != storage_of(full):  # else the masters are that interval of the copy
+                full[flat.owned[0] : flat.owned[1]].copy_(flat.master)
             if flat.whole_master:
-                if storage_of(flat.master) != storage_of(flat.full):
-                    flat.full.copy_(flat.master)
                 continue
-            mine = flat.full[flat.interval[0] : flat.interval[1]]
-            if storage_of(mine) != storage_of(flat.master):  # else the masters are that interval of the copy
-                mine.copy_(flat.master)
-            unit.pending.append(engine.group.all_gather(flat.full, place, flat.index))
+            unit.pending.append(engine.group.all_gather(full, place, flat.index))
+
+    def _put(self, home: Home) -> None:
+        """This rank's interval from where it rests.
+
+        Where ranks wait for each other a disk that fails must not stop one of them alone: it goes on with what it has, and all of them
+        raise before the optimizer steps.
+        """
+        try:
+            home.put()
+        except TierError as error:
+            if self.engine.world_size == 1 or not (torch.is_grad_enabled() or self.engine.backward_open):
+                raise
+            self.engine.failure = self.engine.failure or error
+
+    def _buffer(self, unit: Unit, flat: Flat) -> torch.Tensor:
+        """Where the whole of `flat` is, or will be."""
+        if flat.full is None:
+            flat.full = self.engine.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
+            self.by_storage[storage_of(flat.full)] = (unit, flat)
+        return flat.full
+
+    def fetch(self, unit: Unit) -> None:
+        """Start reading what this rank will send of the unit, if that lies on a disk."""
+        if unit.state is not State.SHARDED or not any(f.home is not None and f.home.rest is None for f in unit.flats):
+            return
+        unit.move(State.FETCHING, self.engine.step)
+        for flat in unit.flats:
+            if flat.home is not None and flat.home.rest is None:
+                self._buffer(unit, flat)
+                flat.home.fetch()
 
     def wait(self, unit: Unit) -> None:
         if unit.state is not State.GATHERING:
@@ -240,6 +274,8 @@ class Gatherer:
         unit.claimed = False
         unit.move(State.SHARDED, self.engine.step)
         for flat in unit.flats:
+            if flat.home is not None:
+                flat.home.forget()
             if flat.kept:  # on one rank what is frozen rests in the compute dtype, beside what is cast
                 continue
             full, flat.full = flat.full, None
@@ -270,7 +306,8 @@ class Gatherer:
 
     def maybe_release(self, unit: Unit) -> None:
         """Release the unit if its backward is over: no saved handle, no gradient awaited, no forward pass open."""
-        if self.engine.backward_open and unit.claimed and not unit.kept and not unit.handles and not unit.waiting and not unit.depth:
+        done = unit.looks_up_only or not (unit.handles or unit.waiting)
+        if self.engine.backward_open and unit.claimed and not unit.kept and done and not unit.depth:
             self.release(unit)
 
     # -- kept copies -----------------------------------------------------------------------------------------------------------
@@ -283,7 +320,7 @@ class Gatherer:
 
     # -- saved tensors ---------------------------------------------------------------------------------------------------------
 
-    def _saving(self) -> saved_tensors_hooks:
+    def saving(self) -> saved_tensors_hooks:
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
         outer_pack, outer_unpack = top if top else (None, None)
         by_storage = self.by_storage

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.memory import GRADIENTS, storage_of
+from onefold.recipe import Tier
+from onefold.runtime.hollow import hollow, is_hollow
 from onefold.runtime.parameter import whole_sight
 
 if TYPE_CHECKING:
@@ -23,7 +25,10 @@ def show_kept(engine: Engine) -> None:
     for unit in engine.units:
         for flat in unit.flats:
             for entry in flat.entries:
-                if entry.filled and entry.param.grad is None:
+                if entry.filled and entry.param.grad is None and flat.home is not None:
+                    # The gradient is on the device, its parameter is not: what is shown has a shape, and can be dropped.
+                    entry.kept = entry.param.grad = hollow(entry.param, f"the unreduced gradient of {entry.slot.name!r}")
+                elif entry.filled and entry.param.grad is None:
                     run, (a, b) = flat.run_of[entry.index], flat.local(entry)
                     part = flat.grads[run][a - run[0] : b - run[0]] if b > a else flat.grads[run][:0]
                     # .data: a version counter of its own, which tells whether the user wrote to it
@@ -42,7 +47,7 @@ def take_kept(engine: Engine) -> None:
     for entry, kept in shown:
         entry.kept = None
         now, entry.param.grad = entry.param.grad, None
-        zeroed = now is kept and kept._version and not kept.any()
+        zeroed = now is kept and kept._version and not is_hollow(kept) and not kept.any()
         if now is None or (zeroed and (all_written or kept.numel() == entry.slot.numel)):
             entry.filled = False
         elif now is not kept or kept._version:
@@ -59,11 +64,15 @@ def take_kept(engine: Engine) -> None:
                 flat.grads.clear()
 
 
-def gradient_bytes(engine: Engine) -> int:
-    """Bytes of gradients that wait for the optimizer: reduced ones, and whole ones that wait for the boundary."""
+def gradient_bytes(engine: Engine, tier: Tier) -> int:
+    """Bytes of gradients on a tier that wait for the optimizer: reduced ones, and on the device whole ones that wait for the boundary."""
+    ledger = engine.memory if tier is Tier.DEVICE else engine.beyond.host
     if engine.backward_open:  # buffers are on their way between owners: the ledger's own count is right
-        return engine.memory.held(GRADIENTS)
-    reduced = sum(_unique_bytes(e.param.grad for e in engine.entries if e.kept is None))
+        return ledger.held(GRADIENTS)
+    ours = [e for e in engine.entries if (e.flat.home is None) == (tier is Tier.DEVICE) and e.kept is None]
+    reduced = sum(_unique_bytes(e.param.grad for e in ours))
+    if tier is not Tier.DEVICE:
+        return reduced
     return reduced + sum(b.numel() * b.element_size() for u in engine.units for flat in u.flats for b in flat.grads.values())
 
 

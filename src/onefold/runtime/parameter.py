@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from onefold.runtime.hollow import explain, seen_hollow
+
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
@@ -40,6 +42,7 @@ class ShardInfo:
         interval: `(start, stop)`, the elements of the flattened parameter that this rank holds.
         dtype: the dtype it is computed in (the parameter itself is held in master precision).
         sharded: whether this rank holds only a part (stage 0 holds the whole, and still computes with another object).
+        on_disk: whether its elements rest on NVMe: the parameter has a shape, and no memory.
     """
 
     def __init__(self, entry: Entry, interval: tuple[int, int]) -> None:
@@ -47,6 +50,7 @@ class ShardInfo:
         self.name, self.shape, self.interval = entry.slot.name, torch.Size(entry.slot.shape), interval
         self.dtype = entry.compute.dtype
         self.sharded = not entry.flat.whole_master
+        self.on_disk = entry.flat.home is not None and entry.flat.home.on_disk
 
     def __deepcopy__(self, memo: object) -> ShardInfo:
         return self
@@ -83,6 +87,10 @@ class ShardedParameter(nn.Parameter):
             if (ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1)) and func not in _OWN:
                 args, kwargs = _substitute(func, args, kwargs)
                 return func(*args, **kwargs)
+            if func not in _OF_HOLLOW and (gone := next((i for i in infos(args, kwargs) if i.on_disk), None)) is not None:
+                raise explain(func, f"parameter {gone.name!r}")
+            if func in _READS and args[0].__dict__["onefold"].on_disk:
+                return seen_hollow(func(*args, **kwargs), f"parameter {args[0].__dict__['onefold'].name!r}")
             if func in _NEEDS_SHAPE and any(info.sharded for info in infos(args, kwargs)):
                 raise _error(args, kwargs, func)
             if func == _GRAD and _asked_by_clip_grad_norm() and args[0].__dict__["onefold"].sharded:
@@ -110,6 +118,8 @@ class ShardedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         info: ShardInfo | None = self.__dict__.get("onefold")
+        if info is not None and info.on_disk:
+            return f"ShardedParameter({info!r}, on NVMe)"
         with whole_sight():
             return f"ShardedParameter({info!r}, local={self.data!r})"
 
@@ -204,6 +214,10 @@ _METADATA |= {_T.is_contiguous, torch.is_floating_point, torch.is_complex, torch
 _HOOKS = {_T.register_hook, _T.register_post_accumulate_grad_hook}
 # Answered by the local interval itself, also inside a forward pass: what belongs to the optimizer's object.
 _OWN = _getters("grad", "_version") | {_T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_, _T.__hash__, _T.data.__set__}
+# Those that give out a tensor over the same memory, and what may be done to a parameter that has none.
+_READS = {_T.data.__get__, _T.detach}
+_OF_HOLLOW = _METADATA | _HOOKS | _OWN | _READS | _getters("grad_fn", "is_sparse", "is_quantized", "is_nested")
+_OF_HOLLOW |= {_T.untyped_storage, _T.storage_offset, _T.get_device, _T.as_subclass, _T.retain_grad}
 # Meaningless on an interval even where the one-dimensional shape happens to fit.
 _F = torch.nn.functional
 _NEEDS_SHAPE = {

@@ -25,8 +25,10 @@ import torch
 
 from onefold.comm import Pending, Place
 from onefold.layout import overlap
-from onefold.memory import GRADIENTS, REDUCTION, empty
+from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger
+from onefold.memory.nvme import TierError
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.home import Home
 from onefold.runtime.kept import take_kept
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.unit import Unit
@@ -51,6 +53,7 @@ class Reduction:
     sent: torch.Tensor | None = None  # where the wire's dtype is not the buffer's
     total: torch.Tensor | None = None
     gathering: Pending | None = None
+    down: bool = False  # the sums have left the device
 
 
 class Reducer:
@@ -212,7 +215,7 @@ class Reducer:
         group, into, dtype = self.engine.group, self._summed_into(flat), flat.dtypes.wire
         places = {group.rank: own}
         if into is not None:
-            places[into] = empty(own.numel(), dtype, own.device)
+            places[into] = self.engine.pool.fresh(own.numel(), dtype)
             self.engine.memory.add(REDUCTION, _bytes(places[into]), unit.name)
         others = [p for p in range(group.size) if p not in places]
         lent = self.engine.pool.take(len(others) * own.numel(), dtype, REDUCTION, unit.name) if others else None
@@ -240,7 +243,7 @@ class Reducer:
             r.gathering = self._gather_sums(r, total)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
-            self.engine.memory.add(GRADIENTS, -_bytes(total))  # it was added to gradients that are there
+            self._ledger(flat).add(GRADIENTS, -_bytes(total))  # it was added to gradients that are there
         if r.gathering is None and not all(r.filled[e.index] for e in flat.entries if flat.in_run(e, r.run)):
             self.summed.append(r)  # another rank may have used the others
 
@@ -265,10 +268,10 @@ class Reducer:
         first, *others = r.parts.values()
         if flat.whole_master:  # every rank wants all sums: put this rank's into the whole buffer, then gather
             numel, dtype = r.run[1] - r.run[0], flat.dtypes.wire
-            total = empty(numel, dtype, first.device)
+            total = self.engine.pool.fresh(numel, dtype)
             target = total[r.own[0] - r.run[0] : r.own[1] - r.run[0]]
         else:
-            total = target = empty(r.own[1] - r.own[0], flat.dtypes.sums, first.device)
+            total = target = self.engine.pool.fresh(r.own[1] - r.own[0], flat.dtypes.sums)
         self.engine.memory.add(GRADIENTS, _bytes(total))
         sums = target
         if target.dtype != flat.dtypes.sums:
@@ -305,25 +308,58 @@ class Reducer:
         True if some `.grad` lies in them now, or may come to.
         """
         assert r.total is not None
+        home = r.flat.home
+        if home is not None:
+            self._bring_down(r, home)
         kept = not all(which[e.index] for e in r.flat.entries if r.flat.in_run(e, r.run))
         base = r.run[0] if r.flat.whole_master else r.own[0]
         span = r.run if r.flat.whole_master else r.own
-        for entry, wanted in zip(r.flat.entries, which, strict=True):
-            if not wanted:
-                continue
+        behind = self._steps_behind(r.flat, which)
+        meant = [e for e, wanted in zip(r.flat.entries, which, strict=True) if wanted and (_meets(e, span) or not e.slot.numel)]
+        if home is not None and home.gradients_on_disk and not behind:
+            try:
+                home.take_gradient(r.total, span, meant)
+            except TierError as error:  # the other ranks are waiting: all raise before the optimizer steps
+                self.engine.failure = self.engine.failure or error
+            return kept
+        for entry in meant:
             a, b = overlap((entry.slot.start, entry.slot.end), span)
-            if a == b and entry.slot.numel:
-                continue
             param = entry.param
             grad = r.total[a - base : b - base].view(param.shape)
             if param.grad is None:
                 param.grad = grad.to(param.dtype)
                 if param.grad is not grad:  # a copy in another dtype
-                    self.engine.memory.add(GRADIENTS, _bytes(param.grad))
+                    self._ledger(r.flat).add(GRADIENTS, _bytes(param.grad))
                 kept = True
             else:
                 param.grad.add_(grad)
+        if behind:
+            self.engine.behind.landed(r.flat)
         return kept
+
+    def _steps_behind(self, flat: Flat, which: list[bool]) -> bool:
+        """Whether the flat buffer is stepped as soon as these gradients are there: they are all of its own, in memory."""
+        behind, home = self.engine.behind, flat.home
+        if behind is None or home is None or len(flat.runs) != 1 or not all(which[e.index] for e in flat.entries if e.active):
+            return False
+        if home.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):
+            return False
+        home.stepped_in = self.engine.step if (takes := bool(behind.takes(flat))) else home.stepped_in
+        return takes
+
+    def _bring_down(self, r: Reduction, home: Home) -> None:
+        """The sums leave the device, once."""
+        assert r.total is not None
+        if not r.down:
+            r.down = True
+            self.engine.memory.add(GRADIENTS, -_bytes(r.total))
+            r.total = home.bring_down(r.total)
+            self.engine.beyond.host.add(GRADIENTS, _bytes(r.total))
+        if home.gradients_on_disk or r.total.dtype != r.flat.dtypes.master or any(e.param.grad is not None for e in r.flat.entries):
+            self.engine.beyond.lane.wait()  # the host is about to read them
+
+    def _ledger(self, flat: Flat) -> MemoryLedger:
+        return self.engine.memory if flat.home is None else self.engine.beyond.host
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over what other ranks used."""
@@ -356,6 +392,11 @@ class Reducer:
     def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
         """Gradients that came after their unit was reduced (re-entrant checkpointing of a shared module): reduce them too."""
         for index in late:
+            if any(f.home is not None and f.home.stepped_in == self.engine.step for f in self.units[index].flats):
+                raise RuntimeError(
+                    f"a gradient of {self.units[index].name!r} came after the unit was stepped behind the backward pass: this model uses "
+                    "it in more than one part of the pass. Leave step_in_backward out."
+                )
             self._launch(self.units[index])
         self.finish(used_anywhere)
 
@@ -385,6 +426,11 @@ def _cut(buffer: torch.Tensor, run: tuple[int, int], flat: Flat) -> tuple[torch.
     """The ranks' pieces of a buffer over `run`, in rank order."""
     cuts = [overlap(run, flat.layout.interval(p)) for p in range(flat.size)]
     return buffer.split([b - a for a, b in cuts])
+
+
+def _meets(entry: Entry, span: tuple[int, int]) -> bool:
+    a, b = overlap((entry.slot.start, entry.slot.end), span)
+    return a < b
 
 
 def _bytes(t: torch.Tensor) -> int:

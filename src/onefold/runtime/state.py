@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from onefold.memory import GATHERED
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import whole_sight
+from onefold.runtime.tiles.modules import first_tiles
 from onefold.runtime.unit import Unit
 
 
@@ -27,8 +29,8 @@ def whole_masters(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor:
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
     with whole_sight(), torch.no_grad():
         if flat.whole_master:
-            return full.copy_(flat.master)
-        full[flat.interval[0] : flat.interval[1]].copy_(flat.master)
+            return full.copy_(flat.load_master())
+        full[flat.interval[0] : flat.interval[1]].copy_(flat.load_master())
         engine.group.all_gather(full, _place(engine, unit), flat.index, move="state").wait()
     return full
 
@@ -49,55 +51,91 @@ def scatter_masters(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor |
             group.exchange([], [(0, master)], place, flat.index, move="state").wait()
 
 
+def _rewrite(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor | None) -> None:
+    """Rank 0's `full` becomes everybody's masters, wherever these rest."""
+    landing = flat.landing(engine.device)
+    scatter_masters(engine, unit, flat, full, landing)
+    flat.store_master(landing)
+
+
 @contextlib.contextmanager
 def full_params(engine: Engine, write: bool) -> Iterator[None]:
     """Whole parameters in master precision in place of the sharded ones. See `onefold.full_params`."""
     if engine.stack:
         raise RuntimeError("full_params was entered inside a forward pass of the model; enter it outside.")
+    if write:
+        engine.about_to_write()
     if engine.whole_depth:  # nested: the outer one has gathered
         if write and not engine.whole_write:
             raise RuntimeError("full_params(write=True) was entered inside full_params(); give write=True to the outer one.")
         yield
         return
-    held: list[tuple[Unit, Flat, torch.Tensor]] = []
+    held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
+    joint: dict[str, torch.Tensor] = {}  # parameters in tiles: the tiles lie one behind another, so that there is a whole to see
     with whole_sight():
         for unit in engine.units:
             for flat in unit.flats:
                 if flat.passive:
                     continue
                 full = whole_masters(engine, unit, flat)
-                held.append((unit, flat, full))
-                engine.memory.add(GATHERED, full.numel() * full.element_size(), unit.name)
+                held.append((unit, flat, None if flat.tiled else full))
+                engine.memory.add(GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name)
                 for entry in flat.entries:
-                    flat.swap(entry, nn.Parameter(flat.view(full, entry), requires_grad=False))
+                    whole = flat.view(full, entry)
+                    if flat.tiled:
+                        whole = _place_in(joint, entry, whole).copy_(whole)
+                    flat.swap(entry, nn.Parameter(whole, requires_grad=False))
+                del full, whole
     engine.whole_depth, engine.whole_write = 1, write
     try:
         yield
     finally:
         engine.whole_depth = 0
         with whole_sight(), torch.no_grad():
-            for unit, flat, full in held:
+            for unit, flat, kept in held:
                 for entry in flat.entries:
                     flat.swap(entry, entry.param)
                 if write:
-                    scatter_masters(engine, unit, flat, full, flat.master)
-                engine.memory.add(GATHERED, -full.numel() * full.element_size(), unit.name)
+                    _rewrite(engine, unit, flat, kept if kept is not None else _apart(joint, flat))
+                engine.memory.add(GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name)
             if write:
                 engine.make_stale()
+
+
+def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) -> torch.Tensor:
+    """Where a tile lies in the whole parameter that `joint` has, or gets, by the parameter's name."""
+    part = entry.part
+    if part.names[0] not in joint:
+        joint[part.names[0]] = torch.empty(part.numel, dtype=like.dtype, device=like.device)
+    return joint[part.names[0]][part.first : part.first + entry.slot.numel].view(entry.slot.shape)
+
+
+def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
+    """The tiles of `flat`, which `joint` has, as its whole buffer, [numel]."""
+    like = joint[flat.entries[0].part.names[0]]
+    full = torch.zeros(flat.layout.numel, dtype=like.dtype, device=like.device)
+    for entry in flat.entries:
+        flat.view(full, entry).copy_(_place_in(joint, entry, like))
+    return full
 
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
     """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See `onefold.full_state_dict`."""
     group = engine.group
     out: dict[Any, torch.Tensor] = {}  # by the parameter's identity and names: hooks of a module may rename or copy it in its state dict
+    joint: dict[str, torch.Tensor] = {}
     with whole_sight(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
                 full = _to_rank_0(engine, unit, flat)
                 for entry in flat.entries if group.rank == 0 else ():
-                    whole = entry.param.detach() if flat.passive else flat.view(full, entry)  # type: ignore[arg-type]
-                    whole = whole.cpu().clone()
-                    out |= dict.fromkeys((id(entry.param), *entry.names), whole)
+                    value = entry.param.detach() if flat.passive else flat.view(full, entry)  # type: ignore[arg-type]
+                    if flat.tiled:
+                        _place_in(joint, entry, torch.empty(0, dtype=value.dtype, device="cpu")).copy_(value)
+                        whole = joint[entry.part.names[0]].view(entry.part.shape)
+                    else:
+                        whole = value.cpu().clone()
+                    out |= dict.fromkeys((id(entry.param), *entry.part.names), whole)
     if group.rank != 0:
         return {}
     order = {name: value for name, value in plain_state_dict(engine, module).items() if isinstance(value, torch.Tensor)}
@@ -106,10 +144,13 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
 
 
 def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
-    """The module's own state dict: this rank's intervals under the parameters' names, buffers, extra state. Local."""
+    """The module's own state dict: this rank's intervals under the parameters' names, buffers, extra state. Local.
+
+    A parameter in tiles stands there as its first tile's.
+    """
     engine.whole_depth += 1  # lets the guard on state_dict() pass
     try:
-        with whole_sight():
+        with whole_sight(), first_tiles():
             return module.state_dict(keep_vars=True)
     finally:
         engine.whole_depth -= 1
@@ -121,7 +162,7 @@ def beside_parameters(engine: Engine, module: nn.Module) -> tuple[dict[str, torc
     Parameters are told by their identity or by their name: hooks of a module may give them another one in its state dict, or a copy.
     """
     known = {id(e.param) for e in engine.entries} | {id(e.compute) for e in engine.entries}
-    names = {name for e in engine.entries for name in e.names}
+    names = {name for e in engine.entries for name in e.part.names}
     buffers: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in plain_state_dict(engine, module).items():
@@ -136,13 +177,13 @@ def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
     if flat.passive:
         return None
     if flat.whole_master:
-        return flat.master
+        return flat.load_master()
     group, place = engine.group, _place(engine, unit)
     if group.rank != 0:
-        group.exchange([(0, flat.master)], [], place, flat.index, move="state").wait()
+        group.exchange([(0, flat.load_master().to(engine.device))], [], place, flat.index, move="state").wait()
         return None
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
-    full[flat.interval[0] : flat.interval[1]].copy_(flat.master)
+    full[flat.interval[0] : flat.interval[1]].copy_(flat.load_master())
     recvs = [(p, full[slice(*flat.layout.interval(p))]) for p in range(1, group.size)]
     group.exchange([], recvs, place, flat.index, move="state").wait()
     return full
@@ -152,11 +193,12 @@ def load_full_state_dict(
     engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
 ) -> tuple[list[str], list[str]]:
     """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See `onefold.load_full_state_dict`."""
+    engine.about_to_write()
     expected = {n: v for n, v in plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
     known = {id(e.param): e for e in engine.entries}
-    by_name = {name: e for e in engine.entries for name in e.names}
+    by_name = {name: e for e in engine.entries for name in e.part.names}
     named = {n: e for n, v in expected.items() if (e := known.get(id(v), by_name.get(n))) is not None}
-    shapes = {n: tuple(e.slot.shape) for n, e in named.items()}
+    shapes = {n: e.part.shape for n, e in named.items()}
     verdict: list[Any] = [None]
     if engine.rank == 0:
         verdict = [_compare(expected, shapes, state, strict)]
@@ -165,10 +207,11 @@ def load_full_state_dict(
     missing, unexpected, complaint = verdict[0]
     if complaint:
         raise ValueError(complaint)
+    given = {e.part.names[0]: state[n] for n, e in named.items() if state is not None and n in state}
     with whole_sight(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
-                _load_flat(engine, unit, flat, {e.number: state[n] for n, e in named.items() if state is not None and n in state})
+                _load_flat(engine, unit, flat, given)
         _load_buffers(engine, {n: v for n, v in expected.items() if n not in shapes}, state or {})
         engine.make_stale()
     return missing, unexpected
@@ -220,11 +263,15 @@ def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
     return None
 
 
-def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[int, torch.Tensor]) -> None:
-    """`state`: whole tensors by the number of the parameter's entry."""
+def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[str, torch.Tensor]) -> None:
+    """`state`: whole tensors by the first name of the parameter."""
 
     def given(entry: Entry) -> torch.Tensor | None:
-        return state.get(entry.number)
+        whole, part = state.get(entry.part.names[0]), entry.part
+        if whole is None or not flat.tiled:
+            return whole
+        row = part.first // prod(part.shape[1:])
+        return whole[row : row + entry.slot.shape[0]]
 
     if flat.passive:
         for entry in flat.entries:
@@ -236,7 +283,7 @@ def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[int, torch
         for entry in flat.entries:
             if (value := given(entry)) is not None:
                 flat.view(full, entry).copy_(value)
-    scatter_masters(engine, unit, flat, full if engine.rank == 0 else None, flat.master)
+    _rewrite(engine, unit, flat, full if engine.rank == 0 else None)
 
 
 def _load_buffers(engine: Engine, buffers: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:

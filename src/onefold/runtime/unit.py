@@ -2,6 +2,9 @@
 
 | from      | to        | when                                                      |
 |-----------|-----------|-----------------------------------------------------------|
+| SHARDED   | FETCHING  | this rank's interval is being read from a disk, ahead      |
+| FETCHING  | GATHERING | as the next                                               |
+| FETCHING  | SHARDED   | it was not needed                                         |
 | SHARDED   | GATHERING | a gather is launched (used, prefetched, or joined)         |
 | GATHERING | GATHERED  | its bytes are here                                        |
 | GATHERED  | SHARDED   | released: the buffer goes back to the pool                |
@@ -20,16 +23,21 @@ from torch import nn
 
 from onefold.comm import Pending
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.tiles.modules import EmbeddingTile, Tile
 
 
 class State(enum.Enum):
     SHARDED = "sharded"
+    FETCHING = "fetching"
     GATHERING = "gathering"
     GATHERED = "gathered"
     STALE = "stale"
 
 
 _ALLOWED = {
+    (State.SHARDED, State.FETCHING),
+    (State.FETCHING, State.GATHERING),
+    (State.FETCHING, State.SHARDED),
     (State.SHARDED, State.GATHERING),
     (State.GATHERING, State.GATHERED),
     (State.GATHERED, State.SHARDED),
@@ -52,7 +60,12 @@ class Unit:
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
-        self.looks_up_only = type(module) is nn.Embedding  # its backward reads no parameter
+        # Its backward reads no parameter, or only what autograd saved of it for the moment (a tile): it can be released at any time.
+        self.looks_up_only = type(module) is nn.Embedding or isinstance(module, Tile)
+        # A pass comes to it more than once (a tile of tied weights): where, the first step has to show.
+        self.revisited = isinstance(module, Tile) and module.shared
+        # Foreseen in a forward pass only: the backward pass of a look-up in tiles comes to none of them.
+        self.forward_only = isinstance(module, EmbeddingTile) and not module.shared
         self.state = State.GATHERED if self.kept else State.SHARDED
         self.handles = self.depth = self.calls = 0
         self.claimed = self.sticky = False
@@ -64,6 +77,11 @@ class Unit:
     def kept(self) -> bool:
         """Its whole parameters exist all the time (replicated), or it has none."""
         return all(flat.kept for flat in self.flats)
+
+    @property
+    def away(self) -> bool:
+        """Nobody has launched its gather."""
+        return self.state in (State.SHARDED, State.FETCHING)
 
     @property
     def numel(self) -> int:

@@ -4,7 +4,8 @@ A unit is a block: one gather and one reduction. Found like this unless the reci
 
 1. the children of every repeated module list (ModuleList, or a Sequential of like children) that is not inside another unit;
 2. of the rest, any module that holds parameters of its own as large as half a block (an embedding, a head);
-3. whatever is left belongs to the root.
+3. the tiles of weights that are computed in tiles (runtime/tiles), wherever they are, and however units are named;
+4. whatever is left belongs to the root.
 
 A parameter that several modules share (tied weights) belongs to the unit around their lowest common ancestor.
 """
@@ -17,6 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+
+from onefold.layout import Part
+from onefold.runtime.tiles.modules import Tile, Tiled
 
 
 @dataclass
@@ -31,6 +35,12 @@ class Found:
     names: list[str] = field(default_factory=list)
     homes: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def part(self) -> Part:
+        """What it is of the parameter as it is known outside: all of it, or, if it is a tile, some rows."""
+        module, _ = self.places[0]
+        return module.part(self.names) if isinstance(module, Tile) else Part(tuple(self.names), tuple(self.param.shape))
 
 
 @dataclass
@@ -48,14 +58,16 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
     names = _named(modules, wanted) if wanted is not None else _blocks(root)
     if wanted is None:
         names = names + _large_rest(modules, names)
+    names = [*names, *(name for name, module in modules.items() if isinstance(module, Tile))]
     order = [name for name in modules if name in set(names) and name]
     specs = {"": UnitSpec("", root)} | {name: UnitSpec(name, modules[name]) for name in order}
-    for found in _parameters(root):
+    for found in parameters_of(root):
         specs[_owner(found.homes, specs)].found.append(found)
     return [spec for spec in specs.values() if spec.found or spec.name == ""]
 
 
-def _parameters(root: nn.Module) -> Iterable[Found]:
+def parameters_of(root: nn.Module) -> Iterable[Found]:
+    """Every parameter of `root` with the places that refer to it, in the order of `root.named_parameters()`."""
     by_id: dict[int, Found] = {}
     seen: set[int] = set()
     for prefix, module in root.named_modules(remove_duplicate=False):
@@ -87,6 +99,8 @@ def _size(module: nn.Module) -> int:
 
 def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
     """The children of every repeated module list in `module`, outermost lists only."""
+    if isinstance(module, Tiled):  # its list of tiles is no list of blocks
+        return []
     dot = f"{prefix}." if prefix else ""
     if _is_repeated(module):
         return [f"{dot}{n}" for n, c in module.named_children() if any(True for _ in c.parameters())]

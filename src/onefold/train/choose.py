@@ -1,7 +1,8 @@
 """`--stage auto`: the lowest stage, and with `--micro-batch auto` the largest micro-batch, whose peak fits on every rank.
 
 The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. On one rank it is stage 0: there is nothing
-to divide. A model whose code cannot be traced is judged by its states alone.
+to divide. A model whose code cannot be traced is judged by its states alone. Where state rests off the device, what leaves it is taken
+off the plan (train/away.py).
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import torch
 from torch import nn
 
 from onefold.plan.auto import USABLE, plan_here
-from onefold.plan.evaluate import Candidate
 from onefold.plan.formulas.compute import transformer_flops_per_token
 from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job
+from onefold.plan.planner import Plan
 from onefold.plan.schema import GRADIENTS, Account
+from onefold.plan.shapes import ModelShape
 from onefold.plan.states import at_rest, units_of
+from onefold.recipe import Recipe
+from onefold.train.away import away_of, host_has_room
 from onefold.train.errors import TrainError
 from onefold.train.machine import readable
 
@@ -51,8 +55,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the configuration and the machine say. `micro_batch` 0 is auto; `free` are bytes on the rank that has least; `reduce_at` and
-    `units` are the recipe's, None for what is usual."""
+    """What the configuration and the machine say.
+
+    Attributes:
+        micro_batch: 0 is auto. free: bytes on the rank that has least.
+        reduce_at, units: the recipe's, None for what is usual.
+        tiers: arguments of `Recipe.zero` that say where state rests; () keeps it on the device.
+    """
 
     stage: str
     micro_batch: int
@@ -66,60 +75,137 @@ class Asked:
     device: str
     reduce_at: str | None = None
     units: tuple[str, ...] | None = None
+    tiers: tuple[tuple[str, Any], ...] = ()
 
     @property
     def options(self) -> tuple[tuple[str, Any], ...]:
-        """What the recipe will have beside stage and precision, as `plan.job.Job` takes it."""
+        """What the recipe will have beside stage, precision and tiers, as `plan.job.Job` takes it."""
         return tuple((k, v) for k, v in (("reduce_at", self.reduce_at), ("units", self.units)) if v is not None)
+
+    @property
+    def job(self) -> Job:
+        """The question to the plan, with everything on the device."""
+        return Job(
+            seq=self.seq,
+            micro_batch=self.micro_batch,
+            global_batch=self.global_batch,
+            precision=self.precision,
+            checkpointing=self.checkpointing,
+            offload="none",
+            options=self.options,
+        )
+
+    def recipe(self, stage: int) -> Recipe:
+        """What the run would execute at a stage, tiers and all. Raises ValueError where no recipe can be so."""
+        options = {k: v for k, v in self.options if k != "reduce_at" or stage >= 2}
+        return Recipe.zero(stage, precision=self.precision, **options, **dict(self.tiers))
 
 
 def choose(model: nn.Module, asked: Asked) -> Choice:
     """Take the stage that was asked for, or the lowest that fits.
 
     Raises:
-        TrainError: the batch does not divide, or `units` names nothing.
+        TrainError: the batch does not divide, `units` names nothing, or no stage can keep state where it is asked for.
     """
-    stages = () if asked.stage == "auto" else (int(asked.stage),)
     try:
-        job = Job(
-            seq=asked.seq,
-            micro_batch=asked.micro_batch,
-            global_batch=asked.global_batch,
-            precision=asked.precision,
-            checkpointing=asked.checkpointing,
-            offload="none",
-            options=asked.options,
-        )
-        found = plan_here(
-            model, job, ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages,
-            batch=_batch_of(asked.seq),
-        )  # fmt: skip
+        job = asked.job
+        return _planned_away(model, asked, job) if asked.tiers else _planned(model, asked, job)
     except Exception as error:  # a model's own code may do anything under a trace; training it may still work
-        if isinstance(error, ValueError) and "does not divide" in str(error):
+        if isinstance(error, TrainError) or (isinstance(error, ValueError) and "does not divide" in str(error)):
             raise TrainError(str(error)) from None
         return _by_states(model, asked, f"the model could not be traced ({type(error).__name__}: {str(error)[:120]})")
+
+
+def _plan(model: nn.Module, asked: Asked, job: Job, stages: tuple[int, ...], free: int) -> Plan:
+    return plan_here(
+        model, job, ranks=asked.ranks, local_ranks=asked.local_ranks, free=free, device=asked.device, stages=stages,
+        batch=_batch_of(asked.seq),
+    )  # fmt: skip
+
+
+def _planned(model: nn.Module, asked: Asked, job: Job) -> Choice:
+    """Everything stays on the device."""
+    stages = () if asked.stage == "auto" else (int(asked.stage),)
+    found = _plan(model, asked, job, stages, asked.free)
     needed = {c.scheme.stage: c.account.peak_bytes for c in found.stages}
-    flops = transformer_flops_per_token(found.model.active_numel, found.model.transformer, asked.seq)
-    peak = found.machine.peak(asked.precision) if found.machine.measured is not None else None
     best = found.recommended
     if best is None:
         last = stages[0] if stages else 0 if asked.ranks == 1 else 3
         shown = next(c for c in found.stages if c.scheme.stage == last)
         why = f"stage {last} needs {readable(needed[last])} a rank at peak of {readable(shown.usable)} free: it may run out of memory"
-        return Choice(last, shown.scheme.micro_batch, why, needed, shown.usable, shown.account, flops, peak, found.notes)
-    why = _why(asked, best, needed)
-    return Choice(best.scheme.stage, best.scheme.micro_batch, why, needed, best.usable, best.account, flops, peak, found.notes)
+        return Choice(last, shown.scheme.micro_batch, why, needed, shown.usable, shown.account, *_speed(found, asked), found.notes)
+    why = _why(asked, best.scheme.stage, best.account, best.usable, needed)
+    return Choice(best.scheme.stage, best.scheme.micro_batch, why, needed, best.usable, best.account, *_speed(found, asked), found.notes)
 
 
-def _why(asked: Asked, best: Candidate, needed: Mapping[int, int]) -> str:
-    stage = best.scheme.stage
-    fits = f"its peak takes {readable(best.account.peak_bytes)} of {readable(best.usable)} a rank may use"
+def _planned_away(model: nn.Module, asked: Asked, job: Job) -> Choice:
+    """Some of the state leaves the device: each stage is planned with what that frees, until one fits."""
+    shape, usable = model_shape(model, asked.units), int(asked.free * USABLE)
+    possible = _stages(asked)
+    away = {s: away_of(shape, asked.recipe(s), job.recipe(s), asked.ranks) for s in possible}
+    on_cpu = asked.device == "cpu"
+    for stage in possible:
+        freed = away[stage].saved - (away[stage].host if on_cpu else 0)
+        found = _plan(model, asked, job, (stage,), max(1, int(asked.free + freed / USABLE)))
+        if found.recommended is not None:
+            break
+    best = found.recommended or next(c for c in found.stages if c.scheme.stage == stage)
+    accounts = {c.scheme.stage: away[c.scheme.stage].account(c.account) for c in found.stages if c.scheme.stage in possible}
+    accounts[stage] = away[stage].account(best.account)
+    needed = {s: a.peak_bytes + (a.host if on_cpu else 0) for s, a in accounts.items()}
+    if found.recommended is None:
+        why = f"stage {stage} needs {readable(needed[stage])} a rank at peak of {readable(usable)} free: it may run out of memory"
+    else:
+        why = _why(asked, stage, accounts[stage], usable, needed)
+    notes = [*found.notes, *_not_counted(asked)]
+    if not on_cpu and not host_has_room(away[stage], asked.local_ranks):
+        notes.append(f"the host has no room for the {readable(away[stage].host)} a rank that are to rest there: it may run out of memory")
+    return Choice(stage, best.scheme.micro_batch, why, needed, usable, accounts[stage], *_speed(found, asked), tuple(notes))
+
+
+def _stages(asked: Asked) -> list[int]:
+    """The stages that may be taken, the lowest first; stage 0 only on one rank, and there another only if it must be."""
+    if asked.stage != "auto":
+        return [int(asked.stage)]
+    possible, last = [], None
+    for stage in (0, 3) if asked.ranks == 1 else (1, 2, 3):
+        try:
+            asked.recipe(stage)
+        except ValueError as error:
+            last = error
+        else:
+            possible.append(stage)
+    if not possible:
+        raise TrainError(str(last))
+    return possible[:1] if asked.ranks == 1 else possible
+
+
+def _not_counted(asked: Asked) -> list[str]:
+    given = dict(asked.tiers)
+    words = {"offload_activations": "activations on the host", "tile": "weights in tiles"}
+    named = [text for name, text in words.items() if given.get(name) is not None]
+    return [f"the plan does not count {' and '.join(named)}: the run takes less than it says"] if named else []
+
+
+def _speed(found: Plan, asked: Asked) -> tuple[float | None, float | None]:
+    """(model FLOPs of a token, FLOP/s of a rank's hardware where that was measured)."""
+    peak = found.machine.peak(asked.precision) if found.machine.measured is not None else None
+    return transformer_flops_per_token(found.model.active_numel, found.model.transformer, asked.seq), peak
+
+
+def _why(asked: Asked, stage: int, account: Account, usable: int, needed: Mapping[int, int]) -> str:
+    fits = f"its peak takes {readable(needed[stage])} of {readable(usable)} a rank may use"
+    beside = [f"{readable(n)} {where}" for n, where in ((account.host, "on the host"), (account.nvme, "on NVMe")) if n]
+    if beside:
+        fits += f", with {' and '.join(beside)}"
     if asked.stage != "auto":
         return f"stage {stage}, as asked: {fits}"
-    if asked.ranks == 1:
+    if stage == 0:
         return f"stage 0: with one rank there is nothing to divide; {fits}"
     if stage == 1:
         return f"stage 1: {fits}; it sends what stage 0 sends and divides the optimizer"
+    if stage - 1 not in needed:
+        return f"stage {stage}, the only one that can keep parameters off the device: {fits}"
     return f"stage {stage}, the lowest that fits: {fits}, stage {stage - 1} would take {readable(needed[stage - 1])}"
 
 
@@ -136,16 +222,22 @@ def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
     try:
         shape, available = model_shape(model, asked.units), int(asked.free * USABLE / 2)
         job = Job(precision=asked.precision, options=asked.options)
+        candidates = _stages(asked)
+        needed = {s: _states(shape, asked, job, s) for s in (candidates if asked.tiers else (0, 1, 2, 3))}
     except ValueError as error:  # no run could have these units, or these options
         raise TrainError(str(error)) from None
-    needed = {}
-    for stage in (0, 1, 2, 3):
-        units = units_of(shape, job.recipe(stage), asked.ranks)
-        gradients = sum(
-            (f.numel if f.whole_master else f.layout.shard_numel) * f.dtypes.sums.itemsize for u in units for f in u.flats if f.trainable
-        )
-        needed[stage] = sum((at_rest(units) | {GRADIENTS: gradients}).values())
-    candidates = [int(asked.stage)] if asked.stage != "auto" else [0] if asked.ranks == 1 else [1, 2, 3]
     stage = next((s for s in candidates if needed[s] <= available), candidates[-1])
     reason = f"stage {stage}: {why}; its states take {readable(needed[stage])} of {readable(available)} left for them"
     return Choice(stage, asked.micro_batch or 1, reason, needed, available)
+
+
+def _states(shape: ModelShape, asked: Asked, job: Job, stage: int) -> int:
+    units = units_of(shape, job.recipe(stage), asked.ranks)
+    gradients = sum(
+        (f.numel if f.whole_master else f.layout.shard_numel) * f.dtypes.sums.itemsize for u in units for f in u.flats if f.trainable
+    )
+    held, host = at_rest(units) | {GRADIENTS: gradients}, 0
+    if asked.tiers:
+        away = away_of(shape, asked.recipe(stage), job.recipe(stage), asked.ranks)
+        held, host = away.at_peak(held), away.host if asked.device == "cpu" else 0
+    return sum(held.values()) + host

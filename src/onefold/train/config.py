@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from onefold.recipe import Recipe
 from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.tiers import tier_arguments
 
 Stage = Literal["auto", "0", "1", "2", "3"]
 DEFAULT_STEPS = 40
@@ -56,6 +58,27 @@ class TrainConfig(BaseModel):
     stall_timeout: float = Field(300.0, gt=0, description="Seconds a rank waits for the others before every rank gets an error.")
     nproc: int | None = Field(None, ge=1, description="Ranks to start here (default: one a GPU, else one a physical core).")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
+
+    # where state rests
+    offload_optimizer: str | None = Field(
+        None, description="Where masters and moments rest: cpu, nvme, a share on the host (0.6), a budget there (6GB), or both: nvme:0.6."
+    )
+    offload_gradients: Literal["cpu", "nvme"] | None = Field(
+        None, description="Where gradients wait for the step (default: with the optimizer)."
+    )
+    offload_param: Literal["none", "cpu", "nvme"] | None = Field(
+        None, description="Where parameters rest between their uses; stage 3 only."
+    )
+    offload_activations: str | None = Field(
+        None, description="Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB)."
+    )
+    nvme: tuple[str, ...] | None = Field(
+        None,
+        description="Folder on the disk for what rests on NVMe; again for more disks, to stripe over.",
+        json_schema_extra={"repeated": True},
+    )
+    tile: str | None = Field(None, description="Compute linear and embedding layers whose weight is larger (256MB) in tiles.")
+    step_in_backward: bool = Field(False, description="Step offloaded units behind the backward pass; needs --clip 0.")
 
     # batches and length of the run
     micro_batch: int | Literal["auto"] = Field(
@@ -149,6 +172,18 @@ class TrainConfig(BaseModel):
     def _units_may_be_one_string(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
+    @field_validator("offload_optimizer", "offload_activations", "tile", mode="before")
+    @classmethod
+    def _amounts_may_be_numbers(cls, value: object, field: ValidationInfo) -> object:
+        if isinstance(value, bool) and field.field_name == "offload_activations":
+            return "cpu" if value else None
+        return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    @field_validator("nvme", mode="before")
+    @classmethod
+    def _nvme_may_be_one_folder(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value or None
+
     @field_validator("save_before", "grace")
     @classmethod
     def _is_a_duration(cls, value: str | None) -> str | None:
@@ -186,6 +221,34 @@ class TrainConfig(BaseModel):
         if self.on_nonfinite == "rollback" and self.save_every is None:
             raise ValueError("on_nonfinite rollback goes back to a checkpoint, and none is written; add --save-every N.")
         return self
+
+    @model_validator(mode="after")
+    def _the_recipe_can_be(self) -> TrainConfig:
+        self.recipe(3 if self.stage == "auto" else int(self.stage))
+        looks_at_the_norm = (
+            (self.clip > 0, f"--clip {self.clip:g}", "--clip 0"),
+            (self.precision == "fp16", "--precision fp16", "--precision bf16"),
+            (self.on_nonfinite == "skip", "--on-nonfinite skip", "--on-nonfinite stop"),
+        )
+        for looks, option, instead in looks_at_the_norm if self.step_in_backward else ():
+            if looks:
+                raise ValueError(f"--step-in-backward steps units before all gradients are known, which {option} looks at: use {instead}.")
+        return self
+
+    def recipe(self, stage: int) -> Recipe:
+        """What the run executes at that stage.
+
+        Raises:
+            ValueError: no recipe can be what is asked for.
+        """
+        return Recipe.zero(
+            stage,
+            precision=self.precision,
+            reduce_at=self.reduce_at,
+            stall_timeout=self.stall_timeout,
+            units=self.units,
+            **tier_arguments(self),
+        )
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:

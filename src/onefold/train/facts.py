@@ -12,6 +12,7 @@ import torch
 from onefold.observe.measure import reconciled
 from onefold.observe.runfile import write_observed
 from onefold.train.prepare import Run
+from onefold.train.tiers import in_a_sentence
 
 
 def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -62,6 +63,8 @@ def describe(run: Run) -> dict[str, Any]:
         "predicted": run.choice.predicted.to_json() if run.choice.predicted else None,
         "notes": list(run.choice.notes),
         "recipe": run.recipe.describe(),
+        "tiers": {row: getattr(run.recipe, row).tier.value for row in ("parameters", "gradients", "optimizer")},
+        "off_the_device": in_a_sentence(run.recipe),
         "precision": config.precision,
         "micro_batch": run.choice.micro_batch,
         "global_batch": run.order.global_batch,

@@ -223,7 +223,12 @@ def _forward_backward(run: Run, step: int, each: Callable[[], None] = lambda: No
 
 
 def _measure_gradients(run: Run) -> float:
-    """Unscale and clip; the gradient norm before clipping, the same on every rank; not finite where fp16 overflowed. Collective."""
+    """Unscale and clip; the gradient norm before clipping, the same on every rank; not finite where fp16 overflowed. Collective.
+
+    NaN where units were stepped behind the backward pass: it is never known.
+    """
+    if run.recipe.step_in_backward:
+        return math.nan
     if run.scaler is not None:
         run.scaler.unscale_(run.optimizer)
     return float(onefold.clip_grad_norm_(run.model, run.config.clip or math.inf))

@@ -59,7 +59,7 @@ class NonFinite:
         """
         if math.isfinite(loss) and self.run.scaler is not None:
             return self._of_scaler(step, norm)
-        if math.isfinite(loss) and math.isfinite(norm):
+        if math.isfinite(loss) and (math.isfinite(norm) or self.run.recipe.step_in_backward):
             if step > self._worst:
                 self.in_a_row = 0
             return Verdict.APPLY

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.memory.nvme import TierError
 from onefold.observe.trace import Recording
 from onefold.plan.schema import Account
 from onefold.train.blocks import checkpoint_activations, compile_blocks
@@ -25,6 +26,7 @@ from onefold.train.ranks import Ranks
 from onefold.train.resume import Point
 from onefold.train.schedule import lr_factor, steps_of, warmup_steps
 from onefold.train.stop import Stop
+from onefold.train.tiers import tier_arguments
 
 
 @dataclass
@@ -95,7 +97,7 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None], poin
     note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
     try:
         model = onefold.shard(model, recipe, device=ranks.device)
-    except ValueError as error:
+    except (ValueError, TierError) as error:
         raise TrainError(str(error)) from error
     if config.compile:
         compile_blocks(model)
@@ -144,6 +146,7 @@ def _choice(config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note
         device=ranks.device.type,
         reduce_at=config.reduce_at,
         units=config.units,
+        tiers=tuple(tier_arguments(config).items()),
     )
     note("planning: what each stage would hold")
     found: Choice | TrainError | None = None
@@ -161,19 +164,16 @@ def _choice(config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note
 
 def _recipe(config: TrainConfig, stage: int) -> onefold.Recipe:
     try:
-        return onefold.Recipe.zero(
-            stage,
-            precision=config.precision,
-            reduce_at=config.reduce_at,
-            stall_timeout=config.stall_timeout,
-            units=config.units,
-        )
+        return config.recipe(stage)
     except ValueError as error:
         raise TrainError(str(error)) from None
 
 
 def _optimizer(config: TrainConfig, model: nn.Module, no_decay: frozenset[str], ranks: Ranks) -> torch.optim.Optimizer:
-    groups = parameter_groups(model.named_parameters(), no_decay, config.weight_decay)
+    # A tile of a weight is decayed as the weight would be: it is known here by the weight's name.
+    known = {id(entry.param): entry.part.names[0] for entry in onefold.engine_of(model).entries}
+    named = [(known.get(id(p), name), p) for name, p in model.named_parameters()]
+    groups = parameter_groups(named, no_decay, config.weight_decay)
     if not groups:
         raise TrainError(f"--model {config.model} has no parameter that requires a gradient: there is nothing to train.")
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)

@@ -15,6 +15,7 @@ from typing import Any
 import onefold
 from onefold.checkpoint.errors import CheckpointError
 from onefold.comm import StallError
+from onefold.memory.nvme import TierError
 from onefold.train import resume
 from onefold.train.config import TrainConfig
 from onefold.train.durations import seconds_of
@@ -103,6 +104,9 @@ class Rank:
         sys.stderr.flush()
         if self.neighbours is not None and self.neighbours.gone:
             self.neighbours.close()  # who is to blame is known
+        if self.run is not None:  # nothing is left on the disks
+            with contextlib.suppress(Exception):
+                onefold.engine_of(self.run.model).beyond.close()
         # Not sys.exit: process groups that are in the middle of something would be waited for.
         os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
 
@@ -116,7 +120,7 @@ class Rank:
         if self.config.json_lines:
             names = [str(peer) for peer in gone]
             JsonReporter()._write("error", rank=self.number, kind=type(error).__name__, message=str(error), gone=names)
-        if isinstance(error, TrainError | CheckpointError | StallError):
+        if isinstance(error, TrainError | CheckpointError | StallError | TierError):
             print(f"{who}error: {error}", file=sys.stderr, flush=True)
             return
         print(f"{who}rank {self.number} failed:", file=sys.stderr)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.integrations.deepspeed import checkpoints
 from onefold.integrations.deepspeed.saving import save_whole
-from onefold.integrations.deepspeed.scaling import LossScaler
+from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.recipe.deepspeed import DeepSpeedConfig
 
@@ -147,9 +147,7 @@ class DeepSpeedEngine(nn.Module):
         norm = float(onefold.clip_grad_norm_(self.module, math.inf)) / scale
         finite = math.isfinite(norm)
         if finite:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, min(1.0, limit / (norm + 1e-6)) / scale)
+            scale_gradients(self.module, min(1.0, limit / (norm + 1e-6)) / scale)
         self._norm = torch.tensor(norm)
         self.loss_scaler.update(not finite)
         if not finite and self.global_rank == 0:
@@ -325,7 +323,8 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        """Where this rank computes; parameters may rest elsewhere."""
+        return onefold.engine_of(self.module).device
 
     @property
     def dp_world_size(self) -> int:

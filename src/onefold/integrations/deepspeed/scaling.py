@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+from torch import nn
+
+import onefold
+from onefold.optim.clip import by_device, in_memory
 from onefold.recipe.deepspeed import LossScaling
 
 
@@ -67,3 +72,13 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.scale, self._step = float(state["cur_scale"]), int(state["cur_iter"])
         self._last_overflow, self._left = int(state["last_overflow_iter"]), int(state["cur_hysteresis"])
+
+
+def scale_gradients(module: nn.Module, factor: float) -> None:
+    """Multiply every gradient of this rank with `factor`, wherever it rests; those on NVMe when they are next read."""
+    with torch.no_grad():
+        here, away = in_memory(onefold.engine_of(module), module.parameters())
+        for gradients in by_device(here):
+            torch._foreach_mul_(gradients, factor)
+        for home in away:
+            home.scale_by(torch.tensor(factor))

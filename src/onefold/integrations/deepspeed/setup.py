@@ -68,6 +68,7 @@ def initialize(
     Raises:
         ValueError: the configuration or the arguments contradict themselves (see `read_deepspeed`).
         NotImplementedError: something that Onefold does not do is asked for.
+        TierError: state is to rest on NVMe, and a folder is not there, or its disk has no room; raised on every rank.
     """
     if model is None:
         raise ValueError("initialize was given no model: pass model=, an nn.Module that is not wrapped yet.")

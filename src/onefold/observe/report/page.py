@@ -13,8 +13,9 @@ from typing import Any
 from onefold.observe.report import ranks, step, training
 from onefold.observe.report.figures import Figure, plotly_source
 from onefold.observe.report.metrics import METRICS, Metrics, read_metrics
-from onefold.observe.report.summary import Tile, comparison, fullest, headline, outside_view, readable_facts, tiles
+from onefold.observe.report.summary import Tile, between_tiers, comparison, fullest, headline, outside_view, readable_facts, tiles
 from onefold.observe.runfile import RUN_FILE, Observed, RankObserved, RunFileError, read_observed
+from onefold.observe.tiers import HOST, NVME
 from onefold.plan.schema import LOGITS
 
 #: Ranks whose recorded step goes into the page; of more, the first, the last, the slowest and the fullest are taken.
@@ -131,10 +132,14 @@ def _steps(report: Report, observed: Observed) -> None:
             report.missing[name] = f"No step was recorded: run one inside onefold.observe.record() and give it to {OWN_LOOP}."
         return
     report.figures["memory"] = {str(r.rank): step.memory(s, observed.plan) for r, s in chosen if s.levels()[1]}
+    for tier in (HOST, NVME):
+        if found := {str(r.rank): step.memory(s, observed.plan, tier) for r, s in chosen if tier in s.tiers}:
+            report.figures[tier] = found
     report.figures["timeline"] = {str(r.rank): step.timeline(s) for r, s in chosen if s.moves or s.work}
     longest = max(s.steps for _, s in chosen)
     report.window = f"{longest} steps" if longest > 1 else "one step"
-    notes = [said for said in [outside_view(fullest(observed.ranks))] if said]
+    busiest = max(chosen, key=lambda pair: sum(pair[1].moved().values()))
+    notes = [said for said in (outside_view(fullest(observed.ranks)), between_tiers(*busiest)) if said]
     if not all(s.activations_watched for _, s in chosen):
         notes.append("Activations were not watched in this run: record(..., activations=True) shows them too.")
     if observed.plan is None:

@@ -7,6 +7,7 @@ from typing import Any
 from onefold.observe.chrome import lanes
 from onefold.observe.report.figures import Figure, figure, plotly, thinned
 from onefold.observe.report.words import COLOURS, byte_unit, in_bytes, in_seconds
+from onefold.observe.tiers import DEVICE, HOST, MOVED, NVME
 from onefold.observe.trace import Move, Recording, merged
 from onefold.plan.schema import ENGINE, MOMENTS, Account
 
@@ -24,17 +25,24 @@ def planned_peak(plan: Account, step: Recording) -> tuple[str, int]:
     return "plan's peak without activations", sum(engine.values()) + plan.peak.get(MOMENTS, 0)
 
 
-def memory(step: Recording, plan: Account | None) -> Figure:
-    """Bytes held over the step, stacked by category, under the plan's line."""
+def _lines(step: Recording, plan: Account | None, tier: str) -> list[tuple[str, int, str]]:
+    """The plan's lines over the memory of a tier: (name, bytes, how it is dashed)."""
+    if plan is None:
+        return []
+    if tier != DEVICE:
+        planned = {HOST: plan.host, NVME: plan.nvme}[tier]
+        return [("plan", planned, "dash")] if planned else []
+    out = [(*planned_peak(plan, step), "dash")] if plan.peak else []
+    return [*out, ("plan's bound", plan.bound, "dot")] if out and plan.bound and step.activations_watched else out
+
+
+def memory(step: Recording, plan: Account | None, tier: str = DEVICE) -> Figure:
+    """Bytes held on a tier over the step, stacked by category, under the plan's line."""
     go = plotly()
-    times, series = thinned(*step.levels(), LEVELS)
+    times, series = thinned(*step.levels(tier), LEVELS)
     x = [1000 * (t - step.start) for t in times]
     totals = [sum(level) for level in zip(*series.values(), strict=True)] or [0]
-    lines: list[tuple[str, int, str]] = []
-    if plan is not None and plan.peak:
-        lines.append((*planned_peak(plan, step), "dash"))
-        if plan.bound and step.activations_watched:
-            lines.append(("plan's bound", plan.bound, "dot"))
+    lines = _lines(step, plan, tier)
     unit, size = byte_unit([*totals, *(n for _, n, _ in lines)])
     traces = [
         go.Scatter(
@@ -49,7 +57,7 @@ def memory(step: Recording, plan: Account | None) -> Figure:
         ends = [x[0], x[-1]]
         y = [nbytes / size] * 2
         traces.append(go.Scatter(x=ends, y=y, name=name, mode="lines", line=style, hovertemplate=f"%{{y:.3~f}} {unit}"))
-    return figure(traces, height=420, x="ms", y=unit, yaxis={"rangemode": "tozero"}, hovermode="x unified")
+    return figure(traces, height=420 if tier == DEVICE else 300, x="ms", y=unit, yaxis={"rangemode": "tozero"}, hovermode="x unified")
 
 
 def timeline(step: Recording) -> Figure:
@@ -104,7 +112,7 @@ def timeline(step: Recording) -> Figure:
 
 def _moves(step: Recording, bars: Any) -> None:
     for row, moves in (("gather", ("all-gather",)), ("reduce", ("reduce-scatter", "all-reduce")), ("other", None)):
-        known = ("all-gather", "reduce-scatter", "all-reduce")
+        known = ("all-gather", "reduce-scatter", "all-reduce", *MOVED)  # of moves between tiers only the sum is told: no end is noted
         chosen = [m for m in step.moves if (m.move in moves if moves else m.move not in known)]
         for number, lane in enumerate(lanes((m.launched, m.landed, m) for m in chosen)):
             here = row if not number else f"{row} {number + 1}"
@@ -114,7 +122,8 @@ def _moves(step: Recording, bars: Any) -> None:
 
 def _said(m: Move) -> str:
     hidden = f", of which {in_seconds(m.exposed)} exposed" if m.exposed > 0 else ", all behind other work"
-    return f"{m.move} of {m.unit}<br>{in_bytes(m.nbytes)} as {m.dtype}, {in_seconds(m.landed - m.launched)}{hidden}"
+    among = f" among ranks {m.group}" if m.group else ""
+    return f"{m.move} of {m.unit}{among}<br>{in_bytes(m.nbytes)} as {m.dtype}, {in_seconds(m.landed - m.launched)}{hidden}"
 
 
 def _pale(colour: str, strength: float = 0.35) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from onefold.observe.report.metrics import Metrics
 from onefold.observe.report.words import in_bytes, in_seconds, in_unit
 from onefold.observe.runfile import Observed, RankObserved
+from onefold.observe.trace import Recording
 from onefold.plan.schema import Account, compare
 
 #: Ratios up to here from 1 are called close.
@@ -106,6 +107,20 @@ def outside_view(rank: RankObserved) -> str:
         kept = f"{in_bytes(m['allocated_peak'])} allocated and {in_bytes(m['reserved_peak'])} reserved"
         return f"Seen from outside: {ledger}; the allocator had {kept}, a fragmentation of {in_bytes(m['fragmentation'])}."
     return f"Seen from outside: {ledger}; the process had {in_bytes(m['resident_peak'])} resident, its libraries included."
+
+
+#: What a move between tiers is called.
+_MOVED = {"up": "to the device", "down": "to the host", "read": "read from NVMe", "written": "written to NVMe"}
+
+
+def between_tiers(rank: RankObserved, step: Recording) -> str:
+    """What a rank moved between tiers in a step, and how long it waited for it, in a sentence; "" where nothing moved."""
+    moved = {move: nbytes / max(1, step.steps) for move, nbytes in step.moved().items()}
+    if not moved:
+        return ""
+    told = ", ".join(f"{in_bytes(nbytes)} {_MOVED[move]}" for move, nbytes in moved.items())
+    waited = f", for which it waited {in_seconds(step.io / max(1, step.steps))}" if step.io else ""
+    return f"In a step rank {rank.rank} moved {told}{waited}."
 
 
 #: Facts of a run that are bytes.

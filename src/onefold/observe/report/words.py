@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from onefold.memory import STAGING
+from onefold.memory.activations import ACTIVATIONS_MOVING
+from onefold.memory.arena import IDLE_SLABS
 from onefold.plan import schema
 
 COLOURS = {
@@ -18,6 +21,9 @@ COLOURS = {
     schema.LOGITS: "#9c6b4e",
     schema.TEMPORARY: "#c9b8a0",
     schema.FRAGMENTATION: "#b6bcc9",
+    STAGING: "#ff725c",
+    ACTIVATIONS_MOVING: "#86c98e",
+    IDLE_SLABS: "#c5c8ce",
     "all-gather": "#6cc5b0",
     "reduce-scatter": "#ff8ab7",
     "all-reduce": "#a463f2",

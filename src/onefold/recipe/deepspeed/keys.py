@@ -32,9 +32,9 @@ class Key:
         endless: `inf` is allowed (as in "steps_per_print": Infinity).
         choices: the texts allowed.
         quiet_up_to: a `later` number asks for nothing up to and including this value.
-        switch: the entry of a `later` section that says whether it asks: "device" when not "none", "enabled" when true.
-            A section without its switch asks, except one whose switch is "device".
         required: its section makes no sense without it.
+
+    A `later` section asks unless it is empty or its entry "enabled" is false.
     """
 
     kind: Kind
@@ -46,7 +46,6 @@ class Key:
     inert: str | None = None
     later: str | None = None
     quiet_up_to: float = 0
-    switch: Literal["enabled", "device"] = "enabled"
     required: bool = False
 
 
@@ -62,14 +61,18 @@ _TRACE = "nothing is recorded or reused by distance: a gathered block lives for 
 _SAVE = "save_16bit_model always gathers"
 _MEAN = "gradients are averaged over the ranks from a sum in fp32, where the place of the division does not matter"
 _PROBE = "every optimizer is probed before its first step and refused only if its update is not element-wise"
-_HOST = "it concerns optimizers on the host, which this configuration does not ask for"
+_HOST = "the step on the host is that of torch's own optimizers, which nothing has to be compiled for"
+_PINNED = "host memory is pinned wherever a GPU copies to or from it, and nowhere else"
+_PIPELINE = "states on NVMe are always read ahead of their step and written behind it, through as many buffers as that takes"
+_AHEAD = "a block is read from NVMe ahead of its use and dropped behind it; none is kept on the host in between"
+_THREADS = "a read or a write is cut into blocks of 8 MiB, one to a thread; nothing is queued in the kernel"
 _MONITOR = "DeepSpeed's monitors and profilers are not part of Onefold; log from your loop"
 _MODEL = "activation checkpointing is the model's own affair; what the model does is left as it is"
 _CHECKPOINT = "it concerns DeepSpeed's checkpoint files, which Onefold neither writes nor reads"
 _INTERNAL = "it steers a mechanism inside DeepSpeed that has no counterpart here"
-_NO_OFFLOAD = "it tunes offloading, which this configuration does not ask for"
 
-_OFFLOAD = 'training state on the host or on NVMe is not built yet: remove it, or set its device to "none"'
+_ZENFLOW = "stepping the gradients that matter most before the others trains differently, and is not built: remove it"
+_GDS = "what lies on NVMe passes through host memory, GPUDirect Storage is not built: remove it, or set it to false"
 _ZEROPP = "ZeRO++ is not built yet: remove it"
 _PARALLEL = "other parallel axes than data are not built yet: remove it"
 _REMOVED = "DeepSpeed 0.19.8 refuses it too (the feature was removed there): remove it"
@@ -88,6 +91,11 @@ ZERO: Section = {
     "overlap_comm": _flag(),
     "compute_grad_norm": _flag(),
     "stage3_prefetch_bucket_size": _count(),
+    "offload_optimizer": Key("section"),
+    "offload_param": Key("section"),
+    "cpu_offload": _flag(),
+    "cpu_offload_param": _flag(),
+    "sub_group_size": _count(),
     "contiguous_gradients": _flag(inert=_FLAT),
     "reduce_scatter": _flag(inert=_FLAT),
     "allgather_partitions": _flag(inert=_FLAT),
@@ -97,7 +105,6 @@ ZERO: Section = {
     "stage3_allgather_sequential": _flag(inert=_FLAT),
     "reduce_bucket_size": _count(above=0, inert=_BLOCK),
     "allgather_bucket_size": _count(inert=_BLOCK),
-    "sub_group_size": _count(inert=_BLOCK),
     "stage3_param_persistence_threshold": _count(inert=_BLOCK),
     "stage3_model_persistence_threshold": _count(inert=_BLOCK),
     "stage3_module_granularity_threshold": _count(inert=_BLOCK),
@@ -111,18 +118,14 @@ ZERO: Section = {
     "elastic_checkpoint": _flag(inert=_CHECKPOINT),
     "pipeline_loading_checkpoint": _flag(inert=_CHECKPOINT),
     "ignore_unused_parameters": _flag(inert="parameters without a gradient are always allowed"),
-    "round_robin_gradients": _flag(inert=_NO_OFFLOAD),
-    "cpu_offload_use_pin_memory": _flag(inert=_NO_OFFLOAD),
-    "save_muon_momentum_buffer_in_memory": _flag(inert=_NO_OFFLOAD),
+    "round_robin_gradients": _flag(inert="each rank brings down the gradients of its own interval, all ranks at the same time"),
+    "cpu_offload_use_pin_memory": _flag(inert=_PINNED),
+    "save_muon_momentum_buffer_in_memory": _flag(inert="it concerns Muon, which is refused"),
     "legacy_stage1": _flag(inert=_INTERNAL),
     "memory_efficient_linear": _flag(inert=_INTERNAL),
     "override_module_apply": _flag(inert=_INTERNAL),
     "enable_sanity_checks": _flag(inert=_INTERNAL),
-    "offload_optimizer": Key("section", later=_OFFLOAD, switch="device"),
-    "offload_param": Key("section", later=_OFFLOAD, switch="device"),
-    "cpu_offload": _flag(later=_OFFLOAD),
-    "cpu_offload_param": _flag(later=_OFFLOAD),
-    "zenflow": Key("section", later=_OFFLOAD),
+    "zenflow": Key("section", later=_ZENFLOW),
     "zero_hpz_partition_size": _count(later=_ZEROPP, quiet_up_to=1),
     "zero_quantized_weights": _flag(later=_ZEROPP),
     "zero_quantized_nontrainable_weights": _flag(later=_ZEROPP),
@@ -138,6 +141,44 @@ ZERO_ALIASES: Mapping[str, str] = {
     for name in ZERO
     if name.startswith("stage3_") and name != "stage3_gather_fp16_weights_on_model_save"
 }
+
+_OFFLOAD: Section = {
+    "device": Key("text", choices=("none", "cpu", "nvme")),
+    "nvme_path": Key("text"),
+    "pin_memory": _flag(inert=_PINNED),
+}
+
+# Sections inside "zero_optimization", read by `deepspeed.tiers`.
+OFFLOAD: Mapping[str, Section] = {
+    "offload_optimizer": {
+        **_OFFLOAD,
+        "ratio": Key("number", low=0, high=1),
+        "buffer_count": _count(inert=_PIPELINE),
+        "pipeline_read": _flag(inert=_PIPELINE),
+        "pipeline_write": _flag(inert=_PIPELINE),
+        "fast_init": _flag(inert="states on NVMe come into being with the first step, which writes them as it makes them"),
+        "super_offload": _flag(inert=_HOST),
+        "cpuadam_cores_perc": Key("number", low=0, high=1, inert="the step on the host uses torch's threads (OMP_NUM_THREADS)"),
+    },
+    "offload_param": {
+        **_OFFLOAD,
+        "buffer_count": _count(inert=_AHEAD),
+        "buffer_size": _count(inert=_AHEAD),
+        "max_in_cpu": _count(inert=_AHEAD),
+    },
+}
+
+AIO: Section = {
+    "queue_depth": Key("count", low=1),
+    "intra_op_parallelism": Key("count", low=1),
+    "block_size": _count(above=0, inert=_THREADS),
+    "single_submit": _flag(inert=_THREADS),
+    "overlap_events": _flag(inert=_THREADS),
+    "use_gds": _flag(later=_GDS),
+}
+
+# What older releases call it.
+AIO_ALIASES: Mapping[str, str] = {"thread_count": "intra_op_parallelism"}
 
 FP16: Section = {
     "enabled": _flag(),
@@ -194,7 +235,7 @@ TOP: Section = {
     "gradient_allreduce_op": Key("text", choices=("mean", "sum")),
     "zero_allow_untested_optimizer": _flag(inert=_PROBE),
     "zero_force_ds_cpu_optimizer": _flag(inert=_HOST),
-    "aio": Key("any", inert=_NO_OFFLOAD),
+    "aio": Key("section"),
     "disable_allgather": _flag(inert=_FLAT),
     "activation_checkpointing": Key("any", inert=_MODEL),
     **{name: Key("any", inert=_MONITOR) for name in ("tensorboard", "wandb", "comet", "csv_monitor", "timers")},
@@ -240,6 +281,7 @@ SECTIONS: Mapping[str, Section] = {
     "data_types": DATA_TYPES,
     "optimizer": OPTIMIZER,
     "scheduler": SCHEDULER,
+    "aio": AIO,
 }
 
 _WARMUP: Section = {
@@ -323,6 +365,6 @@ ADAM_EXTRAS: Section = {
     "adam_w_mode": Key("flag"),
     "torch_adam": Key("flag"),
     "bias_correction": Key("flag"),
-    "set_grad_none": Key("flag", inert=_INTERNAL),
-    "fp32_optimizer_states": Key("flag", inert=_HOST),
+    "set_grad_none": Key("flag", inert="gradients are dropped after each step"),
+    "fp32_optimizer_states": Key("flag"),
 }

@@ -20,8 +20,9 @@ import torch
 
 from onefold.recipe.deepspeed.file import loaded, nested
 from onefold.recipe.deepspeed.keys import SECTIONS, TOP, TOP_ALIASES, ZERO_ALIASES
+from onefold.recipe.deepspeed.reading import Reading
 from onefold.recipe.deepspeed.specs import OptimizerSpec, SchedulerSpec, read_optimizer, read_scheduler
-from onefold.recipe.deepspeed.values import AUTO, asks, check_value, is_unset, nearest
+from onefold.recipe.deepspeed.tiers import read_tiers
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -140,7 +141,7 @@ def read_deepspeed(
         NotImplementedError: a key that asks for a capability that is not built.
         FileNotFoundError: no such file.
     """
-    read = _Reading()
+    read = Reading()
     tree = nested(loaded(config))
     top = read.section("", tree, TOP, TOP_ALIASES)
     zero = read.section(
@@ -150,12 +151,11 @@ def read_deepspeed(
         name: read.section(name, top[name], SECTIONS[name], {}) if name in top else {}
         for name in ("fp16", "bf16", "data_types")
     }
-    optimizer, auto = (
-        read_optimizer(read.section("optimizer", top["optimizer"], SECTIONS["optimizer"], {}))
+    optimizer = (
+        read_optimizer(read.section("optimizer", top["optimizer"], SECTIONS["optimizer"], {}), read)
         if "optimizer" in top
-        else (None, [])
+        else None
     )
-    read.left_auto += auto
     scheduler, auto = (
         read_scheduler(read.section("scheduler", top["scheduler"], SECTIONS["scheduler"], {}))
         if "scheduler" in top
@@ -170,10 +170,15 @@ def read_deepspeed(
                 "blocks are prefetched one at a time, whatever their size; 0 turns prefetching off",
             )
         )
+    arguments = _recipe_arguments(top, zero, parts) | read_tiers(read, zero, top.get("aio", {}))
+    if "gradient_clipping" not in top:
+        read.remarks.append(
+            "gradient_clipping is not set: no clipping (DeepSpeed 0.19.8 would clip to norm 1.0); write it to choose"
+        )
     fp16, bf16 = parts["fp16"], parts["bf16"]
     steps = top.get("steps_per_print")
     return DeepSpeedConfig(
-        recipe_arguments=_recipe_arguments(top, zero, parts),
+        recipe_arguments=arguments,
         batch=resolve_batch_sizes(
             top.get("train_batch_size"),
             top.get("train_micro_batch_size_per_gpu"),
@@ -192,66 +197,8 @@ def read_deepspeed(
         without_effect=tuple(read.without_effect),
         unknown=tuple(read.unknown),
         left_auto=tuple(read.left_auto),
-        remarks=()
-        if "gradient_clipping" in top
-        else (
-            "gradient_clipping is not set: no clipping (DeepSpeed 0.19.8 would clip to norm 1.0); write it to choose",
-        ),
+        remarks=tuple(read.remarks),
     )
-
-
-class _Reading:
-    """One pass over a configuration; collects what has to be listed."""
-
-    def __init__(self) -> None:
-        self.without_effect: list[tuple[str, str]] = []
-        self.unknown: list[str] = []
-        self.left_auto: list[str] = []
-
-    def section(
-        self, prefix: str, given: Mapping[str, Any], known: Mapping[str, Any], aliases: Mapping[str, str]
-    ) -> dict[str, Any]:
-        """The values of the keys that are read, checked; the others are listed or raised."""
-        values: dict[str, Any] = {}
-        for raw, value in given.items():
-            name = aliases.get(raw, raw)
-            path = f"{prefix}.{name}" if prefix else name
-            if name not in known:
-                self._unknown(prefix, raw, known, aliases)
-                continue
-            key = known[name]
-            if name in values:
-                raise ValueError(f"{path} is set twice, as {raw!r} and under its other name: keep one.")
-            if is_unset(value):
-                if value == AUTO and not key.inert and not key.later:
-                    self.left_auto.append(path)
-            elif key.later is not None:
-                if asks(value, key):
-                    raise NotImplementedError(
-                        f"{path}={_shortened(value)} asks for something that Onefold does not do: {key.later}."
-                    )
-            else:
-                values[name] = check_value(path, value, key)
-                if key.inert is not None:
-                    self.without_effect.append((path, key.inert))
-        for name, key in known.items():
-            if key.required and name not in values:
-                raise ValueError(
-                    f'{prefix} has no {name!r}: write "{prefix}": {{"{name}": ..., "params": {{...}}}}, or remove it.'
-                )
-        return values
-
-    def _unknown(self, prefix: str, name: str, known: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
-        path = f"{prefix}.{name}" if prefix else name
-        if not name.startswith(("_", "#", "/")) and name.lower() not in ("comment", "comments"):
-            for other, keys in (("", TOP), *SECTIONS.items()):
-                if other != prefix and name in keys and name not in ("type", "params", "enabled"):
-                    where = f'inside "{other}"' if other else "at the top level"
-                    raise ValueError(f"{path}: this key belongs {where}; move it there.")
-            near = nearest(name, [*known, *aliases])
-            if near:
-                raise ValueError(f"{path}: there is no such key; did you mean {near!r}?")
-        self.unknown.append(path)
 
 
 def resolve_batch_sizes(
@@ -341,8 +288,3 @@ def _refuse_what_cannot_be(top: Mapping[str, Any]) -> None:
             "managed_gradient_accumulation=false is not built: leave it out, and mark boundaries with "
             "engine.set_gradient_accumulation_boundary(...) or set gradient_accumulation_steps."
         )
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -2,12 +2,13 @@
 
 The names mislead in two places, and training would differ silently if they were taken at their word:
 
-| the file says               | DeepSpeed runs            | so does Onefold                                         |
-|-----------------------------|---------------------------|---------------------------------------------------------|
-| "Adam"                      | AdamW                     | torch.optim.AdamW                                       |
-| "Adam", adam_w_mode: false  | Adam (L2 in the gradient) | torch.optim.Adam                                        |
-| "AdamW", adam_w_mode: false | AdamW all the same        | torch.optim.AdamW                                       |
-| no weight_decay             | 0 (torch_adam: torch's)   | weight_decay=0.0 (with torch_adam, torch's own default) |
+| the file says               | DeepSpeed runs              | so does Onefold                                         |
+|-----------------------------|-----------------------------|---------------------------------------------------------|
+| "Adam"                      | AdamW                       | torch.optim.AdamW                                       |
+| "Adam", adam_w_mode: false  | Adam (L2 in the gradient)   | torch.optim.Adam                                        |
+| "AdamW", adam_w_mode: false | AdamW all the same          | torch.optim.AdamW                                       |
+| no weight_decay             | 0 (torch_adam: torch's)     | weight_decay=0.0 (with torch_adam, torch's own default) |
+| either of them              | FusedAdam, DeepSpeedCPUAdam | fused=True, wherever states rest (torch_adam: torch's)  |
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from onefold.recipe.deepspeed.keys import (
     Key,
     Section,
 )
+from onefold.recipe.deepspeed.reading import Reading
 from onefold.recipe.deepspeed.values import check_arguments, nearest
 
 
@@ -47,11 +49,12 @@ class SchedulerSpec:
     params: dict[str, Any] = field(default_factory=dict)
 
 
-def read_optimizer(section: Mapping[str, Any]) -> tuple[OptimizerSpec, list[str]]:
-    """The spec of the section {"type": ..., "params": {...}}, and the paths left at "auto".
+def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
+    """The spec of the section {"type": ..., "params": {...}}; what of it has no effect, or was left at "auto", goes into `read`.
 
     Raises:
         ValueError: an unknown or unsuited optimizer, or unknown or wrong params.
+        NotImplementedError: an Adam that torch does not have.
     """
     given = section["type"]
     names = {name.lower(): name for name in ELEMENTWISE_OPTIMIZERS}
@@ -69,9 +72,11 @@ def read_optimizer(section: Mapping[str, Any]) -> tuple[OptimizerSpec, list[str]
     is_adam = name in ("Adam", "AdamW")
     known = {**_signature(getattr(torch.optim, name)), **(ADAM_EXTRAS if is_adam else {})}
     values, left_auto = check_arguments("optimizer.params", params, known)
+    read.left_auto += left_auto
+    read.without_effect += [(f"optimizer.params.{key}", reason) for key in values if (reason := known[key].inert) is not None]
     if is_adam:
         name, values = _adam(name, values)
-    return OptimizerSpec(name, values, given), left_auto
+    return OptimizerSpec(name, values, given)
 
 
 def _adam(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -80,10 +85,16 @@ def _adam(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise NotImplementedError(
             "optimizer.params.bias_correction=false: torch's Adam always corrects the bias; leave it out."
         )
+    if not values.get("fp32_optimizer_states", True):
+        raise NotImplementedError("optimizer.params.fp32_optimizer_states=false: optimizer states are fp32 here; leave it out.")
     decoupled = name == "AdamW" or values.get("adam_w_mode", True)
     kept = {key: value for key, value in values.items() if key not in ADAM_EXTRAS}
-    if not values.get("torch_adam", False):
+    if values.get("torch_adam", False):
+        kept.setdefault("foreach", None)
+    else:
         kept.setdefault("weight_decay", 0.0)
+        if not kept.keys() & {"fused", "foreach", "capturable", "differentiable"}:
+            kept["fused"] = True
     return ("AdamW" if decoupled else "Adam"), kept
 
 

@@ -97,7 +97,7 @@ def _without_quotes(value: Any) -> str:
 
 
 def asks(value: Any, key: Key) -> bool:
-    """Whether a `later` key asks for the capability that it names: "device": "none" and "enabled": false do not."""
+    """Whether a `later` key asks for the capability that it names: an empty section and "enabled": false do not."""
     if is_unset(value):
         return False
     if isinstance(value, bool):
@@ -105,10 +105,9 @@ def asks(value: Any, key: Key) -> bool:
     if isinstance(value, (int, float)):
         return value > key.quiet_up_to
     if isinstance(value, Mapping):
-        if key.switch in value:
-            chosen = value[key.switch]
-            return not is_unset(chosen) and chosen is not False and chosen != "none"
-        return key.switch == "enabled" and bool(value)
+        if "enabled" in value:
+            return not is_unset(value["enabled"]) and value["enabled"] is not False
+        return bool(value)
     return bool(value)
 
 

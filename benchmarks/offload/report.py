@@ -1,0 +1,130 @@
+"""What a person looks at: the goals, a table a setting, ours beside theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.offload.settings import NOTES
+from benchmarks.offload.summary import Pair, Row
+from benchmarks.peers.report import essence
+from benchmarks.peers.settings import Setting
+
+DASH = "–"
+Cell = Callable[[Row], str]
+
+
+def _shown(name: str, form: str) -> Cell:
+    return lambda row: DASH if getattr(row, name) is None else form.format(getattr(row, name))
+
+
+def _range(row: Row) -> str:
+    return DASH if row.ratio_low is None else f"{row.ratio_low:.2f}-{row.ratio_high:.2f}"
+
+
+TIMES: dict[str, Cell] = {
+    "side": _shown("side", "{}"),
+    "step s": _shown("step_s", "{:.3f}"),
+    "× device": _shown("ratio", "{:.2f}"),
+    "range": _range,
+    "optimizer s": _shown("optimizer_s", "{:.3f}"),
+    "tokens/s": _shown("tokens_a_second", "{:,.0f}"),
+    "cpu s": _shown("cpu_s", "{:.2f}"),
+    "peak MiB": _shown("peak_mib", "{:,.0f}"),
+    "rest MiB": _shown("rest_mib", "{:,.0f}"),
+    "device MiB": _shown("device_mib", "{:,.0f}"),
+    "host MiB": _shown("host_mib", "{:,.0f}"),
+    "/ planned": _shown("host_planned", "{:.3f}"),
+    "disk MiB": _shown("disk_mib", "{:,.0f}"),
+    "loss diff": _shown("loss_difference", "{:.1e}"),
+}
+DISKS: dict[str, Cell] = {
+    "side": _shown("side", "{}"),
+    "read MiB": _shown("read_mib", "{:,.0f}"),
+    "written MiB": _shown("written_mib", "{:,.0f}"),
+    "waited s": _shown("waited_s", "{:.3f}"),
+    "optimizer GB/s": _shown("optimizer_gb_s", "{:.2f}"),
+    "plain copy GB/s": _shown("copy_gb_s", "{:.2f}"),
+    "/ copy": _shown("disk_share", "{:.2f}"),
+    "/ copy by two": _shown("disk_share_two", "{:.2f}"),
+    "page cache MiB": _shown("cache_mib", "{:+,.0f}"),
+    "own files in it MiB": _shown("file_cache_mib", "{:,.1f}"),
+}
+LEGEND = (
+    "step s: median of the timed steps; optimizer s: what `optimizer.step()` takes of it. × device: median of the rounds' ratios to the "
+    "same stage of Onefold (of FSDP2: stage 3) with everything on the device, with their range. cpu s: processor time of a rank in a step. "
+    "peak, rest: a rank's resident memory beyond what the imported libraries take, in timed steps and after the last. device, host, disk: "
+    "what Onefold's ledgers and the optimizer's states account for at their peak; / planned: the host's over what the recipe should take "
+    "(`planned.py`). On CPU ranks the device is host memory too, so that `peak` has both. loss diff: largest relative difference to the "
+    "losses of onefold-3."
+)
+DISK_LEGEND = (
+    "read, written: by all ranks in a step. waited s: of a step, in which a rank did nothing but wait for the disk. optimizer GB/s: bytes "
+    "read and written by all ranks in `optimizer.step()` over its seconds; plain copy: one thread that reads and writes sequentially with "
+    "O_DIRECT just before and behind each step; / copy: median of the steps' ratios; / copy by two: to a copy that reads and writes at a "
+    "time. page cache: growth of the machine's in the timed steps; own files in it: of the run's files at the end."
+)
+
+
+def table(columns: dict[str, Cell], rows: Sequence[Row]) -> str:
+    """A Markdown table; rows that failed say so."""
+    lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
+    for row in rows:
+        cells = [cell(row) for cell in columns.values()] if row.status == "ok" else [row.side, row.status, *[DASH] * (len(columns) - 2)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def comparison(setting: Setting, rows: Sequence[Row], pairs: Sequence[Pair]) -> str:
+    """One setting: times and memory, the disk, ours beside theirs, what failed."""
+    parts = [f"**{setting.title}**\n", table(TIMES, rows)]
+    on_disk = [row for row in rows if row.read_mib is not None]
+    if on_disk:
+        parts.append(table(DISKS, on_disk))
+    if pairs:
+        lines = ["| ours | theirs | their step / ours | range | rounds |", "|---|---|---:|---:|---:|"]
+        lines += [f"| {p.ours} | {p.theirs} | {p.faster:.2f} | {p.low:.2f}-{p.high:.2f} | {p.rounds} |" for p in pairs]
+        parts.append("\n".join(lines) + "\n")
+    parts += [f"{row.side}: {row.status}: {essence(row.error)}\n" for row in rows if row.error]
+    return "\n".join(parts)
+
+
+def large_table(large: dict[str, Any]) -> str:
+    """The model too large, in words."""
+    if large["status"] != "ok":
+        return f"**A model too large**\n\n{large['status']}: {essence(large['error'])}\n"
+    gib = large["resident_bytes"] / 2**30
+    lines = [
+        "**A model too large for the memory it is given** (`examples/larger_than_memory.py`)\n",
+        "| parameters | state GB | ranks | steps | step s | resident GiB, all ranks | before the model | on disk GB | moved a step GB "
+        "| page cache MiB |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| {large['parameters'] / 1e9:.2f}B | {16 * large['parameters'] / 1e9:.1f} | {large['ranks']} | {len(large['losses'])} "
+        f"| {large['step_s']:.1f} | {gib:.2f} | {large['before_bytes'] / 2**30:.2f} | {large['disk_bytes'] / 1e9:.1f} "
+        f"| {large['moved_bytes'] / 1e9:.1f} | {large['page_cache_growth'] / 2**20:+,.0f} |",
+        "",
+        f"Losses: {', '.join(f'{loss:.4f}' for loss in large['losses'])}. Resident: the largest sum over the ranks at one time, seen from "
+        "outside every 50 ms; libraries and interpreters are in it, shared pages once for each rank.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def goals_table(goals: Sequence[dict[str, Any]]) -> str:
+    """Each goal, the figure that is worst for it, and whether it is met."""
+    said = {True: "yes", False: "no", None: DASH}
+    lines = ["| goal | measured | met |", "|---|---|---|", *(f"| {g['goal']} | {g['figure']} | {said[g['met']]} |" for g in goals)]
+    return "\n".join(lines) + "\n"
+
+
+def to_markdown(document: dict[str, Any]) -> str:
+    """The whole report: machine, date, goals, the tables, footnotes."""
+    place, found = document["machine"], document["versions"]
+    named = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    where = f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB, {place['system']}, disk {document['disk']['file_system']}"
+    parts = [f"Measured {document['date']} on {where}; {named}. `{document['command']}`\n", goals_table(document["goals"])]
+    for c in document["comparisons"]:
+        parts.append(comparison(Setting(**c["setting"]), [Row(**r) for r in c["rows"]], [Pair(**p) for p in c["pairs"]]))
+    if document["large"] is not None:
+        parts.append(large_table(document["large"]))
+    parts += [f"{LEGEND}\n", f"{DISK_LEGEND}\n", "\n\n".join(f"{side}: {note}." for side, note in NOTES.items()) + "\n"]
+    return "\n".join(parts)

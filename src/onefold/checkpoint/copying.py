@@ -1,0 +1,117 @@
+"""The copy of a run's state in host memory that an asynchronous save is written from, taken while the training computes.
+
+    training   save_async | forward   backward | step
+    copy                  |──────────────|      ^ waits here for the rest of the copy, if there is any
+
+Between two optimizer steps masters and states do not change, so they are copied behind the training; what a forward pass may change
+(buffers, generators) is copied before the call returns.
+
+[Note: nobody writes under the copy] Whoever writes through the engine (a step, a load, full_params(write=True)) waits for the copy first.
+A write of the user's own shows in the tensors' version counters, and the save then fails with a sentence instead of mixing two moments.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.on_disk import OnDisk
+from onefold.checkpoint.parts import Part, Parts
+from onefold.memory import empty
+from onefold.runtime.engine import Engine
+
+_buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()
+#: What does not change between two steps.
+_STILL = ("parameter", "state")
+
+
+class Copying:
+    """One copy. Attributes: waited: seconds that the training stood still for it after the call had returned."""
+
+    def __init__(self, engine: Engine, parts: Parts) -> None:
+        self._parts, self.waited, self._done = parts, 0.0, threading.Event()
+        self._device = engine.device
+        self._buffer, self._places = _buffer_for(engine, parts)
+        self._copies: dict[int, Part] = {}
+        self._event: Any = None
+        still = [i for i, part in enumerate(parts.tensors) if part.item.kind in _STILL and not isinstance(part.tensor, OnDisk)]
+        self._versions = {i: _version(parts.tensors[i].tensor) for i in still}
+        with torch.no_grad():
+            for i in sorted(set(range(len(parts.tensors))) - set(still)):
+                self._copy(i)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+            self._event = torch.cuda.current_stream(self._device).record_event()
+
+    def _copy(self, i: int) -> None:
+        part = self._parts.tensors[i]
+        if isinstance(part.tensor, OnDisk):  # memory is what there is too little of: it is written before the training goes on
+            self._copies[i] = part
+            return
+        nbytes = part.tensor.numel() * part.tensor.element_size()
+        at = self._places[i]
+        copy = self._buffer[at : at + nbytes].view(part.tensor.dtype).copy_(part.tensor, non_blocking=True)
+        self._copies[i] = replace(part, tensor=copy)
+
+    def run(self) -> Parts:
+        """Copy what is left, in whatever thread. Returns the copied parts.
+
+        Raises:
+            CheckpointError: somebody wrote to what was being copied.
+        """
+        try:
+            with torch.no_grad():
+                if self._event is not None:
+                    stream = torch.cuda.Stream(self._device)
+                    stream.wait_event(self._event)
+                    with torch.cuda.stream(stream):
+                        for i in self._versions:
+                            self._copy(i)
+                    stream.synchronize()
+                else:
+                    for i in self._versions:
+                        self._copy(i)
+            torn = [i for i, version in self._versions.items() if _version(self._parts.tensors[i].tensor) != version]
+        finally:
+            self._done.set()
+        if torn:
+            raise CheckpointError(
+                f"{self._parts.tensors[torn[0]].item} was written to while save_async was copying it, so the copy is of two moments. "
+                "Write to parameters before save_async or after its wait(), or use save()."
+            )
+        parts = Parts([self._copies[i] for i in range(len(self._parts.tensors))], self._parts.values)
+        self._parts = parts  # lets go of what was copied
+        return parts
+
+    def wait(self) -> None:
+        """Until nothing is read of the training's own memory any more."""
+        if not self._done.is_set():
+            begun = time.perf_counter()
+            self._done.wait()
+            self.waited += time.perf_counter() - begun
+
+
+def _buffer_for(engine: Engine, parts: Parts) -> tuple[torch.Tensor, list[int]]:
+    """(one buffer on the host, kept for the next time; where each part goes in it)."""
+    places, total = [], 0
+    for part in parts.tensors:
+        places.append(total)
+        total += 0 if isinstance(part.tensor, OnDisk) else -(-part.tensor.numel() * part.tensor.element_size() // 64) * 64
+    buffer = _buffers.get(engine)
+    if buffer is None or buffer.numel() < total:
+        _buffers.pop(engine, None)
+        buffer = empty(total, torch.uint8, torch.device("cpu"))
+        if engine.device.type == "cuda":
+            buffer = buffer.pin_memory()
+        _buffers[engine] = buffer
+    return buffer, places
+
+
+def _version(tensor: Any) -> int:
+    return 0 if isinstance(tensor, OnDisk) or tensor.is_inference() else int(tensor._version)

@@ -1,0 +1,69 @@
+"""State that rests on NVMe, on its way to and from a checkpoint: a chunk at a time, never whole in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from onefold.checkpoint.pieces import Share
+from onefold.checkpoint.source import Item, Source
+from onefold.runtime.flat import Entry
+from onefold.runtime.home import Home
+
+#: Elements moved at a time.
+CHUNK = 4 << 20
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Elements [start, stop) of what `home` has on NVMe as `kind`: stands for a one-dimensional tensor in a save."""
+
+    home: Home
+    kind: str
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.home.regions[self.kind].dtype
+
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The elements in order, in host tensors."""
+        for a in range(self.start, self.stop, CHUNK):
+            yield self.home.part(self.kind, a, min(self.stop, a + CHUNK))
+
+
+def held_on_disk(entry: Entry, kind: str, start: int, stop: int) -> OnDisk:
+    """Elements [start, stop) of the flattened parameter `entry`, of what its home has as `kind`."""
+    home = entry.flat.home
+    assert home is not None
+    base = entry.slot.start - entry.flat.owned[0]
+    return OnDisk(home, kind, base + start, base + stop)
+
+
+def read_to_disk(source: Source, item: Item, entry: Entry, kind: str, start: int, stop: int) -> None:
+    """Elements [start, stop) of `entry`, a part of `item`, into what its home has as `kind`."""
+    home = entry.flat.home
+    assert home is not None
+    base = entry.slot.start - entry.flat.owned[0]
+    for a in range(start, stop, CHUNK):
+        b = min(stop, a + CHUNK)
+        part = torch.empty(b - a, dtype=home.regions[kind].dtype)
+        source.read(item, entry.part.first + a, entry.part.first + b, part)
+        home.write_part(kind, base + a, part)
+
+
+def held(share: Share, kind: str, value: torch.Tensor) -> torch.Tensor | OnDisk:
+    """The share of `value`, the optimizer's object or a state of it; where it is on NVMe, what stands for it."""
+    home = share.flat.home
+    if home is not None and home.on_disk and (kind == "master" or value.device.type == "meta"):
+        return held_on_disk(share.entry, kind, share.start, share.stop)
+    return share.of(value)

@@ -1,0 +1,57 @@
+"""What lies off the device, and on which tier an optimizer's states are.
+
+    tier     held by the engine    an optimizer's states
+    device   engine.memory         of parameters that rest on the device
+    host     engine.beyond.host    of parameters that are stepped on the host
+    nvme     engine.beyond.disk    entered there by the engine; `optimizer.state` has only places on the meta device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from onefold.memory import MemoryLedger
+from onefold.observe.process import storage_bytes
+from onefold.runtime.engine import Engine
+from onefold.runtime.parameter import whole_sight
+
+DEVICE, HOST, NVME = "device", "host", "nvme"
+#: The moves between tiers: to the device and back, and from and to NVMe.
+MOVED = ("up", "down", "read", "written")
+
+
+def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:
+    """The memory ledgers of the tiers off the device."""
+    return {HOST: engine.beyond.host, NVME: engine.beyond.disk}
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of memory behind all tensors in the optimizer's state, each storage once, whatever tier they are on."""
+    return _bytes(optimizer.state.values())
+
+
+def moments_by_tier(optimizer: torch.optim.Optimizer, engine: Engine) -> dict[str, int]:
+    """The same on the device and on the host; none is 0."""
+    away = {id(e.param) for e in engine.entries if e.flat.home is not None}
+    states = list(optimizer.state.items())
+    parts = {DEVICE: [s for p, s in states if id(p) not in away], HOST: [s for p, s in states if id(p) in away]}
+    return {tier: nbytes for tier, found in parts.items() if (nbytes := _bytes(found))}
+
+
+def _bytes(states: Iterable[Any]) -> int:
+    with whole_sight():
+        return storage_bytes(t for state in list(states) for t in _tensors(state) if not t.is_meta)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)

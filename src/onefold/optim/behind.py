@@ -1,0 +1,94 @@
+"""Stepping offloaded units behind the rest of the backward pass, where the user has said that nothing looks at gradients in between.
+
+    backward   unit 3     unit 2     unit 1     unit 0    end
+    down           grad 3     grad 2     grad 1    grad 0
+    this thread        step 3 ...  step 2 ...  step 1 ...  |  joined at the end of the pass
+
+The first step of an optimizer is an ordinary one: it tells which parameters are whose. A unit's gradients are dropped when they have been
+stepped; at `optimizer.step()` those parameters have none, and are passed over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from onefold.optim.offloaded import HALF, step_flat
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.parameter import whole_sight
+
+#: Units whose step is under way or waits, beyond which the backward pass waits: their gradients are in host memory.
+WAITING = 2
+
+
+class Behind:
+    """The thread of one engine that steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._owners: dict[int, weakref.ref[Optimizer]] = {}
+        self._flying: deque[Future[None]] = deque()
+        self._stepped: list[Entry] = []
+        self._thread: ThreadPoolExecutor | None = None
+
+    def know(self, optimizer: Optimizer, entries: Iterable[Entry]) -> None:
+        """`optimizer` steps `entries` from now on."""
+        known = weakref.ref(optimizer)
+        self._owners |= {entry.number: known for entry in entries if entry.flat.home is not None}
+
+    def takes(self, flat: Flat) -> bool:
+        """Whether the gradients of `flat` are stepped as they land."""
+        engine = self._engine()
+        return engine is not None and engine.sync and all(self._owner(e) is not None for e in flat.entries if e.active)
+
+    def _owner(self, entry: Entry) -> Optimizer | None:
+        known = self._owners.get(entry.number)
+        return known() if known is not None else None
+
+    def landed(self, flat: Flat) -> None:
+        """All gradients of `flat` are `.grad` of its parameters, in host memory: step them."""
+        while len(self._flying) >= WAITING:
+            self._flying.popleft().result()
+        self._stepped += flat.entries
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold step")
+        self._flying.append(self._thread.submit(partial(self._step, flat)))
+
+    def _step(self, flat: Flat) -> None:
+        engine = self._engine()
+        if engine is None or engine.failure is not None:
+            return
+        try:
+            with whole_sight(), torch.no_grad():
+                engine.about_to_write()
+                engine.beyond.lane.wait()
+                for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():
+                    mine = [e for e in flat.entries if self._owner(e) is optimizer]
+                    step_flat(optimizer, engine, flat, mine)
+                for entry in flat.entries:
+                    entry.param.grad = None
+        except Exception as error:
+            engine.failure = engine.failure or error
+            engine.beyond.broken = HALF
+
+    def join(self) -> None:
+        """Everything that has landed is stepped when this returns."""
+        while self._flying:
+            self._flying.popleft().result()
+        engine, stepped, self._stepped = self._engine(), self._stepped, []
+        if engine is not None and stepped:
+            engine.moves.all_of(stepped)  # not earlier: this very pass was right to compute with what they were
+
+    def close(self) -> None:
+        """End the thread."""
+        self.join()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None

@@ -1,0 +1,123 @@
+"""What an engine has beyond the device: the lane of copies, host buffers, files on NVMe, and the ledgers of all three."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+
+import torch
+
+from onefold.comm import TrafficLedger
+from onefold.memory import STAGING, Lane, MemoryLedger, Pool
+from onefold.memory.nvme import Nvme, Region, TierError, Transfer
+from onefold.recipe import Recipe
+
+#: Writes under way of one rank, beyond which the next waits for the first.
+BEHIND = 3
+
+
+class Beyond:
+    """Attributes:
+    host, disk: bytes held on the host for what rests off the device (and what is on its way), and on NVMe.
+    moved: bytes "up" to the device and "down" to the host, "read" from and "written" to NVMe, with the seconds waited for them.
+    pool: host buffers of whole pages, reused. chunk: elements moved at a time, and the size of those buffers.
+    broken: why nothing may go on: the disk failed in the middle of a step.
+    """
+
+    def __init__(self, recipe: Recipe, rank: int, device: torch.device) -> None:
+        self.recipe, self.rank = recipe, rank
+        self.host, self.disk = MemoryLedger(), MemoryLedger()
+        self.moved = TrafficLedger()
+        self.lane = Lane(device)
+        self.pool = Pool(torch.device("cpu"), self.host, paged=True)
+        self.chunk = recipe.chunk
+        self.broken: str | None = None
+        self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
+        self._lock = threading.RLock()  # steps behind the backward pass write from a thread of their own
+        self._store: Nvme | None = None
+
+    @property
+    def store(self) -> Nvme:
+        """The files on NVMe of this rank; made when they are first asked for.
+
+        Raises:
+            TierError: a folder is not there, or cannot be written.
+        """
+        if self._store is None:
+            self._store = Nvme(self.recipe.nvme, name=f"rank{self.rank}", threads=self.recipe.nvme_threads)
+        return self._store
+
+    @property
+    def open_store(self) -> Nvme | None:
+        """The store, if there is one."""
+        return self._store
+
+    def check(self) -> None:
+        """Raise TierError if an earlier failure left state that nobody can vouch for."""
+        if self.broken is not None:
+            raise TierError(self.broken)
+
+    def entered(self, move: str, unit: str, nbytes: int) -> None:
+        """Bytes on their way: "up", "down", "read" or "written"."""
+        self.moved.record(move, unit, nbytes)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait for the disk; the seconds count as exposed.
+
+        Raises:
+            TierError: it did not go well.
+        """
+        if transfer.done():
+            transfer.wait()
+            return
+        begun = time.perf_counter()
+        try:
+            transfer.wait()
+        finally:
+            self.moved.waited(None, begun)
+
+    def buffer(self, numel: int, dtype: torch.dtype, unit: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a host buffer to be given back to the pool, its first `numel` elements): of one size wherever that is enough."""
+        whole = self.pool.take(max(numel, self.chunk), dtype, STAGING, unit)
+        return whole, whole[:numel]
+
+    def write(self, region: Region, start: int, data: torch.Tensor, whole: torch.Tensor, unit: str) -> None:
+        """Start writing `data` to `region` from element `start` on; its buffer `whole` goes back to the pool when that is done.
+
+        Raises:
+            TierError: an earlier write did not go well.
+        """
+        with self._lock:
+            self._writing.append((whole, region.write(start, data)))
+            self.entered("written", unit, data.numel() * data.element_size())
+            self.flush(BEHIND)
+
+    def flush(self, behind: int = 0) -> None:
+        """Wait until no more than `behind` writes are under way.
+
+        Raises:
+            TierError: one did not go well.
+        """
+        with self._lock:
+            while self._writing and (len(self._writing) > behind or self._writing[0][1].done()):
+                whole, transfer = self._writing.popleft()
+                try:
+                    self.wait(transfer)
+                finally:
+                    self.pool.give(whole)
+
+    def forget_writes(self) -> None:
+        """Wait for what is being written, and pass over what goes wrong: that something did was said already."""
+        while self._writing:
+            with contextlib.suppress(TierError):
+                self.flush()
+
+    def close(self) -> None:
+        """Let go of buffers and files."""
+        self.lane.wait()
+        self.forget_writes()
+        self.pool.drain()
+        if self._store is not None:
+            self._store.close()

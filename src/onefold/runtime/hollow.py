@@ -1,0 +1,82 @@
+"""Tensors that have a shape and a dtype, and no memory: what is seen of elements that rest on NVMe.
+
+A kernel that is given one may read address 0. So whoever gets to see one gets an object that answers questions about its shape, and
+explains itself instead of computing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class HollowError(RuntimeError):
+    """Elements on NVMe were used as if they were in memory."""
+
+
+def hollow(like: torch.Tensor, what: str) -> torch.Tensor:
+    """A hollow tensor of the shape, dtype and device of `like`; `what` is its subject in a sentence."""
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    out.untyped_storage().resize_(0)
+    return seen_hollow(out, what)
+
+
+def seen_hollow(t: torch.Tensor, what: str) -> torch.Tensor:
+    """The hollow tensor `t` as code outside the engine may see it."""
+    seen = t.as_subclass(Hollow)
+    seen.what = what
+    return seen
+
+
+def is_hollow(t: torch.Tensor) -> bool:
+    """Whether `t` should have memory and has none."""
+    return t.numel() > 0 and t.device.type != "meta" and t.untyped_storage().nbytes() == 0
+
+
+def explain(func: Any, what: str) -> HollowError:
+    """What to say to code that wants to compute with something hollow."""
+    return HollowError(
+        f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe. Read a parameter with "
+        "`parameter.onefold.gather()` (on every rank), write with `onefold.full_params(model, write=True)`, clip with "
+        "onefold.clip_grad_norm_, drop gradients with zero_grad() (set_to_none=True, its default); offload_gradients='cpu' keeps "
+        "gradients in memory."
+    )
+
+
+class Hollow(torch.Tensor):
+    """See this module."""
+
+    what: str = "a tensor"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise explain(func, next((t.what for t in _tensors((args, kwargs)) if isinstance(t, Hollow)), "a tensor"))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Hollow({self.what}, on NVMe)"
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    return [value]
+
+
+_T: Any = torch.Tensor
+#: What can be asked of a tensor without looking at its elements.
+_ALLOWED = {
+    getattr(_T, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+                 "itemsize", "nbytes", "grad", "grad_fn", "_version", "data", "is_quantized", "names", "is_nested")
+    if hasattr(_T, name)
+} | {
+    _T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__, _T.is_contiguous,
+    _T.requires_grad_, _T.detach_, _T.detach, _T.__hash__, _T.untyped_storage, _T.storage_offset, _T.get_device, _T.as_subclass,
+    torch.is_floating_point, torch.is_complex, torch.numel, _T.grad.__set__, _T.requires_grad.__set__,
+}  # fmt: skip

@@ -1,0 +1,64 @@
+"""Which flat buffers rest off the device, and on which tier each kind of their state does.
+
+A unit goes as a whole. Where only a share of the states leaves the device, the last units of the model go first: their gradients come
+first in the backward pass and their parameters are needed last in the next forward, so that their transfers have the longest
+time to hide in. The choice is arithmetic on sizes, hence the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onefold.recipe import Recipe, Tier
+from onefold.runtime.units import UnitSpec
+
+_STATES = 2  # moments of Adam: what a budget in bytes is measured by, whatever optimizer comes later
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The tiers of one flat buffer's parameters (this rank's part of what is computed with), gradients, masters and states."""
+
+    parameters: Tier
+    gradients: Tier
+    optimizer: Tier
+
+    @classmethod
+    def of(cls, trainable: bool, recipe: Recipe) -> Tiers | None:
+        """For a flat buffer of a unit that leaves the device; None where nothing of it does.
+
+        What is frozen has no optimizer: it rests where parameters do.
+        """
+        p, o = recipe.parameters.tier, recipe.optimizer.tier
+        if not trainable:
+            return None if p is Tier.DEVICE else cls(p, p, p)
+        return None if o is Tier.DEVICE else cls(p, recipe.gradients.tier, o)
+
+    @property
+    def on_disk(self) -> bool:
+        return Tier.NVME in (self.parameters, self.gradients, self.optimizer)
+
+
+def leaving(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
+    """The indices of the units whose state leaves the device."""
+    if recipe.optimizer.tier is Tier.DEVICE and recipe.parameters.tier is Tier.DEVICE:
+        return set()
+    sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
+    if recipe.offload_bytes is None and recipe.offload_share >= 1:
+        return set(range(len(specs)))
+    a_parameter = (1 + _STATES) * torch.float32.itemsize + recipe.gradients.dtype.itemsize
+    divided = ranks if recipe.optimizer.placement.value == "sharded" else 1
+    budget = sum(sizes) * recipe.offload_share
+    if recipe.offload_bytes is not None:
+        budget = min(budget, recipe.offload_bytes * divided / a_parameter)
+    chosen, taken = set(), 0
+    for index in reversed(range(len(specs))):
+        # A share is reached, a budget is never exceeded.
+        if taken >= budget or (recipe.offload_bytes is not None and taken + sizes[index] > budget):
+            continue
+        chosen.add(index)
+        taken += sizes[index]
+    return chosen

@@ -1,0 +1,106 @@
+"""An asynchronous save is of the moment of its call, though its copy is taken while the training goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models import TinyGPT, tokens_of
+from ranks import run_ranks
+
+HELD = 0.5  # seconds that a copy is held up for
+
+
+def trained(stage: int, ranks: int) -> tuple[Any, torch.optim.Optimizer]:
+    import onefold
+
+    torch.manual_seed(0)
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=20.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, 0)
+    return model, optimizer
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model(tokens_of(10 * number + rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def hold_copies() -> None:
+    from onefold.checkpoint.copying import Copying
+
+    real = Copying.run
+
+    def late(self: Copying) -> Any:
+        time.sleep(HELD)
+        return real(self)
+
+    Copying.run = late  # type: ignore[method-assign]
+
+
+def of_one_moment(stage: int, folder: str) -> dict[str, Any]:
+    import onefold
+
+    hold_copies()
+    model, optimizer = trained(stage, 2)
+    want = onefold.full_state_dict(model)
+    moment = [t.clone() for s in optimizer.state.values() for t in s.values()]
+    saving = onefold.save_async(folder, model=model, optimizer=optimizer, step=1)
+    stalled = saving.stall_s
+    step(model, optimizer, 1)  # waits for the copy, and then writes to what was copied
+    waited = saving.stall_s
+    step(model, optimizer, 2)
+    saving.wait()
+    onefold.load(folder, model=model, optimizer=optimizer)
+    got = onefold.full_state_dict(model)
+    states = [t for s in optimizer.state.values() for t in s.values()]
+    return {
+        "same": all(torch.equal(want[n], got[n]) for n in want) and all(map(torch.equal, moment, states)),
+        "stalled": stalled,
+        "waited": waited,
+    }
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 2), (1, 2), (3, 2)])
+def test_the_copy_is_taken_behind_the_training_and_is_of_one_moment(stage: int, ranks: int, tmp_path: Path) -> None:
+    for seen in run_ranks(ranks, of_one_moment, stage, str(tmp_path / "c")):
+        assert seen["same"]
+        assert seen["stalled"] < HELD < seen["waited"] + 0.4, "the call does not wait for the copy, the step does"
+        assert seen["waited"] > seen["stalled"]
+
+
+def written_meanwhile(folder: str, how: str) -> tuple[str, bool]:
+    import onefold
+
+    hold_copies()
+    model, optimizer = trained(3, 2)
+    saving = onefold.save_async(folder, model=model, optimizer=optimizer, step=1)
+    if how == "by hand":
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+    else:
+        with onefold.full_params(model, write=True):
+            for param in model.parameters():
+                param.mul_(0.5)
+    try:
+        saving.wait()
+        return "", Path(folder).exists()
+    except onefold.CheckpointError as error:
+        return str(error), Path(folder).exists()
+
+
+def test_a_write_under_the_copy_fails_the_save_instead_of_mixing_two_moments(tmp_path: Path) -> None:
+    for said, there in run_ranks(2, written_meanwhile, str(tmp_path / "c"), "by hand"):
+        assert "two moments" in said and not there
+
+
+def test_a_write_through_the_engine_waits_for_the_copy(tmp_path: Path) -> None:
+    assert run_ranks(2, written_meanwhile, str(tmp_path / "c"), "full_params") == [("", True), ("", True)]

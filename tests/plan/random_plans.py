@@ -1,0 +1,76 @@
+"""Random models, recipes and machines for properties of plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from onefold.plan.activity import Activity, assumed_dims
+from onefold.plan.hardware import Machine, machine
+from onefold.plan.job import Job
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape
+from onefold.plan.states import units_of
+from onefold.recipe import Recipe
+
+GIB = 1 << 30
+
+
+def gpus(ranks: int, capacity: float = 80 * GIB) -> Machine:
+    """Ranks with this much memory each, in one node or in nodes of eight."""
+    found = machine(ranks, 8 if ranks % 8 == 0 else ranks, "a100-80", "8x200g")
+    return replace(found, gpu=replace(found.gpu, capacity=int(capacity)))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    """An embedding, blocks of a few parameters of any size, a root with or without parameters of its own."""
+    sizes = st.tuples(st.integers(1, 300), st.integers(1, 300))
+    block = draw(st.lists(sizes, min_size=1, max_size=4))
+    frozen = draw(st.booleans())
+    root = [Parameter("head", draw(sizes))] if draw(st.booleans()) else []
+    units = [UnitShape("(root)", tuple(root)), UnitShape("embed", (Parameter("embed.weight", draw(sizes)),), looks_up_only=True)]
+    for i in range(draw(st.integers(1, 6))):
+        first = len(block) > 1 and frozen
+        named = [Parameter(f"blocks.{i}.p{k}", shape, trainable=k > 0 or not first) for k, shape in enumerate(block)]
+        units.append(UnitShape(f"blocks.{i}", tuple(named)))
+    return ModelShape("random", tuple(units))
+
+
+stages = st.sampled_from((0, 1, 2, 3))
+precisions = st.sampled_from(("fp32", "bf16", "fp16"))
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "prefetch": st.integers(0, 3),
+        "in_flight": st.integers(0, 3),
+        "overlap": st.booleans(),
+        "reshard_after_forward": st.booleans(),
+        "accumulate_dtype": st.sampled_from((torch.float32, torch.bfloat16)),
+    },
+)
+
+
+def recipe_of(stage: int, precision: str, given: dict[str, Any]) -> Recipe | None:
+    try:
+        return Recipe.zero(stage, precision=precision, **given)
+    except ValueError:  # options that this stage has no use for
+        return None
+
+
+def activity(shape: ModelShape, job: Job, micro: int, checkpointing: str = "none") -> Activity:
+    return Activity.from_dims(shape, assumed_dims(shape, job.seq), micro, job.seq, 4, checkpointing)
+
+
+def padding(shape: ModelShape, ranks: int) -> int:
+    """Elements by which the layout of `ranks` ranks is longer than what it holds."""
+    units = units_of(shape, Recipe.zero(0), ranks)
+    return sum(f.numel - f.layout.content for u in units for f in u.flats)
+
+
+def more_padding(shape: ModelShape, few: int, more: int) -> int:
+    """Elements by which buffers of `more` ranks are padded more than those of `few`, one by one: a buffer that is padded less counts 0."""
+    low, high = ([f for u in units_of(shape, Recipe.zero(0), n) for f in u.flats] for n in (few, more))
+    return sum(max(0, b.numel - a.numel) for a, b in zip(low, high, strict=True))

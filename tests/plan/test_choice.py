@@ -1,0 +1,167 @@
+"""The choice: the lowest stage that fits, then what slows least; the largest that fits; what to do where nothing does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_plans import GIB, activity, gpus
+
+from onefold.plan import choose
+from onefold.plan.activity import Activity, assumed_dims, blocks_of
+from onefold.plan.architectures import architecture
+from onefold.plan.choose import Question, deeper, ladder, largest_micro_batch, largest_model, recommend, rungs, slowdown
+from onefold.plan.evaluate import Candidate, usable_bytes
+from onefold.plan.hardware import machine
+from onefold.plan.job import CHECKPOINTING, Job, Scheme
+from onefold.plan.planner import plan
+from onefold.plan.shapes import ModelShape
+
+
+def question(shape: ModelShape, ranks: int, capacity: float, job: Job) -> Question:
+    return Question(shape, lambda m, c: activity(shape, job, m, c), gpus(ranks, capacity), job)
+
+
+def test_the_ladder_has_every_stage_recomputation_and_place_that_the_job_leaves_open() -> None:
+    order = [(s.stage, s.checkpointing, s.offload) for rung in rungs(Job(), 8) for s in rung]
+    assert order == [
+        *[(stage, how, "none") for how in CHECKPOINTING for stage in (1, 2, 3)],
+        *[(stage, how, "optimizer") for how in CHECKPOINTING for stage in (2, 3)],
+        *[(3, how, where) for where in ("parameters", "nvme") for how in CHECKPOINTING],
+    ]
+    assert [[s.stage for s in rung] for rung in rungs(Job(offload="none", checkpointing="none"), 1)] == [[0]]
+    assert [rung[0].checkpointing for rung in rungs(Job(offload="optimizer"), 8)] == list(CHECKPOINTING)
+    assert [(s.stage, s.offload) for rung in rungs(Job(checkpointing="full"), 4, (2,)) for s in rung] == [(2, "none"), (2, "optimizer")]
+    with pytest.raises(ValueError, match="use stage 3"):
+        rungs(Job(offload="nvme"), 4, (1,))
+
+
+def climbed(asked: Question) -> list[list[Candidate]]:
+    """The ladder, rung by rung."""
+    found: dict[tuple[str, str], list[Candidate]] = {}
+    for candidate in ladder(asked):
+        found.setdefault((candidate.scheme.checkpointing, candidate.scheme.offload), []).append(candidate)
+    return list(found.values())
+
+
+NAMES, GPUS = ("gpt2-xl", "llama-3-8b", "gpt3-13b", "mixtral-8x7b", "gpt3-175b"), ("v100-32", "a100-40", "h100-80", "rtx4090")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("gpu", "ranks"), [(gpu, 8) for gpu in GPUS] + [("h100-80", 64)])
+def test_behind_the_stages_every_rung_is_slower_than_the_one_before(name: str, gpu: str, ranks: int) -> None:
+    shape, job = architecture(name), Job(seq=1024, precision="fp16")
+    assert shape.transformer is not None
+    dims = shape.transformer
+    asked = Question(shape, lambda m, c: Activity.from_dims(shape, dims, m, job.seq, 2, c), machine(ranks, 8, gpu), job)
+    first, *others = climbed(asked)
+    assert [c.scheme.stage for c in first] == [1, 2, 3] and {c.scheme.checkpointing for c in first} == {"none"}
+    for able in (True, False):  # what cannot run yet comes last, in the same order
+        seconds = [slowdown(rung)[1] for rung in others if rung[0].scheme.runs is able]
+        assert seconds == sorted(seconds), seconds
+    runs = [rung[0].scheme.runs for rung in others]
+    assert len(runs) == 11 and runs == sorted(runs, reverse=True)
+    best = recommend(asked)
+    if best is not None and best.scheme.checkpointing != "none":  # nothing else that fits and runs is faster
+        fitting = [next((c for c in rung if c.fits), None) for rung in others]
+        faster = [c for c in fitting if c is not None and c.scheme.runs and c.account.seconds["step"] < best.account.seconds["step"]]
+        assert not faster, (best, faster)
+
+
+@given(st.floats(1.2, 40), st.sampled_from((1, 2, 4, 8)), st.sampled_from((0, 1, 4)))
+@settings(max_examples=60)
+def test_what_is_recommended_is_the_first_of_the_ladder_that_fits(capacity: float, ranks: int, micro: int) -> None:
+    asked = question(ModelShape.of_size(300_000_000), ranks, capacity * GIB, Job(seq=256, micro_batch=micro))
+    best = recommend(asked)
+    found = next((c for c in ladder(asked) if c.fits), None)
+    if best is None or found is None:
+        assert best is found, (best, found)
+        return
+    assert best.scheme.with_(micro_batch=found.scheme.micro_batch) == found.scheme
+    assert best.fits and best.account.peak_bytes <= usable_bytes(asked.machine)
+
+
+def test_less_memory_never_means_a_faster_rung() -> None:
+    shape, seconds = ModelShape.of_size(300_000_000), []
+    for capacity in (30, 6, 5, 4, 3.5, 3, 2.5, 2):
+        best = recommend(question(shape, 4, capacity * GIB, Job(seq=256, micro_batch=4)))
+        runs = best is not None and best.scheme.runs
+        seconds.append((not runs, best.account.seconds["step"] if best is not None else math.inf))
+    assert seconds == sorted(seconds) and len(set(seconds)) >= 4, seconds
+
+
+def test_where_no_speed_is_known_the_rungs_come_in_the_order_of_the_picture() -> None:
+    here = replace(gpus(4), gpu=replace(gpus(4).gpu, name="here", rates={"fp32": 1.0}))
+    shape, job = ModelShape.of_size(30_000_000), Job(seq=256)
+    asked = Question(shape, lambda m, c: activity(shape, job, m, c), here, job)
+    assert [c.scheme for c in ladder(asked)] == [s for rung in rungs(job, 4) for s in rung]
+
+
+@given(st.floats(3, 30), st.sampled_from((0, 96, 120)), st.sampled_from(CHECKPOINTING))
+@settings(max_examples=40)
+def test_the_largest_micro_batch_fits_and_the_next_does_not(capacity: float, global_batch: int, checkpointing: str) -> None:
+    job = Job(seq=128, micro_batch=0, global_batch=global_batch)
+    asked = question(ModelShape.of_size(100_000_000), 4, capacity * GIB, job)
+    found = largest_micro_batch(asked, Scheme(1, checkpointing))
+    sizes = [b for b in range(1, 31) if not global_batch or global_batch // 4 % b == 0]
+    if found is None:
+        assert not asked.answer(Scheme(1, checkpointing, "none", 1)).fits
+        return
+    assert found.fits
+    size = found.scheme.micro_batch
+    if global_batch:
+        assert global_batch % (4 * size) == 0 and found.accumulation == global_batch // 4 // size
+        later = [b for b in sizes if b > size]
+    else:
+        later = [size + 1]
+    for b in later[:1]:
+        assert not asked.answer(Scheme(1, checkpointing, "none", b)).fits
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("capacity", [4, 12])
+def test_the_largest_model_fits_and_one_block_more_does_not(stage: int, capacity: int) -> None:
+    job = Job(seq=128)
+    asked = question(ModelShape.of_size(100_000_000), 4, capacity * GIB, job)
+
+    def build(shape: ModelShape) -> Any:
+        dims = assumed_dims(shape, job.seq)
+        return lambda m, c: Activity.from_dims(shape, dims, m, job.seq, 2, c)
+
+    numel = largest_model(asked, Scheme(stage), build)
+    each = blocks_of(asked.model)[0].numel
+    blocks = (numel - (asked.model.numel - each * len(blocks_of(asked.model)))) // each
+    assert deeper(asked.model, blocks).numel == numel
+    assert choose._at(asked, Scheme(stage), build, blocks).fits
+    assert not choose._at(asked, Scheme(stage), build, blocks + 1).fits
+
+
+def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:
+    shape = ModelShape.of_size(300_000_000)
+    fixed = plan(shape, gpus(4, 3.6 * GIB), Job(seq=32), stages=(1,), largest=False)
+    assert fixed.recommended is not None
+    wide = plan(shape, gpus(2, 4 * GIB), Job(seq=256, micro_batch=64, checkpointing="none", offload="none"), largest=False)
+    assert wide.recommended is None and "exceeds" in wide.why_not and "micro-batch 1 would fit" in wide.why_not
+    more = plan(shape, gpus(2, 2.2 * GIB), Job(seq=256, offload="none"), largest=False)
+    assert more.recommended is None and " devices stage 3" in more.why_not, more.why_not
+    ranks = int(more.why_not.split(" devices")[0].rsplit(" ", 1)[1])
+    assert recommend(question(shape, ranks, 2.2 * GIB, Job(seq=256))) is not None
+    never = plan(shape, gpus(2, 1.01 * GIB), Job(seq=4096), largest=False)
+    assert never.recommended is None and "No number of devices would do" in never.why_not
+    with pytest.raises(ValueError, match="does not fit"):
+        _ = never.recipe
+
+
+def test_next_steps_save_more_and_more_behind_the_recommendation() -> None:
+    found = plan("llama-3-8b", machine(8, 8, "h100-80"), Job(seq=2048), largest=False)
+    assert found.recommended is not None and found.next_steps
+    peaks = [found.recommended.account.peak_bytes, *(c.account.peak_bytes for c in found.next_steps)]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
+    every = [s for rung in rungs(found.job, 8) for s in rung]
+    assert {c.scheme for c in found.next_steps} <= set(every) and found.recommended.scheme not in {c.scheme for c in found.next_steps}
+    able = [c.scheme.runs for c in found.next_steps]
+    assert able == sorted(able, reverse=True)
