@@ -85,7 +85,7 @@ class Drill:
         with Ranks(self.fork, 1, _nothing) as ranks:  # starts the fork server
             ranks.ended(60.0)
         while not self.done():
-            stage, asynchronous = SETTINGS[number % len(SETTINGS)]
+            (stage, asynchronous), before = SETTINGS[number % len(SETTINGS)], len(self.kills)
             with tempfile.TemporaryDirectory(prefix="faults-run-") as root:
                 self.runs.append(self._one_run(Path(root), stage, asynchronous))
             number += 1
@@ -93,6 +93,8 @@ class Drill:
                 raise RuntimeError(f"{number} runs came to their end, with {len(self.kills)} kills, {self._in_saves()} of them in a save")
             wrong = sum(bool(k.wrong) for k in self.kills) + sum(map(bool, self.runs))
             self.tell(f"{len(self.kills)} kills ({self._in_saves()} in a save), {number} runs to the end, {wrong} wrong")
+            for sentence in [s for kill in self.kills[before:] for s in kill.wrong] + [s for s in self.runs[-1:] if s]:
+                self.tell(f"wrong at stage {stage}, asynchronous={asynchronous}: {sentence}")
 
     def _one_run(self, root: Path, stage: int, asynchronous: bool) -> str:
         """Start the run again and again until it is at its end. Returns what is wrong with the end."""
