@@ -87,6 +87,7 @@ class Engine:
         self.moves = Moves(self)
         self.this_pass = Pass(self.moves)
         self.is_root_pass = False
+        self.graded = False  # the pass under way began with gradients
         self.raised_in: tuple[str, str] | None = None  # (unit, phase) of the last pass that raised
         self.part: object = None  # whoever called a part of the root by itself
         self.backward_open = False
@@ -210,7 +211,7 @@ class Engine:
             unit.depth += 1
             if recompute:
                 self.backward_event()
-            elif torch.is_grad_enabled():
+            elif torch.is_grad_enabled() or self.graded:  # a re-entrant checkpoint runs its part of the pass without gradients
                 unit.calls += 1
             self.gather.acquire(unit, backward=recompute)
             if unit.depth == 1:
@@ -252,6 +253,7 @@ class Engine:
         if self.backward_open:  # a backward pass raised and never came to its end
             self.reset()
         self.is_root_pass, self.raised_in = is_root, None
+        self.graded = torch.is_grad_enabled()
         self.beyond.check()
         self.memory.look()
         self.beyond.host.look()
@@ -283,7 +285,7 @@ class Engine:
         recompute = in_autograd()
         if recompute:
             self.backward_event()
-        elif torch.is_grad_enabled() and not unit.claimed:
+        elif (torch.is_grad_enabled() or self.graded) and not unit.claimed:
             unit.calls += 1
         self.gather.acquire(unit, backward=recompute)
         unit.sticky = True

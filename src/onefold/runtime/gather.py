@@ -151,6 +151,8 @@ class Gatherer:
             self.wait(unit)
             return
         cursor = self.backward_cursor if backward else self.cursor
+        if backward and unit.tile and unit.depth and not self.learned:
+            cursor = None  # recomputed, in the order of the forward pass, which nobody foresaw: every rank gathers it when it comes to it
         if unit.away:
             passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
             for other in passed:

@@ -65,6 +65,7 @@ class Unit:
         # A pass comes to it more than once (a tile of tied weights): where, the first step has to show.
         self.revisited = isinstance(module, Tile) and module.shared
         # Foreseen in a forward pass only: the backward pass of a look-up in tiles comes to none of them.
+        self.tile = isinstance(module, Tile)
         self.forward_only = isinstance(module, EmbeddingTile) and not module.shared
         self.state = State.GATHERED if self.kept else State.SHARDED
         self.handles = self.depth = self.calls = 0
