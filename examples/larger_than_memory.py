@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1.3b")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a rank's micro-batch")
+    parser.add_argument("--lr", type=float, default=1e-4, help="AdamW's learning rate")
     parser.add_argument("--tile", default="32MB", help="a larger weight of a linear or embedding layer is computed in tiles of this size")
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -68,7 +69,7 @@ def main() -> None:
         model = LlamaForCausalLM(config)
     recipe = onefold.Recipe.zero(stage=3, offload_optimizer="nvme", offload_param="nvme", nvme=given.disk, tile=given.tile)
     model = onefold.shard(model, recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, fused=True)
     engine = onefold.engine_of(model)
 
     generator = torch.Generator().manual_seed(rank)
