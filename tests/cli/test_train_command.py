@@ -120,18 +120,22 @@ def given_as(options: list[str]) -> dict[str, str]:
     return {name.removeprefix("--").replace("-", "_"): value for name, value in zip(options[::2], options[1::2], strict=True)}
 
 
-def rows_of_two_ranks(**options: Any) -> list[dict[str, Any]]:
-    """On one of two ranks: the rows of the same run without the command."""
+def runs_of_two_ranks(*variants: dict[str, Any]) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """On one of two ranks, for each variant: the rows of the same run without the command, and what it says of its plan."""
     from onefold.train.config import resolve
+    from onefold.train.facts import describe
     from onefold.train.loop import train
     from onefold.train.prepare import prepare
     from onefold.train.ranks import Ranks
 
-    rank = int(os.environ["RANK"])
+    rank, found = int(os.environ["RANK"]), []
     ranks = Ranks(rank, 2, rank, 2, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo"))
-    rows: list[dict[str, Any]] = []
-    train(prepare(resolve(options), ranks, lambda line: None), lambda: 0, rows.append)
-    return rows
+    for options in variants:
+        rows: list[dict[str, Any]] = []
+        run = prepare(resolve(options), ranks, lambda line: None)
+        train(run, lambda: 0, rows.append)
+        found.append((rows, describe(run)))
+    return found
 
 
 def test_joined_ranks_and_accumulation_give_the_losses_of_two_ranks(place: Place) -> None:
@@ -141,7 +145,8 @@ def test_joined_ranks_and_accumulation_give_the_losses_of_two_ranks(place: Place
     code, out, err = place.run(*options, "--output", "one", "--micro-batch", "4", launcher=launcher)
     assert code == 0, err
     assert events(out)["plan"][0]["accumulation"] == 2
-    two, _ = run_ranks(2, rows_of_two_ranks, **given_as(options[:-1]), stage="3", micro_batch=2, output=str(place.folder / "two"))
+    same = {**given_as(options[:-1]), "stage": "3", "micro_batch": 2, "output": str(place.folder / "two")}
+    ((two, _),), _ = run_ranks(2, runs_of_two_ranks, same)
     one = metrics(place.folder / "one")
     for a, b in zip(one[:3], two, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
@@ -247,19 +252,18 @@ def test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk(pla
         disk.mkdir()
     common = [*SMALL, "--steps", "3", "--eval-every", "3", "--sample-tokens", "0", "--stage", "3"]
     folders = [word for disk in disks for word in ("--nvme", str(disk))]
-    elsewhere = {
-        "host": ["--offload-optimizer", "0.5", "--offload-activations", "cpu"],
-        "disk": ["--offload-optimizer", "nvme", "--offload-param", "nvme", *folders],
-    }
-    held, _ = run_ranks(2, rows_of_two_ranks, **given_as(common), output=str(place.folder / "device"))
-    rows, plans = {}, {}
-    for name, options in elsewhere.items():
-        code, out, err = place.run(*common, *options, "--nproc", "2", "--json", "--output", name)
-        assert code == 0, err
-        plans[name] = events(out)["plan"][0]
-        rows[name] = [(row["loss"], row["grad_norm"], row.get("eval_loss")) for row in metrics(place.folder / name)[:3]]
-    expected = [(row["loss"], row["grad_norm"], row.get("eval_loss")) for row in held[:3]]
-    assert rows["host"] == expected and rows["disk"] == expected and expected[2][2] is not None
+    host = {**given_as(common), "offload_optimizer": "0.5", "offload_activations": "cpu", "output": str(place.folder / "host")}
+    device = {**given_as(common), "output": str(place.folder / "device")}
+    ((held, _), (partly, plan)), _ = run_ranks(2, runs_of_two_ranks, device, host)
+    options = ["--offload-optimizer", "nvme", "--offload-param", "nvme", *folders, "--nproc", "2", "--json", "--output", "disk"]
+    code, out, err = place.run(*common, *options)
+    assert code == 0, err
+    plans = {"host": plan, "disk": events(out)["plan"][0]}
+    expected, on_host, on_disk = (
+        [(row["loss"], row["grad_norm"], row.get("eval_loss")) for row in rows[:3]]
+        for rows in (held, partly, metrics(place.folder / "disk"))
+    )
+    assert on_host == expected and on_disk == expected and expected[2][2] is not None
     assert plans["host"]["tiers"] == {"parameters": "device", "gradients": "host", "optimizer": "host"}
     assert plans["host"]["predicted"]["host"] > 0 and "on the host" in plans["host"]["reason"]
     assert set(plans["disk"]["tiers"].values()) == {"nvme"} and plans["disk"]["predicted"]["nvme"] > 0
