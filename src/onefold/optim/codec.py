@@ -11,21 +11,18 @@ are taken from torchao's own function, to the last bit, so that codes are its co
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from onefold.recipe.moments import SIGNED, Format
 
-NEEDED = "torchao, whose formats these are, is not installed: pip install 'onefold[lowbit]'"
 
-
-def require(what: str) -> None:
-    """Raise ValueError, which begins with `what` was asked for, unless torchao is there."""
-    from importlib.util import find_spec
-
+def require_torchao(what: str) -> None:
+    """Raise ValueError unless torchao, which `what` needs, is there. Does not import it."""
     if find_spec("torchao") is None:
-        raise ValueError(f"{what} needs torchao. {NEEDED[:1].upper()}{NEEDED[1:]}.")
+        raise ValueError(f"{what} needs torchao, which is not installed: pip install 'onefold[lowbit]', or use moments='bf16'.")
 
 
 class Codec:
@@ -78,7 +75,7 @@ class Codec:
 
 def _library(name: str, signed: bool) -> tuple[torch.Tensor, Any]:
     """torchao's map of a format, fp32, and its function from values to codes."""
-    require(f"a moment in {name}")
+    require_torchao(f"a moment in {name}")
     from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
 
     module, quantize = {
@@ -93,7 +90,7 @@ def _library(name: str, signed: bool) -> tuple[torch.Tensor, Any]:
 def _tables(name: str, signed: bool) -> tuple[torch.Tensor, ...]:
     """(map, lowest code by the upper half of the bits, boundary to the next by the same); () for fp8, which needs none."""
     if name == "fp8":
-        require("a moment in fp8")
+        require_torchao("a moment in fp8")
         return ()
     values, quantize = _library(name, signed)
     halves = torch.arange(1 << 16, dtype=torch.int32, device="cpu")

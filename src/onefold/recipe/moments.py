@@ -93,8 +93,10 @@ class Packed:
         return torch.float32 if self.scale else self.format.dtype
 
 
-def packed(key: str) -> Packed | None:
+def packed(key: object) -> Packed | None:
     """What a key of an optimizer's state, such as "exp_avg.int8.scale", is a part of; None if it is an ordinary one."""
+    if not isinstance(key, str):
+        return None
     name, _, rest = key.partition(".")
     kind, _, tail = rest.partition(".")
     if name not in SIGNED or kind not in FORMATS or not FORMATS[kind].packed or tail not in ("", "scale"):
@@ -102,7 +104,7 @@ def packed(key: str) -> Packed | None:
     return Packed(name, FORMATS[kind], tail == "scale")
 
 
-def grain_of(key: str) -> int:
+def grain_of(key: object) -> int:
     """Elements that one item of the state `key` stands for: 1 but for int4 codes and scales."""
     part = packed(key)
     return part.grain if part is not None else 1
