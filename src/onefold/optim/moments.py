@@ -32,7 +32,7 @@ from onefold.optim.codec import Codec
 from onefold.optim.rounding import key_of, to_bf16
 from onefold.optim.stand_ins import groups_of, only, raw_step
 from onefold.recipe import Recipe
-from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items, packed
+from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.flat import Entry, Flat
 
 #: Elements stepped at a time: on a CPU what is unpacked of them stays in the cache, a device wants more to do.
@@ -118,13 +118,13 @@ def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> N
         raise ValueError(f"{name} was made with block_size={optimizer.block_size}; Onefold keeps blocks of {own.block}: leave it out.")
     if optimizer.bf16_stochastic_round:
         raise ValueError(
-            f"{name}: leave bf16_stochastic_round out and give the recipe stochastic_rounding=True, which rounds alike on any number of ranks."
+            f"{name}: leave bf16_stochastic_round out and give the recipe stochastic_rounding=True, the same on any number of ranks."
         )
     if flat.dtypes.master not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"{name} steps parameters of up to 32 bits, and {flat.unit_name!r} has some in {flat.dtypes.master}: use torch.optim.AdamW."
         )
-    if not flat.layout.block and not (flat.whole_master and (flat.home is None or not flat.home.on_disk)):
+    if not flat.layout.block and (not flat.whole_master or flat.tiled or (flat.home is not None and flat.home.on_disk)):
         raise ValueError(
             f"{name} keeps its moments in blocks of {own.block} elements, and this model was divided without regard to them, so that "
             f"results would depend on the number of ranks: give the recipe {say} (then {name} or torch.optim.AdamW step alike)."
@@ -221,7 +221,7 @@ def _cut(piece: Piece) -> Iterator[Piece]:
 
 def cut(parts: dict[str, torch.Tensor], a: int, b: int) -> dict[str, torch.Tensor]:
     """What of `parts` belongs to elements [a, b), which begin and end with a block or the parameter."""
-    return {key: part[slice(*items(a, b, grain_of(key)))] for key, part in parts.items()}
+    return {key: part[slice(*items_of(a, b, grain_of(key)))] for key, part in parts.items()}
 
 
 def _stand_in(optimizer: Optimizer, how: Rests, piece: Piece) -> nn.Parameter:
@@ -318,10 +318,10 @@ def adopted(optimizer: Optimizer, how: Rests, entry: Entry, group: dict[str, Any
         ValueError: scales were rounded on their way through `load_state_dict`.
     """
     param, state, n, wanted = entry.param, optimizer.state.get(entry.param, {}), entry.param.numel(), how.parts(entry, group)
-    if all(name in state and state[name].dtype == dtype and state[name].device == param.device for name, dtype in wanted.items()):
-        return {name: state[name].reshape(-1) for name in wanted}
-    parts = {key: torch.zeros(-(-n // grain_of(key)), dtype=dtype, device=param.device) for key, dtype in wanted.items()}
     there = {k: _cast_back(k, v.to(param.device)).reshape(-1) for k, v in state.items() if k in SIGNED or packed(k) is not None}
+    if all(name in there and there[name].dtype == dtype for name, dtype in wanted.items()):
+        return {name: there[name] for name in wanted}
+    parts = {key: torch.zeros(-(-n // grain_of(key)), dtype=dtype, device=param.device) for key, dtype in wanted.items()}
     piece = Piece(entry, place(entry), parts[next(iter(parts))], parts[next(iter(parts))], parts, {}, False)
     for key in moments_of(group):
         if any(name in there for format in FORMATS.values() for name in format.keys(key)):

@@ -355,4 +355,3 @@ def _place_of(entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
 def _elementwise(value: Any, param: torch.Tensor) -> bool:
     """Whether a state has an element for each of the parameter's."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
-

@@ -3,9 +3,9 @@
     fp32   seeeeeeee mmmmmmm|rrrrrrrrrrrrrrrr        the lower half r is what bf16 has no place for
     bf16   seeeeeeee mmmmmmm (+1 with probability r / 65536)
 
-[Note: chance depends on the place] The 16 random bits of an element are those of a hash of (seed, what is rounded, the parameter's name, the
-step, the element's index in the parameter). Nobody draws from a generator, so neither ranks nor tiers, chunks, tiles or the order of work
-change a bit, and a run that goes on from a checkpoint goes on as it would have.
+[Note: chance depends on the place] The 16 random bits of an element are those of a hash of (seed, what is rounded, the parameter's name,
+the step, the element's index in the parameter). Nobody draws from a generator, so neither ranks nor tiers, chunks, tiles or the order of
+work change a bit, and a run that goes on from a checkpoint goes on as it would have.
 """
 
 from __future__ import annotations

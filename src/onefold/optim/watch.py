@@ -1,6 +1,7 @@
 """What stands between an optimizer and sharded parameters: nothing, but for two looks around each step.
 
-Before: what rests off the device or in another format is stepped (optim/offloaded.py), and its gradients are put aside, so that the step itself does the rest.
+Before: what rests off the device or in another format is stepped (optim/offloaded.py), and its gradients are put aside, so that the step
+itself does the rest.
 Before that: an optimizer whose update of one element depends on others (a factored second moment, a matrix, a layer's norm) would train
 on something else when it is given intervals. It is recognised by trying it: the update of a small matrix must equal, bit for bit,
 the update of its elements cut into pieces. After: kept copies of the parameters are stale.

@@ -110,7 +110,7 @@ def grain_of(key: object) -> int:
     return part.grain if part is not None else 1
 
 
-def items(start: int, stop: int, grain: int) -> tuple[int, int]:
+def items_of(start: int, stop: int, grain: int) -> tuple[int, int]:
     """The items whose first element is one of [start, stop)."""
     return -(-start // grain), -(-stop // grain)
 
