@@ -33,7 +33,8 @@ from onefold.plan.sizes import Sizes
 def smallest(device, quick, half, real=Sizes.for_device):
     s = real(device, quick, half)
     fewer = {name: getattr(s, name)[:2] for name in ("matrices", "blocks", "gated", "chains", "optimizer_numels", "move_bytes")}
-    return replace(s, **fewer, copy_bytes=s.copy_bytes[:1], overlap_bytes=s.move_bytes[1], steps=((64, 16),), disk_bytes=1 << 22, budget_s=0)
+    fewer |= {"copy_bytes": s.copy_bytes[:1], "overlap_bytes": s.move_bytes[1], "steps": ((64, 16),)}
+    return replace(s, **fewer, disk_bytes=1 << 22, budget_s=0)
 Sizes.for_device = smallest
 """ + COMMAND
 
