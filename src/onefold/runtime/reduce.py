@@ -328,10 +328,9 @@ class Reducer:
             grad = r.total[a - base : b - base].view(param.shape)
             if param.grad is None:
                 param.grad = grad.to(param.dtype)
-                if param.grad is grad:
-                    kept = True
-                else:  # a copy in another dtype
+                if param.grad is not grad:  # a copy in another dtype
                     self._ledger(r.flat).add(GRADIENTS, _bytes(param.grad))
+                kept = kept or param.grad is grad or home is None
             else:
                 param.grad.add_(grad)
         if behind:
@@ -377,7 +376,7 @@ class Reducer:
                     e.number in used_anywhere and r.flat.in_run(e, r.run) and not done
                     for e, done in zip(r.flat.entries, r.filled, strict=True)
                 ]
-            if not self._hand_over(r, which) and r.gathering is not None and r.total is not None:
+            if not self._hand_over(r, which) and r.flat.home is not None and r.gathering is not None and r.total is not None:
                 self._ledger(r.flat).add(GRADIENTS, -_bytes(r.total))
 
     def launch_rest(self) -> None:
