@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -120,6 +121,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elsewhere = _makes_once(item) and item.path.relative_to(TESTS).as_posix() not in TOGETHER
         assert not elsewhere, f"{item.nodeid} uses a fixture of its module: add the file to TOGETHER in tests/conftest.py"
     items.sort(key=lambda item: item.path not in slow)  # what takes long first: the end is shared evenly by the workers
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: a collection in a test (a simulation ends with one) need not go over all of torch, some 0.5 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
