@@ -113,7 +113,8 @@ def _leaving(units: list[UnitPlan], recipe: Recipe) -> set[int]:
     if recipe.offload_bytes is None and recipe.offload_share >= 1:
         return set(range(len(units)))
     each = 4 + bytes_an_element(recipe.moments) + recipe.gradients.dtype.itemsize
-    divided = units[0].flats[0].ranks if units and recipe.optimizer.placement.value == "sharded" else 1
+    first = next((flat for unit in units for flat in unit.flats), None)  # a unit may have no parameters of its own
+    divided = first.ranks if first is not None and recipe.optimizer.placement.value == "sharded" else 1
     budget = sum(sizes) * recipe.offload_share
     if recipe.offload_bytes is not None:
         budget = min(budget, recipe.offload_bytes * divided / each)
