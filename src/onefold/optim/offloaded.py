@@ -75,8 +75,8 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
             if flat.home is None or not flat.home.on_disk:
                 mine = [e for e in flat.entries if id(e) in ready]
                 step_flat(optimizer, engine, flat, mine)
-                if engine.recipe.step_in_backward and flat.home is not None:
-                    # As it will be in the steps to come; and the moments just made need the room.
+                if flat.home is not None and engine.recipe.step_in_backward:
+                    # As it will be in the steps to come, and the moments just made need the room.
                     engine.moves.all_of(mine)
                     let_go(engine, flat, mine)
         disk = [flat for flat in engine.at_home if flat.home is not None and flat.home.on_disk]
