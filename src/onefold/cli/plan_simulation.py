@@ -28,8 +28,8 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     """
     candidate = plan.recommended or plan.stages[-1]
     scheme = candidate.scheme
-    if not scheme.runs:
-        raise ValueError(f"--simulate runs the engine, which keeps all states on the device so far, not {scheme}: add --offload none.")
+    if scheme.recipe(plan.job).on_disk:
+        raise ValueError(f"--simulate runs the engine on fake tensors, and a disk takes none, not {scheme}: add --offload none.")
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,
         scheme.recipe(plan.job),

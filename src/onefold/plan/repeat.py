@@ -161,11 +161,15 @@ def written_out(read: Read, repetition: Repetition) -> Read | None:
     tail = read.spans[turn:][: _before(read.spans[turn:], short)]
     every = list(range(len(r.names)))
     spans = [*ahead, *whole(forward, every), *(_moved(s, step * periods, r, {}, 0) for s in tail), *whole(backward, every[::-1])]
-    saved = {n: b for n, b in read.saved.items() if _block_of(n, rename) is None}
-    for i in every:
-        source = i if i < first + p else first + (i - first) % p if i < first + p + r.left_out else i - r.left_out
-        saved |= {_renamed(n, short[source], r.names[i]): b for n, b in read.saved.items() if _block_of(n, rename) == source}
-    return Read(tuple(spans), saved, read.saved_logits, read.end_of_forward + step * periods)
+
+    def by_unit(sums: dict[str, int]) -> dict[str, int]:
+        out = {n: b for n, b in sums.items() if _block_of(n, rename) is None}
+        for i in every:
+            source = i if i < first + p else first + (i - first) % p if i < first + p + r.left_out else i - r.left_out
+            out |= {_renamed(n, short[source], r.names[i]): b for n, b in sums.items() if _block_of(n, rename) == source}
+        return out
+
+    return Read(tuple(spans), by_unit(read.saved), read.saved_logits, read.end_of_forward + step * periods, by_unit(read.movable))
 
 
 def _moved(span: Span, by: int, r: Repetition, known: dict[str, int], blocks: int) -> Span:

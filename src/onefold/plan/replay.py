@@ -4,6 +4,8 @@
     backward   take n | arrival: reduction buffer | parts | land: gradients, give | ...
     boundary   (moments, gradients) ──► gradients dropped
 
+Where state rests off the device its gradients leave as they land, and where parameters are read from a disk one unit more has its buffer.
+
 It mirrors runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state (orders learned, every unit used once in each
 pass, every trainable parameter gets a gradient) and is checked against the ledger of the real engine, byte for byte. Activations are not
 the engine's: `Moment`s name the unit and the phase so that a trace can be laid over them.
@@ -18,7 +20,7 @@ import torch
 
 from onefold.memory import GATHERED, GRADIENTS, IDLE, REDUCTION
 from onefold.plan.states import FlatPlan, UnitPlan, resting
-from onefold.recipe import Recipe
+from onefold.recipe import Recipe, Tier
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class _Reduction:
 class _Unit:
     plan: UnitPlan
     index: int
-    held: list[_Buffer] = field(default_factory=list)
+    held: dict[int, _Buffer] = field(default_factory=dict)  # by number of the flat buffer
     gathered: bool = False
     claimed: bool = False
 
@@ -73,6 +75,7 @@ class Replay:
         self.units = [_Unit(u, i) for i, u in enumerate(units)]
         self.prefetch = recipe.prefetch if recipe.overlap else 0
         self.in_flight = recipe.in_flight if recipe.overlap else 0
+        self.from_disk = bool(self.prefetch) and any(_on_disk(f) for u in units for f in u.flats)
         self.passive = all(f.passive for u in units for f in u.flats)
         self.outer = outer(units)
         self.ends_first = any(u.looks_up_only for u in units)  # the embedding is a unit of its own, so the root is a final norm or a head
@@ -181,17 +184,24 @@ class Replay:
             if not following.gathered:
                 self._launch(following)
                 ahead += 1
+        if self.from_disk and self.cursor and not self.cursor[0].gathered:
+            self._hold(self.cursor[0], [i for i, f in enumerate(self.cursor[0].plan.flats) if _on_disk(f)])
 
     def _launch(self, unit: _Unit) -> None:
         unit.gathered = True
-        for flat in unit.plan.flats:
-            if not flat.kept:
-                unit.held.append(self._take(flat.numel, flat.dtypes.compute, GATHERED))
+        self._hold(unit, [i for i, f in enumerate(unit.plan.flats) if not f.kept])
+
+    def _hold(self, unit: _Unit, which: list[int]) -> None:
+        """Take the buffers that are not held yet."""
+        for i in which:
+            if i not in unit.held:
+                flat = unit.plan.flats[i]
+                unit.held[i] = self._take(flat.numel, flat.dtypes.compute, GATHERED)
 
     def _release(self, unit: _Unit) -> None:
         unit.gathered = unit.claimed = False
-        held, unit.held = unit.held, []
-        for buffer in held:
+        held, unit.held = unit.held, {}
+        for _, buffer in sorted(held.items()):
             self._give(buffer)
 
     # -- backward --------------------------------------------------------------------------------------------------------------
@@ -306,6 +316,9 @@ class Replay:
     def _hand_over(self, flat: FlatPlan, nbytes: int) -> None:
         """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added to it."""
         whole = flat.whole_master and flat.ranks > 1  # all-reduced sums are handed over at the end of backward
+        if flat.tiers is not None:  # they leave the device
+            self.summed.append(nbytes) if whole else self._add(GRADIENTS, -nbytes)
+            return
         dtype = flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
         if id(flat) in self.has_grad:
             self.summed.append(nbytes) if whole else self._add(GRADIENTS, -nbytes)
@@ -319,6 +332,11 @@ class Replay:
             else:
                 self._add(GRADIENTS, copied)
             self.summed.append(nbytes)
+
+
+def _on_disk(flat: FlatPlan) -> bool:
+    """Whether what it is gathered from lies on NVMe."""
+    return flat.tiers is not None and flat.tiers.parameters is Tier.NVME and not flat.kept
 
 
 def outer(units: list[UnitPlan]) -> frozenset[str]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
-from onefold.recipe.tiers import UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
+from onefold.recipe.tiers import OPTIONS, UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
 
 
 class Placement(enum.Enum):
@@ -195,7 +195,7 @@ class Recipe:
         options |= fields
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {did_you_mean(unknown[0], _OPTIONS | _TIER_OPTIONS)}")
+            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {did_you_mean(unknown[0], _OPTIONS | OPTIONS)}")
         compute = COMPUTE_DTYPES[precision]
         p, g, o = PLACEMENTS_OF_STAGE[stage]
         check_dtype("wire", wire, optional=True)
@@ -258,6 +258,11 @@ class Recipe:
     def compute_dtype(self) -> torch.dtype:
         return self.parameters.dtype
 
+    @property
+    def on_disk(self) -> bool:
+        """Some of the state rests on NVMe."""
+        return any(row.tier is Tier.NVME for row in (self.parameters, self.gradients, self.optimizer))
+
     def describe(self) -> str:
         """The recipe as the table of this module's docstring, filled in."""
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
@@ -292,7 +297,6 @@ class Recipe:
 
 
 _ROWS = ("parameters", "gradients", "optimizer")
-_TIER_OPTIONS = {"offload_optimizer", "offload_gradients", "offload_param", "offload_activations"}
 _OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in (*_ROWS, "reduce_at", "notes")}
 
 
