@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch.optim.optimizer import Optimizer
 
+from onefold.memory import GRADIENTS
 from onefold.optim.offloaded import HALF, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -52,16 +53,16 @@ class Behind:
         known = self._owners.get(entry.number)
         return known() if known is not None else None
 
-    def landed(self, flat: Flat) -> None:
-        """All gradients of `flat` are `.grad` of its parameters, in host memory: step them."""
+    def landed(self, flat: Flat, nbytes: int) -> None:
+        """All gradients of `flat` are `.grad` of its parameters, in host memory, where they count as `nbytes`: step them."""
         while len(self._flying) >= WAITING:
             self._flying.popleft().result()
         self._stepped += flat.entries
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold step")
-        self._flying.append(self._thread.submit(partial(self._step, flat)))
+        self._flying.append(self._thread.submit(partial(self._step, flat, nbytes)))
 
-    def _step(self, flat: Flat) -> None:
+    def _step(self, flat: Flat, nbytes: int) -> None:
         engine = self._engine()
         if engine is None or engine.failure is not None:
             return
@@ -74,6 +75,7 @@ class Behind:
                     step_flat(optimizer, engine, flat, mine)
                 for entry in flat.entries:
                     entry.param.grad = None
+                engine.beyond.host.add(GRADIENTS, -nbytes)
         except Exception as error:
             engine.failure = engine.failure or error
             engine.beyond.broken = HALF

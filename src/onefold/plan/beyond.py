@@ -97,7 +97,7 @@ def beyond_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1,
     for flat in flats:
         for tier, category, nbytes in _resting(flat, optimizer):
             rest[tier][category] += nbytes
-    peak = {HOST: rest[HOST] + Counter(_passing(flats, recipe, optimizer, behind)), NVME: rest[NVME]}
+    peak = {HOST: rest[HOST] + Counter(_passing(flats, recipe, optimizer, reductions > 1, behind)), NVME: rest[NVME]}
     carried = [c for unit, flat in home if flat.own for c in _carried(unit, flat, recipe, micro_batches, optimizer)]
     stepped = sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots)
     return Beyond(
@@ -155,15 +155,29 @@ def chunk_of(flats: Sequence[FlatPlan], recipe: Recipe) -> int:
     return min(recipe.chunk, round_up(max(f.own for f in flats), SECTOR))
 
 
-def _passing(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, behind: bool) -> dict[str, int]:
-    """Bytes of host memory for gradients and for what is on its way, at most, beside what rests there."""
+def _passing(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: bool, behind: bool) -> dict[str, int]:
+    """Bytes of host memory for gradients and for what is on its way where both together are most, beside what rests there.
+
+    Args:
+        again: gradients are added to some that are there. behind: units are stepped behind the backward pass.
+    """
     trained = [f for f in flats if f.trainable and f.own]
-    landed = sorted((f.own * max(f.dtypes.sums.itemsize, f.dtypes.master.itemsize) for f in trained), reverse=True)
-    copied = 2 if any(f.dtypes.sums != f.dtypes.master for f in trained) else 1  # a copy in the masters' dtype beside the sums
     on_disk = any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained) and not behind
-    at_once = sum(landed[: WAITING + 1]) if behind else max(landed, default=0) if on_disk else sum(landed)
-    held = at_once + (copied - 1) * max(landed, default=0)
-    return _filled({GRADIENTS: held, STAGING: max(_backward_staging(flats, recipe, on_disk), _step_staging(flats, recipe, optimizer, on_disk))})
+    landed = sorted((_landed(f, on_disk) for f in trained), reverse=True)
+    largest, stay = max(landed, default=0), 0 if on_disk or behind else sum(landed)
+    arriving = sum(landed[: WAITING + 1]) if behind else largest if on_disk else stay + (largest if again else 0)
+    if any(f.whole_master and f.ranks > 1 for f in trained):  # all-reduced sums wait for the end of the backward pass
+        arriving = max(arriving, sum(landed))
+    step = _step_staging(flats, recipe, optimizer, on_disk, behind)
+    backward = _backward_staging(flats, recipe, on_disk) + (step if behind else 0)
+    phases = ({GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step})
+    return _filled(max(phases, key=lambda held: sum(held.values())))
+
+
+def _landed(flat: FlatPlan, on_disk: bool) -> int:
+    """Bytes of a flat buffer's sums on the host, and of their copy where masters in memory have another dtype."""
+    sums = flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
+    return flat.own * (sums.itemsize + (flat.dtypes.master.itemsize if sums != flat.dtypes.master and not on_disk else 0))
 
 
 def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) -> int:
@@ -174,14 +188,15 @@ def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) 
     return fetched + ((WRITES + 1) * chunk_of(flats, recipe) * master if on_disk else 0)
 
 
-def _step_staging(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, on_disk: bool) -> int:
+def _step_staging(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool) -> int:
     """Chunks of masters, gradients and states that are read, stepped and written; copies for what is computed with from the disk."""
     disk = [f for f in flats if f.trainable and f.tiers is not None and f.tiers.optimizer is Tier.NVME and f.own]
     if not disk:
         return 0
     chunk = chunk_of(flats, recipe)
     kinds = 1 + MOMENTS_OF[optimizer] + on_disk
-    many = sum(-(-f.own // chunk) for f in disk)
+    chunks = [-(-f.own // chunk) for f in disk]
+    many = max(chunks) if behind else sum(chunks)  # behind the backward pass each buffer is stepped by itself
     out = kinds * chunk * max(f.dtypes.master.itemsize for f in disk) * min(many, AHEAD + 1 + BEHIND)
     low = [f.dtypes.compute.itemsize for f in disk if _lies_apart(f)]
     return out + (max(low) * chunk * min(many, WRITES + 1) if low else 0)

@@ -243,12 +243,14 @@ class Replay:
             if unit.gathered:
                 self._release(unit)
         self._drain()
+        for unit in self.units:  # the ledger sees them now
+            self._own_gradients(unit)
         self._moment(k, "backward", "(end)")
 
     def _early(self, unit: _Unit, deferring: bool) -> None:
         """A unit around others has parameters whose gradients come first (a final norm, a head): its buffer is there from then on."""
         for flat in unit.plan.flats:
-            if flat.trainable:
+            if flat.trainable and not flat.passive:
                 self._store(flat, deferring)
 
     def _complete(self, unit: _Unit, k: int, deferring: bool) -> None:
@@ -263,13 +265,17 @@ class Replay:
                 while len(self.flying) > self.in_flight:
                     self._land(self.flying.pop(0))
         else:
-            for flat in unit.plan.flats:  # the engine has no hooks: autograd's gradients are the parameters' own
-                if flat.trainable and id(flat) not in self.has_grad:
-                    self.has_grad.add(id(flat))
-                    self._add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
+            self._own_gradients(unit)
         if unit.gathered and unit.plan.path != "":
             self._release(unit)
         self._moment(k, "backward", unit.plan.name)
+
+    def _own_gradients(self, unit: _Unit) -> None:
+        """Where the engine has no hooks autograd's gradients are the parameters' own."""
+        for flat in unit.plan.flats:
+            if flat.passive and flat.trainable and id(flat) not in self.has_grad:
+                self.has_grad.add(id(flat))
+                self._add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
     def _store(self, flat: FlatPlan, deferring: bool) -> None:
         buffer = self.grads.get(id(flat))

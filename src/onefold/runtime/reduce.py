@@ -322,6 +322,7 @@ class Reducer:
             except TierError as error:  # the other ranks are waiting: all raise before the optimizer steps
                 self.engine.failure = self.engine.failure or error
             return kept
+        held = _bytes(r.total)
         for entry in meant:
             a, b = overlap((entry.slot.start, entry.slot.end), span)
             param = entry.param
@@ -330,11 +331,12 @@ class Reducer:
                 param.grad = grad.to(param.dtype)
                 if param.grad is not grad:  # a copy in another dtype
                     self._ledger(r.flat).add(GRADIENTS, _bytes(param.grad))
+                    held += _bytes(param.grad)
                 kept = True
             else:
                 param.grad.add_(grad)
         if behind:
-            self.engine.behind.landed(r.flat)
+            self.engine.behind.landed(r.flat, held)
         return kept
 
     def _steps_behind(self, flat: Flat, which: list[bool]) -> bool:
