@@ -167,8 +167,8 @@ def _engine(model: ModelShape, recipe: Recipe, ranks: int, micro_batches: int, o
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:
     """Bytes that the engine's ledger never exceeds, in closed form.
 
-    S + G·(prefetch + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, C the gathered units around
-    others, R the largest reduction of a unit (its buffer, what is received, a copy in the wire's dtype if that differs), T all gradients
+    S + G·(prefetch + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, C the gathered units around one
+    another at most, R the largest reduction of a unit (its buffer, what is received, a copy in the wire's dtype if that differs), T all gradients
     once they are reduced (and copied where the masters have another dtype), and as long as they are kept whole. Of what is stepped off
     the device T has the largest alone, or all while they are all-reduced. Where parameters come from a disk, G counts once more.
     """
@@ -176,7 +176,8 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
     prefetch, in_flight = (recipe.prefetch, recipe.in_flight) if recipe.overlap else (0, 0)
     gathered = [sum(f.numel * f.dtypes.compute.itemsize for f in u.flats if not f.kept) for u in units]
     names = outer(list(units))
-    around = [g for g, u in zip(gathered, units, strict=True) if u.name in names]
+    around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
+    nested = max((sum(around.get(path, 0) for path in _enclosing(u.path)) for u in units), default=0)
     reductions, total, leaving = [], 0, [0]
     for unit in units:
         one = 0
@@ -200,8 +201,14 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
         reductions.append(one)
     every = sum(gathered) if not recipe.reshard_after_forward else 0
     fetched = any(f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.kept for u in units for f in u.flats)
-    ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + sum(around)
+    ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
     return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total + max(leaving)
+
+
+def _enclosing(path: str) -> list[str]:
+    """The paths of whatever may lie around a unit, its own among them."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
 
 
 def _peak(moments: tuple[Moment, ...], activity: Activity, states: int, fragmented: float) -> dict[str, int]:

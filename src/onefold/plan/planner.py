@@ -265,7 +265,7 @@ def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) 
 
 
 def _convention(job: Job) -> str:
-    rows, found = job.recipe(2), job.convention
+    rows, found = job.recipe(3), job.convention
     master = rows.optimizer.dtype.itemsize
     kept = MOMENTS_OF[job.optimizer] * master
     return (

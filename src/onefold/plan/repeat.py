@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from onefold.plan.lifetimes import Read, Span
+from onefold.plan.tiled import lists_of_tiles
 
 LONGEST_PERIOD = 8
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")  # which block it is, as blocks call it
@@ -48,8 +49,9 @@ def repetition_in(module: nn.Module) -> Repetition | None:
     """The longest run of equal blocks in `module`, if tracing a part of it saves anything."""
     best: Repetition | None = None
     layers = getattr(getattr(module, "config", None), "layer_types", None)
+    of_tiles = lists_of_tiles(module)
     for path, container in module.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) < 6:
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) < 6 or id(container) in of_tiles:
             continue
         names = tuple(f"{path}.{n}" if path else n for n, _ in container.named_children())
         kinds = layers if isinstance(layers, list | tuple) and len(layers) == len(names) else [None] * len(names)

@@ -87,6 +87,7 @@ class Replay:
         self.free: dict[tuple[int, torch.dtype], int] = defaultdict(int)
         self.grads: dict[int, _Buffer] = {}  # whole gradients kept until the boundary, by id of the flat
         self.has_grad: set[int] = set()
+        self.unused: set[int] = set()  # gathered ahead of their use
         for unit in units:
             for flat in unit.flats:
                 for category, nbytes in resting(flat).items():
@@ -178,7 +179,8 @@ class Replay:
         if unit.claimed:
             return
         unit.claimed = True
-        ahead = sum(1 for u in self.units if u.gathered and not u.claimed)
+        self.unused.discard(unit.index)
+        ahead = len(self.unused)
         while ahead < self.prefetch and self.cursor:
             following = self.cursor.pop(0)
             if not following.gathered:
@@ -189,6 +191,7 @@ class Replay:
 
     def _launch(self, unit: _Unit) -> None:
         unit.gathered = True
+        self.unused.add(unit.index)
         self._hold(unit, [i for i, f in enumerate(unit.plan.flats) if not f.kept])
 
     def _hold(self, unit: _Unit, which: list[int]) -> None:
@@ -200,6 +203,7 @@ class Replay:
 
     def _release(self, unit: _Unit) -> None:
         unit.gathered = unit.claimed = False
+        self.unused.discard(unit.index)
         held, unit.held = unit.held, {}
         for _, buffer in sorted(held.items()):
             self._give(buffer)

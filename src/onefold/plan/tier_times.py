@@ -71,7 +71,8 @@ def _beside(carried: Iterable[Carried], phase: str, machine: Machine, parts: Cou
         nbytes[c.move] += c.nbytes if c.phase == phase else 0  # type: ignore[assignment]
     local, host = machine.local, machine.host
     disk = nbytes["read"] / (host.nvme_bandwidth / local) + nbytes["written"] / ((host.nvme_write or host.nvme_bandwidth) / local)
-    link = (nbytes["up"] + nbytes["down"]) / machine.host_link()
+    read = nbytes["read"] if phase != "step" else 0  # parameters, which go on to the device
+    link = (nbytes["up"] + nbytes["down"] + read) / machine.host_link()
     if machine.shared:
         link = 2 * nbytes["up"] / machine.gpu.memory_bandwidth
     parts["link"], parts["disk"] = parts["link"] + link, parts["disk"] + disk

@@ -258,11 +258,6 @@ class Recipe:
     def compute_dtype(self) -> torch.dtype:
         return self.parameters.dtype
 
-    @property
-    def on_disk(self) -> bool:
-        """Some of the state rests on NVMe."""
-        return any(row.tier is Tier.NVME for row in (self.parameters, self.gradients, self.optimizer))
-
     def describe(self) -> str:
         """The recipe as the table of this module's docstring, filled in."""
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
