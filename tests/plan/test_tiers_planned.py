@@ -31,6 +31,8 @@ STATES: dict[str, dict[str, Any]] = {
     "a budget": {"offload_optimizer": 9_000_000},
     "optimizer on NVMe": {"offload_optimizer": "nvme", "chunk": 65536},
     "a share of it on NVMe, gradients on the host": {"offload_optimizer": ("nvme", 0.6), "offload_gradients": "cpu"},
+    "optimizer on NVMe, moments in 8 bits": {"offload_optimizer": "nvme", "moments": "int8", "chunk": 262144},
+    "half of it on the host, moments in bf16": {"offload_optimizer": 0.5, "moments": "bf16"},
     "stepped behind": {"offload_optimizer": "nvme", "step_in_backward": True},
 }
 AT_STAGE_3: dict[str, dict[str, Any]] = {

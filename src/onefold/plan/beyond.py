@@ -22,13 +22,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from onefold.layout import round_up
+from onefold.layout import Slot, round_up
 from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.optim.behind import WAITING
 from onefold.optim.offloaded import AHEAD, BEHIND
 from onefold.plan.schema import MOVED
-from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, launches_of, moments
+from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, launches_of, moments, moments_of_slot
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.moments import FORMATS
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.beyond import BEHIND as WRITES
 
@@ -131,20 +132,27 @@ def _resting(flat: FlatPlan, optimizer: str) -> Iterable[tuple[str, str, int]]:
         yield NVME, PARAMETERS, own * d.compute.itemsize
     if not flat.trainable:
         return
-    if on_disk:  # states have room for padding too; what is one number a parameter stays in memory
-        whole = MOMENTS_OF[optimizer] * own * d.master.itemsize
-        yield NVME, MOMENTS, whole
-        yield HOST, MOMENTS, _counts(flat, optimizer)
+    if on_disk:  # states have room for padding too; what is one number a parameter stays in memory, and what is too small to be packed
+        yield NVME, MOMENTS, _states(flat, own, optimizer)
+        held = sum(moments_of_slot(flat, slot, optimizer) for slot in flat.layout.slots if not _stays(flat, slot))
+        yield HOST, MOMENTS, moments(flat, optimizer) - held
     else:
         yield HOST, MOMENTS, moments(flat, optimizer)
     if flat.tiers.gradients is Tier.NVME:
         yield NVME, GRADIENTS, own * d.master.itemsize
 
 
-def _counts(flat: FlatPlan, optimizer: str) -> int:
-    """Bytes of the optimizer's states that have no element for each of the parameter's."""
-    stepped = sum(flat.local(slot) for slot in flat.layout.slots)
-    return moments(flat, optimizer) - MOMENTS_OF[optimizer] * stepped * flat.dtypes.master.itemsize
+def _stays(flat: FlatPlan, slot: Slot) -> bool:
+    """Whether a parameter's moments stay in memory while the others' are on NVMe: they are too small to be packed."""
+    return flat.format is not None and FORMATS[flat.format].packed and not FORMATS[flat.format].of(slot.numel).packed
+
+
+def _states(flat: FlatPlan, numel: int, optimizer: str) -> int:
+    """Bytes on NVMe of the moments of `numel` elements of a flat buffer."""
+    if all(_stays(flat, slot) for slot in flat.layout.slots if flat.local(slot)):
+        return 0
+    each = FORMATS[flat.format].nbytes(numel) if flat.format is not None else numel * flat.dtypes.master.itemsize
+    return MOMENTS_OF[optimizer] * each
 
 
 # -- on its way ----------------------------------------------------------------------------------------------------------------
@@ -194,10 +202,10 @@ def _step_staging(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, on_
     if not disk:
         return 0
     chunk = chunk_of(flats, recipe)
-    kinds = 1 + MOMENTS_OF[optimizer] + on_disk
+    each = max((1 + on_disk) * chunk * f.dtypes.master.itemsize + _states(f, chunk, optimizer) for f in disk)
     chunks = [-(-f.own // chunk) for f in disk]
     many = max(chunks) if behind else sum(chunks)  # behind the backward pass each buffer is stepped by itself
-    out = kinds * chunk * max(f.dtypes.master.itemsize for f in disk) * min(many, AHEAD + 1 + BEHIND)
+    out = each * min(many, AHEAD + 1 + BEHIND)
     low = [f.dtypes.compute.itemsize for f in disk if _lies_apart(f)]
     return out + (max(low) * chunk * min(many, WRITES + 1) if low else 0)
 
@@ -231,7 +239,7 @@ def _carried(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int,
         yield Carried("written", reductions * master, "backward")
         yield Carried("read", (reductions - 1) * master, "backward")
     if flat.tiers.optimizer is Tier.NVME:
-        states = (1 + MOMENTS_OF[optimizer]) * master
+        states = master + _states(flat, own, optimizer)
         yield Carried("read", states + (master if on_disk else 0), "step")
         yield Carried("written", states + (compute if _lies_apart(flat) else 0), "step")
     if p is Tier.DEVICE:

@@ -10,6 +10,7 @@ from typing import Any
 from onefold.plan.formulas.states import Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.checks import did_you_mean
+from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.tiers import OPTIONS as TIER_OPTIONS
 from onefold.recipe.tiers import read_folders
 
@@ -90,7 +91,9 @@ class Job:
                 given = ", ".join(sorted(self.places))
                 raise ValueError(f"offload={self.offload!r} beside {given}: both say where states rest; leave one of the two out.")
             object.__setattr__(self, "offload", "none")
-        self.recipe(3)  # what no recipe can be is said now, whatever stage is taken in the end
+        found = self.recipe(3)  # what no recipe can be is said now, whatever stage is taken in the end
+        if found.moments is not None and self.optimizer not in ("adam", "adamw"):
+            raise ValueError(f"moments={found.moments!r} is about Adam's moments, and optimizer={self.optimizer!r} keeps others: leave it out.")
 
     @classmethod
     def of(cls, given: Mapping[str, Any], asker: str) -> Job:
@@ -137,12 +140,19 @@ class Job:
     @property
     def convention(self) -> Convention:
         """Bytes of a trained parameter by kind of state, as the recipe's rows have them."""
+        rows = self.recipe(3)
+        copy = rows.optimizer.dtype.itemsize if rows.compute_dtype != rows.optimizer.dtype else 0
+        return Convention(rows.compute_dtype.itemsize, rows.gradients.dtype.itemsize, copy + self.moment_bytes)
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of the optimizer's states of one trained element, on average."""
         from onefold.plan.states import MOMENTS_OF
 
-        rows = self.recipe(3)
-        master = rows.optimizer.dtype
-        copies = MOMENTS_OF[self.optimizer] + (rows.compute_dtype != master)
-        return Convention(rows.compute_dtype.itemsize, rows.gradients.dtype.itemsize, copies * master.itemsize)
+        rows, count = self.recipe(3), MOMENTS_OF[self.optimizer]
+        if rows.moments is None:
+            return count * rows.optimizer.dtype.itemsize
+        return round(bytes_an_element(rows.moments, count), 3)
 
     @property
     def units(self) -> tuple[str | type, ...] | None:

@@ -35,7 +35,6 @@ from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
 from onefold.plan.job import SOMEWHERE, Job, Scheme
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import MOMENTS_OF
 from onefold.plan.subject import subject_of
 from onefold.plan.times import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
@@ -265,12 +264,10 @@ def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) 
 
 
 def _convention(job: Job) -> str:
-    rows, found = job.recipe(3), job.convention
-    master = rows.optimizer.dtype.itemsize
-    kept = MOMENTS_OF[job.optimizer] * master
+    rows, found, kept = job.recipe(3), job.convention, job.moment_bytes
     return (
         f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients ({_name(rows.gradients.dtype)}) + "
-        f"{found.optimizer - kept} master weights + {kept} {job.optimizer} states = {found.total}; gradients are gone between steps"
+        f"{found.optimizer - kept:g} master weights + {kept:g} {job.optimizer} states = {found.total:g}; gradients are gone between steps"
     )
 
 

@@ -29,6 +29,7 @@ from onefold.memory import MASTERS, PARAMETERS
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.recipe import Placement, Recipe, Tier
+from onefold.recipe.moments import bytes_of_moments
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.flat import Dtypes
 from onefold.runtime.tiers import Tiers, leaving_of_sizes
@@ -41,7 +42,8 @@ MOMENTS_OF = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "rmsprop": 1,
 class FlatPlan:
     """One flat buffer of a unit on one rank of N, in integers: what `runtime.flat.Flat` is in tensors.
 
-    `tiers` are those of a buffer whose state rests off the device, None for any other.
+    `tiers` are those of a buffer whose state rests off the device, None for any other. `format` is what Adam's moments rest in, None for
+    the masters' dtype.
     """
 
     layout: FlatLayout
@@ -53,6 +55,7 @@ class FlatPlan:
     passive: bool
     kept: bool
     tiers: Tiers | None = None
+    format: str | None = None
 
     @property
     def numel(self) -> int:
@@ -128,7 +131,7 @@ def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, ranks: i
     passive = ranks == 1 and tiers is None and all(getattr(torch, p.dtype) == dtypes.compute == dtypes.master for p in parameters)
     alone = ranks == 1 and (dtypes.compute == dtypes.master if tiers is None else tiers.parameters is Tier.DEVICE)
     return FlatPlan(
-        layout=_layout(tuple((p.name, p.shape) for p in parameters), ranks, SECTOR if tiers is not None and tiers.on_disk else 0),
+        layout=_layout(tuple((p.name, p.shape) for p in parameters), ranks, SECTOR if tiers is not None and tiers.on_disk else 0, recipe.block),
         dtypes=dtypes,
         trainable=trainable,
         rank=rank,
@@ -137,12 +140,13 @@ def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, ranks: i
         passive=passive,
         kept=recipe.parameters.placement is Placement.REPLICATED or passive or alone,
         tiers=tiers,
+        format=recipe.moments,
     )
 
 
 @lru_cache(maxsize=4096)
-def _layout(parameters: tuple[tuple[str, tuple[int, ...]], ...], ranks: int, sector: int) -> FlatLayout:
-    return FlatLayout.of(parameters, ranks, sector)
+def _layout(parameters: tuple[tuple[str, tuple[int, ...]], ...], ranks: int, sector: int, block: int) -> FlatLayout:
+    return FlatLayout.of(parameters, ranks, sector, block)
 
 
 # -- at rest -------------------------------------------------------------------------------------------------------------------
@@ -182,9 +186,16 @@ def moments(flat: FlatPlan, optimizer: str) -> int:
         raise ValueError(f"optimizer {optimizer!r}: expected one of {', '.join(MOMENTS_OF)}.")
     if not flat.trainable:
         return 0
-    per = MOMENTS_OF[optimizer] * flat.dtypes.master.itemsize
     step = 4 if optimizer in ("adamw", "adam") else 0
-    return sum(n * per + step for slot in flat.layout.slots if (n := flat.local(slot)))
+    return sum(moments_of_slot(flat, slot, optimizer) + step for slot in flat.layout.slots if flat.local(slot))
+
+
+def moments_of_slot(flat: FlatPlan, slot: Slot, optimizer: str) -> int:
+    """Bytes of the states with an element for each that this rank steps of one parameter."""
+    numel, count = flat.local(slot), MOMENTS_OF[optimizer]
+    if flat.format is None:
+        return count * numel * flat.dtypes.master.itemsize
+    return bytes_of_moments(numel, flat.format, whole=slot.numel, moments=count)
 
 
 # -- on the wire ---------------------------------------------------------------------------------------------------------------

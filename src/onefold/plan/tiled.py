@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import gcd
 
 import torch
 from torch import nn
@@ -72,9 +73,11 @@ def _bytes(p: Parameter, recipe: Recipe) -> int:
 def _tiles_of(p: Parameter, limit: int, recipe: Recipe, looks_up: bool) -> list[UnitShape]:
     rows, columns = p.shape
     row = _bytes(p, recipe) // rows
-    if row > limit:
-        raise ValueError(f"tile={limit:,} bytes, but one row of {p.name!r} {p.shape} takes {row:,}: give a tile of {row:,} bytes or more.")
-    each = rows_of_a_tile(rows, limit // row)
+    whole = recipe.block // gcd(columns, recipe.block) if recipe.block and p.trainable else 1  # rows that blocks of moments allow
+    if row * whole > limit:
+        least = f"{row * whole:,}"
+        raise ValueError(f"tile={limit:,} bytes, but {whole} rows of {p.name!r} {p.shape} take {least}: give a tile of {least} or more.")
+    each = rows_of_a_tile(rows, limit // row, whole)
     path = p.name.removesuffix(".weight")
     return [
         UnitShape(
