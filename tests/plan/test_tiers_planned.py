@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ STATES: dict[str, dict[str, Any]] = {
     "a budget": {"offload_optimizer": 9_000_000},
     "optimizer on NVMe": {"offload_optimizer": "nvme", "chunk": 65536},
     "a share of it on NVMe, gradients on the host": {"offload_optimizer": ("nvme", 0.6), "offload_gradients": "cpu"},
-    "optimizer on NVMe, moments in 8 bits": {"offload_optimizer": "nvme", "moments": "int8", "chunk": 262144},
     "half of it on the host, moments in bf16": {"offload_optimizer": 0.5, "moments": "bf16"},
     "stepped behind": {"offload_optimizer": "nvme", "step_in_backward": True},
 }
+if find_spec("torchao") is not None:
+    STATES["optimizer on NVMe, moments in 8 bits"] = {"offload_optimizer": "nvme", "moments": "int8", "chunk": 262144}
 AT_STAGE_3: dict[str, dict[str, Any]] = {
     "parameters on the host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     "parameters on the host, optimizer on NVMe": {"offload_optimizer": "nvme", "offload_param": "cpu"},
