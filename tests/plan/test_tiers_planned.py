@@ -16,11 +16,15 @@ import onefold
 from models import TinyGPT, tokens_of
 from onefold.memory import MOMENTS
 from onefold.observe.tiers import moments_by_tier
-from onefold.plan.beyond import beyond_of
+from onefold.plan.activity import Activity
+from onefold.plan.activity_on_host import on_host
+from onefold.plan.beyond import beyond_of, moved_by
 from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape
 from onefold.plan.replay import Replay
 from onefold.plan.states import at_rest, units_of, wire
+from onefold.plan.tiled import in_tiles
+from onefold.plan.trace import trace
 from onefold.recipe import Recipe
 from onefold.runtime import preflight
 from ranks import run_ranks
@@ -41,6 +45,8 @@ AT_STAGE_3: dict[str, dict[str, Any]] = {
     "parameters on the host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     "parameters on the host, optimizer on NVMe": {"offload_optimizer": "nvme", "offload_param": "cpu"},
     "all on NVMe": {"offload_optimizer": "nvme", "offload_param": "nvme"},
+    "all on the host, in tiles": {"offload_optimizer": "cpu", "offload_param": "cpu", "tile": 100_000},
+    "in tiles": {"tile": 100_000},
     "half of all on NVMe, further ahead": {"offload_optimizer": ("nvme", 0.5), "offload_param": "nvme", "prefetch": 2},
 }
 
@@ -89,12 +95,14 @@ def differing(stage: int, precision: str, which: dict[str, dict[str, Any]], fold
     for name, tiers in which.items():
         recipe = Recipe.zero(stage, precision=precision, **tiers, **({"nvme": folder} if "nvme" in str(tiers) else {}))
         seen = observed(recipe, micro_batches)
-        units = units_of(model_shape(model()), recipe, ranks, rank)
+        made = model()
+        with in_tiles(made, recipe):
+            units = units_of(model_shape(made), recipe, ranks, rank)
         beyond, replay = beyond_of(units, recipe, micro_batches), Replay(units, recipe).run(micro_batches)
         bounds = {"peak": bound_of(units, recipe, micro_batches), "host peak": beyond.host}
         told = {"device": at_rest(units), **beyond.rest, "moved": beyond.moved, "wire": wire(units, recipe, micro_batches)}
         wrong += [f"{name}: {key} {seen[key]}, planned {value}" for key, value in told.items() if seen[key] != value]
-        if seen["peak"] != sum(replay.peak.values()):
+        if recipe.tile is None and seen["peak"] != sum(replay.peak.values()):
             wrong.append(f"{name}: {seen['peak']} on the device at its peak, planned {replay.peak}")
         wrong += [f"{name}: {key} {seen[key]} above {bound}" for key, bound in bounds.items() if seen[key] > bound]
         if seen["host peak"] < 0.5 * beyond.host:
@@ -106,7 +114,8 @@ def all_differing(folder: str) -> list[str]:
     """Each combination at one stage at least; one rank divides nothing, so that less can differ."""
     alone, wrong = not dist.is_initialized() or dist.get_world_size() == 1, []
     names = list(STATES)
-    asked = [(0, "fp32", 1, names[1:4]), (2, "bf16", 2, names), (3, "fp32", 1, [names[3], *AT_STAGE_3]), (3, "bf16", 2, list(AT_STAGE_3))]
+    at_3 = list(AT_STAGE_3)
+    asked = [(0, "fp32", 1, [names[1], names[3]]), (2, "bf16", 2, names), (3, "fp32", 1, [names[3], *at_3[2:]]), (3, "bf16", 2, at_3)]
     for stage, precision, micro_batches, chosen in asked[::3] if alone else asked:
         which = {name: (STATES | AT_STAGE_3)[name] for name in chosen}
         found = differing(stage, precision, which, folder, micro_batches)
@@ -118,3 +127,27 @@ def all_differing(folder: str) -> list[str]:
 def test_a_plan_of_tiers_in_integers_equals_the_ledgers(ranks: int, tmp_path: Path) -> None:
     for wrong in run_ranks(ranks, all_differing, str(tmp_path)):
         assert wrong == [], "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("checkpointing", "budget"), [("none", 1 << 62), ("none", 40 << 20), ("non-reentrant", 1 << 62)])
+def test_activations_that_are_planned_to_go_to_the_host_do(checkpointing: Any, budget: int) -> None:
+    """Bytes that go down and come up in a step, to a few of a tensor's: which of them are large enough is the trace's."""
+    batch = torch.randint(0, 61, (64, 64), generator=torch.Generator().manual_seed(0))
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return TinyGPT(width=128, depth=4, length=64, checkpointing=checkpointing)
+
+    planned = on_host(Activity.from_trace(trace(made(), batch)), budget, shared=True)
+    module = onefold.shard(made(), Recipe.zero(3, activations=budget))
+    beyond = onefold.engine_of(module).beyond
+    for _ in range(2):
+        beyond.moved.reset()
+        module(batch).backward()
+    moved, told = beyond.moved.by_move(), moved_by(planned.carried(1))
+    assert set(moved) == set(told) == {"up", "down"}
+    for move in told:
+        assert moved[move] == pytest.approx(told[move], abs=4 << 20), (moved, told)
+    assert sum(beyond.host.peak().values()) == pytest.approx(planned.nbytes, abs=4 << 20), (beyond.host.peak(), planned.nbytes)
+    peaks = [max(s.peak for s in a.slots) for a in (planned.activity, Activity.from_trace(trace(made(), batch)))]
+    assert peaks[0] < peaks[1]
