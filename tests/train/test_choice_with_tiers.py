@@ -1,4 +1,4 @@
-"""`--stage auto` where state rests off the device: the plan's figures decide (tests/plan/test_tiers_planned.py compares those with engines)."""
+"""`--stage auto` where state rests off the device: the plan's figures decide (tests/plan/test_tiers_planned.py has engines beside them)."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class Slot:
 @dataclass(frozen=True)
 class Activity:
     """One micro-batch. `flops` are matrix products of forward and backward, recomputation included; `forward_flops` of forward alone;
-    `kernels` is what runs, None where only dimensions are known; `movable` are the bytes of large saved tensors by unit, which may go to the
-    host until the backward pass.
+    `kernels` is what runs, None where only dimensions are known; `movable` are the bytes of large saved tensors by unit, which may go to
+    the host until the backward pass.
     """
 
     slots: tuple[Slot, ...]

@@ -164,7 +164,7 @@ def recipe_for(
     best, recipe = found.recommended, found.recipe
     accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
     peak = f"{best.needed / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
-    beside = [f"{n / 2**20:,.0f} MiB {where}" for n, where in ((best.account.host, "on the host"), (best.account.nvme, "on NVMe")) if n]
-    more = f", {' and '.join(beside)}" if beside else ""
+    others = [f"{n / 2**20:,.0f} MiB {where}" for n, where in ((best.account.host, "on the host"), (best.account.nvme, "on NVMe")) if n]
+    more = f", {' and '.join(others)}" if others else ""
     said = f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks} ranks, {peak} at peak{more}."
     return recipe.replace(notes=(*recipe.notes, said))

@@ -102,7 +102,10 @@ def beyond_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1,
     carried = [c for unit, flat in home if flat.own for c in _carried(unit, flat, recipe, micro_batches, optimizer)]
     stepped = sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots)
     return Beyond(
-        {tier: _filled(held) for tier, held in rest.items()}, {tier: _filled(held) for tier, held in peak.items()}, _merged(carried), stepped
+        {tier: _filled(held) for tier, held in rest.items()},
+        {tier: _filled(held) for tier, held in peak.items()},
+        _merged(carried),
+        stepped,
     )
 
 

@@ -88,7 +88,7 @@ def can_be(job: Job, stage: int) -> bool:
 
 
 def places_on(machine: Machine) -> tuple[str, ...]:
-    """Those of `OFFLOAD` that can help on this machine. Where the host's memory is the device's own, what lies there takes the same room."""
+    """Those of `OFFLOAD` that can help on this machine. Where the host's memory is the device's own, going there frees nothing."""
 
     def helps(tiers: Collection[str]) -> bool:
         return not ("nvme" in tiers and machine.host.nvme <= 0) and not ("cpu" in tiers and machine.shared)
@@ -245,8 +245,9 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     kept = "none" if question.job.offload == "none" else ""
     job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload=kept)
     for ranks in _more_ranks(question.machine):
-        found = recommend(replace(question, machine=_on(question.machine, ranks), job=job))
-        if found is not None:
+        there = replace(question, machine=_on(question.machine, ranks), job=job)
+        least = replace(there, job=replace(job, checkpointing="full")) if blocks_of(question.model) else there  # what needs least, first
+        if any(c.fits for c in ladder(least)) and (found := recommend(there)) is not None:
             lines.append(f"On {ranks} devices {found.scheme} with micro-batch 1 would fit.")
             break
     else:

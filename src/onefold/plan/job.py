@@ -93,7 +93,9 @@ class Job:
             object.__setattr__(self, "offload", "none")
         found = self.recipe(3)  # what no recipe can be is said now, whatever stage is taken in the end
         if found.moments is not None and self.optimizer not in ("adam", "adamw"):
-            raise ValueError(f"moments={found.moments!r} is about Adam's moments, and optimizer={self.optimizer!r} keeps others: leave it out.")
+            raise ValueError(
+                f"moments={found.moments!r} is about Adam's moments, and optimizer={self.optimizer!r} keeps others: leave it out."
+            )
 
     @classmethod
     def of(cls, given: Mapping[str, Any], asker: str) -> Job:

@@ -131,7 +131,9 @@ def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, ranks: i
     passive = ranks == 1 and tiers is None and all(getattr(torch, p.dtype) == dtypes.compute == dtypes.master for p in parameters)
     alone = ranks == 1 and (dtypes.compute == dtypes.master if tiers is None else tiers.parameters is Tier.DEVICE)
     return FlatPlan(
-        layout=_layout(tuple((p.name, p.shape) for p in parameters), ranks, SECTOR if tiers is not None and tiers.on_disk else 0, recipe.block),
+        layout=_layout(
+            tuple((p.name, p.shape) for p in parameters), ranks, SECTOR if tiers is not None and tiers.on_disk else 0, recipe.block
+        ),
         dtypes=dtypes,
         trainable=trainable,
         rank=rank,

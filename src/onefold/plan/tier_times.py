@@ -12,7 +12,7 @@ and gradients need none.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TierTimes:
-    """Seconds of a step: `io` that waits for link and disks, `update` of the update on the host that waits; `parts` by `schema.TIER_SECONDS`."""
+    """Seconds of a step: `io` waits for link and disks, `update` is the host's that nothing hides; `parts` by `schema.TIER_SECONDS`."""
 
     io: float
     update: float
@@ -35,7 +35,7 @@ class TierTimes:
 
 def tier_times(work: Work, machine: Machine, room: Mapping[str, float]) -> TierTimes:
     """`room`: seconds of the "forward" and "backward" passes that communication leaves to hide behind."""
-    left, parts = dict(room), Counter[str]()
+    left, parts = dict(room), defaultdict[str, float](float)
     io = 0.0
     for phase in ("forward", "backward"):
         beside, alone = _beside(work.carried, phase, machine, parts)
@@ -64,11 +64,11 @@ def update_seconds(work: Work, machine: Machine) -> float:
     return work.host_optimizer_bytes / (machine.host.memory_bandwidth / machine.local)
 
 
-def _beside(carried: Iterable[Carried], phase: str, machine: Machine, parts: Counter[str]) -> tuple[float, float]:
+def _beside(carried: Iterable[Carried], phase: str, machine: Machine, parts: dict[str, float]) -> tuple[float, float]:
     """(seconds that something else can hide, seconds that nothing can) of what one phase carries."""
-    nbytes = Counter[str]()
+    nbytes = defaultdict[str, float](float)
     for c in carried:
-        nbytes[c.move] += c.nbytes if c.phase == phase else 0  # type: ignore[assignment]
+        nbytes[c.move] += c.nbytes if c.phase == phase else 0.0
     local, host = machine.local, machine.host
     disk = nbytes["read"] / (host.nvme_bandwidth / local) + nbytes["written"] / ((host.nvme_write or host.nvme_bandwidth) / local)
     read = nbytes["read"] if phase != "step" else 0  # parameters, which go on to the device
@@ -79,9 +79,9 @@ def _beside(carried: Iterable[Carried], phase: str, machine: Machine, parts: Cou
     return (disk, link) if machine.shared else (max(link, disk), 0.0)
 
 
-def _hide(seconds: float, phase: str, left: dict[str, float], parts: Counter[str]) -> float:
+def _hide(seconds: float, phase: str, left: dict[str, float], parts: dict[str, float]) -> float:
     """What is left of `seconds` when a phase's room is used up."""
     hidden = min(seconds, left[phase])
     left[phase] -= hidden
-    parts[f"hidden behind {phase}"] += hidden  # type: ignore[assignment]
+    parts[f"hidden behind {phase}"] += hidden
     return seconds - hidden

@@ -1,7 +1,7 @@
 """Weights that are computed in tiles (runtime/tiles), as a plan sees them: units of some rows each.
 
-    a module   is cut for a while as `onefold.shard` would cut it, then put back: its units, its trace and its FLOPs are those of the run
-    a shape    has its large matrices taken out of their units, as names of architectures promise that they are computed rows by rows
+a module   is cut for a while as `onefold.shard` would cut it, then put back: its units, its trace and its FLOPs are those of the run
+a shape    has its large matrices taken out of their units, as names of architectures promise that they are computed rows by rows
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ def _tiles_of(p: Parameter, limit: int, recipe: Recipe, looks_up: bool) -> list[
     each = rows_of_a_tile(rows, limit // row, whole)
     path = p.name.removesuffix(".weight")
     return [
-        UnitShape(
-            f"{path}.tiles.{i}", (replace(p, name=f"{path}.tiles.{i}.weight", shape=(min(each, rows - first), columns)),), looks_up
-        )
+        UnitShape(f"{path}.tiles.{i}", (replace(p, name=f"{path}.tiles.{i}.weight", shape=(min(each, rows - first), columns)),), looks_up)
         for i, first in enumerate(range(0, rows, each))
     ]
