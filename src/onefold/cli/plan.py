@@ -13,6 +13,7 @@ Checkpointing = Literal["auto", "none", "selective", "full"]
 Reduce = Literal["auto", "micro-batch", "boundary"]
 Offload = Literal["auto", "none", "optimizer", "parameters", "optimizer-nvme", "parameters-nvme", "nvme"]
 Tier = Literal["cpu", "nvme"]
+Moments = Literal["fp32", "bf16", "int8", "fp8", "int4"]
 _MODEL, _MACHINE, _JOB, _TIERS = "What is trained", "On what", "How", "Where state rests"
 
 
@@ -90,6 +91,9 @@ def plan_command(
     tile: Annotated[
         str | None, typer.Option("--tile", help="Larger weights are computed in tiles: 512MB.", show_default=False, rich_help_panel=_TIERS)
     ] = None,
+    moments: Annotated[
+        Moments | None, typer.Option("--moments", help="What Adam's moments rest in.", show_default=False, rich_help_panel=_TIERS)
+    ] = None,
     step_in_backward: Annotated[
         bool, typer.Option("--step-in-backward", help="Step units behind the backward pass.", rich_help_panel=_TIERS)
     ] = False,
@@ -117,6 +121,7 @@ def plan_command(
             offload_activations=offload_activations,
             nvme=nvme,
             tile=tile,
+            moments=moments,
             step_in_backward=step_in_backward,
         )
         if reduce_at != "auto":

@@ -21,7 +21,7 @@ _TITLES = {"device": "device", "host": "host", "nvme": "NVMe"}
 
 def places_asked(**words: Any) -> dict[str, Any]:
     """Arguments of `Recipe.zero` from the options of the command line, by their names; what was not given is None, () or False."""
-    found = tier_arguments(SimpleNamespace(**words))  # type: ignore[arg-type]
+    found = tier_arguments(SimpleNamespace(stochastic_rounding=False, **words))  # type: ignore[arg-type]
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 

@@ -170,7 +170,8 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
     S + G·(prefetch + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, C the gathered units around one
     another at most, R the largest reduction of a unit (its buffer, what is received, a copy in the wire's dtype if that differs), T all
     gradients once they are reduced (and copied where the masters have another dtype), and as long as they are kept whole. Of what is
-    stepped off the device T has the largest alone, or all while they are all-reduced. Where parameters come from a disk, G counts once more.
+    stepped off the device T has the largest alone, or all while they are all-reduced. Where parameters come from a disk, G counts once
+    more.
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = (recipe.prefetch, recipe.in_flight) if recipe.overlap else (0, 0)
