@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from onefold.plan.choose import Question, recommend
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Gpu, Host, Machine, builtin
 from onefold.plan.job import Job
-from onefold.plan.planner import plan
+from onefold.plan.subject import subject_of
 
 ROOT = Path(__file__).parents[1]
 PAGE, MEASURED = ROOT / "docs" / "reach.md", ROOT / "benchmarks" / "results" / "offload.json"
@@ -70,9 +71,11 @@ def answered(model: str, place: Place) -> Candidate | None:
     precision = "bf16" if "bf16" in builtin().gpu(place.gpu).rates else "fp16"
     for options in ({}, {"tile": TILE}, {"tile": TILE, "offload_activations": "cpu"}):
         job = Job.of({"seq": SEQ, "precision": precision, **options}, "the table")
-        found = plan(model, place.machine(), job, largest=False)
-        if found.recommended is not None:
-            return replace(found.recommended, notes=tuple(options))
+        machine = place.machine()
+        subject = subject_of(model, job, None, None, machine)
+        found = recommend(Question(subject.shape, subject.activities, machine, job))
+        if found is not None:
+            return replace(found, notes=tuple(options))
     return None
 
 

@@ -80,13 +80,13 @@ def evaluate(
     """
     recipe = scheme.recipe(job)
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
-    engine = _engine(model, recipe, machine.ranks, min(accumulation, 2), job.optimizer)
+    engine = _engine(model, recipe, machine.ranks, accumulation, job.optimizer)
     units, moments, rest = engine.units, engine.moments, dict(engine.rest)
     states = rest.get(MOMENTS, 0)
     away = on_host(activity, recipe.activations, machine.shared) if recipe.activations is not None else OnHost(activity)
     limit = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
     peak = _peak(moments, away.activity, states, 0.0 if machine.gpu.name == "here" else FRAGMENTED)
-    beyond = beyond_of(units, recipe, accumulation, job.optimizer)
+    beyond = engine.beyond
     carried = (*beyond.carried, *away.carried(accumulation))
     held = {tier: dict(by) for tier, by in beyond.peak.items()}
     if away.nbytes:
@@ -153,15 +153,18 @@ class _Engine:
     rest: Mapping[str, int]
     bound: int
     stepped: int
+    beyond: Beyond
 
 
 @lru_cache(maxsize=256)
 def _engine(model: ModelShape, recipe: Recipe, ranks: int, micro_batches: int, optimizer: str) -> _Engine:
     units = units_of(model, recipe, ranks)
-    replay = Replay(units, recipe).run(micro_batches)
+    few = min(micro_batches, 2)  # the others take and give what these do
+    replay = Replay(units, recipe).run(few)
     stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable and f.tiers is None for slot in f.layout.slots)
-    bound = bound_of(units, recipe, micro_batches)
-    return _Engine(tuple(units), tuple(replay.moments), replay.peak, at_rest(units, optimizer), bound, stepped)
+    beyond = beyond_of(units, recipe, micro_batches, optimizer)
+    rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few)
+    return _Engine(tuple(units), tuple(replay.moments), replay.peak, rest, bound, stepped, beyond)
 
 
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:
