@@ -20,7 +20,7 @@ import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
 from onefold.recipe.moments import BLOCK, FORMATS
-from onefold.recipe.tiers import UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
+from onefold.recipe.tiers import OPTIONS, UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
 
 
 class Placement(enum.Enum):
@@ -203,7 +203,7 @@ class Recipe:
         options |= fields
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {did_you_mean(unknown[0], _OPTIONS | _TIER_OPTIONS)}")
+            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {did_you_mean(unknown[0], _OPTIONS | OPTIONS)}")
         compute = COMPUTE_DTYPES[precision]
         p, g, o = PLACEMENTS_OF_STAGE[stage]
         check_dtype("wire", wire, optional=True)
@@ -309,7 +309,6 @@ class Recipe:
 
 
 _ROWS = ("parameters", "gradients", "optimizer")
-_TIER_OPTIONS = {"offload_optimizer", "offload_gradients", "offload_param", "offload_activations"}
 _OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in (*_ROWS, "reduce_at", "notes")}
 
 

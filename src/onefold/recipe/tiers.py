@@ -22,6 +22,8 @@ from onefold.recipe.moments import FORMATS
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe, Tier
 
+#: The options of the table that are no fields of a recipe.
+OPTIONS = frozenset(("offload_optimizer", "offload_gradients", "offload_param", "offload_activations"))
 #: A budget that nothing exceeds, in bytes.
 UNLIMITED = 1 << 62
 #: Offsets and lengths of direct reads and writes are multiples of this many bytes; so are they in elements, whatever the dtype.
