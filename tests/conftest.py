@@ -27,7 +27,7 @@ if importlib.util.find_spec("onefold") is None:
 SLOW_FILES = {
     "benchmarks": ["test_checkpoint_benchmark.py", "test_ledgers_benchmark.py", "test_peers.py"],
     "checkpoint": ["test_adapters.py", "test_dcp.py", "test_export.py", "test_faults.py", "test_from_deepspeed.py", "test_huggingface.py",
-                   "test_reshard_and_diff.py"],
+                   "test_moments_checkpoint.py", "test_reshard_and_diff.py"],
     "cli": ["test_checkpoint_command.py", "test_doctor_command.py", "test_plan_command.py", "test_plan_simulate_command.py",
             "test_train_command.py"],
     "integrations": ["test_deepspeed.py"],
@@ -35,6 +35,7 @@ SLOW_FILES = {
     "observe": ["test_measured.py", "test_ranks_observed.py", "test_report_command.py", "test_report_in_browser.py",
                 "test_what_a_run_leaves.py"],
     "memory": ["test_activations.py", "test_nvme_folder.py"],
+    "optim": ["test_moments.py"],
     "plan": ["test_code.py", "test_matrix.py", "test_measure.py", "test_planned_for.py", "test_planner.py", "test_replay.py",
              "test_simulate.py", "test_trace.py", "test_trace_shortcuts.py"],
     "runtime": ["test_activation_offload.py", "test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py",

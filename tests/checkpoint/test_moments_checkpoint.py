@@ -16,6 +16,8 @@ pytest.importorskip("torchao", reason="the formats are torchao's: pip install on
 preload("torchao.optim")
 
 FORMATS = ("int8", "int4", "fp8", "bf16")
+#: Those of the matrix of ranks, stages and tiers: two codes in a byte, a dtype that few know, rounding by chance.
+MOST_UNLIKE = FORMATS[1:]
 Left = dict[str, torch.Tensor]
 
 
@@ -30,7 +32,7 @@ def saved(
     import onefold
 
     out = {}
-    for kind in FORMATS:
+    for kind in MOST_UNLIKE:
         for name, stage, tiers in places:
             model, stepper = made(stage, {**recipe_of(kind), **tiers}, optimizer)
             train(model, stepper, 0, 2)
@@ -45,7 +47,7 @@ def resumed(folder: str, names: list[str], places: list[tuple[int, dict[str, Any
     import onefold
 
     wrong = []
-    for kind in FORMATS:
+    for kind in MOST_UNLIKE:
         for name in names:
             for stage, tiers in places:
                 model, stepper = made(stage, {**recipe_of(kind), **tiers}, seed=1)

@@ -25,7 +25,6 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "bf16 masters too": ({"moments": "bf16", "stochastic_rounding": True, "master_dtype": torch.bfloat16}, "AdamW"),
     "AdamW8bit": ({"moments": "int8"}, "AdamW8bit"),
     "Adam4bit": ({"moments": "int4"}, "Adam4bit"),
-    "AdamWFp8": ({"moments": "fp8"}, "AdamWFp8"),
 }
 LOOPS: dict[str, dict[str, Any]] = {"plain": {}, "two micro-batches, clipped": {"accumulate": 2, "clip": 0.5}}
 

@@ -91,7 +91,7 @@ class Recipe:
         sync_buffers: running statistics of normalization layers follow rank 0, as in DDP.
         stall_timeout: seconds that a rank waits for the others before every rank gets a `StallError`.
         moments: what Adam's moments rest in, on whatever tier: "fp32", "bf16", "int8", "fp8" or "int4" (recipe/moments.py); None: in the
-            dtype of the master weights, as torch's optimizers make them. They are computed with in fp32.
+            dtype of the master weights, as torch's optimizers make them. They are computed with in fp32; parameters of 64 bits keep theirs.
         stochastic_rounding: fp32 is rounded to bf16, in moments and in master weights of that dtype, up or down by chance, so that it is
             right on average. Chance depends on `rounding_seed`, the step and the element's place in its parameter, on nothing else.
         elementwise_optimizer: None or False tries the optimizer before its first step; True is your word for it.
