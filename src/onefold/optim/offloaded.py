@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.optim.moments as moments
 from onefold.layout import overlap
+from onefold.memory import GRADIENTS
 from onefold.memory.nvme import TierError, Transfer
 from onefold.optim.stand_ins import groups_of, only, raw_step
 from onefold.recipe.moments import SIGNED, grain_of, packed
@@ -39,6 +40,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.hollow import is_hollow
 from onefold.runtime.home import Home, grain_of_kind, state_kind
+from onefold.runtime.kept import unique_bytes
 
 #: Chunks whose reads are under way beyond the one that is stepped, and chunks whose writes may be.
 AHEAD, BEHIND = 2, 1
@@ -71,7 +73,12 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     try:
         for flat in (flat for unit in engine.units for flat in unit.flats):
             if flat.home is None or not flat.home.on_disk:
-                step_flat(optimizer, engine, flat, [e for e in flat.entries if id(e) in ready])
+                mine = [e for e in flat.entries if id(e) in ready]
+                step_flat(optimizer, engine, flat, mine)
+                if flat.home is not None and engine.recipe.step_in_backward:
+                    # As it will be in the steps to come, and the moments just made need the room.
+                    engine.moves.all_of(mine)
+                    let_go(engine, flat, mine)
         disk = [flat for flat in engine.at_home if flat.home is not None and flat.home.on_disk]
         _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
@@ -116,6 +123,15 @@ def step_flat(optimizer: Optimizer, engine: Engine, flat: Flat, entries: Sequenc
             flat.home.touched()
     if flat.home is not None:
         flat.home.follow()
+
+
+def let_go(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
+    """Drop the gradients in memory of those `entries` of `flat` that have been stepped."""
+    before = sum(unique_bytes(e.param.grad for e in flat.entries))
+    for entry in entries:
+        entry.param.grad = None
+    after = sum(unique_bytes(e.param.grad for e in flat.entries))  # another optimizer's lie in the same memory
+    engine.beyond.host.add(GRADIENTS, after - before)
 
 
 @dataclass
