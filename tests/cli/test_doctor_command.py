@@ -27,16 +27,19 @@ from onefold.plan.schema import MOVES
 SOURCE = str(Path(__file__).parents[2] / "src")
 COMMAND = "import typer; from onefold.cli.doctor import doctor_command; typer.run(doctor_command)"
 #: The same with the smallest sizes of each kind, two where a line is fitted through them: what is measured is no matter here.
-SMALLEST = """
+SMALLEST = (
+    """
 from dataclasses import replace
 from onefold.plan.sizes import Sizes
 def smallest(device, quick, half, real=Sizes.for_device):
     s = real(device, quick, half)
     fewer = {name: getattr(s, name)[:2] for name in ("matrices", "blocks", "gated", "chains", "optimizer_numels", "move_bytes")}
-    fewer |= {"copy_bytes": s.copy_bytes[:1], "overlap_bytes": s.move_bytes[1], "steps": ((64, 16),)}
-    return replace(s, **fewer, disk_bytes=1 << 22, budget_s=0)
+    lone = {"copy_bytes": s.copy_bytes[:1], "overlap_bytes": s.move_bytes[1], "steps": ((64, 16),)}
+    return replace(s, **fewer, **lone, disk_bytes=1 << 22, budget_s=0)
 Sizes.for_device = smallest
-""" + COMMAND
+"""
+    + COMMAND
+)
 
 
 @pytest.fixture(autouse=True)

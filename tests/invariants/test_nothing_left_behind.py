@@ -230,9 +230,7 @@ def test_a_program_exits_by_itself_quietly_and_leaves_no_file(tmp_path: Path) ->
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch's own"),
     }
     program = textwrap.dedent(PROGRAM.format(tests=str(TESTS)))
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(said)], cwd=work, env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program, str(said)], cwd=work, env=environment, capture_output=True, text=True, timeout=60)
     words = {f"{ending}-{rank}": (said / f"{ending}-{rank}").read_text() for ending in ("clean", "forgotten", "error") for rank in (0, 1)}
     assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout) == [0, 0, 0, 0, 3, 3], (done, words)
     assert set(words.values()) == {""}, words
