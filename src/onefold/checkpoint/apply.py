@@ -154,12 +154,12 @@ class Reading:
 
     def masters(self, unit: Unit, flat: Flat, wanted: list[Wanted]) -> None:
         """Into the master weights of a flat buffer."""
-        if not flat.passive and flat.whole_master and flat.size > 1:
-            whole = flat.landing(self.engine.device)
+        if not flat.passive and flat.owned != flat.interval:
+            held = flat.landing(self.engine.device)
             if flat.home is not None:  # what `wanted` does not name stays
-                whole.copy_(flat.load_master())
-            self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], whole)
-            flat.store_master(whole)
+                held.copy_(flat.load_master())
+            self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], held)
+            flat.store_master(held)
         elif flat.home is not None and flat.home.on_disk:
             self.to_disk(flat, "master", wanted)
             flat.home.renew()
@@ -183,26 +183,31 @@ class Reading:
                     self.error = error
 
     def replicated_to_disk(self, unit: Unit, flat: Flat, kind: str, wanted: list[Wanted], dtype: torch.dtype) -> None:
-        """As `replicated`, into what every rank has on NVMe as `kind`."""
-        buffer = torch.empty(flat.layout.numel, dtype=dtype, device=self.engine.device)
+        """As `replicated`, into what several ranks have on NVMe as `kind`."""
+        first, last = flat.owned
+        buffer = torch.empty(last - first, dtype=dtype, device=self.engine.device)
         self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer)
         assert flat.home is not None
         for w in wanted:
-            flat.home.write_part(kind, w.entry.slot.start, buffer[w.entry.slot.start : w.entry.slot.end].cpu())
+            a, b = flat.local(w.entry)
+            flat.home.write_part(kind, a - first, buffer[a - first : b - first].cpu())
 
     def replicated(self, unit: Unit, flat: Flat, wanted: list[Wanted], dtype: torch.dtype) -> None:
-        """Into whole tensors that every rank holds: each reads its share, then they gather."""
-        buffer = torch.empty(flat.layout.numel, dtype=dtype, device=self.engine.device)
+        """Into tensors that several ranks hold: each reads its share, then they gather."""
+        first, last = flat.owned
+        buffer = torch.empty(last - first, dtype=dtype, device=self.engine.device)
         self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer)
         for w in wanted:
-            w.into.copy_(flat.view(buffer, w.entry))
+            a, b = flat.local(w.entry)
+            w.into.copy_(buffer[a - first : b - first].view(w.into.shape))
 
     def _gathered(self, unit: Unit, flat: Flat, wanted: list[tuple[Entry, Item]], buffer: torch.Tensor) -> None:
-        mine = flat.layout.interval(flat.rank)
+        first = flat.owned[0]
         for entry, item in wanted:
-            a, b = overlap((entry.slot.start, entry.slot.end), mine)
-            self._into(item, a + _offset(entry), b + _offset(entry), buffer[a:b])
-        self.engine.group.all_gather(buffer, Place("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
+            a, b = overlap((entry.slot.start, entry.slot.end), flat.interval)
+            self._into(item, a + _offset(entry), b + _offset(entry), buffer[a - first : b - first])
+        holders = self.engine.group if flat.whole_master else self.engine.group.across
+        holders.all_gather(buffer, Place("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """The first rank reads them and sends them to all."""
@@ -338,11 +343,11 @@ def _load_flat_states(
     for (key, dtype), wanted in sorted(found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]))):
         if flat.home is not None and flat.home.on_disk:
             flat.home.region(state_kind(key, dtype), dtype)
-            if flat.whole_master and flat.size > 1:
+            if flat.owned != flat.interval:
                 reading.replicated_to_disk(unit, flat, state_kind(key, dtype), wanted, dtype)
             else:
                 reading.to_disk(flat, state_kind(key, dtype), wanted)
-        elif not flat.passive and flat.whole_master and flat.size > 1:
+        elif not flat.passive and flat.owned != flat.interval:
             reading.replicated(unit, flat, wanted, dtype)
         else:
             reading.local(flat, wanted)

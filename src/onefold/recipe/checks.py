@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.recipe.groups import without_codec
 from onefold.recipe.tiers import without_tiers
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         said["cast_inputs"] = "in fp32: inputs are cast in the 16-bit precisions only"
     if given.get("elementwise_optimizer") is not None and recipe.optimizer.placement.value == "replicated":
         said["elementwise_optimizer"] = "where optimizer states are replicated (stage 0): every optimizer sees whole parameters"
-    said |= without_tiers(recipe, given)
+    said |= without_tiers(recipe, given) | without_codec(recipe, given)
     return [f"{name}={given[name]!r} has no effect {why}." for name, why in said.items()]
 
 
