@@ -4,7 +4,7 @@
 
 In fp32 its state takes 16 bytes a parameter, 21.5 GB. The model is built on the meta device and never exists whole. A unit (a block of the
 model) is read from the disk ahead of its use, gathered, computed with and dropped; its gradient goes to the disk as it appears; the
-optimizer's step reads, steps and writes chunk after chunk. `--size tiny` does the same with a model of 0.7 million.
+optimizer's step reads, steps and writes chunk after chunk. The embedding and the head, 262 MB each, are computed in tiles. `--size tiny` does the same with a model of 0.7 million.
 """
 
 import argparse
@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1.3b")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a rank's micro-batch")
+    parser.add_argument("--lr", type=float, default=1e-4, help="AdamW's learning rate")
+    parser.add_argument("--tile", default="32MB", help="a larger weight of a linear or embedding layer is computed in tiles of this size")
     given = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -65,9 +67,9 @@ def main() -> None:
     config = LlamaConfig(**SIZES[given.size], tie_word_embeddings=False, max_position_embeddings=given.tokens)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    recipe = onefold.Recipe.zero(stage=3, offload_optimizer="nvme", offload_param="nvme", nvme=given.disk)
+    recipe = onefold.Recipe.zero(stage=3, offload_optimizer="nvme", offload_param="nvme", nvme=given.disk, tile=given.tile)
     model = onefold.shard(model, recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, fused=True)
     engine = onefold.engine_of(model)
 
     generator = torch.Generator().manual_seed(rank)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ def host_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return empty(numel, dtype, torch.device("cpu"))
 
 
+def _done() -> bool:
+    return True
+
+
 class Lane:
     """One direction-less lane of copies of one device. Copies in it keep their order."""
 
@@ -33,11 +38,14 @@ class Lane:
         self._flying: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
         self._lock = threading.Lock()  # steps behind the backward pass copy from a thread of their own
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Start copying `source` into `into` (same number of elements, any dtypes) after what the current stream has been given."""
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Callable[[], bool]:
+        """Start copying `source` into `into` (same number of elements, any dtypes) after what the current stream has been given.
+
+        Returns: what tells whether the copy is done.
+        """
         if self._stream is None:
             into.copy_(source)
-            return
+            return _done
         with self._lock:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
@@ -47,6 +55,7 @@ class Lane:
             while self._flying and self._flying[0][0].query():
                 self._flying.popleft()
             self._flying.append((event, into, source))  # neither may be reused before the copy is done
+            return lambda: bool(event.query())
 
     def join(self) -> None:
         """Work given to the current stream from here on comes after the copies so far. The host does not wait."""

@@ -28,14 +28,17 @@ MOMENTS, STAGING = "moments", "staging buffers"
 LARGE = 32 << 20
 
 
-def empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = False) -> torch.Tensor:
+def empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = False, pinned: bool = False) -> torch.Tensor:
     """A fresh one-dimensional buffer with undefined contents.
 
     A large one on the host lies in a mapping of its own that asks for huge pages: buffers of a step go back to the system after it,
     and touching fresh memory costs a fault for each page. Where the system has no huge pages it is a mapping like any other.
-    `paged` asks for whole pages of its own whatever the size, as direct reads from a disk want them.
+    `paged` asks for whole pages of its own whatever the size, as direct reads from a disk want them. `pinned`: a GPU copies from it and
+    to it by itself.
     """
     nbytes = numel * dtype.itemsize
+    if pinned and numel:
+        return _pinned_pages(nbytes)[:nbytes].view(dtype)
     large = nbytes >= (HUGE_PAGE if paged else LARGE) and hasattr(mmap, "MADV_HUGEPAGE")  # a disk takes huge pages in longer pieces
     plain = device.type != "cpu" or not (large or paged) or numel == 0
     if plain or torch._C._len_torch_dispatch_stack():  # under a mode torch makes the tensor itself: it may be one without contents
@@ -48,6 +51,17 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = Fa
             mapping.madvise(mmap.MADV_HUGEPAGE)
     # Owns the mapping: it goes with the last tensor that reads it. A direct transfer moves the last page whole, beyond the tensor's end.
     return torch.frombuffer(mapping, dtype=torch.uint8, count=whole if paged else nbytes)[:nbytes].view(dtype)
+
+
+def _pinned_pages(nbytes: int) -> torch.Tensor:
+    """Whole pages of pinned memory, as uint8. torch's allocator hands out whole pages as a rule, but does not promise it."""
+    whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    buffer = torch.empty(whole, dtype=torch.uint8, pin_memory=True)
+    if buffer.data_ptr() % mmap.PAGESIZE == 0:
+        return buffer
+    buffer = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+    skipped = -buffer.data_ptr() % mmap.PAGESIZE
+    return buffer[skipped : skipped + whole]
 
 
 class MemoryLedger:
@@ -113,8 +127,8 @@ class MemoryLedger:
 class Pool:
     """Flat one-dimensional buffers on one device. See [Note: nobody reads a reused buffer]."""
 
-    def __init__(self, device: torch.device, ledger: MemoryLedger, paged: bool = False) -> None:
-        self.device, self.ledger, self.paged = device, ledger, paged
+    def __init__(self, device: torch.device, ledger: MemoryLedger, paged: bool = False, pinned: bool = False) -> None:
+        self.device, self.ledger, self.paged, self.pinned = device, ledger, paged, pinned
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._taken: dict[int, tuple[str, str]] = {}
 
@@ -126,7 +140,7 @@ class Pool:
             self.ledger.add(IDLE, -_bytes(buffer))
         except IndexError:
             self.drain()  # new memory is asked for only when no idle memory is left
-            buffer = empty(numel, dtype, self.device, self.paged)
+            buffer = empty(numel, dtype, self.device, self.paged, self.pinned)
         self._taken[id(buffer)] = category, unit
         self.ledger.add(category, _bytes(buffer), unit)
         return buffer

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -31,10 +32,11 @@ class Beyond:
         self.host, self.disk = MemoryLedger(), MemoryLedger()
         self.moved = TrafficLedger()
         self.lane = Lane(device)
-        self.pool = Pool(torch.device("cpu"), self.host, paged=True)
+        self.pool = Pool(torch.device("cpu"), self.host, paged=True, pinned=device.type == "cuda")
         self.chunk = recipe.chunk
         self.broken: str | None = None
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
+        self._rising: deque[tuple[Callable[[], bool], torch.Tensor]] = deque()
         self._lock = threading.RLock()  # steps behind the backward pass write from a thread of their own
         self._store: Nvme | None = None
 
@@ -78,8 +80,25 @@ class Beyond:
         finally:
             self.moved.waited(None, begun)
 
+    def rise(self, into: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copy a buffer of the pool to the device; it goes back to the pool when that is done. The current stream waits, the host does not."""
+        done = self.lane.copy(into, whole)
+        self.lane.join()
+        with self._lock:
+            self._rising.append((done, whole))
+        self.risen()
+
+    def risen(self, all_of_them: bool = False) -> None:
+        """Give back the buffers whose copies are done, or wait for all."""
+        if all_of_them:
+            self.lane.wait()
+        with self._lock:
+            while self._rising and (all_of_them or self._rising[0][0]()):
+                self.pool.give(self._rising.popleft()[1])
+
     def buffer(self, numel: int, dtype: torch.dtype, unit: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(a host buffer to be given back to the pool, its first `numel` elements): of one size wherever that is enough."""
+        self.risen()
         whole = self.pool.take(max(numel, self.chunk), dtype, STAGING, unit)
         return whole, whole[:numel]
 
@@ -116,7 +135,7 @@ class Beyond:
 
     def close(self) -> None:
         """Let go of buffers and files."""
-        self.lane.wait()
+        self.risen(all_of_them=True)
         self.forget_writes()
         self.pool.drain()
         if self._store is not None:

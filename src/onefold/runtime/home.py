@@ -214,6 +214,7 @@ class Home:
             return False
         region = self.regions.get("parameter") or self.regions["master"]
         mine = full[slice(*self.flat.owned)]
+        self.beyond.risen()
         direct = mine.device.type == "cpu" and not mine.data_ptr() % SECTOR and not region.nbytes % SECTOR
         data = mine if direct else self.beyond.pool.take(self.numel, region.dtype, STAGING, self.flat.unit_name)
         self._fetching = data, region.read(0, data), direct
@@ -244,8 +245,7 @@ class Home:
         self._fetching = None
         self.beyond.wait(transfer)
         if not direct:
-            mine.copy_(data)
-            self.beyond.pool.give(data)
+            self.beyond.rise(mine, data)
 
     def forget(self) -> None:
         """Drop what was fetched and will not be used."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onefold
 from onefold.observe.process import resident_memory
 from onefold.plan.schema import ENGINE, Account
+from onefold.recipe import Tier
 from onefold.train.errors import TrainError
 from onefold.train.machine import readable
 from onefold.train.prepare import Run
@@ -67,4 +68,23 @@ def _advice(run: Run) -> str:
         out.append(f"--stage {run.choice.stage + 1}")
     if run.config.precision == "fp32":
         out.append("--precision bf16")
+    out += _colder(run)
     return ", ".join(out) or "fewer tokens (--seq), more ranks, or a smaller model"
+
+
+def _colder(run: Run) -> list[str]:
+    """What could leave the device that has not left it: to the host beside a GPU, whose memory is another; else to a disk."""
+    p, o = run.recipe.parameters.tier, run.recipe.optimizer.tier
+    whole = run.recipe.offload_bytes is None and run.recipe.offload_share >= 1
+    out = []
+    if run.ranks.device.type != "cpu" and (o is Tier.DEVICE or not whole):
+        out.append("--offload-optimizer cpu")
+    elif o is not Tier.NVME or not whole:
+        out.append("--offload-optimizer nvme --nvme FOLDER")
+    elif p is not Tier.NVME:
+        out.append("--offload-param nvme" if run.choice.stage == 3 else "--stage 3 --offload-param nvme")
+    elif run.recipe.tile is None:
+        out.append("--tile 256MB (if one weight is what does not fit)")
+    if run.ranks.device.type != "cpu" and run.recipe.activations is None:
+        out.append("--offload-activations cpu")
+    return out

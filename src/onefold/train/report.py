@@ -94,9 +94,11 @@ class ConsoleReporter(Reporter):
             ("batch", f"{plan['global_batch']} sequences a step = {batch}"),
             ("length", f"{plan['steps']} steps, {plan['epochs']:.2f} epochs, {plan['schedule']}"),
             ("stage", plan["reason"]),
+            ("off the device", plan["off_the_device"]),
             ("output", plan["output"]),
         ):  # fmt: skip
-            facts.add_row(f"[bold]{label}[/bold]", _plain(str(value)))
+            if value != "":
+                facts.add_row(f"[bold]{label}[/bold]", _plain(str(value)))
         self.console.print(facts)
         stages = Table(title="a rank would hold at peak", title_justify="left", box=None, padding=(0, 2))
         for column in ("stage", "needed", "may use", ""):
