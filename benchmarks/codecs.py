@@ -15,18 +15,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
 
+from benchmarks.peers import launch, worker
 from onefold.comm.codecs import Blockwise, Encoded, Stochastic, codec, kernels
 
 SCHEMA = "onefold-codecs/1"
 NAMES = ("int8", "int4", "fp8", "nf4")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton's interpreter cuts bf16 off where every device rounds.
+TARGETS = [dtype for dtype in DTYPES.values() if not (INTERPRETED and dtype == torch.bfloat16)]
 GOAL = 0.8  # of the rate of a copy, on CUDA
 
 
@@ -43,7 +48,7 @@ def by_kernels(wanted: bool) -> Iterator[None]:
 def cases(device: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Intervals with everything in them that rounds, overflows, underflows or is not a number."""
     generator = torch.Generator().manual_seed(7)
-    for numel in (64, 1000, 256 * 17 + 64, 1 << 15):
+    for numel in (1000, 256 * 17 + 64) if INTERPRETED else (64, 1000, 256 * 17 + 64, 1 << 20):
         for name, dtype in DTYPES.items():
             info = torch.finfo(dtype)
             floats = torch.randn(numel, generator=generator, dtype=torch.float64)
@@ -77,6 +82,11 @@ def differences(device: str) -> list[str]:
     return found
 
 
+def compared() -> int:
+    """Intervals that `differences` looks at."""
+    return 2 * len(kernels.NAMES) * sum(1 for _ in cases("cpu"))
+
+
 def _differ(by: Blockwise, source: torch.Tensor) -> Iterator[str]:
     def both(act: Callable[[torch.Tensor], object], like: torch.Tensor) -> bool:
         results = []
@@ -90,12 +100,12 @@ def _differ(by: Blockwise, source: torch.Tensor) -> Iterator[str]:
     for rounding in (None, Stochastic(1), Stochastic(2, 3, 2**33 - 77)):
         if not both(lambda into, r=rounding: by.encode(source, into, rounding=r), torch.empty_like(payload)):
             yield f"encoded with {rounding or 'rounding to the nearest'}"
-    for dtype in DTYPES.values():
+    for dtype in TARGETS:
         if not both(lambda into: by.decode(payload, into), torch.empty_like(source, dtype=dtype)):
             yield f"decoded into {dtype}"
     if not both(lambda into: by.decode_add(payload, into), source.float()):
         yield "added"
-    if not both(lambda into: by.keep_residual(payload, into), source):
+    if source.dtype in TARGETS and not both(lambda into: by.keep_residual(payload, into), source):
         yield "residual"
 
 
@@ -121,30 +131,31 @@ def seconds_of(act: Callable[[], object], device: str, rounds: int) -> float:
     return median(found)
 
 
+def acts(name: str, source: torch.Tensor) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """What a codec does with these floats: the act, the bytes that it must touch, and the call."""
+    by, payload = codec(name), Encoded.of(source, codec(name)).payload
+    both, total = source.nbytes + payload.nbytes, torch.zeros(source.numel(), device=source.device)
+    yield "encode", both, partial(by.encode, source, payload)
+    if by.stochastic:
+        yield "encode, stochastic", both, partial(by.encode, source, payload, rounding=Stochastic(1, 2, 3))
+    yield "decode", both, partial(by.decode, payload, torch.empty_like(source))
+    if source.dtype == torch.float32:
+        yield "decode and add", payload.nbytes + 2 * total.nbytes, partial(by.decode_add, payload, total)
+
+
 def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
-    """One row for each codec, dtype and direction: seconds, bytes a second, and the part of a copy's rate."""
-    rows = []
-    for spelt, dtype in DTYPES.items():
-        if spelt == "fp16":
-            continue  # as bf16
-        source = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
-        into, total = torch.empty_like(source), torch.zeros(numel, device=device)
-        copy = 2 * source.nbytes / seconds_of(lambda s=source, i=into: i.copy_(s), device, rounds)
-        rows.append({"codec": "copy", "dtype": spelt, "act": "copy", "bytes_per_s": copy, "of_copy": 1.0, "ns": 1e9 * 2 * source.nbytes / copy / numel})
+    """One row for each codec, dtype and act: nanoseconds an element, bytes a second, and the part of a copy's rate."""
+    rows: list[dict[str, Any]] = []
+    for spelt in ("fp32", "bf16"):
+        source = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(DTYPES[spelt]).to(device)
+        took = seconds_of(partial(torch.empty_like(source).copy_, source), device, rounds)
+        copy = 2 * source.nbytes / took
+        rows.append({"codec": "copy", "dtype": spelt, "act": "copy", "ns": 1e9 * took / numel, "bytes_per_s": copy, "of_copy": 1.0})
         for name in NAMES:
-            by, payload = codec(name), Encoded.of(source, codec(name)).payload
-            both = source.nbytes + payload.nbytes
-            acts: dict[str, tuple[int, Callable[[], object]]] = {
-                "encode": (both, lambda b=by, s=source, p=payload: b.encode(s, p)),
-                "decode": (both, lambda b=by, p=payload, i=into: b.decode(p, i)),
-                "decode and add": (payload.nbytes + 2 * total.nbytes, lambda b=by, p=payload, t=total: b.decode_add(p, t)),
-            }
-            if by.stochastic:
-                acts["encode, stochastic"] = (both, lambda b=by, s=source, p=payload: b.encode(s, p, rounding=Stochastic(1, 2, 3)))
-            for act, (nbytes, call) in acts.items():
+            for act, nbytes, call in acts(name, source):
                 took = seconds_of(call, device, rounds)
-                rate = nbytes / took
-                rows.append({"codec": name, "dtype": spelt, "act": act, "bytes_per_s": rate, "of_copy": rate / copy, "ns": 1e9 * took / numel})
+                row = {"codec": name, "dtype": spelt, "act": act, "ns": 1e9 * took / numel, "bytes_per_s": nbytes / took}
+                rows.append({**row, "of_copy": nbytes / took / copy})
     return rows
 
 
@@ -165,14 +176,32 @@ def errors(numel: int = 1 << 20) -> list[dict[str, Any]]:
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Rows as text: codec, dtype, act, ns an element, GB/s, part of a copy."""
-    return [
-        [row["codec"], row["dtype"], row["act"], f"{row['ns']:.3f}", f"{row['bytes_per_s'] / 1e9:.1f}", f"{row['of_copy']:.0%}"] for row in rows
-    ]
+    figures = [(f"{row['ns']:.3f}", f"{row['bytes_per_s'] / 1e9:.1f}", f"{row['of_copy']:.0%}") for row in rows]
+    return [[row["codec"], row["dtype"], row["act"], *figure] for row, figure in zip(rows, figures, strict=True)]
 
 
-def chapter(device: str, numel: int, rounds: int) -> dict[str, Any]:
-    """What benchmarks/gpu.py shows: rates, and where kernels and plain operations differ."""
-    return {"rates": measured(device, numel, rounds), "differences": differences(device) if device == "cuda" else [], "goal": GOAL}
+def work() -> NoReturn:
+    """`python -m benchmarks.codecs JOB.json RANK`, started by `launch.run_ranks`: a chapter of benchmarks/gpu.py."""
+    worker.exit_with_the_launcher()
+    job, path, rank = worker.read_job()
+    device = job["device"]
+    rates = measured(device, job["elements"], job["rounds"])
+    worker.leave({"rates": rates, "differences": differences(device) if device == "cuda" else []}, path, rank)
+
+
+def chapter(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
+    """Question 6 of benchmarks/gpu.py. Kernels that differ from plain operations fail it; a rate below the goal does not."""
+    from benchmarks import gpu
+
+    columns = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
+    table = gpu.Table(f"6. Codecs: int8 and int4 are kernels, their goal is {GOAL:.0%} of a copy", columns)
+    job = {"setting": {"ranks": 1}, "device": options.device, "elements": 1 << 28 if options.device == "cuda" else 1 << 20, "rounds": 5}
+    outcome = {"peer": "codecs", **launch.run_ranks("benchmarks.codecs", job, 1, threads=1, timeout=options.timeout)}
+    if outcome["status"] == "ok":
+        table.rows = lines(outcome["ranks"][0]["rates"])
+        if found := outcome["ranks"][0]["differences"]:
+            outcome |= {"status": "failed", "error": "kernels and plain operations differ:\n" + "\n".join(found)}
+    return table, [outcome]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,16 +214,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--output", type=Path, help="a folder for codecs.json")
     options = p.parse_args(arguments)
     torch.set_num_threads(1)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if options.check:
-        if options.device == "cpu" and not interpreted:
+        if options.device == "cpu" and not INTERPRETED:
             p.error("--check on a CPU needs TRITON_INTERPRET=1")
         found = differences(options.device)
-        print("\n".join(found) or "kernels and plain operations agree on every bit")
+        print("\n".join(found) or f"kernels and plain operations agree on every bit of {compared()} intervals")
         return int(bool(found))
     result: dict[str, Any] = {"schema": SCHEMA, "elements": options.elements, "torch": torch.__version__}
     result |= {"device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu, one thread", "errors": errors()}
-    result |= chapter(options.device, options.elements, options.rounds)
+    result |= {"rates": measured(options.device, options.elements, options.rounds), "goal": GOAL}
+    result |= {"differences": differences(options.device) if options.device == "cuda" else []}
     for row in result["errors"]:
         print(f"{row['codec']:5} {row['block']:4} a block  {row['bits']:.3f} bits  {row['error']:.4f} of the values")
     for line in lines(result["rates"]):
@@ -207,4 +236,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1].endswith("job.json"):
+        work()
     sys.exit(main())

@@ -13,8 +13,9 @@ BLOCKWISE = ("int8", "int4", "fp8", "nf4")
 ROUNDED = ("int8", "int4", "fp8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Every property is tried with blocks and slabs small enough for several of each in a short interval.
-codecs = st.builds(lambda name, block, slab: codec(name, block=block, slab=slab), st.sampled_from(BLOCKWISE), st.sampled_from([16, 64, 256]),
-                   st.sampled_from([16, 320, 1 << 16]))  # fmt: skip
+codecs = st.tuples(st.sampled_from(BLOCKWISE), st.sampled_from([16, 64, 256]), st.sampled_from([16, 320, 1 << 16])).map(
+    lambda fields: codec(fields[0], block=fields[1], slab=fields[2])
+)
 rounded = codecs.filter(lambda c: c.stochastic)
 roundings = st.builds(Stochastic, st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**36))
 lengths = st.one_of(st.integers(0, 70), st.integers(200, 700))

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from codec_intervals import ROUNDED, decoded, encoded, intervals, largest_of_blocks, rounded, roundings, steps
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codec_intervals import ROUNDED, decoded, encoded, intervals, largest_of_blocks, rounded, roundings, steps
 from onefold.comm.codecs import Stochastic, codec
 from onefold.comm.codecs.rounding import Draws
 

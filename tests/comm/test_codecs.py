@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from codec_intervals import BLOCKWISE, DTYPES, codecs, decoded, encoded, intervals, largest_of_blocks, lengths, rounded, roundings, steps
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codec_intervals import BLOCKWISE, DTYPES, codecs, decoded, encoded, intervals, largest_of_blocks, lengths, rounded, roundings, steps
 from onefold.comm.codecs import CODECS, Blockwise, codec
 from onefold.comm.codecs.nf4 import levels
 
@@ -87,7 +87,8 @@ def test_an_infinity_or_nan_makes_its_block_nan_and_no_other(by, source, data):
 
 def test_the_plain_codec_hands_infinities_nan_and_every_bit_on():
     for dtype in DTYPES:
-        source = torch.tensor([0.0, -0.0, 1.5, torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max, torch.finfo(dtype).tiny / 2], dtype=dtype)
+        info = torch.finfo(dtype)
+        source = torch.tensor([0.0, -0.0, 1.5, torch.inf, -torch.inf, torch.nan, info.max, info.tiny / 2], dtype=dtype)
         got = decoded(codec("plain", dtype=dtype), source, dtype)
         assert torch.equal(got.view(torch.uint8), source.view(torch.uint8)), (dtype, got)
 
@@ -187,7 +188,7 @@ def test_a_residual_of_what_is_not_finite_is_zero():
 
 def test_fp8_is_torchs_own_e4m3_of_the_scaled_value():
     by, source = codec("fp8"), torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    inverse = (1.0 / steps(by, source).float())
+    inverse = 1.0 / steps(by, source).float()
     assert torch.equal(by.split(encoded(by, source), 1000)[0].view(torch.float8_e4m3fn), (source * inverse).to(torch.float8_e4m3fn))
 
 

@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements that are worked on at a time. On a CPU a slab and its scratch stay in the second-level cache; a GPU wants enough to be busy with.
 CPU_SLAB, GPU_SLAB = 1 << 18, 1 << 20
 #: Scratch memory of any call is at most this many bytes for each element of a slab, whatever the length of the interval.
-SCRATCH_BYTES = 32
+SCRATCH_BYTES = 24
 
 
 @dataclass(frozen=True)

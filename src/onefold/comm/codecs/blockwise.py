@@ -163,7 +163,7 @@ class Blockwise(Codec):
 
 
 def _largest(rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row as fp32: NaN, else infinity, if there is one. Magnitudes of floats are in the order of their bits."""
+    """The largest magnitude of each row as fp32: NaN or infinity if there is one. Magnitudes are in the order of their bits."""
     bits = rows.view(torch.int32 if rows.dtype == torch.float32 else torch.int16)
     magnitudes = scratch.view(bits.dtype)[: bits.numel()].view(bits.shape)
     return torch.bitwise_and(bits, torch.iinfo(bits.dtype).max, out=magnitudes).amax(1).view(rows.dtype).float()

@@ -15,7 +15,6 @@ import torch
 
 from onefold.comm.codecs.blockwise import Blockwise
 
-
 #: Borders between levels are at least 0.08 apart, and none is within rounding of a cell's end.
 CELLS = 128
 
