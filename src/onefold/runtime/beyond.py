@@ -12,6 +12,7 @@ import torch
 
 from onefold.comm import TrafficLedger
 from onefold.memory import STAGING, Lane, MemoryLedger, Pool
+from onefold.memory.heap import give_large_blocks_back
 from onefold.memory.nvme import Nvme, Region, TierError, Transfer
 from onefold.recipe import Recipe
 
@@ -48,6 +49,8 @@ class Beyond:
             TierError: a folder is not there, or cannot be written.
         """
         if self._store is None:
+            if self.lane.device.type == "cpu":  # the memory that is to be saved is the C library's
+                give_large_blocks_back()
             self._store = Nvme(self.recipe.nvme, name=f"rank{self.rank}", threads=self.recipe.nvme_threads)
         return self._store
 
