@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,10 +40,15 @@ def run_side(name: str, setting: Setting, link: Link, number: int, *, python: st
             return Run(name, link.to_json(), number, "ok", [json.loads(file.read_text()) for file in written], wall_s=wall)
         failures = sorted(path.parent.glob("rank*.failed"), key=lambda file: file.stat().st_mtime)  # the first is not a consequence
         told = [file.read_text(errors="replace") for file in failures or [path.with_name(f"host{failed or 0}.log")]]
-    said = told[0].strip()[-1500:]
+    said = without_places(told[0]).strip()[-1500:]
     if failed is None:
         return Run(name, link.to_json(), number, "timeout", error=f"not finished after {timeout:g} s; last said: {said}", wall_s=wall)
     return Run(name, link.to_json(), number, "failed", error=said, wall_s=wall)
+
+
+def without_places(text: str) -> str:
+    """A traceback without the folders of this machine: where packages are installed, and where the repository is."""
+    return re.sub(r'(?<=File ")[^"]*/(?=(?:site-packages|benchmarks|src)/)', "", text)
 
 
 def _agent(host: Host, first: Host, job: Path, ranks: int, threads: int, python: str) -> subprocess.Popen[bytes]:

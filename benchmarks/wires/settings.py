@@ -54,12 +54,20 @@ class Side:
             replicate across. None: not to be had yet, and refused by that name.
         between: what the closed form says that a host sends the other in a step, in 16-bit equivalents of Ψ elements where
             parameters and gradients travel in 16 bits, on two hosts of two ranks. None: no closed form of ours.
+        optional: a peer's part that not every machine has: that it cannot run here is a finding, and no failure of the command.
     """
 
     family: str
     note: str
     arguments: dict[str, Any] | None
     between: float | None = None
+    optional: bool = False
+
+
+def _zeropp(*keys: str) -> Side:
+    """DeepSpeed's stage 3 with some keys of ZeRO++. It has the quantizer that two of them ask for on CUDA only."""
+    values = {key: RANKS_A_HOST if key == "zero_hpz_partition_size" else True for key in keys}
+    return Side("deepspeed", f"stage 3 with {', '.join(keys)}", {"stage": 3, **values}, optional=True)
 
 
 # [Note: bytes between hosts] Onefold's moves are pairwise: each rank sends each other rank one N-th of a unit. Of n ranks on each
@@ -71,19 +79,10 @@ SIDES: dict[str, Side] = {
     "fsdp2": Side("fsdp2", "fully_shard of each block and the root over all ranks", {"hybrid": False}),
     "fsdp2-hsdp": Side("fsdp2", "fully_shard on a mesh of hosts x ranks: sharded inside a host, replicated across", {"hybrid": True}),
     "deepspeed-3": Side("deepspeed", "ZeRO stage 3 with its default buckets", {"stage": 3}),
-    "deepspeed-qwz": Side("deepspeed", "stage 3, zero_quantized_weights", {"stage": 3, "zero_quantized_weights": True}),
-    "deepspeed-hpz": Side("deepspeed", "stage 3, zero_hpz_partition_size 2", {"stage": 3, "zero_hpz_partition_size": RANKS_A_HOST}),
-    "deepspeed-qgz": Side("deepspeed", "stage 3, zero_quantized_gradients", {"stage": 3, "zero_quantized_gradients": True}),
-    "deepspeed-zeropp": Side(
-        "deepspeed",
-        "stage 3 with the three keys of ZeRO++",
-        {
-            "stage": 3,
-            "zero_quantized_weights": True,
-            "zero_hpz_partition_size": RANKS_A_HOST,
-            "zero_quantized_gradients": True,
-        },
-    ),
+    "deepspeed-hpz": _zeropp("zero_hpz_partition_size"),
+    "deepspeed-qwz": _zeropp("zero_quantized_weights"),
+    "deepspeed-qgz": _zeropp("zero_quantized_gradients"),
+    "deepspeed-zeropp": _zeropp("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
     "onefold-1": Side("onefold", "Recipe.zero(1)", {"stage": 1}, between=2.0),
     "onefold-2": Side("onefold", "Recipe.zero(2)", {"stage": 2}, between=2.0),
     "onefold-3": Side("onefold", "Recipe.zero(3)", {"stage": 3}, between=3.0),

@@ -93,9 +93,12 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
     sent, interface, frames = row.between_bytes, row.interface_bytes, row.queue_bytes
     assert told and sent and interface and frames, row
     elements = model.count_parameters("gpt-tiny")
-    assert 0.75 * 3 * 2 * elements < told <= 1.02 * 3 * 2 * elements, f"3Ψ in 16 bits are {6 * elements}, the ledger says {told}"
-    assert told <= sent < 1.06 * told, f"sockets sent {sent} bytes to the other host, the ledger says {told}"
-    assert sent < interface < frames < 1.2 * told, f"the interface counted {interface} bytes and {frames} in frames; ledger {told}"
+    assert 6 * elements <= told < 1.01 * 6 * elements, f"3Ψ in 16 bits and up to 1 % of padding: {6 * elements}; the ledger says {told}"
+    assert told <= sent < 1.02 * told, f"sockets sent {sent} bytes to the other host, the ledger says {told}"
+    assert sent < interface < 1.04 * told, f"the interface counted {interface} bytes, the ledger {told}"
+    assert 1.04 * told < frames < 1.1 * told, (
+        f"in frames of 1,500 bytes, of which 66 are headers, {frames} bytes went; the ledger says {told}"
+    )
     assert row.ledger_inside == pytest.approx(told / 2), "of three other ranks two are on the other host"
     assert row.dropped == 0 and row.agree
     assert "onefold-3" in capsys.readouterr().out and "| onefold-3 |" in (tmp_path / "wires.md").read_text()
@@ -193,8 +196,9 @@ def test_a_turn_that_fails_or_takes_too_long_is_told_and_ends(permitted: None, t
         script.chmod(0o755)
         return str(script)
 
-    failed = launch.run_side("ddp", TINY, SLOW, 1, python=python("echo boom; exit 7"), timeout=60)
-    assert (failed.status, failed.error) == ("failed", "boom")
+    told = '  File "/home/somebody/lib/site-packages/peer/engine.py", line 7: boom'
+    failed = launch.run_side("ddp", TINY, SLOW, 1, python=python(f"echo '{told}'; exit 7"), timeout=60)
+    assert (failed.status, failed.error) == ("failed", 'File "site-packages/peer/engine.py", line 7: boom')
     late = launch.run_side("ddp", TINY, SLOW, 1, python=python("echo waiting; sleep 600"), timeout=0.5)
     assert late.status == "timeout" and "last said: waiting" in late.error
     assert {child.name() for child in psutil.Process().children(recursive=True)}.isdisjoint({"unshare", "nsenter", "sleep"})
