@@ -55,7 +55,7 @@ LEGEND = (
     "frame of 1,500 bytes, which is what the rate is charged for; headers: frames beyond the payload, acknowledgements and the launchers' "
     "words included. ledger: what Onefold says that it sent. "
     f"step s: median of the timed steps; faster: {REFERENCE}'s step over this one's, median of the rounds, with their range. link busy: "
-    "share of the step in which the link sends at its rate. ranks agree: the loss of one common batch was the same number on all ranks. "
+    "share of the step in which the link sends at its rate. ranks agree: the last step's loss, of one batch on all ranks, was one number. "
     f"loss diff: largest relative difference to {REFERENCE}'s losses."
 )
 

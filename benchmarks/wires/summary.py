@@ -16,7 +16,7 @@
     "rows": [{...}],                             # Row, field by field: the table
     "runs": [{                                   # Run: the raw measurements, one a side and round
       "side", "link", "round", "status", "error", "wall_s",
-      "ranks": [{"rank", "losses", "step_s", "shared_loss",
+      "ranks": [{"rank", "losses", "step_s",
                  "inside_bytes", "between_bytes",                          # payload of its sockets, over all timed steps
                  "ledger_inside", "ledger_between", "control_bytes",       # Onefold only
                  "interface_bytes", "queue_bytes", "dropped"}]             # a host's first rank only
@@ -66,7 +66,7 @@ class Row:
     `ledger_inside` what Onefold says. `equivalents` is `between_bytes` over 2 bytes times the model's parameters, `expected` the closed
     form of it. `headers` is the share by which the frames exceed the payload, `busy` the share of the step in which the link sends at its
     rate. `step_s` is the median of all timed steps, a step lasting until its slowest rank is done; `faster` the median over rounds of the
-    reference's median step over this side's, with its extremes. `agree`: the losses of the shared batch were one number on all ranks.
+    reference's median step over this side's, with its extremes. `agree`: the last step's loss, of one batch on all ranks, was one number.
     `loss_difference` is the largest relative difference to the reference's losses (means over ranks).
     """
 
@@ -157,6 +157,6 @@ def _row(side: str, setting: Setting, link: Link, good: Sequence[Run], reference
         ledger_inside=bytes_of("ledger_inside"),
         dropped=sum(rank.get("dropped", 0) for run in good for rank in run.ranks),
         busy=None if queue is None else 8 * queue / link.rate / step,
-        agree=all(len({rank["shared_loss"] for rank in run.ranks}) == 1 for run in good),
+        agree=all(len({rank["losses"][-1] for rank in run.ranks}) == 1 for run in good),
         loss_difference=max((abs(mine - theirs) / abs(theirs) for mine, theirs in both), default=None),
     )

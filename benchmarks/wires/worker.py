@@ -39,7 +39,7 @@ def read_all(ledger: Callable[[], dict[str, int]], ranks_a_host: int) -> dict[st
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Build, warm up, time. Seconds as a list of steps; bytes over all timed steps, under the names of `counters`.
 
-    "shared_loss" is that of a batch that all ranks have in common, after the timed steps: one number everywhere, if all train one model.
+    The last step's batch is the same on all ranks, so that its loss is one number everywhere if all train one model.
     """
     setting, rank, ranks_a_host = Setting(**job["setting"]), dist.get_rank(), job["ranks_a_host"]
 
@@ -48,7 +48,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
     trainer = sides.build(job["side"], setting, model.build(setting.model), ranks_a_host)
     losses = [trainer.step(batches(step)) for step in range(setting.warmup)]
-    data = [batches(setting.warmup + step) for step in range(setting.steps)]
+    data = [batches(setting.warmup + step) for step in range(setting.steps - 1)] + [batches(setting.warmup + setting.steps - 1, of=0)]
     ledger = counters.ledger_counter(trainer, ranks_a_host, rank)
     before, seconds = read_all(ledger, ranks_a_host), []
     for taken in data:
@@ -56,9 +56,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         losses.append(trainer.step(taken))
         seconds.append(time.perf_counter() - begun)
     after = read_all(ledger, ranks_a_host)
-    shared = trainer.step(batches(setting.warmup + setting.steps, of=0))
     dist.barrier()  # a rank that returned would free what another may still be reading
-    return {"rank": rank, "losses": losses, "step_s": seconds, "shared_loss": shared, **difference(after, before)}
+    return {"rank": rank, "losses": losses, "step_s": seconds, **difference(after, before)}
 
 
 def difference(after: dict[str, int | None], before: dict[str, int | None]) -> dict[str, int | None]:

@@ -55,7 +55,6 @@ def made_up_run(side: str, number: int, seconds: float, between: int, loss: floa
             "rank": rank,
             "losses": [loss, loss, loss],
             "step_s": [seconds * (1.1 if rank == 3 else 1.0)] * 2,
-            "shared_loss": loss,
             "inside_bytes": 500,
             "between_bytes": between,
         }
@@ -85,7 +84,7 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
     assert Link(**link["link"]) == SLOW
     assert 0 < link["measured"]["bit_s"] < 2 * SLOW.rate, "an unlimited link carries a hundred times that"
     (run,) = link["runs"]
-    shared = {rank["shared_loss"] for rank in run["ranks"]}
+    shared = {rank["losses"][-1] for rank in run["ranks"]}
     assert len(run["ranks"]) == 4 and len(shared) == 1, f"four ranks train one model, but its losses are {shared}"
     assert len({rank["losses"][0] for rank in run["ranks"]}) == 4, "each rank has data of its own"
     row = summary.Row(**link["rows"][0])
@@ -144,7 +143,7 @@ def test_bytes_are_a_hosts_and_a_step_lasts_until_its_slowest_rank() -> None:
     assert ours.ledger_between is None and ours.agree
     assert failed.status == "failed" and absent.status == "not installed"
     assert "fsdp2: failed: ValueError: boom" in report.plain_table([ours, theirs, failed, absent])
-    runs[0].ranks[2]["shared_loss"] = 2.5
+    runs[0].ranks[2]["losses"][-1] = 2.5
     apart = summary.summarize(TINY, SLOW, runs)[0]
     assert apart.agree is False and "NO" in report.cells(apart)
 
