@@ -53,7 +53,7 @@ class Side:
         arguments: of `Recipe.zero` for Onefold, of `zero_optimization` for DeepSpeed; of FSDP2 "hybrid": shard inside a host,
             replicate across. None: not to be had yet, and refused by that name.
         between: what the closed form says that a host sends the other in a step, in 16-bit equivalents of Ψ elements where
-            parameters and gradients travel in 16 bits, on two hosts of two ranks. None: no closed form of ours.
+            parameters and gradients travel in 16 bits, on two hosts of two ranks, with one micro-batch. None: no closed form of ours.
         optional: a peer's part that not every machine has: that it cannot run here is a finding, and no failure of the command.
     """
 

@@ -109,9 +109,9 @@ def losses(run: Run) -> list[float]:
 
 
 def expected(side: str, setting: Setting) -> float | None:
-    """Bytes between hosts as the closed form has them, in 16-bit equivalents: twice as many where 32 bits travel."""
+    """Bytes between hosts as the closed form has them in 16-bit equivalents, one micro-batch a step: twice as many where 32 bits travel."""
     between = SIDES[side].between
-    return None if between is None else between * (1 if setting.precision == "bf16" else 2)
+    return None if between is None or setting.accumulation > 1 else between * (1 if setting.precision == "bf16" else 2)
 
 
 def summarize(setting: Setting, link: Link, runs: Sequence[Run], missing: Sequence[str] = ()) -> list[Row]:
