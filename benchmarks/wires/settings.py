@@ -86,14 +86,25 @@ SIDES: dict[str, Side] = {
     "onefold-1": Side("onefold", "Recipe.zero(1)", {"stage": 1}, between=2.0),
     "onefold-2": Side("onefold", "Recipe.zero(2)", {"stage": 2}, between=2.0),
     "onefold-3": Side("onefold", "Recipe.zero(3)", {"stage": 3}, between=3.0),
-    # Where `arguments` is None the recipe is not there yet: fill in what `Recipe.zero` takes, and `between` for two hosts of two ranks.
-    "zeropp-qwz": Side("onefold", "stage 3, gathers encoded in int8", None),
-    "zeropp-hpz": Side("onefold", "stage 3, a second copy sharded inside the host for the backward pass", None),
-    "zeropp-qgz": Side("onefold", "stage 3, gradients encoded in int4, in two hops", None),
-    "zeropp": Side("onefold", "stage 3 with all three", None),
-    "hsdp": Side("onefold", "sharded inside a host, replicated across", None),
-    "mics": Side("onefold", "sharded inside a group, replicated across", None),
-    "hybrid-optimizer": Side("onefold", "optimizer states over all ranks, parameters and gradients inside a host", None),
+    # In groups: each byte enters a host once, half of what pairwise moves of two ranks send. `between` has (H - 1) / H = 1/2 in it.
+    "onefold-3-groups": Side("onefold", "Recipe.zero(3, group='node'): inside a host, then across", {"stage": 3, "group": "node"}, 1.5),
+    "zeropp-qwz": Side("onefold", "stage 3, gathers encoded in int8", {"stage": 3, "gather_codec": "int8"}, 1.0),
+    "zeropp-hpz": Side("onefold", "stage 3, a second copy sharded inside the host", {"stage": 3, "second_copy": True}, 1.0),
+    "zeropp-qgz": Side("onefold", "stage 3, gradients encoded in int4, in two hops", {"stage": 3, "reduce_codec": "int4"}, 1.125),
+    "zeropp": Side(
+        "onefold",
+        "stage 3 with all three",
+        {"stage": 3, "gather_codec": "int8", "second_copy": True, "reduce_codec": "int4"},
+        0.375,
+    ),
+    "hsdp": Side("onefold", "sharded inside a host, replicated across", {"stage": 3, "shard_group": "node"}, 1.0),
+    "mics": Side("onefold", "each rank a group of its own, replicated across", {"stage": 3, "shard_group": 1}, 2.0),
+    "hybrid-optimizer": Side(
+        "onefold",
+        "optimizer states over all ranks, parameters and gradients inside a host",
+        {"stage": 3, "shard_group": "node", "optimizer_over": "all"},
+        1.0,
+    ),
 }
 """Every side, in the order of a round."""
 
