@@ -156,10 +156,16 @@ class Reading:
         """Into the master weights of a flat buffer."""
         if not flat.passive and flat.owned != flat.interval:
             held = flat.landing(self.engine.device)
-            if flat.home is not None:  # what `wanted` does not name stays
+            if flat.home is not None or flat.route.stored:  # what `wanted` does not name stays
                 held.copy_(flat.load_master())
             self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], held)
             flat.store_master(held)
+        elif flat.route.stored:
+            values = flat.load_master()
+            for w in wanted:
+                a, b = flat.local(w.entry)
+                self._into(w.item, a + _offset(w.entry), b + _offset(w.entry), values[a - flat.owned[0] : b - flat.owned[0]])
+            flat.store_master(values)
         elif flat.home is not None and flat.home.on_disk:
             self.to_disk(flat, "master", wanted)
             flat.home.renew()

@@ -104,6 +104,7 @@ class Recipe:
         activations: bytes of host memory for tensors that autograd keeps between forward and backward; None keeps them on the device.
         tile: bytes of one gathered weight above which linear and embedding layers are computed in tiles; None: never.
         group: ranks of a group, inside which and across which everything moves; "node": as the launcher says; None: all are one group.
+        frozen: the codec in which frozen weights rest and are gathered, "int8", "nf4", "int4" or "fp8"; None: in the compute dtype.
         error_feedback: what encoding a gradient lost is added to the next one. wire_rounding: of encoded gradients.
         nvme: folders on the disks that hold what rests on NVMe, striped. nvme_threads: transfers under way at a time.
         chunk: elements stepped at a time of states on NVMe.
@@ -129,6 +130,7 @@ class Recipe:
     activations: int | None = None
     tile: int | None = None
     group: int | Literal["node"] | None = None
+    frozen: str | None = None
     error_feedback: bool = False
     wire_rounding: str = "nearest"
     nvme: tuple[str, ...] = ()
@@ -299,6 +301,8 @@ class Recipe:
             what = f"{', '.join(inside)} divided inside each" if inside else "moves go inside and across"
             tail.append(f"groups: {'nodes' if self.group == NODE else f'of {self.group} ranks'}, {what}")
         tail += [f"{name} travel as {row.codec}" for name, row in rows.items() if row.codec]
+        if self.frozen:
+            tail.append(f"frozen weights rest as {self.frozen}")
         if self.gradients.codec:
             tail += ["what encoding loses is fed back"] if self.error_feedback else []
             tail += ["rounded stochastically"] if self.wire_rounding == "stochastic" else []

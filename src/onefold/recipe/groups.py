@@ -23,6 +23,7 @@ Options of `Recipe.zero`:
 | `second_copy`    | False, True                         | parameters over the group too (stage 3)                                        |
 | `gather_codec`   | None, "int8", "fp8", "int4"         | parameters travel encoded (ZeRO++ qwZ)                                        |
 | `reduce_codec`   | None, "int8", "fp8", "int4"         | gradients travel encoded, in two hops (ZeRO++ qgZ)                            |
+| `frozen`         | None, "int8", "nf4", "int4", "fp8"  | frozen weights rest encoded, and are gathered so (as in QLoRA)                |
 | `error_feedback` | False, True                         | what encoding a gradient lost is added to the next one                         |
 | `wire_rounding`  | "nearest", "stochastic"             | of encoded gradients                                                           |
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 ALL, GROUP = "all", "group"
 NODE = "node"
+CODECS = ("int8", "fp8", "int4", "nf4")
 ROUNDINGS = ("nearest", "stochastic")
 
 
@@ -100,6 +102,12 @@ def check_groups(recipe: Recipe) -> None:
         raise ValueError("a second copy, or optimizer states over more ranks than the parameters, needs sharded parameters: stage 3.")
     if recipe.parameters.codec and recipe.parameters.placement.value != "sharded":
         raise ValueError(f"gather_codec={recipe.parameters.codec!r}: parameters that are kept whole are gathered in full; use stage 3.")
+    for name, codec in (("gather_codec", recipe.parameters.codec), ("reduce_codec", recipe.gradients.codec), ("frozen", recipe.frozen)):
+        known = [c for c in CODECS if name == "frozen" or c != "nf4"]
+        if codec is not None and codec not in known:
+            raise ValueError(f"{name}={codec!r}: expected one of {', '.join(map(repr, known))}, or None.")
+    if recipe.frozen and recipe.parameters.placement.value != "sharded":
+        raise ValueError(f"frozen={recipe.frozen!r}: below stage 3 every rank keeps the whole weights to compute with; use stage 3.")
     if recipe.gradients.codec and recipe.optimizer.placement.value == "replicated":
         raise ValueError(f"reduce_codec={recipe.gradients.codec!r}: stage 0 reduces and gathers sums; use stage 1, 2 or 3.")
     if recipe.optimizer.codec:

@@ -40,6 +40,7 @@ from onefold.runtime.kept import gradient_bytes, show_kept, take_kept
 from onefold.runtime.moved import Moves, Pass
 from onefold.runtime.parameter import ForwardDepth, whole_sight
 from onefold.runtime.reduce import Reducer
+from onefold.runtime.route import rests_encoded
 from onefold.runtime.spans import Span, Spans
 from onefold.runtime.tiers import Tiers, leaving
 from onefold.runtime.unit import State, Unit
@@ -108,16 +109,16 @@ class Engine:
         self.behind: Any = None  # steps offloaded units behind the backward pass (optim/behind.py), if the recipe says so
 
     def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
-        groups: dict[tuple[torch.dtype, bool], list[Any]] = {}
+        groups: dict[tuple[torch.dtype, bool, bool], list[Any]] = {}
         for found in spec.found:
             low = found.param.dtype if found.param.dtype not in (torch.bfloat16, torch.float16) else torch.float32
-            groups.setdefault((low, found.param.requires_grad), []).append(found)
+            groups.setdefault((low, found.param.requires_grad, rests_encoded(found, self.recipe)), []).append(found)
         flats = [
             Flat(
                 spec.name or "(root)", found, Dtypes.of(found[0].param.dtype, trainable, self.recipe), index * 8 + i, self,
-                Tiers.of(trainable, self.recipe) if away else None,
+                Tiers.of(trainable, self.recipe) if away and not encoded else None, encoded,
             )
-            for i, ((_, trainable), found) in enumerate(groups.items())
+            for i, ((_, trainable, encoded), found) in enumerate(groups.items())
         ]  # fmt: skip
         return Unit(spec.name, index, spec.module, flats)
 

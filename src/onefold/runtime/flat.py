@@ -86,7 +86,14 @@ class Flat:
     """See the table of this module. `index` is unique in the engine (it goes into message tags)."""
 
     def __init__(
-        self, unit_name: str, found: list[Found], dtypes: Dtypes, index: int, engine: Engine, tiers: Tiers | None = None
+        self,
+        unit_name: str,
+        found: list[Found],
+        dtypes: Dtypes,
+        index: int,
+        engine: Engine,
+        tiers: Tiers | None = None,
+        encoded: bool = False,
     ) -> None:
         recipe, group = engine.recipe, engine.group
         self.frozen_low = dtypes.master in _LOW and dtypes.master != recipe.optimizer.dtype
@@ -102,10 +109,12 @@ class Flat:
             and all(f.param.dtype == dtypes.compute == dtypes.master for f in found)
             and not any(f.param.is_meta for f in found)
             and tiers is None
+            and not encoded
         )
-        self.kept = recipe.parameters.placement is Placement.REPLICATED or self.passive or (group.size == 1 and _rests_whole(dtypes, tiers))
+        alone = group.size == 1 and not encoded and _rests_whole(dtypes, tiers)
+        self.kept = recipe.parameters.placement is Placement.REPLICATED or self.passive or alone
         self.interval = self.layout.interval(self.rank)
-        self.route = Route(self, engine)
+        self.route = Route(self, engine, encoded)
         self.hops = hops_of(self, group)
         divided = self.route.shard if recipe.optimizer.over == GROUP else self.interval
         self.owned = (0, self.layout.numel) if self.whole_master else divided
@@ -136,14 +145,17 @@ class Flat:
             self.master = torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
         first = self.master if self.home is None else torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
         fill(first)
+        self.route.build(device)
         for entry in self.entries:
             self._bind(entry, device)
         if self.home is not None:
             self.home.bound()
             self.home.store(first)
+        if self.route.stored:
+            self.route.store(first)
+            self.master.untyped_storage().resize_(0)
         if self.full is not None:
             self.point_at(self.full)
-        self.route.build(device)
 
     def _bind(self, entry: Entry, device: torch.device) -> None:
         slot, old = entry.slot, entry.param
@@ -175,17 +187,21 @@ class Flat:
 
     def load_master(self) -> torch.Tensor:
         """All masters of this rank, [owned]: themselves, or a host copy where they are on NVMe."""
+        if self.route.stored:
+            return self.route.load()
         return self.master if self.home is None else self.home.load()
 
     def landing(self, device: torch.device) -> torch.Tensor:
         """Where new masters, [owned], are to be put before `store_master`: the masters themselves where they are on `device`."""
-        if self.home is None:
+        if self.home is None and not self.route.stored:
             return self.master
         return torch.empty(self.owned[1] - self.owned[0], dtype=self.dtypes.master, device=device)
 
     def store_master(self, master: torch.Tensor) -> None:
         """New values for all masters of this rank, from `landing`."""
-        if self.home is not None:
+        if self.route.stored:
+            self.route.store(master)
+        elif self.home is not None:
             self.home.store(master)
 
     # -- views -----------------------------------------------------------------------------------------------------------------
@@ -262,6 +278,8 @@ class Flat:
             return {PARAMETERS: sum(e.param.numel() * e.param.element_size() for e in self.entries)}
         if self.home is not None:
             return _sum(self.home.resting_bytes()[Tier.DEVICE], self.route.resting_bytes)
+        if self.route.stored:
+            return self.route.resting_bytes
         out = _sum({MASTERS: self.master.numel() * self.master.element_size()}, self.route.resting_bytes)
         if self.full is not None and self.kept:
             full = self.full.numel() * self.full.element_size()

@@ -215,11 +215,11 @@ class Gatherer:
         unit.move(State.GATHERING, engine.step)
         place = Place("all-gather", unit.name, engine.step, engine.phase)
         for flat in unit.flats:
-            if flat.kept and not flat.stale:
+            if flat.passive or (flat.kept and not flat.stale):
                 continue
             flat.stale = False
             full = self._buffer(unit, flat)
-            if flat.whole_master:
+            if flat.whole_master and flat.route.codec is None:
                 self._put_masters(flat, full)
             else:
                 unit.pending.append(flat.route.start(full, partial(self._put_masters, flat, full), place))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from onefold.comm import Chain, Group, Pending, Place
 from onefold.comm.codecs import Codec, codec
@@ -25,9 +26,12 @@ from onefold.memory import GATHERED, PARAMETERS
 from onefold.recipe.groups import GROUP
 
 if TYPE_CHECKING:
+    from onefold.recipe import Recipe
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
+    from onefold.runtime.units import Found
 
+_LOW = (torch.float32, torch.bfloat16, torch.float16)
 #: Encoded intervals begin at multiples of this many bytes: scales are read as numbers of four.
 _ALIGNED = 16
 
@@ -63,15 +67,18 @@ class Route:
     Attributes:
         second: the shard in the compute dtype, or encoded as bytes, kept to gather from; None without a second copy.
         fresh: `second` (or the encoded interval) is of the masters as they are.
+        stored: the encoded interval is all there is: frozen weights that rest as they travel.
     """
 
-    def __init__(self, flat: Flat, engine: Engine) -> None:
+    def __init__(self, flat: Flat, engine: Engine, stored: bool = False) -> None:
         recipe, group = engine.recipe, engine.group
         self.flat, self.engine, self.group = flat, engine, group
-        low = flat.dtypes.compute in (torch.float32, torch.bfloat16, torch.float16)
-        self.codec: Codec | None = codec(recipe.parameters.codec) if recipe.parameters.codec and low and not flat.kept else None
+        low = flat.dtypes.compute in _LOW
+        name = recipe.frozen if stored else recipe.parameters.codec
+        self.stored = stored
+        self.codec: Codec | None = codec(name) if name and low and not flat.kept else None
         inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
-        self.doubled = inside and not flat.kept and 1 < group.topology.outer
+        self.doubled = inside and not stored and not flat.kept and 1 < group.topology.outer
         self.second: torch.Tensor | None = None
         self.fresh = False
         outer = group.topology.outer
@@ -106,7 +113,26 @@ class Route:
 
     def moved(self) -> None:
         """The masters have new values."""
-        self.fresh = False
+        self.fresh = self.stored  # where they are stored, `store` is how they get them
+
+    # -- weights that rest encoded ---------------------------------------------------------------------------------------------
+
+    def store(self, values: torch.Tensor) -> None:
+        """New values, [owned], for what rests encoded."""
+        assert self.codec is not None and self.second is not None
+        numel = self.flat.layout.shard_numel
+        for index in range(values.numel() // max(numel, 1)):
+            self.codec.encode(values[index * numel : (index + 1) * numel], self._bytes_of(self.second, index))
+        self.fresh = True
+
+    def load(self) -> torch.Tensor:
+        """What rests encoded, [owned], in the master dtype."""
+        assert self.codec is not None and self.second is not None
+        flat, numel = self.flat, self.flat.layout.shard_numel
+        out = torch.empty(flat.owned[1] - flat.owned[0], dtype=flat.dtypes.master, device=self.second.device)
+        for index in range(out.numel() // max(numel, 1)):
+            self.codec.decode(self._bytes_of(self.second, index), out[index * numel : (index + 1) * numel])
+        return out
 
     # -- gathering -------------------------------------------------------------------------------------------------------------
 
@@ -179,6 +205,12 @@ class Route:
     def _bytes_of(self, coded: torch.Tensor, index: int) -> torch.Tensor:
         assert self.codec is not None
         return coded[index * self.each : index * self.each + self.codec.encoded_bytes(self.flat.layout.shard_numel)]
+
+
+def rests_encoded(found: Found, recipe: Recipe) -> bool:
+    """Whether a parameter is one of the frozen weights that rest encoded: matrices, but for what is looked up in (embeddings)."""
+    frozen = recipe.frozen is not None and not found.param.requires_grad and found.param.dim() >= 2
+    return frozen and found.param.dtype in _LOW and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
 
 
 class _Decoded(Pending):
