@@ -78,7 +78,7 @@ class Route:
         self.stored = stored
         self.codec: Codec | None = codec(name) if name and low and not flat.kept else None
         inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
-        self.doubled = inside and not stored and not flat.kept and 1 < group.topology.outer
+        self.doubled = inside and not stored and not flat.kept and group.topology.outer > 1
         self.second: torch.Tensor | None = None
         self.fresh = False
         outer = group.topology.outer
