@@ -49,7 +49,8 @@ def test_accumulation_sends_what_the_formula_says(tmp_path: Path) -> None:
 def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_there(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    out = run(tmp_path / "log", str(ROOT / "examples" / "larger_than_memory.py"), str(disk), "--size", "tiny", *["--tokens", "64", "--lr", "1e-3", "--tile", "64KB"])
+    options = ["--size", "tiny", "--tokens", "64", "--lr", "1e-3", "--tile", "64KB"]
+    out = run(tmp_path / "log", str(ROOT / "examples" / "larger_than_memory.py"), str(disk), *options)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("step")]
     assert len(losses) == 5 and losses[-1] < losses[0] - 0.5
     parameters, on_disk = float(out.split(" million")[0].split()[-1]), float(out.split(" GB on the disk")[0].split()[-1])

@@ -84,7 +84,7 @@ class Beyond:
             self.moved.waited(None, begun)
 
     def rise(self, into: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy a buffer of the pool to the device; it goes back to the pool when that is done. The current stream waits, the host does not."""
+        """Copy a buffer of the pool to the device; it goes back when that is done. The current stream waits for it, the host does not."""
         done = self.lane.copy(into, whole)
         self.lane.join()
         with self._lock:
