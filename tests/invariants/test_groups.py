@@ -1,4 +1,4 @@
-"""Invariant 1 over groups: dividing state inside groups, across them or both gives the same bits, and those of all ranks within rounding."""
+"""Invariant 1 over groups: dividing state inside them, across them or both gives the same bits, those of all ranks within rounding."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ def meet(engine: Engine, call: str) -> None:
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:
         raise CheckpointError(
-            f"rank {engine.group.ranks[engine.group.rank]} called {call} while rank {engine.group.ranks[other]} called {CALLS[said[other]]}: "
+            f"rank {engine.group.ranks[engine.group.rank]} called {call} while rank {engine.group.ranks[other]} called "
+            f"{CALLS[said[other]]}: "
             "every rank must call the same, in the same order."
         )
 

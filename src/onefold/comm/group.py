@@ -98,7 +98,7 @@ class Group:
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks (or for a lone process).
         device: where the moved tensors live.
         timeout: seconds a wait may take before it ends in a `StallError`.
-        inner: ranks of a group inside; "node": as many as the launcher has started on each; None: all of them are one. See [Note: two levels].
+        inner: ranks of a group inside; "node": as many as the launcher has started on each; None: all are one. See [Note: two levels].
 
     Attributes:
         ranks: global ranks by position. rank, size: this rank's position, and how many there are. number: this rank among them in the
@@ -411,7 +411,7 @@ class Level(Group):
                 self.gather_group, self.reduce_group = self._make(self.backend, self.timeout), self._make(self.backend, self.timeout)
 
     @property
-    def broken(self) -> StallError | None:  # type: ignore[override]
+    def broken(self) -> StallError | None:
         return self.whole.broken
 
     @broken.setter

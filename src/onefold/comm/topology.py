@@ -78,8 +78,8 @@ def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None
     each = len(ranks) // len(set(nodes))
     if [nodes[i // each * each] for i in range(len(ranks))] != nodes or len(ranks) % each:
         raise ValueError(
-            f"group='node': ranks {list(ranks)} lie on nodes {nodes}, unevenly. Give the same number of neighbouring ranks on each node, or "
-            "the number of ranks of a group."
+            f"group='node': ranks {list(ranks)} lie on nodes {nodes}, unevenly. Give the same number of neighbouring ranks on each node, "
+            "or the number of ranks of a group."
         )
     return each
 

@@ -212,7 +212,8 @@ class Recipe:
         options |= fields | more
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {did_you_mean(unknown[0], _OPTIONS | _TIER_OPTIONS | _GROUP_OPTIONS)}")
+            hint = did_you_mean(unknown[0], _OPTIONS | _TIER_OPTIONS | _GROUP_OPTIONS)
+            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {hint}")
         compute = COMPUTE_DTYPES[precision]
         p, g, o = PLACEMENTS_OF_STAGE[stage]
         check_dtype("wire", wire, optional=True)

@@ -1,7 +1,7 @@
 """Which ranks a row is divided among, and how its bytes are written on the wire.
 
-Ranks stand in groups, as a rule the ranks of a node, whose links are faster than those between nodes. A row's `over` says what it is divided
-among: "all" ranks, or those of each "group", which then has a replica of the row to itself.
+Ranks stand in groups, as a rule the ranks of a node, whose links are faster than those between nodes. A row's `over` says what it is
+divided among: "all" ranks, or those of each "group", which then has a replica of the row to itself.
 
 | recipe                       | parameters | gradients | optimizer | between groups, a step of m micro-batches          |
 |------------------------------|------------|-----------|-----------|----------------------------------------------------|
@@ -95,8 +95,8 @@ def check_groups(recipe: Recipe) -> None:
         raise ValueError("at stage 0 nothing is divided, over a group neither: use stage 1, 2 or 3.")
     if inside not in (set(), {"parameters"}, {"parameters", "gradients"}, set(rows)):
         raise ValueError(
-            f"{_and(inside)} divided over a group and the rest over all ranks: expected all three rows over the group (HSDP), parameters and "
-            "gradients (optimizer states over all ranks), or parameters alone (a second copy)."
+            f"{_and(inside)} divided over a group and the rest over all ranks: expected all three rows over the group (HSDP), parameters "
+            "and gradients (optimizer states over all ranks), or parameters alone (a second copy)."
         )
     if inside and inside != set(rows) and recipe.parameters.placement.value != "sharded":
         raise ValueError("a second copy, or optimizer states over more ranks than the parameters, needs sharded parameters: stage 3.")
@@ -120,9 +120,10 @@ def check_groups(recipe: Recipe) -> None:
 
 def without_codec(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, str]:
     """Options of `given` that change nothing, with the reason."""
-    if recipe.gradients.codec is None:
-        return {name: "where gradients travel as they are: reduce_codec encodes them" for name in ("error_feedback", "wire_rounding") if name in given}
-    return {}
+    if recipe.gradients.codec is not None:
+        return {}
+    why = "where gradients travel as they are: reduce_codec encodes them"
+    return {name: why for name in ("error_feedback", "wire_rounding") if name in given}
 
 
 def _and(names: set[str]) -> str:

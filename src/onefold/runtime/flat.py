@@ -112,14 +112,14 @@ class Flat:
             and not encoded
         )
         alone = group.size == 1 and not encoded and _rests_whole(dtypes, tiers)
-        self.kept = recipe.parameters.placement is Placement.REPLICATED or self.passive or alone
+        self.kept: bool = recipe.parameters.placement is Placement.REPLICATED or self.passive or alone
         self.interval = self.layout.interval(self.rank)
-        self.route = Route(self, engine, encoded)
+        self.route: Route = Route(self, engine, encoded)
         self.hops = hops_of(self, group)
         divided = self.route.shard if recipe.optimizer.over == GROUP else self.interval
-        self.owned = (0, self.layout.numel) if self.whole_master else divided
+        self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
         self.spread = self.hops[-1] if self.owned != self.interval and group.size > 1 else None  # sums go on to who holds them too
-        self.home = Home(self, tiers, engine) if tiers is not None else None
+        self.home: Home | None = Home(self, tiers, engine) if tiers is not None else None
         self.held: dict[tuple[int, int], torch.Tensor] = {}  # sums inside the group that wait for the boundary, by run
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None

@@ -104,7 +104,8 @@ def gradient_bytes(engine: Engine, tier: Tier) -> int:
     reduced = sum(_unique_bytes(e.param.grad for e in ours))
     if tier is not Tier.DEVICE:
         return reduced
-    return reduced + sum(b.numel() * b.element_size() for u in engine.units for flat in u.flats for b in (*flat.grads.values(), *flat.held.values()))
+    waiting = [b for u in engine.units for flat in u.flats for b in (*flat.grads.values(), *flat.held.values())]
+    return reduced + sum(b.numel() * b.element_size() for b in waiting)
 
 
 def _unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:

@@ -75,7 +75,7 @@ class Route:
         self.flat, self.engine, self.group = flat, engine, group
         low = flat.dtypes.compute in _LOW
         name = recipe.frozen if stored else recipe.parameters.codec
-        self.stored = stored
+        self.stored: bool = stored
         self.codec: Codec | None = codec(name) if name and low and not flat.kept else None
         inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
         self.doubled = inside and not stored and not flat.kept and group.topology.outer > 1

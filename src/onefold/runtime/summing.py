@@ -5,11 +5,12 @@
     over groups           whole ── inside ──► shard ── across ──► interval
     HSDP, MiCS            whole ── inside ──► shard ── across ──► interval ── across ──► shard
 
-[Note: held sums] Where gradients are divided inside a group, micro-batches before the boundary go one hop only: the group's sums are held in the
-accumulation dtype, and the hop across carries them once a step.
+[Note: held sums] Where gradients are divided inside a group, micro-batches before the boundary go one hop only: the group's sums are held
+in the accumulation dtype, and the hop across carries them once a step.
 
-[Note: encoded sums] Where gradients travel encoded, every part is encoded for its receiver, decoded there and added in the accumulation dtype: sums
-are never made of encoded values. A rank's own part is not encoded. What the encoding lost can be kept and added to the next gradient.
+[Note: encoded sums] Where gradients travel encoded, every part is encoded for its receiver, decoded there and added in the accumulation
+dtype: sums are never made of encoded values. A rank's own part is not encoded. What the encoding lost can be kept and added to the next
+gradient.
 """
 
 from __future__ import annotations
