@@ -64,10 +64,14 @@ class Side:
     optional: bool = False
 
 
+_RELEASED = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+"""DeepSpeed keeps up to 1e9 parameters from the forward pass to the backward pass unless told: all of the model here, gathered once."""
+
+
 def _zeropp(*keys: str) -> Side:
     """DeepSpeed's stage 3 with some keys of ZeRO++. It has the quantizer that two of them ask for on CUDA only."""
     values = {key: RANKS_A_HOST if key == "zero_hpz_partition_size" else True for key in keys}
-    return Side("deepspeed", f"stage 3 with {', '.join(keys)}", {"stage": 3, **values}, optional=True)
+    return Side("deepspeed", f"deepspeed-3-released with {', '.join(keys)}", _RELEASED | values, optional=True)
 
 
 # [Note: bytes between hosts] Onefold's moves are pairwise: each rank sends each other rank one N-th of a unit. Of n ranks on each
@@ -79,6 +83,9 @@ SIDES: dict[str, Side] = {
     "fsdp2": Side("fsdp2", "fully_shard of each block and the root over all ranks", {"hybrid": False}),
     "fsdp2-hsdp": Side("fsdp2", "fully_shard on a mesh of hosts x ranks: sharded inside a host, replicated across", {"hybrid": True}),
     "deepspeed-3": Side("deepspeed", "ZeRO stage 3 with its default buckets", {"stage": 3}),
+    "deepspeed-3-released": Side(
+        "deepspeed", "ZeRO stage 3 that keeps no parameter from forward to backward, as with a large model", _RELEASED
+    ),
     "deepspeed-hpz": _zeropp("zero_hpz_partition_size"),
     "deepspeed-qwz": _zeropp("zero_quantized_weights"),
     "deepspeed-qgz": _zeropp("zero_quantized_gradients"),
