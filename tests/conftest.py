@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -56,6 +58,24 @@ SAMPLED = {
 }
 
 
+# Files with a fixture that is made once for all of their tests: pytest-xdist gives each of them to one worker.
+TOGETHER = {
+    "checkpoint/test_adapters.py",
+    "checkpoint/test_export.py",
+    "checkpoint/test_from_deepspeed.py",
+    "checkpoint/test_huggingface.py",
+    "checkpoint/test_reshard_and_diff.py",
+    "checkpoint/test_tiles_checkpoint.py",
+    "checkpoint/test_verify.py",
+    "cli/test_checkpoint_command.py",
+    "integrations/test_deepspeed.py",
+    "observe/test_report_in_browser.py",
+    "observe/test_report_page.py",
+    "observe/test_what_a_run_leaves.py",
+    "plan/test_planned_for.py",
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every test of the files in tests/conftest.py's SAMPLED")
 
@@ -66,6 +86,25 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     assert not gone, f"SAMPLED names {', '.join(gone)}, which is not there"
     every = {TESTS / name: n for name, n in SAMPLED.items()}
     return [item for item in items if item.path in every and zlib.crc32(item.name.encode()) % every[item.path]]
+
+
+def _makes_once(item: pytest.Item) -> bool:
+    """Whether the test uses a fixture that its file makes once."""
+    known = getattr(item, "_fixtureinfo", None)
+    return known is not None and any(found[-1].scope == "module" for found in known.name2fixturedefs.values())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out test by test, and the files of `TOGETHER` whole, which come first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.rpartition("tests/")[2] in TOGETHER else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -79,6 +118,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path in slow:
             item.add_marker(pytest.mark.slow)
+        elsewhere = _makes_once(item) and item.path.relative_to(TESTS).as_posix() not in TOGETHER
+        assert not elsewhere, f"{item.nodeid} uses a fixture of its module: add the file to TOGETHER in tests/conftest.py"
+    items.sort(key=lambda item: item.path not in slow)  # what takes long first: the end is shared evenly by the workers
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: a collection in a test (a simulation ends with one) need not go over all of torch, some 0.5 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

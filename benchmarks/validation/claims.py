@@ -154,7 +154,8 @@ def claims() -> list[Claim]:
             f"{states.largest_model(28 * TERA, INFINITY, 0, 1) / TERA:.1f}T, of which "
             f"{states.largest_trainable(28 * TERA, INFINITY.total) / TERA:.2f}T can be expected to train, on 512 "
             f"{states.largest_trainable(32 * 28 * TERA, INFINITY.total) / TERA:.0f}T (the paper: 32T). Onefold's own plan says no, on "
-            f"any number of V100: it gathers whole blocks, {2 * 12 * 25_600**2 / GB:.1f} GB each in 16 bits, where the paper tiles them",
+            f"any number of V100, while whole blocks are gathered, {2 * 12 * 25_600**2 / GB:.1f} GB each in 16 bits; with `--tile 512MB`, "
+            "as the paper tiles them, it says yes, on 16",
             "onefold plan 1t --gpus 16 --per-node 16 --gpu v100-32 --stage 3 --offload nvme --checkpointing full --precision fp16 --json",
             (
                 Figure("recommended", None),

@@ -103,6 +103,33 @@ def test_every_option_reaches_the_plan() -> None:
     assert said("--params", "7.5e9", "--gpus", "64")["model"]["parameters"] == 7_500_000_000
 
 
+def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
+    asked = ("gpt2-xl", "--gpus", "1", "--gpu", "rtx4090", "--seq", "512")
+    tiers = ("--offload-optimizer", "nvme:0.6", "--offload-gradients", "cpu", "--nvme", "/mnt/fast", "--stage", "2")
+    found = said(*asked, *tiers, "--step-in-backward")
+    recipe, account = found["recipe"], found["recommended"]["account"]
+    assert recipe["offload_optimizer"] == ["nvme", 0.6] and recipe["nvme"] == ["/mnt/fast"] and recipe["step_in_backward"] is True
+    assert set(account["beyond"]) == {"host", "nvme"} and account["moved"].keys() == {"up", "down", "read", "written"}
+    assert account["tiers"]["disk"] > 0 and account["nvme"] == sum(account["beyond"]["nvme"].values())
+    table = command(*asked, *tiers).stdout
+    for words in ("where it is at peak", "device", "host", "NVMe", "between tiers in a step", "hidden behind the update", "exposed"):
+        assert words in table, (words, table)
+    plain = (*asked, "--offload", "none", "--checkpointing", "none")
+    whole = said(*plain)["stages"][3]["account"]
+    held = said(*plain, "--tile", "16MB", "--offload-activations", "cpu")["stages"][3]["account"]
+    assert said(*plain, "--moments", "int8")["stages"][3]["account"]["rest"]["moments"] < 0.27 * whole["rest"]["moments"]
+    assert sum(held["peak"].values()) < sum(whole["peak"].values()) and held["beyond"]["host"]["activations"] > 0
+    only = said(*asked, "--offload-param", "cpu", "--offload-optimizer", "cpu")
+    assert [c["stage"] for c in only["stages"]] == [3] and only["recommended"]["account"]["rest"] == {}
+
+
+def test_a_small_host_sends_states_to_the_disk_and_a_small_disk_refuses_them() -> None:
+    asked = ("llama-3-8b", "--gpus", "1", "--gpu", "rtx4090", "--seq", "512", "--host-memory", "64GB")
+    best = said(*asked)["recommended"]
+    assert best["offload"].endswith("nvme") and best["account"]["host"] <= 64e9
+    assert said(*asked, "--disk-space", "50GB")["recommended"] is None
+
+
 def test_a_machine_file_adds_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[gpu.mine]\ncapacity = 48e9\nmemory_bandwidth = 1e12\nbf16 = 150e12\n[link.ours]\nbandwidth = 50e9\n")
@@ -144,6 +171,11 @@ def test_here_is_the_calibrated_machine() -> None:
         ("Qwen/Qwen2-7B", "the config.json of Qwen/Qwen2-7B"),
         ("gpt2 --optimizer adamz", "adamw"),
         ("gpt2 --stage 1 --offload nvme", "use stage 3"),
+        ("gpt2 --stage 1 --offload-optimizer cpu --offload-param cpu", "Shard the parameters (stage 3)"),
+        ("gpt2 --offload-param nvme", "give offload_optimizer='nvme' too"),
+        ("gpt2 --offload nvme --offload-optimizer cpu", "both say where states rest"),
+        ("gpt2 --host-memory much", "--host-memory='much': expected a number of bytes"),
+        ("gpt2 --tile 1", "give a tile of"),
         ("--params 7e9 --lora 8", "real shapes"),
         ("gpt2 --here --gpus 4", "leave one of the two out"),
         ("gpt2 --ranks 4", "--here"),

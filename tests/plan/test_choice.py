@@ -31,20 +31,24 @@ def test_the_ladder_has_every_stage_recomputation_and_place_that_the_job_leaves_
     assert order == [
         *[(stage, how, "none") for how in CHECKPOINTING for stage in (1, 2, 3)],
         *[(stage, how, "optimizer") for how in CHECKPOINTING for stage in (2, 3)],
-        *[(3, how, where) for where in ("parameters", "nvme") for how in CHECKPOINTING],
+        *[(3, how, "parameters") for how in CHECKPOINTING],
+        *[(stage, how, "optimizer-nvme") for how in CHECKPOINTING for stage in (2, 3)],
+        *[(3, how, where) for where in ("parameters-nvme", "nvme") for how in CHECKPOINTING],
     ]
     assert [[s.stage for s in rung] for rung in rungs(Job(offload="none", checkpointing="none"), 1)] == [[0]]
     assert [rung[0].checkpointing for rung in rungs(Job(offload="optimizer"), 8)] == list(CHECKPOINTING)
-    assert [(s.stage, s.offload) for rung in rungs(Job(checkpointing="full"), 4, (2,)) for s in rung] == [(2, "none"), (2, "optimizer")]
+    at_2 = [(s.stage, s.offload) for rung in rungs(Job(checkpointing="full"), 4, (2,)) for s in rung]
+    assert at_2 == [(2, "none"), (2, "optimizer"), (2, "optimizer-nvme")]
     with pytest.raises(ValueError, match="use stage 3"):
         rungs(Job(offload="nvme"), 4, (1,))
 
 
 def climbed(asked: Question) -> list[list[Candidate]]:
     """The ladder, rung by rung."""
-    found: dict[tuple[str, str], list[Candidate]] = {}
+    found: dict[tuple[str, str, bool], list[Candidate]] = {}
     for candidate in ladder(asked):
-        found.setdefault((candidate.scheme.checkpointing, candidate.scheme.offload), []).append(candidate)
+        scheme = candidate.scheme
+        found.setdefault((scheme.checkpointing, scheme.offload, scheme.share < 1), []).append(candidate)
     return list(found.values())
 
 
@@ -60,15 +64,13 @@ def test_behind_the_stages_every_rung_is_slower_than_the_one_before(name: str, g
     asked = Question(shape, lambda m, c: Activity.from_dims(shape, dims, m, job.seq, 2, c), machine(ranks, 8, gpu), job)
     first, *others = climbed(asked)
     assert [c.scheme.stage for c in first] == [1, 2, 3] and {c.scheme.checkpointing for c in first} == {"none"}
-    for able in (True, False):  # what cannot run yet comes last, in the same order
-        seconds = [slowdown(rung)[1] for rung in others if rung[0].scheme.runs is able]
-        assert seconds == sorted(seconds), seconds
-    runs = [rung[0].scheme.runs for rung in others]
-    assert len(runs) == 11 and runs == sorted(runs, reverse=True)
+    seconds = [slowdown(rung) for rung in others]
+    assert seconds == sorted(seconds), seconds
+    assert len([rung for rung in others if rung[0].scheme.share == 1]) == 17
     best = recommend(asked)
-    if best is not None and best.scheme.checkpointing != "none":  # nothing else that fits and runs is faster
+    if best is not None and best.scheme not in [c.scheme for c in first]:  # nothing else that fits is faster
         fitting = [next((c for c in rung if c.fits), None) for rung in others]
-        faster = [c for c in fitting if c is not None and c.scheme.runs and c.account.seconds["step"] < best.account.seconds["step"]]
+        faster = [c for c in fitting if c is not None and c.account.seconds["step"] < best.account.seconds["step"]]
         assert not faster, (best, faster)
 
 
@@ -89,8 +91,7 @@ def test_less_memory_never_means_a_faster_rung() -> None:
     shape, seconds = ModelShape.of_size(300_000_000), []
     for capacity in (30, 6, 5, 4, 3.5, 3, 2.5, 2):
         best = recommend(question(shape, 4, capacity * GIB, Job(seq=256, micro_batch=4)))
-        runs = best is not None and best.scheme.runs
-        seconds.append((not runs, best.account.seconds["step"] if best is not None else math.inf))
+        seconds.append(best.account.seconds["step"] if best is not None else math.inf)
     assert seconds == sorted(seconds) and len(set(seconds)) >= 4, seconds
 
 
@@ -162,6 +163,5 @@ def test_next_steps_save_more_and_more_behind_the_recommendation() -> None:
     peaks = [found.recommended.account.peak_bytes, *(c.account.peak_bytes for c in found.next_steps)]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
     every = [s for rung in rungs(found.job, 8) for s in rung]
-    assert {c.scheme for c in found.next_steps} <= set(every) and found.recommended.scheme not in {c.scheme for c in found.next_steps}
-    able = [c.scheme.runs for c in found.next_steps]
-    assert able == sorted(able, reverse=True)
+    further = {c.scheme.with_(share=1.0) for c in found.next_steps}
+    assert further <= set(every) and found.recommended.scheme not in {c.scheme for c in found.next_steps}

@@ -2,40 +2,75 @@
 
 from __future__ import annotations
 
-import pytest
-from random_plans import GIB, activity, gpus
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from random_plans import GIB, activity, gpus
+from torch import nn
+
+import onefold
+from models import TinyGPT
 from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
+from onefold.plan import auto
 from onefold.plan.activity import frozen_active
+from onefold.plan.choose import Question, ladder
 from onefold.plan.evaluate import evaluate
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job, Scheme
+from onefold.plan.parts import shares_of
 from onefold.plan.planner import plan
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.subject import with_lora
+from onefold.recipe import Recipe, Tier
+from onefold.runtime.tiers import leaving_of_sizes
 
 
 def test_offload_moves_every_state_once_and_none_is_lost() -> None:
-    shape, job, ranks = ModelShape.of_size(40_000_000), Job(seq=16), 4
+    shape, job, ranks = ModelShape.of_size(400_000_000), Job(seq=16), 4
     own = activity(shape, job, 1)
 
-    def account(stage: int, offload: str) -> Account:
-        return evaluate(shape, own, gpus(ranks), job, Scheme(stage, "none", offload)).account
+    def account(stage: int, offload: str, share: float = 1.0) -> Account:
+        return evaluate(shape, own, gpus(ranks), job, Scheme(stage, "none", offload, 1, share)).account
 
     each = shape.numel / ranks
     kept, optimizer, every, disk = (account(3, o) for o in ("none", "optimizer", "parameters", "nvme"))
     assert optimizer.rest == {PARAMETERS: pytest.approx(2 * each, rel=0.01)}
     assert optimizer.host == pytest.approx(16 * each, rel=0.01)  # masters, two moments, gradients
     assert every.rest == {} and every.host == pytest.approx(18 * each, rel=0.01)
-    assert disk.nvme == pytest.approx(14 * each, rel=0.01) and disk.host < every.host / 3
-    assert kept.host == kept.nvme == 0 and kept.rest_bytes == pytest.approx(12 * each, rel=0.01)
+    assert disk.nvme == pytest.approx(18 * each, rel=0.01) and disk.host < every.host / 3
+    assert kept.host == kept.nvme == 0 and kept.beyond == kept.moved == {} and kept.rest_bytes == pytest.approx(12 * each, rel=0.01)
     assert kept.peak_bytes > optimizer.peak_bytes
-    assert not {MASTERS, MOMENTS, GRADIENTS} & set(optimizer.peak)
+    assert not {MASTERS, MOMENTS} & set(optimizer.peak) and optimizer.peak.get(GRADIENTS, 0) < each / 3
     assert every.peak[GATHERED] > 0
     two = account(2, "optimizer")
     assert two.rest == {PARAMETERS: pytest.approx(2 * shape.numel, rel=0.01)} and two.host == optimizer.host
     assert optimizer.seconds["step"] >= kept.seconds["step"]
+    part = account(3, "optimizer", 0.5)
+    assert kept.rest_bytes > part.rest_bytes > optimizer.rest_bytes and part.host == pytest.approx(optimizer.host / 2, rel=0.1)
+    assert part.moved["down"] == pytest.approx(optimizer.moved["down"] / 2, rel=0.1)
+
+
+def test_what_moves_between_tiers_takes_its_time_and_hides_as_far_as_compute_leaves_room() -> None:
+    shape, job = ModelShape.of_size(400_000_000), Job(seq=8192)
+    own, there = activity(shape, job, 1), gpus(1)
+    found = {o: evaluate(shape, own, there, job, Scheme(3, "none", o)).account for o in ("optimizer", "parameters", "nvme")}
+    numel, link = shape.numel, there.host_link()
+    assert found["optimizer"].moved == {"up": pytest.approx(2 * numel, rel=0.01), "down": pytest.approx(2 * numel, rel=0.01)}
+    assert found["parameters"].moved["up"] == pytest.approx(4 * numel, rel=0.01)  # gathered in both passes, and not after the step
+    assert found["nvme"].moved["written"] == pytest.approx(18 * numel, rel=0.01)
+    for account in found.values():
+        hidden = sum(v for k, v in account.tiers.items() if k.startswith("hidden"))
+        moving = account.tiers["link"] + account.tiers.get("disk", 0.0)
+        assert 0 < hidden <= moving + account.tiers["host update"] and account.seconds["io"] <= moving - hidden + 1e-9
+    assert found["optimizer"].tiers["link"] == pytest.approx(4 * numel / link, rel=0.01)
+    behind = Job(seq=8192, options=(("offload_optimizer", "cpu"), ("step_in_backward", True)))
+    later = evaluate(shape, own, there, behind, Scheme(3)).account
+    assert later.seconds["step"] < found["optimizer"].seconds["step"] and later.tiers["hidden behind backward"] > 0
 
 
 def test_what_is_offloaded_never_hides_a_moment_that_is_larger_without_it() -> None:
@@ -47,12 +82,81 @@ def test_what_is_offloaded_never_hides_a_moment_that_is_larger_without_it() -> N
         assert evaluate(shape, own, gpus(2), job, Scheme(3, "none", offload, 4)).account.peak_bytes >= top
 
 
-def test_an_offloaded_scheme_is_planned_and_not_run() -> None:
-    found = plan(ModelShape.of_size(200_000_000), gpus(2, 2.1 * GIB), Job(seq=32), largest=False)
-    assert found.recommended is not None and found.recommended.scheme.offload == "optimizer"
-    assert not found.recommended.scheme.runs
-    with pytest.raises(NotImplementedError, match="optimizer on the host"):
+# -- as little as need be ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=60).filter(any))
+def test_a_share_of_few_digits_stands_for_each_number_of_last_units(sizes: list[int]) -> None:
+    trained = [i for i, n in enumerate(sizes) if n]
+    shares = shares_of(sizes)
+    assert len(shares) == len(trained) - 1
+    for count, share in enumerate(shares, 1):
+        left = leaving_of_sizes(sizes, Recipe.zero(2, offload_optimizer=share), 4)
+        assert {i for i in left if sizes[i]} == set(trained[-count:]), (sizes, share)
+
+
+@pytest.mark.parametrize("capacity", [7.0, 6.2, 5.6, 5.0])
+def test_the_smallest_share_of_the_optimizer_leaves_that_lets_the_rest_fit(capacity: float) -> None:
+    shape, job = ModelShape.of_size(1_000_000_000), Job(seq=64, checkpointing="none")
+    found = plan(shape, gpus(2, capacity * GIB), job, stages=(3,), largest=False)
+    best = found.recommended
+    assert best is not None and best.scheme.offload == "optimizer" and best.scheme.share < 1, best
+    assert found.recipe.offload_share == best.scheme.share and found.recipe.optimizer.tier is Tier.HOST
+    fewer = [s for s in shares_of([u.numel for u in shape.units]) if s < best.scheme.share]
+    own = activity(shape, job, 1)
+    assert all(not evaluate(shape, own, found.machine, job, best.scheme.with_(share=s)).fits for s in fewer[-1:])
+
+
+def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) -> None:
+    tight = gpus(1, 5.0 * GIB)
+    shape = ModelShape.of_size(1_000_000_000)
+    found = plan(shape, tight, Job(seq=32, offload="nvme"), largest=False)
+    with pytest.raises(ValueError, match="give nvme='/path/on/the/disk'"):
         _ = found.recipe
+    assert found.to_json()["recipe"] | {"offload_optimizer": "nvme", "offload_param": "nvme"} == found.to_json()["recipe"]
+    named = plan(shape, tight, Job.of({"seq": 32, "offload": "nvme", "nvme": str(tmp_path)}, "the test"), largest=False)
+    assert named.recipe.nvme == (str(tmp_path),) and named.recipe.parameters.tier is Tier.NVME
+    host = plan(shape, tight, Job.of({"seq": 32, "nvme": str(tmp_path)}, "the test"), largest=False)
+    assert host.recipe.nvme == () and host.recipe.optimizer.tier is Tier.HOST, "a folder is used where something goes there"
+    with pytest.raises(ValueError, match="both say where states rest"):
+        Job.of({"offload": "nvme", "offload_optimizer": "cpu"}, "the test")
+
+
+def test_on_a_cpu_the_host_holds_nothing_that_the_device_does_not_and_a_disk_does() -> None:
+    cpu = replace(gpus(1, 6 * GIB), shared=True)
+    shape, job = ModelShape.of_size(1_000_000_000), Job(seq=32, precision="fp32")
+    assert {c.scheme.offload for c in ladder(Question(shape, lambda m, c: activity(shape, job, m, c), cpu, job))} == {
+        "none", "optimizer-nvme", "nvme",
+    }  # fmt: skip
+    best = plan(shape, cpu, job, largest=False).recommended
+    assert best is not None and best.account.nvme > 0 and best.needed == best.account.peak_bytes + best.account.host <= best.usable
+    without = replace(cpu, host=replace(cpu.host, nvme=0))
+    assert plan(shape, without, job, largest=False).recommended is None
+
+
+def test_recipe_auto_goes_to_a_disk_where_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seq = Language(), {"seq": 16, "micro_batch": 1}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole = onefold.plan(model, gpus=1, precision="fp32", checkpointing="none", offload="none", largest=False, **seq).stages[0].account
+    monkeypatch.setattr(auto, "free_host_memory", lambda: int(0.75 * whole.peak_bytes / auto.USABLE))
+    with pytest.raises(ValueError, match="does not fit"):
+        onefold.Recipe.auto(model, **seq)
+    recipe = onefold.Recipe.auto(model, nvme=str(tmp_path), chunk=65536, **seq)
+    assert recipe.optimizer.tier is Tier.NVME and recipe.nvme == (str(tmp_path),) and recipe.offload_share < 1
+    assert "on NVMe" in recipe.notes[-1] and "MiB at peak" not in recipe.notes[-1]
+    with pytest.raises(ValueError, match="there is no such folder"):
+        onefold.Recipe.auto(model, nvme=str(tmp_path / "nowhere"), **seq)
+
+
+class Language(nn.Module):
+    """A language model of its own, of small blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TinyGPT(width=128, depth=16, length=16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(input_ids)
 
 
 def test_lora_holds_states_of_its_adapters_only() -> None:

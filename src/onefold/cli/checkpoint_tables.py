@@ -15,7 +15,8 @@ from rich.table import Table
 from onefold.checkpoint.diff import Difference, TensorDifference
 from onefold.checkpoint.inspect import Listed, Summary, Tensor
 from onefold.checkpoint.verify import Verdict
-from onefold.cli.plan_tables import _count, _print
+from onefold.cli.plan_tables import _print
+from onefold.cli.plan_words import count
 
 #: Problems and differences shown; --json has them all.
 MOST = 40
@@ -58,7 +59,7 @@ def show_summary(summary: Summary, tensors: Sequence[Tensor] | None) -> None:
     """All of a checkpoint; its tensors one by one if they are given."""
     out = _console()
     step = f"step {summary.step}" if summary.step is not None else "no step given"
-    out.print(f"[bold]{escape(str(summary.path))}[/bold]: {summary.form}, {step}, {_count(summary.parameters)} parameters")
+    out.print(f"[bold]{escape(str(summary.path))}[/bold]: {summary.form}, {step}, {count(summary.parameters)} parameters")
     by = summary.saved_by
     if by:
         where = f"on {_plural(by.get('world_size', '?'), 'rank')} at stage {by.get('stage', '?')}"

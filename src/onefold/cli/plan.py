@@ -11,8 +11,10 @@ import typer
 
 Checkpointing = Literal["auto", "none", "selective", "full"]
 Reduce = Literal["auto", "micro-batch", "boundary"]
-Offload = Literal["auto", "none", "optimizer", "parameters", "nvme"]
-_MODEL, _MACHINE, _JOB = "What is trained", "On what", "How"
+Offload = Literal["auto", "none", "optimizer", "parameters", "optimizer-nvme", "parameters-nvme", "nvme"]
+Tier = Literal["cpu", "nvme"]
+Moments = Literal["fp32", "bf16", "int8", "fp8", "int4"]
+_MODEL, _MACHINE, _JOB, _TIERS = "What is trained", "On what", "How", "Where state rests"
 
 
 def plan_command(
@@ -41,6 +43,12 @@ def plan_command(
     ranks: Annotated[
         int, typer.Option("--ranks", help="With --here: ranks (0: as many as were measured).", rich_help_panel=_MACHINE)
     ] = 0,
+    host_memory: Annotated[
+        str | None, typer.Option("--host-memory", help="Memory of one node's host: 64GB.", show_default=False, rich_help_panel=_MACHINE)
+    ] = None,
+    disk_space: Annotated[
+        str | None, typer.Option("--disk-space", help="Room on one node's disks: 2TB.", show_default=False, rich_help_panel=_MACHINE)
+    ] = None,
     stage: Annotated[str, typer.Option("--stage", help="0, 1, 2, 3 or auto.", rich_help_panel=_JOB)] = "auto",
     seq: Annotated[int, typer.Option("--seq", help="Tokens of a sample.", rich_help_panel=_JOB)] = 2048,
     micro_batch: Annotated[
@@ -61,7 +69,34 @@ def plan_command(
     ] = "auto",
     optimizer: Annotated[str, typer.Option("--optimizer", rich_help_panel=_JOB)] = "adamw",
     lora: Annotated[int, typer.Option("--lora", help="Rank of LoRA adapters; 0 trains everything.", rich_help_panel=_JOB)] = 0,
-    offload: Annotated[Offload, typer.Option("--offload", help="States off the device.", rich_help_panel=_JOB)] = "auto",
+    offload: Annotated[
+        Offload, typer.Option("--offload", help="States off the device (auto: as little as fits).", rich_help_panel=_TIERS)
+    ] = "auto",
+    offload_optimizer: Annotated[
+        str | None,
+        typer.Option("--offload-optimizer", help="cpu, nvme, 0.6, 6GB, nvme:0.6.", show_default=False, rich_help_panel=_TIERS),
+    ] = None,
+    offload_gradients: Annotated[
+        Tier | None, typer.Option("--offload-gradients", help="Where states are on NVMe.", show_default=False, rich_help_panel=_TIERS)
+    ] = None,
+    offload_param: Annotated[
+        Tier | None, typer.Option("--offload-param", help="At stage 3.", show_default=False, rich_help_panel=_TIERS)
+    ] = None,
+    offload_activations: Annotated[
+        str | None, typer.Option("--offload-activations", help="cpu, or a budget: 8GB.", show_default=False, rich_help_panel=_TIERS)
+    ] = None,
+    nvme: Annotated[
+        list[str] | None, typer.Option("--nvme", help="Folders on disks, for the recipe.", show_default=False, rich_help_panel=_TIERS)
+    ] = None,
+    tile: Annotated[
+        str | None, typer.Option("--tile", help="Larger weights are computed in tiles: 512MB.", show_default=False, rich_help_panel=_TIERS)
+    ] = None,
+    moments: Annotated[
+        Moments | None, typer.Option("--moments", help="What Adam's moments rest in.", show_default=False, rich_help_panel=_TIERS)
+    ] = None,
+    step_in_backward: Annotated[
+        bool, typer.Option("--step-in-backward", help="Step units behind the backward pass.", rich_help_panel=_TIERS)
+    ] = False,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Also run the engine as one of all ranks, on fake samples of up to 128 tokens, and compare."),
@@ -73,11 +108,24 @@ def plan_command(
 
     Status 0: answered, also where nothing fits ("recommended" is null then). Status 2: the question cannot be answered.
     """
+    from onefold.cli.plan_tiers import places_asked, with_host
     from onefold.plan.job import Job
 
     try:
         wanted = _subject(model, params)
         _check_machine(context, here)
+        places = places_asked(
+            offload_optimizer=offload_optimizer,
+            offload_gradients=offload_gradients,
+            offload_param=offload_param,
+            offload_activations=offload_activations,
+            nvme=nvme,
+            tile=tile,
+            moments=moments,
+            step_in_backward=step_in_backward,
+        )
+        if reduce_at != "auto":
+            places["reduce_at"] = reduce_at
         job = Job(
             seq=seq,
             micro_batch=_whole("--micro-batch", micro_batch),
@@ -88,11 +136,12 @@ def plan_command(
             optimizer=optimizer,
             lora_rank=lora,
             offload="" if offload == "auto" else offload,
-            options=() if reduce_at == "auto" else (("reduce_at", reduce_at),),
+            options=tuple(places.items()),
         )
         if rank and not simulate:
             raise ValueError(f"--rank {rank} belongs to --simulate; a plan is the same for every rank.")
-        found = _plan(wanted, _machine(here, ranks, gpus, per_node, gpu, link, machines), job, _stages(stage))
+        machine = with_host(_machine(here, ranks, gpus, per_node, gpu, link, machines), host_memory, disk_space)
+        found = _plan(wanted, machine, job, _stages(stage))
     except (ValueError, OSError) as error:
         _refuse(error, as_json)
     if not as_json:

@@ -11,6 +11,7 @@ from rich.table import Table
 from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES, MOVES
 from onefold.plan.simulate import Event, Simulation, simulate
+from onefold.recipe import Tier
 
 #: Micro-batches that are simulated of a longer step: the others do what these do.
 MICRO_BATCHES = 2
@@ -28,11 +29,12 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     """
     candidate = plan.recommended or plan.stages[-1]
     scheme = candidate.scheme
-    if not scheme.runs:
-        raise ValueError(f"--simulate runs the engine, which keeps all states on the device so far, not {scheme}: add --offload none.")
+    recipe = scheme.recipe(plan.job)
+    if any(t is not Tier.DEVICE for t in (recipe.parameters.tier, recipe.optimizer.tier)) or recipe.tile is not None:
+        raise ValueError(f"--simulate runs the engine with everything on the device, in one piece, not {scheme}: add --offload none.")
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,
-        scheme.recipe(plan.job),
+        recipe,
         plan.machine.ranks,
         rank=rank,
         micro_batches=min(candidate.accumulation, MICRO_BATCHES),

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from onefold.cli.plan_tiers import moves_said, tiers_table
+from onefold.cli.plan_words import count, gib, in_seconds
 from onefold.plan.evaluate import Candidate
 from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES
@@ -18,18 +20,23 @@ def show(plan: Plan, console: Console | None = None) -> None:
     """Print the plan: the question, the stages side by side, the recommendation and what the next steps would buy."""
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     job, machine = plan.job, plan.machine
-    active = f", {_count(plan.model.active_numel)} active" if plan.model.active_numel != plan.model.numel else ""
-    out.print(f"[bold]{plan.model.name}[/bold]: {_count(plan.model.numel)} parameters{active}, {_count(plan.model.trainable)} trained")
+    active = f", {count(plan.model.active_numel)} active" if plan.model.active_numel != plan.model.numel else ""
+    out.print(f"[bold]{plan.model.name}[/bold]: {count(plan.model.numel)} parameters{active}, {count(plan.model.trainable)} trained")
     batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
-    device = f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({_gib(machine.capacity)}), {machine.local} a node"
+    device = f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}), {machine.local} a node"
     out.print(f"on {device}; {job.precision}, {job.seq} tokens a sample, {batch}, {job.optimizer}; activations {plan.source}")
     _print(out, _stages(plan))
     if plan.recommended is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
     else:
-        out.print(_recommendation(plan, plan.recommended))
+        out.print(_recommendation(plan.recommended))
         if plan.next_steps:
             _print(out, _steps(plan, plan.recommended))
+    shown = plan.recommended or plan.stages[-1]
+    placed = tiers_table(shown)
+    if placed is not None:
+        _print(out, placed)
+        out.print(moves_said(shown))
     for note in plan.notes:
         out.print(f"[dim]{note}[/dim]")
     out.print("[dim]MFU counts model FLOPs (6N + 12Lhs a token, no recompute) over the nominal rate of the device.[/dim]")
@@ -55,35 +62,35 @@ def _stages(plan: Plan) -> Table:
         table.add_column(f"stage {candidate.scheme.stage}{off}{mark}", justify="right", no_wrap=True)
     accounts = [c.account for c in columns]
     unasked = ["–"] * (len(columns) - len(plan.stages))  # the largest are looked for as the stages are shown
-    table.add_row("[bold]at rest[/bold]", *(_gib(a.rest_bytes) for a in accounts))
+    table.add_row("[bold]at rest[/bold]", *(gib(a.rest_bytes) for a in accounts))
     for category in CATEGORIES:
         if any(a.rest.get(category) for a in accounts):
-            table.add_row(f"  {category}", *(_gib(a.rest.get(category, 0)) for a in accounts))
-    table.add_row("[dim]all states, papers' way[/dim]", *(f"[dim]{_gib(c.states)}[/dim]" for c in columns))
-    table.add_row("[bold]at peak[/bold]", *(_gib(a.peak_bytes) for a in accounts))
+            table.add_row(f"  {category}", *(gib(a.rest.get(category, 0)) for a in accounts))
+    table.add_row("[dim]all states, papers' way[/dim]", *(f"[dim]{gib(c.states)}[/dim]" for c in columns))
+    table.add_row("[bold]at peak[/bold]", *(gib(a.peak_bytes) for a in accounts))
     for category in CATEGORIES:
         if any(a.peak.get(category) for a in accounts):
-            table.add_row(f"  {category}", *(_gib(a.peak.get(category, 0)) for a in accounts))
-    table.add_row("  never above", *(_gib(a.bound) for a in accounts))
+            table.add_row(f"  {category}", *(gib(a.peak.get(category, 0)) for a in accounts))
+    table.add_row("  never above", *(gib(a.bound) for a in accounts))
     for row, values in (("host", [a.host for a in accounts]), ("NVMe", [a.nvme for a in accounts])):
         if any(values):
-            table.add_row(row, *(_gib(v) for v in values))
+            table.add_row(row, *(gib(v) for v in values))
     table.add_row("fits", *(_fit(c, plan) for c in columns))
-    table.add_row("[bold]sent in a step[/bold]", *(_gib(a.wire_bytes) for a in accounts))
+    table.add_row("[bold]sent in a step[/bold]", *(gib(a.wire_bytes) for a in accounts))
     for link in ("inside", "between"):
         if any(a.links.get(link) for a in accounts):
-            table.add_row(f"  {'inside a node' if link == 'inside' else 'between nodes'}", *(_gib(a.links.get(link, 0)) for a in accounts))
-    table.add_row("[bold]a step takes[/bold]", *(_seconds(a.seconds.get("step", 0)) for a in accounts))
+            table.add_row(f"  {'inside a node' if link == 'inside' else 'between nodes'}", *(gib(a.links.get(link, 0)) for a in accounts))
+    table.add_row("[bold]a step takes[/bold]", *(in_seconds(a.seconds.get("step", 0)) for a in accounts))
     for part in ("compute", "exposed communication", "optimizer", "io"):
         if any(a.seconds.get(part) for a in accounts):
-            table.add_row(f"  {part}", *(_seconds(a.seconds[part]) for a in accounts))
-    table.add_row("tokens/s", *(_count(a.tokens_per_s) for a in accounts))
+            table.add_row(f"  {part}", *(in_seconds(a.seconds[part]) for a in accounts))
+    table.add_row("tokens/s", *(count(a.tokens_per_s) for a in accounts))
     if any(a.mfu is not None for a in accounts):
         table.add_row("MFU", *(f"{a.mfu:.0%}" if a.mfu is not None else "–" for a in accounts))
     if plan.largest_micro_batch:
         table.add_row("largest micro-batch", *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages), *unasked)
     if any(plan.largest_model.values()):
-        table.add_row("largest model of this width", *(_count(plan.largest_model[c.scheme.stage]) for c in plan.stages), *unasked)
+        table.add_row("largest model of this width", *(count(plan.largest_model[c.scheme.stage]) for c in plan.stages), *unasked)
     return table
 
 
@@ -91,22 +98,21 @@ def _fit(c: Candidate, plan: Plan) -> str:
     if c.fits:
         return "yes"
     if c.spare < 0:
-        return f"no, by {_gib(-c.spare)}"
-    return "no, host" if c.account.host * plan.machine.local > plan.machine.host.memory else "no, NVMe"
+        return f"no, by {gib(-c.spare)}"
+    host = not plan.machine.shared and c.account.host * plan.machine.local > plan.machine.host.memory
+    return "no, host" if host else "no, NVMe"
 
 
-def _recommendation(plan: Plan, best: Candidate) -> str:
+def _recommendation(best: Candidate) -> str:
     accumulated = f" × {best.accumulation} accumulated" if best.accumulation > 1 else ""
     text = (
-        f"[bold]use {best.scheme}[/bold], micro-batch {best.scheme.micro_batch}{accumulated}: {_gib(best.account.peak_bytes)} of the "
-        f"{_gib(best.usable)} that a rank may use, {_seconds(best.account.seconds.get('step', 0))} a step."
+        f"[bold]use {best.scheme}[/bold], micro-batch {best.scheme.micro_batch}{accumulated}: {gib(best.needed)} of the "
+        f"{gib(best.usable)} that a rank may use, {in_seconds(best.account.seconds.get('step', 0))} a step."
     )
     if best.account.host:
-        text += f" Host: {_gib(best.account.host)} a rank."
+        text += f" Host: {gib(best.account.host)} a rank."
     if best.account.nvme:
-        text += f" NVMe: {_gib(best.account.nvme)} a rank."
-    if not best.scheme.runs:
-        text += " [bold]The runtime keeps all states on the device so far: this is planned, not built.[/bold]"
+        text += f" NVMe: {gib(best.account.nvme)} a rank."
     return text
 
 
@@ -118,28 +124,6 @@ def _steps(plan: Plan, best: Candidate) -> Table:
     for step in plan.next_steps:
         peak, seconds = step.account.peak_bytes, step.account.seconds.get("step", 0)
         saved = best.account.peak_bytes - peak
-        planned = "" if step.scheme.runs else " (planned)"
         slower = f"{seconds / own - 1:+.0%}" if own else "–"
-        table.add_row(f"{step.scheme}{planned}", _gib(peak), _gib(saved), _seconds(seconds), slower)
+        table.add_row(str(step.scheme), gib(peak), gib(saved), in_seconds(seconds), slower)
     return table
-
-
-def _gib(nbytes: float) -> str:
-    if nbytes <= 0:
-        return "–"
-    if nbytes < 2**20:
-        return f"{nbytes / 2**10:.1f} KiB"
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:,.2f} GiB"
-
-
-def _seconds(seconds: float) -> str:
-    if not seconds:
-        return "–"
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
-
-
-def _count(number: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"

@@ -68,6 +68,7 @@ def measured(
         host=sum(beyond.get(HOST, {}).values()),
         nvme=sum(beyond.get(NVME, {}).values()),
         beyond={tier: held for tier, held in beyond.items() if held},
+        moved={move: n // recording.steps for move, n in recording.moved().items()} if recording is not None else {},
         wire=wire,
         links=_links(sum(wire.values()), engine.world_size, ranks_per_node),
         seconds=_seconds(recording, step_seconds),

@@ -15,12 +15,13 @@ import torch
 
 from onefold.memory import MemoryLedger
 from onefold.observe.process import storage_bytes
+from onefold.plan.schema import MOVED
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import whole_sight
 
+__all__ = ["DEVICE", "HOST", "MOVED", "NVME", "ledgers_of", "moments_by_tier", "moments_of"]
+
 DEVICE, HOST, NVME = "device", "host", "nvme"
-#: The moves between tiers: to the device and back, and from and to NVMe.
-MOVED = ("up", "down", "read", "written")
 
 
 def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from onefold.memory.activations import SMALLEST
 from onefold.plan.costs import Kernels
 from onefold.plan.formulas.activations import block_bytes
 from onefold.plan.formulas.code import beside_gradient, held_before, in_hand, kept_behind, kept_beyond
@@ -33,7 +35,8 @@ class Slot:
 @dataclass(frozen=True)
 class Activity:
     """One micro-batch. `flops` are matrix products of forward and backward, recomputation included; `forward_flops` of forward alone;
-    `kernels` is what runs, None where only dimensions are known.
+    `kernels` is what runs, None where only dimensions are known; `movable` are the bytes of large saved tensors by unit, which may go to
+    the host until the backward pass.
     """
 
     slots: tuple[Slot, ...]
@@ -44,13 +47,15 @@ class Activity:
     source: str
     notes: tuple[str, ...] = ()
     kernels: Kernels | None = None
+    movable: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_trace(cls, trace: ActivationTrace) -> Activity:
         """What a trace of the real module says, span by span."""
         slots = tuple(Slot(s.unit, s.phase, s.peak, s.logits, s.gradients) for s in trace.spans)
         flops = trace.forward_flops + trace.backward_flops
-        return cls(slots, trace.saved, trace.logits, flops, trace.forward_flops, "traced", trace.notes, trace.kernels)
+        movable = {u.name: u.movable for u in trace.units if u.movable}
+        return cls(slots, trace.saved, trace.logits, flops, trace.forward_flops, "traced", trace.notes, trace.kernels, movable)
 
     @classmethod
     def from_dims(
@@ -98,7 +103,10 @@ class Activity:
         forward = transformer_flops_per_token(model.active_numel, dims, seq) * tokens / 3
         whole_step = flops_per_token(model, dims, seq) * tokens
         again_share = sum(1 for k in kept_of if not k) / max(len(kept_of), 1)
-        return cls(tuple(slots), saved, 4 * entries, whole_step + again_share * forward, forward, "formula")
+        movable = {b.name: whole if kept else point for b, kept in zip(blocks, kept_of, strict=True)} | {"(root)": 4 * entries}
+        large = tokens * dims.hidden * element_bytes >= SMALLEST  # else each of a block's tensors is too small to be worth moving
+        done = whole_step + again_share * forward
+        return cls(tuple(slots), saved, 4 * entries, done, forward, "formula", movable=movable if large else {})
 
 
 def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> float:
@@ -127,11 +135,15 @@ def _kept(index: int, checkpointing: str) -> bool:
     return checkpointing == "none" or (checkpointing == "selective" and index % 2 == 1)
 
 
+#: What the units of tiles are called (runtime/tiles).
+TILE = re.compile(r"\.tiles\.\d+$")
+
+
 def blocks_of(model: ModelShape) -> list[UnitShape]:
     """The repeated units: those that differ in one number of their name and are most."""
     families: dict[str, list[UnitShape]] = {}
     for unit in model.units:
-        if re.search(r"\d", unit.name):
+        if re.search(r"\d", unit.name) and not TILE.search(unit.name):
             families.setdefault(re.sub(r"\d+", "#", unit.name), []).append(unit)
     return max(families.values(), key=len, default=[])
 

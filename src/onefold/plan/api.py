@@ -11,7 +11,7 @@ from torch import nn
 
 from onefold.memory.host import free_host_memory
 from onefold.plan import hardware
-from onefold.plan.auto import machine_here
+from onefold.plan.auto import Beside, machine_here
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
 from onefold.plan.planner import Plan
@@ -46,7 +46,8 @@ def plan(
         batch, loss: for modules that are no language model of `input_ids` and `labels`; see `plan.planner.plan`.
         largest: also find the largest micro-batch and model for each stage.
         job: the fields of `plan.job.Job`: seq, micro_batch, global_batch, precision, accumulate, checkpointing, optimizer, lora_rank,
-            offload; and arguments of `Recipe.zero` (reduce_at, units, reshard_after_forward, ...), which the plan and its recipe follow.
+            offload; and arguments of `Recipe.zero` (reduce_at, units, offload_optimizer, nvme, tile, ...), which the plan and its recipe
+            follow. On this machine states go to a disk only if `nvme` names folders there.
 
     Raises:
         ValueError: a name, an option or a figure that cannot be; the message says what to change.
@@ -65,6 +66,6 @@ def plan(
     if machine is None:
         cuda = torch.cuda.is_available()
         free = int(torch.cuda.mem_get_info()[0]) if cuda else free_host_memory()
-        machine, _ = machine_here(1, 1, free, "cuda" if cuda else "cpu")
+        machine, _ = machine_here(1, 1, free, "cuda" if cuda else "cpu", Beside.here(asked.folders))
     stages = () if stage is None else (stage,)
     return _plan(model, machine, asked, stages=stages, batch=batch, loss=loss, largest=largest)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +25,12 @@ from onefold.recipe import Recipe
 USABLE = 0.9
 
 
-def machine_here(ranks: int, local_ranks: int, free: int, device: str) -> tuple[Machine, bool]:
+def machine_here(ranks: int, local_ranks: int, free: int, device: str, beside: Beside | None = None) -> tuple[Machine, bool]:
     """(this machine with `ranks` ranks that may take `free` bytes each, whether its speeds were measured).
 
     The speeds are those that `onefold doctor --calibrate` left; without them bytes are planned all the same, and no seconds.
     """
+    beside = beside or Beside.here(())
     try:
         found = hardware.calibrated(Calibration.load(), ranks)
         measured = getattr(found.measured, "device", "") == device and ranks == local_ranks
@@ -36,15 +39,39 @@ def machine_here(ranks: int, local_ranks: int, free: int, device: str) -> tuple[
     if not measured:
         unknown = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
         default = hardware.builtin().hosts["default"]
-        host = replace(default, memory=free_host_memory())
+        host = replace(default, memory=beside.host, nvme=beside.disk)
         between = hardware.builtin().link("100g") if ranks > local_ranks else None
-        return Machine(unknown, ranks, local_ranks, between, host), False
-    return replace(found, gpu=replace(found.gpu, capacity=free)), True
+        return Machine(unknown, ranks, local_ranks, between, host, shared=device == "cpu"), False
+    return replace(found, gpu=replace(found.gpu, capacity=free), host=replace(found.host, memory=beside.host, nvme=beside.disk)), True
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes that a node has beside its devices: free memory of the host, and what is free on disks that may be used."""
+
+    host: float
+    disk: float
+
+    @classmethod
+    def here(cls, folders: Sequence[str]) -> Beside:
+        """Of this node, with state striped over `folders`. Raises ValueError for one that is not there."""
+        return cls(free_host_memory(), _free_at(folders))
+
+
+def _free_at(folders: Sequence[str]) -> float:
+    """Bytes that may be written at folders over which state is striped: each takes the same; those on one disk share what is free there."""
+    disks: dict[int, list[Path]] = {}
+    for path in map(Path, folders):
+        if not path.is_dir():
+            raise ValueError(f"nvme={str(path)!r}: there is no such folder; make one on the disk that is to be used.")
+        disks.setdefault(path.stat().st_dev, []).append(path)
+    each = [shutil.disk_usage(there[0]).free / len(there) for there in disks.values()]
+    return min(each) * len(folders) if each else 0.0
 
 
 def without_times(candidate: Candidate) -> Candidate:
     """The candidate on a machine whose speeds nobody measured: bytes only."""
-    account = replace(candidate.account, seconds={}, tokens_per_s=0.0, mfu=None)
+    account = replace(candidate.account, seconds={}, tiers={}, tokens_per_s=0.0, mfu=None)
     return replace(candidate, account=account)
 
 
@@ -59,17 +86,18 @@ def plan_here(
     stages: tuple[int, ...] = (),
     batch: Callable[[int], Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    beside: Beside | None = None,
 ) -> Plan:
     """The plan of a real module on this machine. Local: the same on every rank that is given the same figures.
 
     Args:
-        free: bytes that are free for a rank, on the rank that has least.
+        free: bytes that are free for a rank, on the rank that has least. beside: what its node has; None looks.
         device: "cpu" or "cuda".
 
     Raises:
         ValueError: the module cannot be traced, or the batch does not divide.
     """
-    machine, measured = machine_here(ranks, local_ranks, int(free * USABLE), device)
+    machine, measured = machine_here(ranks, local_ranks, int(free * USABLE), device, beside or Beside.here(job.folders))
     found = plan(model, machine, job, stages=stages, batch=batch, loss=loss, largest=False)
     if measured:
         return found
@@ -80,6 +108,23 @@ def plan_here(
     return replace(found, stages=stages_, recommended=best, next_steps=steps, notes=(*found.notes, note))
 
 
+def _least(free: int, folders: Sequence[str], ranks: int) -> tuple[int, Beside]:
+    """What is free on the rank that has least, of its device and beside it. Collective; raises ValueError on every rank if one's folder is
+    not there."""
+    try:
+        found: tuple[int, Beside | None, str] = free, Beside.here(folders), ""
+    except ValueError as error:
+        found = free, None, str(error)
+    every: list[Any] = [found]
+    if ranks > 1:
+        every = [None] * ranks
+        dist.all_gather_object(every, found)
+    wrong = next((text for _, _, text in every if text), "")
+    if wrong:
+        raise ValueError(wrong)
+    return min(f for f, _, _ in every), Beside(min(b.host for _, b, _ in every), min(b.disk for _, b, _ in every))
+
+
 def recipe_for(
     model: nn.Module | str,
     *,
@@ -88,39 +133,38 @@ def recipe_for(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> Recipe:
-    """`Recipe.auto`: the lowest stage whose peak fits what is free on the rank that has least.
+    """`Recipe.auto`: the lowest stage whose peak fits what is free on the rank that has least, with as little as need be off the device.
 
-    Collective if torch.distributed is initialized. The module may be on the meta device; it is not changed. The recipe's last note says
-    which micro-batch was planned; the whole account is `onefold.plan(model, ...)`'s.
+    States leave a GPU for the host's memory where nothing else fits, and for a disk only if `nvme=` names folders there. Collective if
+    torch.distributed is initialized. The module may be on the meta device; it is not changed. The recipe's last note says which
+    micro-batch was planned; the whole account is `onefold.plan(model, ...)`'s.
 
     Args:
         model: a module, or what else `onefold.plan` takes.
         batch, loss: as of `onefold.plan`.
         device: where it will be computed; None takes CUDA if there is any.
         options: fields of `plan.job.Job` (seq, micro_batch, of which 0 takes the largest that fits, global_batch, precision, which is
-            "fp32" here unless told otherwise, checkpointing, optimizer, ...) and arguments of `Recipe.zero` (reduce_at, units, ...).
+            "fp32" here unless told otherwise, checkpointing, optimizer, offload, ...) and arguments of `Recipe.zero` (reduce_at, units,
+            nvme, offload_optimizer, ...).
 
     Raises:
         ValueError: nothing fits (with what is nearest), an unknown option, or a figure that cannot be.
     """
     if "stage" in options:
         raise ValueError(f"Recipe.auto chooses the stage; for stage {options['stage']} write Recipe.zero({options['stage']}, ...).")
-    if options.get("offload", "none") != "none":
-        raise ValueError(f"offload={options['offload']!r}: the runtime keeps all states on the device so far; see onefold.plan.")
-    job = Job.of({"precision": "fp32", "checkpointing": "none", "offload": "none", **options}, "Recipe.auto")
+    job = Job.of({"precision": "fp32", "checkpointing": "none", **options}, "Recipe.auto")
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     local = min(ranks, torch.cuda.device_count() if where.type == "cuda" else ranks)
     free = int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else free_host_memory() // local
-    if ranks > 1:
-        every: list[Any] = [None] * ranks
-        dist.all_gather_object(every, free)
-        free = min(every)
-    found = plan_here(model, job, ranks=ranks, local_ranks=local, free=free, device=where.type, batch=batch, loss=loss)
+    free, beside = _least(free, job.folders, ranks)
+    found = plan_here(model, job, ranks=ranks, local_ranks=local, free=free, device=where.type, batch=batch, loss=loss, beside=beside)
     if found.recommended is None:
         raise ValueError(found.why_not)
     best, recipe = found.recommended, found.recipe
     accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
-    peak = f"{best.account.peak_bytes / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
-    said = f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks} ranks, {peak} at peak."
+    peak = f"{best.needed / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
+    others = [f"{n / 2**20:,.0f} MiB {where}" for n, where in ((best.account.host, "on the host"), (best.account.nvme, "on NVMe")) if n]
+    more = f", {' and '.join(others)}" if others else ""
+    said = f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks} ranks, {peak} at peak{more}."
     return recipe.replace(notes=(*recipe.notes, said))

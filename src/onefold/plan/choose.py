@@ -2,22 +2,24 @@
 
     stage 1 ► 2 ► 3    nothing recomputed, everything on the device
       └► rungs, in the order of the seconds that a step is planned to take on them, each again from the lowest stage:
-         recompute (nothing, every second block, every block) × off the device (nothing, the optimizer, all states, to NVMe)
+         recompute (nothing, every second block, every block) × off the device (nothing, the optimizer in part or whole, all states;
+         to the host, to NVMe)
 
-What the runtime cannot execute yet comes behind all that it can. On several ranks the ladder starts at stage 1: stage 0 sends the same
-bytes and divides nothing.
+Of the optimizer the smallest part that just fits leaves (plan/parts.py). On several ranks the ladder starts at stage 1: stage 0 sends the
+same bytes and divides nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from onefold.plan.activity import Activity, blocks_of
 from onefold.plan.evaluate import Candidate, evaluate
 from onefold.plan.hardware import Machine
-from onefold.plan.job import CHECKPOINTING, OFFLOAD, Job, Scheme
+from onefold.plan.job import CHECKPOINTING, IN_PART, OFFLOAD, PLACES, Job, Scheme
+from onefold.plan.parts import smallest_share
 from onefold.plan.shapes import ModelShape
 from onefold.plan.times import Software
 
@@ -46,38 +48,79 @@ class Question:
         return self._told[scheme]
 
 
-def rungs(job: Job, ranks: int, stages: tuple[int, ...] = ()) -> list[list[Scheme]]:
+def rungs(job: Job, ranks: int, stages: tuple[int, ...] = (), places: Collection[str] = tuple(OFFLOAD)) -> list[list[Scheme]]:
     """What may be recomputed and may leave the device, each with the stages at which it can, from the lowest.
 
-    What the job fixes stays fixed. The first is the one that changes least. Raises ValueError for an offload that no asked stage can have.
+    What the job fixes stays fixed. The first is the one that changes least.
+
+    Args:
+        places: those of `OFFLOAD` that may be taken where the job fixes none.
+
+    Raises:
+        ValueError: no asked stage can keep states where the job says.
     """
     micro = job.micro_batch or 1
     out = []
-    for offload in (job.offload,) if job.offload else OFFLOAD:
-        possible: tuple[int, ...] = {"none": (0,) if ranks == 1 else (1, 2, 3), "optimizer": (2, 3)}.get(offload, (3,))
+    for offload in (job.offload,) if job.offload else [name for name in OFFLOAD if name in places]:
+        possible: tuple[int, ...] = (3,)
+        if offload == "none":
+            possible = tuple(s for s in ((0, 3) if ranks == 1 else (1, 2, 3)) if can_be(job, s))
+            possible = possible[:1] if ranks == 1 else possible
+        elif "offload_param" not in OFFLOAD[offload]:
+            possible = (2, 3)
         if stages:  # of an offload that was asked for, what cannot be is refused by the scheme
             possible = tuple(s for s in stages if job.offload or offload == "none" or s in possible)
         for checkpointing in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:
             if possible:
                 out.append([Scheme(stage, checkpointing, offload, micro) for stage in possible])
+    for scheme in (s for rung in out for s in rung if job.places):
+        scheme.recipe(job)  # says what cannot be
     return out
+
+
+def can_be(job: Job, stage: int) -> bool:
+    """Whether a stage can keep states where the job's own options say."""
+    try:
+        job.recipe(stage)
+    except ValueError:
+        return False
+    return True
+
+
+def places_on(machine: Machine) -> tuple[str, ...]:
+    """Those of `OFFLOAD` that can help on this machine. Where the host's memory is the device's own, going there frees nothing."""
+
+    def helps(tiers: Collection[str]) -> bool:
+        return not ("nvme" in tiers and machine.host.nvme <= 0) and not ("cpu" in tiers and machine.shared)
+
+    return tuple(name for name, tiers in OFFLOAD.items() if helps(tiers.values()))
 
 
 def ladder(question: Question, stages: tuple[int, ...] = ()) -> Iterator[Candidate]:
     """Candidates from the least slowdown to the most, as this module's picture has them; at micro-batch 1 where the job leaves it open."""
-    first, *others = rungs(question.job, question.machine.ranks, stages)
-    yield from (question.answer(scheme) for scheme in first)
-    answered = [[question.answer(scheme) for scheme in rung] for rung in others]
     machine = question.machine
+    first, *others = rungs(question.job, machine.ranks, stages, places_on(machine))
+    yield from (question.answer(scheme) for scheme in first)
+    answered = []
+    for rung in others:
+        whole = [question.answer(scheme) for scheme in rung]
+        answered += [part for part in [_in_part(question, rung)] if part] + [whole]
     timed = machine.measured is not None or machine.gpu.name != "here"  # a machine of which nobody knows the speeds: in the picture's order
-    for rung in sorted(answered, key=lambda rung: slowdown(rung) if timed else (slowdown(rung)[0], 0.0)):
-        yield from rung
+    for found in sorted(answered, key=lambda rung: slowdown(rung) if timed else 0.0):
+        yield from found
 
 
-def slowdown(rung: Sequence[Candidate]) -> tuple[bool, float]:
-    """By what rungs are ordered: whether it cannot run yet, and the seconds of a step at its lowest stage that fits, else its last."""
-    shown = next((c for c in rung if c.fits), rung[-1])
-    return not shown.scheme.runs, shown.account.seconds["step"]
+def _in_part(question: Question, rung: Sequence[Scheme]) -> list[Candidate]:
+    """A rung with the smallest share of the optimizer that has to leave, at the stages where less than all of it will do."""
+    if question.job.offload or rung[0].offload not in IN_PART:
+        return []
+    found = (smallest_share(question.model, scheme, question.answer) for scheme in rung)
+    return [candidate for candidate in found if candidate is not None]
+
+
+def slowdown(rung: Sequence[Candidate]) -> float:
+    """By what rungs are ordered: the seconds of a step at its lowest stage that fits, else its last."""
+    return next((c for c in rung if c.fits), rung[-1]).account.seconds["step"]
 
 
 def recommend(question: Question, stages: tuple[int, ...] = ()) -> Candidate | None:
@@ -176,7 +219,9 @@ def deeper(model: ModelShape, blocks: int) -> ModelShape:
     others = [u for u in model.units if u not in found]
     one = found[0]
     prefix, _, suffix = one.name.partition("0")
-    copies = [replace(one, name=f"{prefix}{i}{suffix}") for i in range(blocks)]
+    inside = [u for u in others if u.name.startswith(f"{one.name}.")]  # tiles of its weights
+    others = [u for u in others if not any(u.name.startswith(f"{b.name}.") for b in found)]
+    copies = [replace(u, name=f"{prefix}{i}{suffix}{u.name[len(one.name) :]}") for i in range(blocks) for u in (one, *inside)]
     at = model.units.index(one)
     units = tuple(u for u in model.units[:at] if u in others) + tuple(copies) + tuple(u for u in model.units[at:] if u in others)
     dims = replace(model.transformer, layers=blocks) if model.transformer else None
@@ -188,7 +233,7 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     """The sentence for a job that fits nowhere on this machine: what is nearest, what is missing, and how many ranks would do."""
     nearest = max(ladder(question, stages), key=lambda c: c.spare)
     lines = [
-        f"{question.model.name} does not fit: the nearest is {nearest.scheme}, whose peak of {_gib(nearest.account.peak_bytes)} "
+        f"{question.model.name} does not fit: the nearest is {nearest.scheme}, whose peak of {_gib(nearest.needed)} "
         f"exceeds the {_gib(nearest.usable)} of a device by {_gib(-nearest.spare)}."
         if nearest.spare < 0
         else f"{question.model.name} does not fit: {nearest.scheme} needs {_gib(nearest.account.host)} of host and "
@@ -197,10 +242,12 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     found = next((f for q, s in _relaxed(question, stages) if (f := recommend(q, s)) is not None), None)
     if found is not None:
         return f"{lines[0]} Here {found.scheme} with micro-batch {found.scheme.micro_batch} would fit."
-    job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload="none" if question.job.offload == "none" else "")
+    kept = "none" if question.job.offload == "none" else ""
+    job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload=kept)
     for ranks in _more_ranks(question.machine):
-        found = recommend(replace(question, machine=_on(question.machine, ranks), job=job))
-        if found is not None:
+        there = replace(question, machine=_on(question.machine, ranks), job=job)
+        least = replace(there, job=replace(job, checkpointing="full")) if blocks_of(question.model) else there  # what needs least, first
+        if any(c.fits for c in ladder(least)) and (found := recommend(there)) is not None:
             lines.append(f"On {ranks} devices {found.scheme} with micro-batch 1 would fit.")
             break
     else:
@@ -218,8 +265,9 @@ def _relaxed(question: Question, stages: tuple[int, ...]) -> Iterator[tuple[Ques
     if question.job.checkpointing:
         question = replace(question, job=replace(question.job, checkpointing=""))
         yield question, ()
-    if question.job.offload not in ("", "none"):
-        yield replace(question, job=replace(question.job, offload="")), ()
+    if question.job.offload not in ("", "none") or question.job.places:
+        options = tuple((k, v) for k, v in question.job.options if k not in PLACES)
+        yield replace(question, job=replace(question.job, offload="", options=options)), ()
 
 
 def _more_ranks(machine: Machine, most: int = 1 << 17) -> Iterator[int]:

@@ -5,26 +5,29 @@
     moments    ▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃
     ───────────────────────────────
     sum        its largest slot is the peak
+
+What rests and moves beyond the device is counted beside it, by the same layouts (plan/beyond.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from onefold.memory import GATHERED, IDLE, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
+from onefold.plan.activity_on_host import OnHost, on_host
+from onefold.plan.beyond import HOST, Beyond, beyond_of, moved_by
 from onefold.plan.formulas.states import model_states
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.offload import Moved, moved
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import MOMENTS_OF, UnitPlan, at_rest, gathers_of, units_of, wire
 from onefold.plan.times import Software, Traffic, Work, links_of, step_times, traffic_of
-from onefold.recipe import Placement, Recipe
+from onefold.recipe import Placement, Recipe, Tier
 
 #: Of what comes and goes in a step on a GPU, the share that its allocator cannot use again (blocks of other sizes). An assumption, in
 #: line with the largest models that were trained: 0.63 to 0.90 of what their states allowed.
@@ -40,7 +43,8 @@ class Candidate:
     """A scheme with its account.
 
     Attributes:
-        fits: the peak's sum is within what the device may use, the host's share within the host.
+        fits: the peak's sum is within what the device may use, the host's and NVMe's within what a node has. Where the device is a CPU
+            both sums together are within what it may use.
         states: bytes of a rank's share of all states at once, wherever they lie, as the papers count them (`formulas.states`): gradients
             beside the rest, a 16-bit copy of the parameters beside their masters. The engine never holds them all: see the account.
     """
@@ -53,10 +57,17 @@ class Candidate:
     states: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
 
+    shared: bool = False
+
+    @property
+    def needed(self) -> int:
+        """Bytes at peak of what `usable` is of: on a CPU the host's are among them."""
+        return self.account.peak_bytes + (self.account.host if self.shared else 0)
+
     @property
     def spare(self) -> int:
         """Bytes left on the device at peak; below 0 where it does not fit."""
-        return self.usable - self.account.peak_bytes
+        return self.usable - self.needed
 
 
 def evaluate(
@@ -69,38 +80,55 @@ def evaluate(
     """
     recipe = scheme.recipe(job)
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
-    engine = _engine(model, recipe, machine.ranks, min(accumulation, 2), job.optimizer)
+    engine = _engine(model, recipe, machine.ranks, accumulation, job.optimizer)
     units, moments, rest = engine.units, engine.moments, dict(engine.rest)
     states = rest.get(MOMENTS, 0)
-    limit = engine.bound + states + max((s.peak for s in activity.slots), default=0)
-    away = moved(scheme, units, job.optimizer) if scheme.offload != "none" else None
-    if away is not None:
-        rest = away.apply(rest) | {GATHERED: 0}
-        limit += sum(away.added.values()) - sum(away.gone.values())
-    peak = _peak(moments, activity, states, away, 0.0 if machine.gpu.name == "here" else FRAGMENTED)
-    host, nvme = (away.host, away.nvme) if away is not None else (0, 0)
+    away = on_host(activity, recipe.activations, machine.shared) if recipe.activations is not None else OnHost(activity)
+    limit = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
+    peak = _peak(moments, away.activity, states, 0.0 if machine.gpu.name == "here" else FRAGMENTED)
+    beyond = engine.beyond
+    carried = (*beyond.carried, *away.carried(accumulation))
+    held = {tier: dict(by) for tier, by in beyond.peak.items()}
+    if away.nbytes:
+        held[HOST][ACTIVATIONS] = away.nbytes
+    host = sum(held[HOST].values())
     sent = wire(list(units), recipe, accumulation)
     nccl = getattr(machine.measured, "backend", "nccl") != "gloo"
     kept, late = recipe.parameters.placement is Placement.REPLICATED, recipe.reduce_at == "boundary"
     traffic = traffic_of(sent, calls_of(units, recipe, accumulation), machine, kept=kept, at_boundary=late, nccl=nccl)
-    times = step_times(_work(model, engine, activity, machine, job, scheme, traffic, accumulation), machine, software)
+    work = replace(
+        _work(model, engine, activity, machine, job, scheme, traffic, accumulation), carried=carried, behind=recipe.step_in_backward
+    )
+    times = step_times(_with_host_update(work, beyond, job), machine, software)
     account = Account(
         rest={k: v for k, v in rest.items() if v},
         peak={k: v for k, v in peak.items() if v},
         ledger=dict(engine.ledger),
         bound=limit + peak.get(FRAGMENTATION, 0),
         host=host,
-        nvme=nvme,
+        nvme=beyond.nvme,
+        beyond={tier: by for tier, by in held.items() if by},
+        moved=moved_by(carried),
         wire=sent,
         links={k: v for k, v in links_of(traffic).items() if v},
         seconds=times.seconds,
+        tiers=times.tiers if carried else {},
         tokens_per_s=times.tokens_per_s,
         mfu=times.mfu,
     )
     usable = usable_bytes(machine)
-    fits = account.peak_bytes <= usable and host * machine.local <= machine.host.memory and nvme * machine.local <= machine.host.nvme
-    papers = states_of(model, job, scheme.stage, machine.ranks)
-    return Candidate(scheme, account, fits, usable, accumulation, papers, (*activity.notes, *times.notes))
+    found = Candidate(
+        scheme,
+        account,
+        False,
+        usable,
+        accumulation,
+        states_of(model, job, scheme.stage, machine.ranks),
+        (*activity.notes, *times.notes),
+        machine.shared,
+    )
+    local, there = machine.local, machine.host
+    return replace(found, fits=found.spare >= 0 and (machine.shared or host * local <= there.memory) and beyond.nvme * local <= there.nvme)
 
 
 def states_of(model: ModelShape, job: Job, stage: int, ranks: int) -> int:
@@ -117,7 +145,7 @@ def usable_bytes(machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class _Engine:
-    """What depends on the recipe and not on what is recomputed or leaves the device. `stepped`: elements that this rank's update steps."""
+    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this rank's update steps on the device."""
 
     units: tuple[UnitPlan, ...]
     moments: tuple[Moment, ...]
@@ -125,30 +153,36 @@ class _Engine:
     rest: Mapping[str, int]
     bound: int
     stepped: int
+    beyond: Beyond
 
 
 @lru_cache(maxsize=256)
 def _engine(model: ModelShape, recipe: Recipe, ranks: int, micro_batches: int, optimizer: str) -> _Engine:
     units = units_of(model, recipe, ranks)
-    replay = Replay(units, recipe).run(micro_batches)
-    stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable for slot in f.layout.slots)
-    bound = bound_of(units, recipe, micro_batches)
-    return _Engine(tuple(units), tuple(replay.moments), replay.peak, at_rest(units, optimizer), bound, stepped)
+    few = min(micro_batches, 2)  # the others take and give what these do
+    replay = Replay(units, recipe).run(few)
+    stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable and f.tiers is None for slot in f.layout.slots)
+    beyond = beyond_of(units, recipe, micro_batches, optimizer)
+    rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few)
+    return _Engine(tuple(units), tuple(replay.moments), replay.peak, rest, bound, stepped, beyond)
 
 
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:
     """Bytes that the engine's ledger never exceeds, in closed form.
 
-    S + G·(prefetch + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, C the gathered units around
-    others, R the largest reduction of a unit (its buffer, what is received, a copy in the wire's dtype if that differs), T all gradients
-    once they are reduced (and copied where the masters have another dtype), and as long as they are kept whole.
+    S + G·(prefetch + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, C the gathered units around one
+    another at most, R the largest reduction of a unit (its buffer, what is received, a copy in the wire's dtype if that differs), T all
+    gradients once they are reduced (and copied where the masters have another dtype), and as long as they are kept whole. Of what is
+    stepped off the device T has the largest alone, or all while they are all-reduced. Where parameters come from a disk, G counts once
+    more.
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = (recipe.prefetch, recipe.in_flight) if recipe.overlap else (0, 0)
     gathered = [sum(f.numel * f.dtypes.compute.itemsize for f in u.flats if not f.kept) for u in units]
     names = outer(list(units))
-    around = [g for g, u in zip(gathered, units, strict=True) if u.name in names]
-    reductions, total = [], 0
+    around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
+    nested = max((sum(around.get(path, 0) for path in _enclosing(u.path)) for u in units), default=0)
+    reductions, total, leaving = [], 0, [0]
     for unit in units:
         one = 0
         for f in (f for f in unit.flats if f.trainable):
@@ -160,15 +194,29 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
             landed = f.dtypes.wire if f.whole_master else f.dtypes.sums
             copied = f.dtypes.master.itemsize if landed != f.dtypes.master else 0
             twice = landed.itemsize if f.whole_master else 0  # all-reduced sums wait for the end of backward
-            total += (f.numel if f.whole_master else f.layout.shard_numel) * (landed.itemsize + copied + twice) + kept
+            elements = f.numel if f.whole_master else f.layout.shard_numel
+            if f.tiers is None:
+                total += elements * (landed.itemsize + copied + twice)
+            elif f.whole_master and f.ranks > 1:
+                total += elements * landed.itemsize
+            else:
+                leaving.append(elements * landed.itemsize)
+            total += kept
         reductions.append(one)
     every = sum(gathered) if not recipe.reshard_after_forward else 0
-    ahead = max(every, max(gathered, default=0) * (prefetch + 2)) + sum(around)
-    return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total
+    fetched = any(f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.kept for u in units for f in u.flats)
+    ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
+    return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total + max(leaving)
 
 
-def _peak(moments: tuple[Moment, ...], activity: Activity, states: int, away: Moved | None, fragmented: float) -> dict[str, int]:
-    """The categories of the largest slot, once what is kept elsewhere is gone and fragmentation is added."""
+def _enclosing(path: str) -> list[str]:
+    """The paths of whatever may lie around a unit, its own among them."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
+
+
+def _peak(moments: tuple[Moment, ...], activity: Activity, states: int, fragmented: float) -> dict[str, int]:
+    """The categories of the largest slot, once fragmentation is added."""
     engine: dict[tuple[str, str], Moment] = {}
     for m in moments:
         best = engine.get((m.phase, m.unit))
@@ -186,7 +234,6 @@ def _peak(moments: tuple[Moment, ...], activity: Activity, states: int, away: Mo
         mine[LOGITS], mine[TEMPORARY], mine[MOMENTS] = slot.logits, slot.gradients, states
         rows.append(mine)
     rows += [{**m.held, MOMENTS: states} for m in moments if m.phase in ("step", "backward")]
-    rows = [away.apply(row) for row in rows] if away is not None else rows
     for row in rows:
         row[FRAGMENTATION] = int(fragmented * sum(v for k, v in row.items() if k in _MOVING))
     return max(rows, key=lambda row: sum(row.values()))
@@ -218,14 +265,7 @@ def _work(
     per_token = flops_per_token(model, model.transformer, job.seq)
     flops = activity.flops * accumulation or per_token * tokens
     stepped = engine.stepped
-    touched = 4 * (3 + 2 * MOMENTS_OF[job.optimizer]) * stepped  # gradient and parameter read, parameter written; moments both
-    host = scheme.offload != "none"
-    element = 2 if job.precision != "fp32" else 4
-    shard = model.trainable / machine.ranks
-    moved = 2 * element * shard if host else 0.0
     traced = activity.kernels if activity.kernels is not None and activity.kernels.flops == activity.flops else None
-    if scheme.offload in ("parameters", "nvme"):
-        moved += 2 * element * (model.numel / machine.ranks) * accumulation
     return Work(
         flops=flops,
         traffic=tuple(traffic),
@@ -234,13 +274,19 @@ def _work(
         tokens=float(tokens * machine.ranks),
         micro_batches=accumulation,
         forward_share=activity.forward_flops / activity.flops if activity.flops else 1 / 3,
-        optimizer_numel=0 if host else stepped,
-        optimizer_bytes=0 if host else touched,
-        host_optimizer_bytes=touched if host else 0,
-        host_bytes=moved,
-        nvme_bytes=24 * shard if scheme.offload == "nvme" else 0.0,
+        optimizer_numel=stepped,
+        optimizer_bytes=_touched(stepped, job),
         hidden=model.transformer.hidden if model.transformer else 0,
         micro_tokens=scheme.micro_batch * job.seq,
         kernels=traced * accumulation if traced is not None else None,
         handed=float(model.trainable * accumulation),
     )
+
+
+def _with_host_update(work: Work, beyond: Beyond, job: Job) -> Work:
+    return replace(work, host_optimizer_numel=beyond.stepped, host_optimizer_bytes=_touched(beyond.stepped, job))
+
+
+def _touched(stepped: int, job: Job) -> int:
+    """Bytes of memory that an update reads and writes: gradient and parameter read, parameter written; moments both."""
+    return 4 * (3 + 2 * MOMENTS_OF[job.optimizer]) * stepped

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
+from onefold.runtime.tiles.modules import EmbeddingTile
 from onefold.runtime.units import find_units
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -48,11 +49,16 @@ def model_shape(module: nn.Module, units: Sequence[str | type] | None = None, *,
         UnitShape(
             spec.name or "(root)",
             tuple(Parameter(f.names[0], tuple(f.param.shape), f.param.requires_grad, _dtype_name(f.param.dtype)) for f in spec.found),
-            looks_up_only=type(spec.module) is nn.Embedding,  # as runtime/unit.py decides it
+            looks_up_only=_looks_up_only(spec.module),
         )
         for spec in find_units(module, units)
     )
     return ModelShape(name or type(module).__name__, shapes, transformer_of(module, seq), _active_numel(module, shapes))
+
+
+def _looks_up_only(module: nn.Module) -> bool:
+    """Whether its backward pass comes to none of its parameters; see runtime/unit.py."""
+    return type(module) is nn.Embedding or (isinstance(module, EmbeddingTile) and not module.shared)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

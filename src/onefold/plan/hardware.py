@@ -66,13 +66,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What one node has beside its GPUs: bytes and bytes/s. `link_bandwidth` is what all GPUs together move to and from the host."""
+    """What one node has beside its GPUs: bytes and bytes/s. `link_bandwidth` is what all GPUs together move to and from the host.
+
+    `nvme_bandwidth` is of reading, and of writing too where `nvme_write` is 0.
+    """
 
     memory: float
     memory_bandwidth: float
     link_bandwidth: float
     nvme: float
     nvme_bandwidth: float
+    nvme_write: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Machine:
         host: what a node has beside its GPUs.
         contention: share of a hidden second of communication that computing loses to it (0: separate engines; 1: the same cores).
         measured: a calibration that replaces the table's figures for communication.
+        shared: the device is a CPU: the host's memory is its own, and a copy between them is one within memory.
     """
 
     gpu: Gpu
@@ -95,6 +100,7 @@ class Machine:
     host: Host
     contention: float = 0.0
     measured: Measured | None = field(default=None, compare=False)
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.per_node < 1:
@@ -235,8 +241,9 @@ def _read_link(name: str, values: Any, old: Link | None) -> Link:
 def _read_host(name: str, values: Any, old: Host | None) -> Host:
     keys = [f.name for f in fields(Host)]
     given = {k: _number(v, f"host.{name}.{k}") for k, v in _check_keys(values, keys, f"host.{name}").items()}
-    if old is None and len(given) < len(keys):
-        raise ValueError(f"host.{name} lacks {', '.join(k for k in keys if k not in given)}.")
+    lacking = [k for k in keys if k not in given and k != "nvme_write"]
+    if old is None and lacking:
+        raise ValueError(f"host.{name} lacks {', '.join(lacking)}.")
     return replace(old, **given) if old else Host(**given)
 
 
@@ -313,6 +320,8 @@ def calibrated(calibration: Any, ranks: int, name: str = "") -> Machine:
         default,
         memory=calibration.host_bytes,
         link_bandwidth=to_host * ranks,
-        nvme_bandwidth=min(disk.write, disk.read) if disk else default.nvme_bandwidth,
+        nvme_bandwidth=disk.read if disk else default.nvme_bandwidth,
+        nvme_write=disk.write if disk else 0.0,
     )
-    return Machine(found, ranks, ranks, None, host, contention=1 - calibration.hidden(ranks), measured=calibration)
+    contention, cpu = 1 - calibration.hidden(ranks), calibration.device == "cpu"
+    return Machine(found, ranks, ranks, None, host, contention=contention, measured=calibration, shared=cpu)

@@ -10,13 +10,36 @@ from typing import Any
 from onefold.plan.formulas.states import Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.checks import did_you_mean
+from onefold.recipe.moments import bytes_an_element
+from onefold.recipe.tiers import OPTIONS as TIER_OPTIONS
+from onefold.recipe.tiers import read_folders
 
 CHECKPOINTING = ("none", "selective", "full")
-#: Where states may be kept besides the device, in the order of least slowdown.
-OFFLOAD = ("none", "optimizer", "parameters", "nvme")
+#: Where the plan may put states besides the device, as arguments of `Recipe.zero`, in the order of least slowdown.
+OFFLOAD: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "optimizer": {"offload_optimizer": "cpu"},
+    "parameters": {"offload_optimizer": "cpu", "offload_param": "cpu"},
+    "optimizer-nvme": {"offload_optimizer": "nvme"},
+    "parameters-nvme": {"offload_optimizer": "nvme", "offload_param": "cpu"},
+    "nvme": {"offload_optimizer": "nvme", "offload_param": "nvme"},
+}
+#: Of these a share may go.
+IN_PART = ("optimizer", "optimizer-nvme")
+_IN_WORDS = {
+    "optimizer": "optimizer on the host",
+    "parameters": "all states on the host",
+    "optimizer-nvme": "optimizer on NVMe",
+    "parameters-nvme": "optimizer on NVMe, parameters on the host",
+    "nvme": "states on NVMe",
+}
 #: What may be said of a recipe beside the stage and the precision.
-RECIPE_OPTIONS = set(inspect.signature(Recipe.zero).parameters) | set(Recipe.__dataclass_fields__)
+RECIPE_OPTIONS = set(inspect.signature(Recipe.zero).parameters) | set(Recipe.__dataclass_fields__) | TIER_OPTIONS
 RECIPE_OPTIONS -= {"stage", "precision", "options", "parameters", "gradients", "optimizer", "notes"}
+#: Options that say where states rest. With one of them given, the plan moves nothing more.
+PLACES = {"offload_optimizer", "offload_gradients", "offload_param"}
+#: What stands for the folders on NVMe while a plan knows none.
+SOMEWHERE = "(a folder on NVMe)"
 
 
 @dataclass(frozen=True)
@@ -31,8 +54,9 @@ class Job:
         accumulate: dtype in which gradients are summed and rest, "fp32" unless told otherwise.
         optimizer: as in `plan.states.MOMENTS_OF`.
         lora_rank: 0 trains all parameters; else adapters of this rank on every matrix of the blocks, the rest frozen.
-        offload: one of `OFFLOAD`; "" lets the plan escalate to it.
-        options: further arguments of `Recipe.zero` by name (reduce_at, units, wire, ...), which the plan follows as the run would.
+        offload: one of `OFFLOAD`; "" lets the plan escalate to it ("none" where `options` say themselves where states rest).
+        options: further arguments of `Recipe.zero` by name (reduce_at, units, wire, offload_optimizer, nvme, tile, ...), which the plan
+            follows as the run would.
     """
 
     seq: int = 1024
@@ -62,7 +86,16 @@ class Job:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(filter(None, known))}.")
-        self.recipe(2)  # what no recipe can be is said now, whatever stage is taken in the end
+        if self.places:
+            if self.offload not in ("", "none"):
+                given = ", ".join(sorted(self.places))
+                raise ValueError(f"offload={self.offload!r} beside {given}: both say where states rest; leave one of the two out.")
+            object.__setattr__(self, "offload", "none")
+        found = self.recipe(3)  # what no recipe can be is said now, whatever stage is taken in the end
+        if found.moments is not None and self.optimizer not in ("adam", "adamw"):
+            raise ValueError(
+                f"moments={found.moments!r} is about Adam's moments, and optimizer={self.optimizer!r} keeps others: leave it out."
+            )
 
     @classmethod
     def of(cls, given: Mapping[str, Any], asker: str) -> Job:
@@ -76,24 +109,52 @@ class Job:
         if unknown:
             near = did_you_mean(unknown[0], own | RECIPE_OPTIONS)
             raise ValueError(f"{asker} does not know {', '.join(unknown)}. {near}")
-        options = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in RECIPE_OPTIONS}
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in RECIPE_OPTIONS and v is not None}
         return cls(**{k: v for k, v in given.items() if k in own}, options=tuple(options.items()))
 
-    def recipe(self, stage: int) -> Recipe:
-        """The recipe at a stage; `reduce_at` is taken where there is a choice (stages 0 and 1 reduce at the boundary)."""
-        given = {k: v for k, v in self.options if k != "reduce_at" or stage >= 2}
+    def recipe(self, stage: int, **places: Any) -> Recipe:
+        """The recipe at a stage; `reduce_at` is taken where there is a choice (stages 0 and 1 reduce at the boundary).
+
+        Args:
+            places: where states rest, as `OFFLOAD` has it; the job's own options say it where none is given.
+
+        Raises:
+            ValueError: no recipe can be so at this stage.
+        """
+        given = {k: v for k, v in self.options if k != "reduce_at" or stage >= 2} | places
+        on_disk = "nvme" in str([given.get(name) for name in PLACES]).lower()
+        folders = given.pop("nvme", None)
+        if on_disk:
+            given["nvme"] = folders or SOMEWHERE
         accumulate = COMPUTE_DTYPES[self.accumulate]
         return Recipe.zero(stage, precision=self.precision, **{"accumulate_dtype": accumulate, **given})
 
     @property
+    def places(self) -> set[str]:
+        """The options that say where states rest."""
+        return {k for k, v in self.options if k in PLACES and v not in (None, "none", "device")}
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders on NVMe that were given."""
+        return read_folders(dict(self.options).get("nvme"))
+
+    @property
     def convention(self) -> Convention:
         """Bytes of a trained parameter by kind of state, as the recipe's rows have them."""
+        rows = self.recipe(3)
+        copy = rows.optimizer.dtype.itemsize if rows.compute_dtype != rows.optimizer.dtype else 0
+        return Convention(rows.compute_dtype.itemsize, rows.gradients.dtype.itemsize, copy + self.moment_bytes)
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of the optimizer's states of one trained element, on average."""
         from onefold.plan.states import MOMENTS_OF
 
-        rows = self.recipe(2)
-        master = rows.optimizer.dtype
-        copies = MOMENTS_OF[self.optimizer] + (rows.compute_dtype != master)
-        return Convention(rows.compute_dtype.itemsize, rows.gradients.dtype.itemsize, copies * master.itemsize)
+        rows, count = self.recipe(3), MOMENTS_OF[self.optimizer]
+        if rows.moments is None:
+            return count * rows.optimizer.dtype.itemsize
+        return round(bytes_an_element(rows.moments, count), 3)
 
     @property
     def units(self) -> tuple[str | type, ...] | None:
@@ -121,38 +182,51 @@ class Job:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to divide a job: a ZeRO stage, what is recomputed, what leaves the device, how much is computed at once."""
+    """One way to divide a job: a ZeRO stage, what is recomputed, what leaves the device, how much is computed at once.
+
+    Attributes:
+        offload: one of `OFFLOAD`. share: of the units whose states leave, below 1 with `IN_PART` only.
+    """
 
     stage: int
     checkpointing: str = "none"
     offload: str = "none"
     micro_batch: int = 1
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.stage not in PLACEMENTS_OF_STAGE:
             raise ValueError(f"stage {self.stage!r}: expected 0, 1, 2 or 3.")
+        if self.offload not in OFFLOAD:
+            raise ValueError(f"offload {self.offload!r}: expected one of {', '.join(OFFLOAD)}.")
         if self.offload != "none" and self.stage == 0:
             raise ValueError("offload needs divided optimizer states: use stage 1, 2 or 3.")
-        if self.offload in ("parameters", "nvme") and self.stage != 3:
+        if "offload_param" in OFFLOAD[self.offload] and self.stage != 3:
             raise ValueError(f"offload={self.offload!r} moves parameters off the device, which needs them divided: use stage 3.")
+        if not 0 < self.share <= 1 or (self.share < 1 and self.offload not in IN_PART):
+            raise ValueError(f"share={self.share!r} with offload={self.offload!r}: expected 1, or a share with {' or '.join(IN_PART)}.")
 
     def with_(self, **changes: Any) -> Scheme:
         return replace(self, **changes)
 
-    def recipe(self, job: Job) -> Recipe:
-        """The rows on the device; what is offloaded is counted by the plan (the runtime has no other tier yet)."""
-        return job.recipe(self.stage)
-
     @property
-    def runs(self) -> bool:
-        """Whether `onefold.shard` can execute it today."""
-        return self.offload == "none"
+    def places(self) -> dict[str, Any]:
+        """Where states rest, as arguments of `Recipe.zero` beside the job's own."""
+        whole = dict(OFFLOAD[self.offload])
+        return whole if self.share == 1 else {"offload_optimizer": (whole["offload_optimizer"], self.share)}
+
+    def recipe(self, job: Job) -> Recipe:
+        """What `onefold.shard` executes; `SOMEWHERE` stands for folders on NVMe that the job does not name.
+
+        Raises:
+            ValueError: no recipe can keep states where the job's own options say, at this stage.
+        """
+        return job.recipe(self.stage, **self.places)
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}"]
         if self.checkpointing != "none":
             parts.append(f"{self.checkpointing} checkpointing")
         if self.offload != "none":
-            where = {"optimizer": "optimizer on the host", "parameters": "all states on the host", "nvme": "states on NVMe"}
-            parts.append(where[self.offload])
+            parts.append(f"{f'{self.share:.3g} of the ' if self.share < 1 else ''}{_IN_WORDS[self.offload]}")
         return ", ".join(parts)

@@ -29,6 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from onefold.memory.activations import SMALLEST
 from onefold.plan.costs import Kernels
 from onefold.plan.counting import flop_formulas, kernels_of
 
@@ -228,12 +229,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Read:
-    """What a log says: spans in order, saved bytes by unit, and sums at the end of the forward pass."""
+    """What a log says: spans in order, saved bytes by unit (and those of storages large enough to be worth moving to the host), and sums
+    at the end of the forward pass."""
 
     spans: tuple[Span, ...]
     saved: dict[str, int]
     saved_logits: int
     end_of_forward: int
+    movable: dict[str, int] = field(default_factory=dict)
 
 
 def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
@@ -245,6 +248,7 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
     wide = {e.key for e in entries if e.what == "come" and e.wide} - gradients
     spans: list[Span] = []
     saved: dict[str, int] = {}
+    movable: dict[str, int] = {}
     saved_keys: set[int] = set()
     now = now_gradients = now_logits = turn = 0
     ran = [0, 0, 0, 0, 0]
@@ -269,6 +273,7 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
         elif e.what == "save" and e.key not in saved_keys:
             saved_keys.add(e.key)
             saved[e.name] = saved.get(e.name, 0) + size_of[e.key]
+            movable[e.name] = movable.get(e.name, 0) + (size_of[e.key] if size_of[e.key] >= SMALLEST and turn == 0 else 0)
         elif e.what == "flops":
             ran[0] += nbytes[at]
         elif e.what == "product":
@@ -287,7 +292,7 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
             begin, peak, ran = now, (now, now_gradients, now_logits), [0, 0, 0, 0, 0]
         arrived = e.key if e.what == "arrive" else -1
     cut()
-    return Read(tuple(spans), saved, sum(size_of[k] for k in saved_keys & wide), turn)
+    return Read(tuple(spans), saved, sum(size_of[k] for k in saved_keys & wide), turn, movable)
 
 
 def _reused(entries: list[Entry], size_of: dict[int, int]) -> tuple[set[int], set[int]]:

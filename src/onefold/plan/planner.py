@@ -22,6 +22,7 @@ from onefold.plan.choose import (
     MOST_BLOCKS,
     MOST_SAMPLES,
     Question,
+    can_be,
     cannot_fit,
     deeper,
     ladder,
@@ -32,9 +33,8 @@ from onefold.plan.choose import (
 )
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
-from onefold.plan.job import Job, Scheme
+from onefold.plan.job import SOMEWHERE, Job, Scheme
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import MOMENTS_OF
 from onefold.plan.subject import subject_of
 from onefold.plan.times import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
@@ -45,7 +45,8 @@ class Plan:
     """The answers, per rank. `print` shows them as `onefold plan` does.
 
     Attributes:
-        stages: one candidate a stage, 0 to 3, as the job is asked (or at the recommendation's checkpointing and micro-batch).
+        stages: one candidate a stage, 0 to 3, as the job is asked (or at the recommendation's checkpointing and micro-batch); those alone
+            that can keep states where the job says.
         recommended: what to run, None if nothing fits; `why_not` says what is nearest then.
         next_steps: what the steps of the ladder behind the recommendation would buy.
         largest_micro_batch: samples that fit, by stage; 0 where none does.
@@ -70,14 +71,17 @@ class Plan:
         """The recommendation as `onefold.shard` takes it.
 
         Raises:
-            ValueError: nothing fits.
-            NotImplementedError: only a scheme that offloads fits, which the runtime cannot execute yet.
+            ValueError: nothing fits, or states go to NVMe and no folder there is known.
         """
         if self.recommended is None:
             raise ValueError(self.why_not)
-        if not self.recommended.scheme.runs:
-            raise NotImplementedError(f"the plan is {self.recommended.scheme}; the runtime keeps all states on the device so far.")
-        return self.recommended.scheme.recipe(self.job)
+        recipe = self.recommended.scheme.recipe(self.job)
+        if SOMEWHERE not in recipe.nvme:
+            return recipe
+        disk = getattr(self.machine.measured, "disk", None)
+        if disk is None:
+            raise ValueError(f"the plan is {self.recommended.scheme}, and no folder for it is known: give nvme='/path/on/the/disk'.")
+        return recipe.replace(nvme=(disk.folder,))
 
     def __repr__(self) -> str:
         best = f"{self.recommended.scheme}, micro-batch {self.recommended.scheme.micro_batch}" if self.recommended else "nothing fits"
@@ -123,11 +127,17 @@ class Plan:
         }
 
     def _recipe_json(self) -> dict[str, Any] | None:
-        if self.recommended is None or not self.recommended.scheme.runs:
+        if self.recommended is None:
             return None
         scheme, options = self.recommended.scheme, dict(self.job.options)
         if scheme.stage < 2:
             options.pop("reduce_at", None)  # these reduce at the boundary whatever is said
+        try:
+            folders = self.recipe.nvme
+        except ValueError:  # on the machine that is planned for there will be one
+            folders = ()
+        options.pop("nvme", None)
+        options |= scheme.places | ({"nvme": folders} if folders else {})
         sums = COMPUTE_DTYPES[self.job.accumulate]
         asked = {"stage": scheme.stage, "precision": self.job.precision, "accumulate_dtype": sums, **options}
         return {name: _plain(value) for name, value in asked.items()}
@@ -147,6 +157,7 @@ def _candidate_json(c: Candidate) -> dict[str, Any]:
         "stage": c.scheme.stage,
         "checkpointing": c.scheme.checkpointing,
         "offload": c.scheme.offload,
+        "share": c.scheme.share,
         "micro_batch": c.scheme.micro_batch,
         "accumulation": c.accumulation,
         "fits": c.fits,
@@ -188,7 +199,8 @@ def plan(
     question = Question(shape, activities, machine, job, software)
     best = recommend(question, stages)
     like = best.scheme if best is not None else rungs(job, machine.ranks, stages)[0][0]
-    shown = tuple(question.answer(_column(s, like, job)) for s in (0, 1, 2, 3))
+    columns = [_column(s, like, job) for s in (0, 1, 2, 3) if not job.places or can_be(job, s)]
+    shown = tuple(question.answer(scheme) for scheme in columns)
     micro, models = {}, {}
     for candidate in shown if largest else ():
         scheme = candidate.scheme
@@ -252,12 +264,10 @@ def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) 
 
 
 def _convention(job: Job) -> str:
-    rows, found = job.recipe(2), job.convention
-    master = rows.optimizer.dtype.itemsize
-    kept = MOMENTS_OF[job.optimizer] * master
+    rows, found, kept = job.recipe(3), job.convention, job.moment_bytes
     return (
         f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients ({_name(rows.gradients.dtype)}) + "
-        f"{found.optimizer - kept} master weights + {kept} {job.optimizer} states = {found.total}; gradients are gone between steps"
+        f"{found.optimizer - kept:g} master weights + {kept:g} {job.optimizer} states = {found.total:g}; gradients are gone between steps"
     )
 
 

@@ -9,12 +9,16 @@ from typing import Any, Literal
 
 from torch import nn
 
+from onefold.plan.tiled import lists_of_tiles
+
 Checkpointing = Literal["none", "full", "selective"]
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks of the largest list (by parameters) whose members are all of one class; [] if there is none."""
+    of_tiles = lists_of_tiles(module)
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 and len({type(c) for c in m}) == 1]
+    lists = [m for m in lists if id(m) not in of_tiles]
     largest = max(lists, key=_size, default=None)
     return list(largest) if largest is not None and _size(largest) else []
 

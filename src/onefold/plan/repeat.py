@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from onefold.plan.lifetimes import Read, Span
+from onefold.plan.tiled import lists_of_tiles
 
 LONGEST_PERIOD = 8
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")  # which block it is, as blocks call it
@@ -48,8 +49,9 @@ def repetition_in(module: nn.Module) -> Repetition | None:
     """The longest run of equal blocks in `module`, if tracing a part of it saves anything."""
     best: Repetition | None = None
     layers = getattr(getattr(module, "config", None), "layer_types", None)
+    of_tiles = lists_of_tiles(module)
     for path, container in module.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) < 6:
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) < 6 or id(container) in of_tiles:
             continue
         names = tuple(f"{path}.{n}" if path else n for n, _ in container.named_children())
         kinds = layers if isinstance(layers, list | tuple) and len(layers) == len(names) else [None] * len(names)
@@ -161,11 +163,15 @@ def written_out(read: Read, repetition: Repetition) -> Read | None:
     tail = read.spans[turn:][: _before(read.spans[turn:], short)]
     every = list(range(len(r.names)))
     spans = [*ahead, *whole(forward, every), *(_moved(s, step * periods, r, {}, 0) for s in tail), *whole(backward, every[::-1])]
-    saved = {n: b for n, b in read.saved.items() if _block_of(n, rename) is None}
-    for i in every:
-        source = i if i < first + p else first + (i - first) % p if i < first + p + r.left_out else i - r.left_out
-        saved |= {_renamed(n, short[source], r.names[i]): b for n, b in read.saved.items() if _block_of(n, rename) == source}
-    return Read(tuple(spans), saved, read.saved_logits, read.end_of_forward + step * periods)
+
+    def by_unit(sums: dict[str, int]) -> dict[str, int]:
+        out = {n: b for n, b in sums.items() if _block_of(n, rename) is None}
+        for i in every:
+            source = i if i < first + p else first + (i - first) % p if i < first + p + r.left_out else i - r.left_out
+            out |= {_renamed(n, short[source], r.names[i]): b for n, b in sums.items() if _block_of(n, rename) == source}
+        return out
+
+    return Read(tuple(spans), by_unit(read.saved), read.saved_logits, read.end_of_forward + step * periods, by_unit(read.movable))
 
 
 def _moved(span: Span, by: int, r: Repetition, known: dict[str, int], blocks: int) -> Span:

@@ -4,6 +4,8 @@
     backward   take n | arrival: reduction buffer | parts | land: gradients, give | ...
     boundary   (moments, gradients) ──► gradients dropped
 
+Where state rests off the device its gradients leave as they land, and where parameters are read from a disk one unit more has its buffer.
+
 It mirrors runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state (orders learned, every unit used once in each
 pass, every trainable parameter gets a gradient) and is checked against the ledger of the real engine, byte for byte. Activations are not
 the engine's: `Moment`s name the unit and the phase so that a trace can be laid over them.
@@ -18,7 +20,7 @@ import torch
 
 from onefold.memory import GATHERED, GRADIENTS, IDLE, REDUCTION
 from onefold.plan.states import FlatPlan, UnitPlan, resting
-from onefold.recipe import Recipe
+from onefold.recipe import Recipe, Tier
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class _Reduction:
 class _Unit:
     plan: UnitPlan
     index: int
-    held: list[_Buffer] = field(default_factory=list)
+    held: dict[int, _Buffer] = field(default_factory=dict)  # by number of the flat buffer
     gathered: bool = False
     claimed: bool = False
 
@@ -73,6 +75,7 @@ class Replay:
         self.units = [_Unit(u, i) for i, u in enumerate(units)]
         self.prefetch = recipe.prefetch if recipe.overlap else 0
         self.in_flight = recipe.in_flight if recipe.overlap else 0
+        self.from_disk = bool(self.prefetch) and any(_on_disk(f) for u in units for f in u.flats)
         self.passive = all(f.passive for u in units for f in u.flats)
         self.outer = outer(units)
         self.ends_first = any(u.looks_up_only for u in units)  # the embedding is a unit of its own, so the root is a final norm or a head
@@ -84,6 +87,7 @@ class Replay:
         self.free: dict[tuple[int, torch.dtype], int] = defaultdict(int)
         self.grads: dict[int, _Buffer] = {}  # whole gradients kept until the boundary, by id of the flat
         self.has_grad: set[int] = set()
+        self.unused: set[int] = set()  # gathered ahead of their use
         for unit in units:
             for flat in unit.flats:
                 for category, nbytes in resting(flat).items():
@@ -175,23 +179,33 @@ class Replay:
         if unit.claimed:
             return
         unit.claimed = True
-        ahead = sum(1 for u in self.units if u.gathered and not u.claimed)
+        self.unused.discard(unit.index)
+        ahead = len(self.unused)
         while ahead < self.prefetch and self.cursor:
             following = self.cursor.pop(0)
             if not following.gathered:
                 self._launch(following)
                 ahead += 1
+        if self.from_disk and self.cursor and not self.cursor[0].gathered:
+            self._hold(self.cursor[0], [i for i, f in enumerate(self.cursor[0].plan.flats) if _on_disk(f)])
 
     def _launch(self, unit: _Unit) -> None:
         unit.gathered = True
-        for flat in unit.plan.flats:
-            if not flat.kept:
-                unit.held.append(self._take(flat.numel, flat.dtypes.compute, GATHERED))
+        self.unused.add(unit.index)
+        self._hold(unit, [i for i, f in enumerate(unit.plan.flats) if not f.kept])
+
+    def _hold(self, unit: _Unit, which: list[int]) -> None:
+        """Take the buffers that are not held yet."""
+        for i in which:
+            if i not in unit.held:
+                flat = unit.plan.flats[i]
+                unit.held[i] = self._take(flat.numel, flat.dtypes.compute, GATHERED)
 
     def _release(self, unit: _Unit) -> None:
         unit.gathered = unit.claimed = False
-        held, unit.held = unit.held, []
-        for buffer in held:
+        self.unused.discard(unit.index)
+        held, unit.held = unit.held, {}
+        for _, buffer in sorted(held.items()):
             self._give(buffer)
 
     # -- backward --------------------------------------------------------------------------------------------------------------
@@ -233,12 +247,14 @@ class Replay:
             if unit.gathered:
                 self._release(unit)
         self._drain()
+        for unit in self.units:  # the ledger sees them now
+            self._own_gradients(unit)
         self._moment(k, "backward", "(end)")
 
     def _early(self, unit: _Unit, deferring: bool) -> None:
         """A unit around others has parameters whose gradients come first (a final norm, a head): its buffer is there from then on."""
         for flat in unit.plan.flats:
-            if flat.trainable:
+            if flat.trainable and not flat.passive:
                 self._store(flat, deferring)
 
     def _complete(self, unit: _Unit, k: int, deferring: bool) -> None:
@@ -253,13 +269,17 @@ class Replay:
                 while len(self.flying) > self.in_flight:
                     self._land(self.flying.pop(0))
         else:
-            for flat in unit.plan.flats:  # the engine has no hooks: autograd's gradients are the parameters' own
-                if flat.trainable and id(flat) not in self.has_grad:
-                    self.has_grad.add(id(flat))
-                    self._add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
+            self._own_gradients(unit)
         if unit.gathered and unit.plan.path != "":
             self._release(unit)
         self._moment(k, "backward", unit.plan.name)
+
+    def _own_gradients(self, unit: _Unit) -> None:
+        """Where the engine has no hooks autograd's gradients are the parameters' own."""
+        for flat in unit.plan.flats:
+            if flat.passive and flat.trainable and id(flat) not in self.has_grad:
+                self.has_grad.add(id(flat))
+                self._add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
     def _store(self, flat: FlatPlan, deferring: bool) -> None:
         buffer = self.grads.get(id(flat))
@@ -306,6 +326,9 @@ class Replay:
     def _hand_over(self, flat: FlatPlan, nbytes: int) -> None:
         """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added to it."""
         whole = flat.whole_master and flat.ranks > 1  # all-reduced sums are handed over at the end of backward
+        if flat.tiers is not None:  # they leave the device
+            self.summed.append(nbytes) if whole else self._add(GRADIENTS, -nbytes)
+            return
         dtype = flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
         if id(flat) in self.has_grad:
             self.summed.append(nbytes) if whole else self._add(GRADIENTS, -nbytes)
@@ -319,6 +342,11 @@ class Replay:
             else:
                 self._add(GRADIENTS, copied)
             self.summed.append(nbytes)
+
+
+def _on_disk(flat: FlatPlan) -> bool:
+    """Whether what it is gathered from lies on NVMe."""
+    return flat.tiers is not None and flat.tiers.parameters is Tier.NVME and not flat.kept
 
 
 def outer(units: list[UnitPlan]) -> frozenset[str]:

@@ -26,8 +26,12 @@ CATEGORIES = (PARAMETERS, MASTERS, GRADIENTS, MOMENTS, RESIDUALS, GATHERED, REDU
 ENGINE = (PARAMETERS, MASTERS, GRADIENTS, RESIDUALS, GATHERED, REDUCTION, IDLE)
 #: The moves that are counted on the wire.
 MOVES = ("all-gather", "reduce-scatter", "all-reduce")
+#: The moves between tiers: to the device and from it, from NVMe and to it.
+MOVED = ("up", "down", "read", "written")
 #: What a step's seconds are made of; `step` is their sum as far as they do not overlap.
 SECONDS = ("compute", "exposed communication", "optimizer", "io", "step")
+#: What the host link, the disks and the update on the host take in a step, whatever hides it, and how much hides behind what.
+TIER_SECONDS = ("link", "disk", "host update", "hidden behind forward", "hidden behind backward", "hidden behind the update")
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,11 @@ class Account:
         bound: bytes that the sum never exceeds; 0 where nothing bounds it (a measurement).
         host, nvme: bytes on the host and on NVMe that offloaded state takes, and what is on its way, at most.
         beyond: the same by tier ("host", "nvme") and category; {} where only the sums are known.
+        moved: bytes of a step between tiers, by `MOVED`.
         wire: payload bytes sent in a step, by move.
         links: the same bytes by link, "inside" a node and "between" nodes.
-        seconds: of a step, by `SECONDS`.
+        seconds: of a step, by `SECONDS`; what waits for tiers is "io".
+        tiers: seconds of a step by `TIER_SECONDS`; {} where nothing rests off the device (and in a measurement).
         tokens_per_s: of all ranks together.
         mfu: model FLOPs done in a second as a share of the machine's peak; None where the peak is not known.
     """
@@ -55,9 +61,11 @@ class Account:
     host: int = 0
     nvme: int = 0
     beyond: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    moved: Mapping[str, int] = field(default_factory=dict)
     wire: Mapping[str, int] = field(default_factory=dict)
     links: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    tiers: Mapping[str, float] = field(default_factory=dict)
     tokens_per_s: float = 0.0
     mfu: float | None = None
 
@@ -97,6 +105,9 @@ class Account:
                 yield f"{tier}: {category}", "bytes", part
             if nbytes:
                 yield f"{tier}: all", "bytes", nbytes
+        for move in MOVED:
+            if self.moved.get(move):
+                yield f"moved: {move}", "bytes", self.moved[move]
         for move, nbytes in self.wire.items():
             yield f"wire: {move}", "bytes", nbytes
         if self.wire:

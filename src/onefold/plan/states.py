@@ -11,6 +11,9 @@ With P the bytes of a unit's flat buffer (padding included), N ranks, by placeme
 
 In fp32 the masters are (a slice of) the parameters themselves at stages 0 to 2. Frozen parameters have neither masters nor moments and
 rest in the compute dtype. The rows are read from the recipe; no stage is asked for.
+
+Of a flat buffer whose state rests off the device (`FlatPlan.tiers`) only what is computed with stays here: all of it where it is kept
+whole, this rank's interval where it is gathered, nothing where parameters rest elsewhere too. The rest is counted in plan/beyond.py.
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ from onefold.layout import FlatLayout, Slot, overlap
 from onefold.memory import MASTERS, PARAMETERS
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.recipe import Placement, Recipe
+from onefold.recipe import Placement, Recipe, Tier
+from onefold.recipe.moments import bytes_of_moments
+from onefold.recipe.tiers import SECTOR
 from onefold.runtime.flat import Dtypes
+from onefold.runtime.tiers import Tiers, leaving_of_sizes
 
 #: fp32 tensors of the parameter's size that an optimizer keeps for each trained element.
 MOMENTS_OF = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0}
@@ -34,7 +40,11 @@ MOMENTS_OF = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "rmsprop": 1,
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """One flat buffer of a unit on one rank of N, in integers: what `runtime.flat.Flat` is in tensors."""
+    """One flat buffer of a unit on one rank of N, in integers: what `runtime.flat.Flat` is in tensors.
+
+    `tiers` are those of a buffer whose state rests off the device, None for any other. `format` is what Adam's moments rest in, None for
+    the masters' dtype.
+    """
 
     layout: FlatLayout
     dtypes: Dtypes
@@ -44,6 +54,8 @@ class FlatPlan:
     whole_master: bool
     passive: bool
     kept: bool
+    tiers: Tiers | None = None
+    format: str | None = None
 
     @property
     def numel(self) -> int:
@@ -60,7 +72,12 @@ class FlatPlan:
     @property
     def shared(self) -> bool:
         """The kept copy holds the masters: they are no bytes of their own."""
-        return self.kept and self.dtypes.compute == self.dtypes.master
+        return self.kept and self.dtypes.compute == self.dtypes.master and self.tiers is None
+
+    @property
+    def own(self) -> int:
+        """Elements that this rank owns, padding included."""
+        return self.owned[1] - self.owned[0]
 
     @property
     def is_its_master(self) -> bool:
@@ -93,24 +110,30 @@ def units_of(model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0) -> li
     """The units as the engine lays them out."""
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}: expected at least one rank, and a rank below their number.")
-    return [_unit(u, recipe, ranks, rank) for u in model.units]
+    away = leaving_of_sizes([sum(p.numel for p in u.parameters if p.trainable) for u in model.units], recipe, ranks)
+    return [_unit(u, recipe, ranks, rank, index in away) for index, u in enumerate(model.units)]
 
 
-def _unit(unit: UnitShape, recipe: Recipe, ranks: int, rank: int) -> UnitPlan:
+def _unit(unit: UnitShape, recipe: Recipe, ranks: int, rank: int, away: bool) -> UnitPlan:
     groups: dict[tuple[str, bool], list[Parameter]] = {}
     for p in unit.parameters:
         low = p.dtype if p.dtype not in ("bfloat16", "float16") else "float32"
         groups.setdefault((low, p.trainable), []).append(p)
-    flats = tuple(_flat(group, trainable, recipe, ranks, rank) for (_, trainable), group in groups.items())
+    flats = tuple(
+        _flat(group, trainable, recipe, ranks, rank, Tiers.of(trainable, recipe) if away else None)
+        for (_, trainable), group in groups.items()
+    )
     return UnitPlan(unit.name, "" if unit.name == "(root)" else unit.name, flats, unit.looks_up_only)
 
 
-def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, ranks: int, rank: int) -> FlatPlan:
+def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, ranks: int, rank: int, tiers: Tiers | None) -> FlatPlan:
     dtypes = Dtypes.of(getattr(torch, parameters[0].dtype), trainable, recipe)
-    passive = ranks == 1 and all(getattr(torch, p.dtype) == dtypes.compute == dtypes.master for p in parameters)
-    alone = ranks == 1 and dtypes.compute == dtypes.master
+    passive = ranks == 1 and tiers is None and all(getattr(torch, p.dtype) == dtypes.compute == dtypes.master for p in parameters)
+    alone = ranks == 1 and (dtypes.compute == dtypes.master if tiers is None else tiers.parameters is Tier.DEVICE)
     return FlatPlan(
-        layout=_layout(tuple((p.name, p.shape) for p in parameters), ranks),
+        layout=_layout(
+            tuple((p.name, p.shape) for p in parameters), ranks, SECTOR if tiers is not None and tiers.on_disk else 0, recipe.block
+        ),
         dtypes=dtypes,
         trainable=trainable,
         rank=rank,
@@ -118,19 +141,21 @@ def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, ranks: i
         whole_master=recipe.optimizer.placement is Placement.REPLICATED or ranks == 1,
         passive=passive,
         kept=recipe.parameters.placement is Placement.REPLICATED or passive or alone,
+        tiers=tiers,
+        format=recipe.moments,
     )
 
 
 @lru_cache(maxsize=4096)
-def _layout(parameters: tuple[tuple[str, tuple[int, ...]], ...], ranks: int) -> FlatLayout:
-    return FlatLayout.of(parameters, ranks)
+def _layout(parameters: tuple[tuple[str, tuple[int, ...]], ...], ranks: int, sector: int, block: int) -> FlatLayout:
+    return FlatLayout.of(parameters, ranks, sector, block)
 
 
 # -- at rest -------------------------------------------------------------------------------------------------------------------
 
 
 def at_rest(units: list[UnitPlan], optimizer: str = "adamw") -> dict[str, int]:
-    """Bytes that a rank holds between steps, gradients dropped, by category.
+    """Bytes that a rank holds on its device between steps, gradients dropped, by category.
 
     Raises:
         ValueError: the optimizer is not in `MOMENTS_OF`.
@@ -139,18 +164,21 @@ def at_rest(units: list[UnitPlan], optimizer: str = "adamw") -> dict[str, int]:
     for flat in _flats(units):
         for category, nbytes in resting(flat).items():
             out[category] += nbytes
-        out[MOMENTS] += moments(flat, optimizer)
+        out[MOMENTS] += moments(flat, optimizer) if flat.tiers is None else 0
     return {k: v for k, v in out.items() if v}
 
 
 def resting(flat: FlatPlan) -> dict[str, int]:
-    """Bytes of parameters and masters of one flat buffer; mirrors `Flat.resting_bytes`."""
+    """Bytes of parameters and masters of one flat buffer on the device; mirrors `Flat.resting_bytes`."""
+    if flat.tiers is not None:
+        here = flat.numel if flat.kept else flat.own if flat.tiers.parameters is Tier.DEVICE else 0
+        return {PARAMETERS: here * flat.dtypes.compute.itemsize} if here else {}
     if flat.passive:
         return {PARAMETERS: flat.layout.content * flat.dtypes.compute.itemsize}
     full = flat.numel * flat.dtypes.compute.itemsize
     if flat.shared:
         return {PARAMETERS: full}
-    out = {MASTERS: (flat.owned[1] - flat.owned[0]) * flat.dtypes.master.itemsize}
+    out = {MASTERS: flat.own * flat.dtypes.master.itemsize}
     return out | ({PARAMETERS: full} if flat.kept else {})
 
 
@@ -160,9 +188,16 @@ def moments(flat: FlatPlan, optimizer: str) -> int:
         raise ValueError(f"optimizer {optimizer!r}: expected one of {', '.join(MOMENTS_OF)}.")
     if not flat.trainable:
         return 0
-    per = MOMENTS_OF[optimizer] * flat.dtypes.master.itemsize
     step = 4 if optimizer in ("adamw", "adam") else 0
-    return sum(n * per + step for slot in flat.layout.slots if (n := flat.local(slot)))
+    return sum(moments_of_slot(flat, slot, optimizer) + step for slot in flat.layout.slots if flat.local(slot))
+
+
+def moments_of_slot(flat: FlatPlan, slot: Slot, optimizer: str) -> int:
+    """Bytes of the states with an element for each that this rank steps of one parameter."""
+    numel, count = flat.local(slot), MOMENTS_OF[optimizer]
+    if flat.format is None:
+        return count * numel * flat.dtypes.master.itemsize
+    return bytes_of_moments(numel, flat.format, whole=slot.numel, moments=count)
 
 
 # -- on the wire ---------------------------------------------------------------------------------------------------------------
@@ -199,8 +234,13 @@ def gathers_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: in
     if flat.kept or flat.whole_master:
         stale = flat.kept and flat.trainable and not flat.whole_master
         return 1 if stale else 0
-    again = recipe.reshard_after_forward and not unit.looks_up_only
-    return micro_batches * (2 if again else 1)
+    return launches_of(unit, flat, recipe, micro_batches)
+
+
+def launches_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, backward: bool = True) -> int:
+    """How often a step makes the whole of a buffer that is not kept, over the wire or not; with `backward=False` in forward passes only."""
+    again = backward and recipe.reshard_after_forward and not unit.looks_up_only
+    return 0 if flat.kept else micro_batches * (2 if again else 1)
 
 
 def _flats(units: list[UnitPlan]) -> Iterator[FlatPlan]:

@@ -19,7 +19,8 @@ def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -
     With fewer than three blocks nothing says how much a block keeps, so the saved bytes are shared out.
     """
     if len(blocks) == len(names):
-        return replace(activity, slots=tuple(replace(s, unit=_renamed(s.unit, blocks, names)) for s in activity.slots))
+        renamed = {_renamed(unit, blocks, names): nbytes for unit, nbytes in activity.movable.items()}
+        return replace(activity, slots=tuple(replace(s, unit=_renamed(s.unit, blocks, names)) for s in activity.slots), movable=renamed)
     index = {name: i for i, name in enumerate(blocks)}
     each = _each(activity, index)
     more = round((len(names) - len(blocks)) * each)
@@ -43,7 +44,9 @@ def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -
                 out += [_lifted(replace(s, unit=names[i]), step) for s in _of(runs, source, phase)]
         if block == last:
             lift = more if forward else 0
-    return replace(activity, slots=tuple(out), saved=activity.saved + more)
+    movable = {unit: nbytes for unit, nbytes in activity.movable.items() if unit not in index}
+    movable |= {name: activity.movable.get(blocks[_like(i, len(blocks))], 0) for i, name in enumerate(names)}
+    return replace(activity, slots=tuple(out), saved=activity.saved + more, movable=movable)
 
 
 def _renamed(unit: str, blocks: Sequence[str], names: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from onefold.plan.job import Job
 from onefold.plan.recompute import repeated_blocks
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.plan.stretch import stretched
+from onefold.plan.tiled import in_tiles, shape_in_tiles
 from onefold.plan.trace import trace, trace_at
 from onefold.recipe import COMPUTE_DTYPES
 
@@ -94,7 +95,7 @@ def subject_of(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: A
         raise ValueError(f"a plan was asked for {type(model).__name__}: expected a module, a name, a folder or a number of parameters.")
     if job.units is not None:
         raise ValueError(f"units={list(job.units)!r} names modules, and {model.name} is planned from its dimensions: leave it out.")
-    shape = with_lora(model, job.lora_rank) if job.lora_rank else model
+    shape = shape_in_tiles(with_lora(model, job.lora_rank) if job.lora_rank else model, job.recipe(3))
     notes = (*notes, _IDEAL if not code else _AS_CODE.format(code=code))
     if not model.transformer:
         notes = (*notes, "activations assume a decoder with heads of 128 and a vocabulary of 50,304")
@@ -141,8 +142,10 @@ def _by_formula(shape: ModelShape, job: Job, code: str) -> Activities:
 
 
 def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine) -> Subject:
-    name = type(module).__name__
+    name, recipe = type(module).__name__, job.recipe(3)
     shape = model_shape(module, job.units, seq=job.seq)
+    with in_tiles(module, recipe) as left_whole:
+        shape = replace(shape, units=model_shape(module, job.units).units)
     shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
     make = batch or tokens(module, job.seq)
     device = "cpu" if machine.gpu.name == "here" and getattr(machine.measured, "device", "cpu") == "cpu" else "cuda"
@@ -155,9 +158,10 @@ def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, los
         how: Any = checkpointing
         log.addFilter(_silent)  # torch logs the traceback of what is raised below
         try:
-            if micro_batch < 4:
-                return Activity.from_trace(trace(module, make(micro_batch), checkpointing=how, **options))
-            return Activity.from_trace(trace_at(module, make, [micro_batch], memo=memo, checkpointing=how, **options)[micro_batch])
+            with in_tiles(module, recipe):
+                if micro_batch < 4:
+                    return Activity.from_trace(trace(module, make(micro_batch), checkpointing=how, **options))
+                return Activity.from_trace(trace_at(module, make, [micro_batch], memo=memo, checkpointing=how, **options)[micro_batch])
         except ValueError:
             raise
         except Exception as error:  # a model's own code may do anything
@@ -175,7 +179,7 @@ def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, los
         names = tuple(u.name for u in blocks_of(other))
         return lambda micro_batch, checkpointing: stretched(found(micro_batch, checkpointing), blocks, names)
 
-    notes = (_LORA,) if job.lora_rank else ()
+    notes = (*([_LORA] if job.lora_rank else []), *left_whole)
     return Subject(shape, found, another, "traced from the module", notes, bool(repeated_blocks(module)) or bool(job.lora_rank))
 
 

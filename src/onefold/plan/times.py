@@ -6,7 +6,7 @@
     exposed        what communication is left over when `overlap` of the compute beside it is used up; never less than the ends:
                    the first gather and the last reduction of each micro-batch have nothing to hide behind
     optimizer      bytes that the update moves ÷ memory bandwidth
-    io             host link and NVMe, as far as compute leaves room to hide them
+    io             host link and NVMe, as far as compute leaves room to hide them (`onefold.plan.tier_times`)
 
         compute  │██ fwd ████████████│████████ bwd ████████████████████│
         moves    │▓▓▓ ▒▒▒ ▒▒▒ ▒▒▒    │ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒     ▓▓▓│     ▒ hidden   ▓ exposed: an end, or more than fits
@@ -22,8 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from onefold.plan.beyond import Carried
 from onefold.plan.costs import Kernels
 from onefold.plan.hardware import Machine
+from onefold.plan.tier_times import tier_times
 
 #: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch; "both" is all compute.
 Phase = Literal["forward", "backward", "both", "first forward", "last backward", "boundary"]
@@ -181,8 +183,9 @@ class Work:
         memory_bytes: moved by everything that is no matrix product, if known; kernel_share is then not applied.
         optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device, bytes it moves (28 an element: Adam
             in fp32 reads p, g, m, v and writes p, m, v).
-        host_optimizer_bytes: the same on the host.
-        host_bytes, nvme_bytes: over this rank's host link, and to and from NVMe, in a step.
+        host_optimizer_numel, host_optimizer_bytes: the same on the host.
+        carried: what goes between tiers, by what it can hide behind. behind: units are stepped behind the backward pass.
+        host_bytes, nvme_bytes: over this rank's host link, and to and from NVMe, behind any compute: for published systems.
         hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at that shape.
         kernels: what runs in all passes of the step, where that was traced: a calibrated machine knows what each part of it costs.
         handed: elements of gradients that the engine takes over, all micro-batches together.
@@ -198,7 +201,10 @@ class Work:
     memory_bytes: float | None = None
     optimizer_numel: float = 0.0
     optimizer_bytes: float = 0.0
+    host_optimizer_numel: float = 0.0
     host_optimizer_bytes: float = 0.0
+    carried: Sequence[Carried] = ()
+    behind: bool = False
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
     hidden: int = 0
@@ -209,12 +215,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step by `schema.SECONDS`, MFU of the machine's nominal peak, and what the moves take if nothing hides them."""
+    """Seconds of a step by `schema.SECONDS`, MFU of the machine's nominal peak, what the moves take if nothing hides them, and seconds
+    of tiers by `schema.TIER_SECONDS`."""
 
     seconds: Mapping[str, float]
     mfu: float
     tokens_per_s: float
     communication: float = 0.0
+    tiers: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -244,8 +252,8 @@ def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
     return own * slowest_of(machine.ranks, software.straggler)
 
 
-def exposed_seconds(work: Work, compute: float, machine: Machine, software: Software) -> tuple[float, float]:
-    """(exposed, all) seconds of communication.
+def exposed_seconds(work: Work, compute: float, machine: Machine, software: Software) -> tuple[float, float, dict[str, float]]:
+    """(exposed, all) seconds of communication, and what it leaves of "forward" and "backward" to hide something else behind.
 
     Phase by phase: `overlap` × the phase's compute hides its moves, of which each hidden second costs `contention` of itself in compute.
     """
@@ -267,7 +275,7 @@ def exposed_seconds(work: Work, compute: float, machine: Machine, software: Soft
                 hidden += taken
         exposed += hideable + ends - hidden
         total += hideable + ends
-    return exposed, total
+    return exposed, total, left
 
 
 def _hideable(moves: Sequence[Traffic], micro_batches: int, machine: Machine, software: Software) -> tuple[float, float]:
@@ -286,16 +294,14 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     """
     soft = software or measured_software(work, machine)
     compute = compute_seconds(work, machine, soft)
-    exposed, communication = exposed_seconds(work, compute, machine, soft)
-    optimizer = _optimizer_seconds(work, machine)
-    room = max(0.0, soft.overlap * compute - (communication - exposed))
-    io = _io_seconds(work, machine)
-    io = max(0.0, io - room)
-    step = compute + exposed + optimizer + io
-    seconds = {"compute": compute, "exposed communication": exposed, "optimizer": optimizer, "io": io, "step": step}
+    exposed, communication, left = exposed_seconds(work, compute, machine, soft)
+    tiers = tier_times(work, machine, left)
+    optimizer = _device_update(work, machine) + tiers.update
+    step = compute + exposed + optimizer + tiers.io
+    seconds = {"compute": compute, "exposed communication": exposed, "optimizer": optimizer, "io": tiers.io, "step": step}
     model = work.flops if work.model_flops is None else work.model_flops
     mfu = model / (step * machine.peak(work.precision)) if step else 0.0
-    return Times(seconds, mfu, work.tokens / step if step else 0.0, communication, _notes(soft, machine))
+    return Times(seconds, mfu, work.tokens / step if step else 0.0, communication, tiers.parts, _notes(soft, machine))
 
 
 def knows_passes(work: Work, machine: Machine) -> bool:
@@ -339,13 +345,7 @@ def _notes(software: Software, machine: Machine) -> tuple[str, ...]:
     )
 
 
-def _optimizer_seconds(work: Work, machine: Machine) -> float:
-    host = work.host_optimizer_bytes / (machine.host.memory_bandwidth / machine.local)
+def _device_update(work: Work, machine: Machine) -> float:
     if machine.measured is not None and work.optimizer_numel:
-        return host + machine.measured.optimizer_seconds(round(work.optimizer_numel), machine.ranks)
-    return host + work.optimizer_bytes / machine.gpu.memory_bandwidth
-
-
-def _io_seconds(work: Work, machine: Machine) -> float:
-    """The host link and the disks work at the same time."""
-    return max(work.host_bytes / machine.host_link(), work.nvme_bytes / (machine.host.nvme_bandwidth / machine.local))
+        return machine.measured.optimizer_seconds(round(work.optimizer_numel), machine.ranks)
+    return work.optimizer_bytes / machine.gpu.memory_bandwidth

@@ -47,7 +47,8 @@ class UnitTrace:
 
     Attributes:
         name: as the engine has it, "(root)" for what belongs to no other unit (the loss too).
-        saved: bytes that autograd keeps for backward, each storage in the unit where it is first saved.
+        saved: bytes that autograd keeps for backward, each storage in the unit where it is first saved; `movable` of them lie in storages
+            that are large enough to go to the host.
         forward_flops, backward_flops: of matrix products, as torch counts them; recomputation belongs to backward.
     """
 
@@ -55,6 +56,7 @@ class UnitTrace:
     saved: int
     forward_flops: int
     backward_flops: int
+    movable: int = 0
 
 
 @dataclass(frozen=True)
@@ -379,7 +381,9 @@ def _trace_of(recording: Recording, settings: Settings, sizes: list[int] | None 
     for span in found.spans:
         flops[span.unit, span.phase] += span.flops
     return ActivationTrace(
-        units=tuple(UnitTrace(n, found.saved.get(n, 0), flops[n, "forward"], flops[n, "backward"]) for n in recording.names),
+        units=tuple(
+            UnitTrace(n, found.saved.get(n, 0), flops[n, "forward"], flops[n, "backward"], found.movable.get(n, 0)) for n in recording.names
+        ),
         spans=found.spans,
         saved=sum(found.saved.values()),
         logits=found.saved_logits,

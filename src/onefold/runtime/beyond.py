@@ -99,10 +99,13 @@ class Beyond:
             while self._rising and (all_of_them or self._rising[0][0]()):
                 self.pool.give(self._rising.popleft()[1])
 
-    def buffer(self, numel: int, dtype: torch.dtype, unit: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(a host buffer to be given back to the pool, its first `numel` elements): of one size wherever that is enough."""
+    def buffer(self, numel: int, dtype: torch.dtype, unit: str, grain: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a host buffer to be given back to the pool, its first `numel` items): of one size wherever that is enough.
+
+        `grain`: elements that an item stands for.
+        """
         self.risen()
-        whole = self.pool.take(max(numel, self.chunk), dtype, STAGING, unit)
+        whole = self.pool.take(max(numel, -(-self.chunk // grain)), dtype, STAGING, unit)
         return whole, whole[:numel]
 
     def write(self, region: Region, start: int, data: torch.Tensor, whole: torch.Tensor, unit: str) -> None:

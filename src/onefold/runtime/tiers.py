@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.moments import bytes_an_element  # a budget in bytes is measured by Adam's moments, whatever optimizer comes later
 from onefold.runtime.units import UnitSpec
-
-_STATES = 2  # moments of Adam: what a budget in bytes is measured by, whatever optimizer comes later
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,22 @@ class Tiers:
 
 def leaving(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
     """The indices of the units whose state leaves the device."""
+    return leaving_of_sizes([sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs], recipe, ranks)
+
+
+def leaving_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int]:
+    """The same from trained elements by unit: what a plan knows of a model. Units of frozen parameters alone have size 0."""
     if recipe.optimizer.tier is Tier.DEVICE and recipe.parameters.tier is Tier.DEVICE:
         return set()
-    sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
     if recipe.offload_bytes is None and recipe.offload_share >= 1:
-        return set(range(len(specs)))
-    a_parameter = (1 + _STATES) * torch.float32.itemsize + recipe.gradients.dtype.itemsize
+        return set(range(len(sizes)))
+    a_parameter = torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.gradients.dtype.itemsize
     divided = ranks if recipe.optimizer.placement.value == "sharded" else 1
     budget = sum(sizes) * recipe.offload_share
     if recipe.offload_bytes is not None:
         budget = min(budget, recipe.offload_bytes * divided / a_parameter)
     chosen, taken = set(), 0
-    for index in reversed(range(len(specs))):
+    for index in reversed(range(len(sizes))):
         # A share is reached, a budget is never exceeded.
         if taken >= budget or (recipe.offload_bytes is not None and taken + sizes[index] > budget):
             continue

@@ -1,12 +1,13 @@
 """`--stage auto`: the lowest stage, and with `--micro-batch auto` the largest micro-batch, whose peak fits on every rank.
 
 The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. On one rank it is stage 0: there is nothing
-to divide. A model whose code cannot be traced is judged by its states alone. Where state rests off the device, what leaves it is taken
-off the plan (train/away.py).
+to divide. A model whose code cannot be traced is judged by its states alone. Where state rests off the device, the plan knows it
+(plan/beyond.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.auto import USABLE, plan_here
+from onefold.memory.host import free_host_memory
+from onefold.plan.auto import USABLE, Beside, plan_here
+from onefold.plan.beyond import beyond_of
+from onefold.plan.evaluate import Candidate
 from onefold.plan.formulas.compute import transformer_flops_per_token
 from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job
 from onefold.plan.planner import Plan
-from onefold.plan.schema import GRADIENTS, Account
+from onefold.plan.schema import Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import at_rest, units_of
 from onefold.recipe import Recipe
-from onefold.train.away import away_of, host_has_room
 from onefold.train.errors import TrainError
 from onefold.train.machine import readable
 
@@ -84,7 +87,7 @@ class Asked:
 
     @property
     def job(self) -> Job:
-        """The question to the plan, with everything on the device."""
+        """The question to the plan."""
         return Job(
             seq=self.seq,
             micro_batch=self.micro_batch,
@@ -92,7 +95,7 @@ class Asked:
             precision=self.precision,
             checkpointing=self.checkpointing,
             offload="none",
-            options=self.options,
+            options=(*self.options, *self.tiers),
         )
 
     def recipe(self, stage: int) -> Recipe:
@@ -109,7 +112,7 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
     """
     try:
         job = asked.job
-        return _planned_away(model, asked, job) if asked.tiers else _planned(model, asked, job)
+        return _planned(model, asked, job)
     except Exception as error:  # a model's own code may do anything under a trace; training it may still work
         if isinstance(error, TrainError) or (isinstance(error, ValueError) and "does not divide" in str(error)):
             raise TrainError(str(error)) from None
@@ -117,50 +120,35 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
 
 
 def _plan(model: nn.Module, asked: Asked, job: Job, stages: tuple[int, ...], free: int) -> Plan:
+    beside = Beside(free_host_memory(), math.inf)  # the disks are looked at before the run itself
     return plan_here(
         model, job, ranks=asked.ranks, local_ranks=asked.local_ranks, free=free, device=asked.device, stages=stages,
-        batch=_batch_of(asked.seq),
+        batch=_batch_of(asked.seq), beside=beside,
     )  # fmt: skip
 
 
 def _planned(model: nn.Module, asked: Asked, job: Job) -> Choice:
-    """Everything stays on the device."""
-    stages = () if asked.stage == "auto" else (int(asked.stage),)
-    found = _plan(model, asked, job, stages, asked.free)
-    needed = {c.scheme.stage: c.account.peak_bytes for c in found.stages}
-    best = found.recommended
-    if best is None:
-        last = stages[0] if stages else 0 if asked.ranks == 1 else 3
-        shown = next(c for c in found.stages if c.scheme.stage == last)
-        why = f"stage {last} needs {readable(needed[last])} a rank at peak of {readable(shown.usable)} free: it may run out of memory"
-        return Choice(last, shown.scheme.micro_batch, why, needed, shown.usable, shown.account, *_speed(found, asked), found.notes)
-    why = _why(asked, best.scheme.stage, best.account, best.usable, needed)
-    return Choice(best.scheme.stage, best.scheme.micro_batch, why, needed, best.usable, best.account, *_speed(found, asked), found.notes)
-
-
-def _planned_away(model: nn.Module, asked: Asked, job: Job) -> Choice:
-    """Some of the state leaves the device: each stage is planned with what that frees, until one fits."""
-    shape, usable = model_shape(model, asked.units), int(asked.free * USABLE)
+    found = _plan(model, asked, job, () if asked.stage == "auto" else (int(asked.stage),), asked.free)
     possible = _stages(asked)
-    away = {s: away_of(shape, asked.recipe(s), job.recipe(s), asked.ranks) for s in possible}
-    on_cpu = asked.device == "cpu"
-    for stage in possible:
-        freed = away[stage].saved - (away[stage].host if on_cpu else 0)
-        found = _plan(model, asked, job, (stage,), max(1, int(asked.free + freed / USABLE)))
-        if found.recommended is not None:
-            break
-    best = found.recommended or next(c for c in found.stages if c.scheme.stage == stage)
-    accounts = {c.scheme.stage: away[c.scheme.stage].account(c.account) for c in found.stages if c.scheme.stage in possible}
-    accounts[stage] = away[stage].account(best.account)
-    needed = {s: a.peak_bytes + (a.host if on_cpu else 0) for s, a in accounts.items()}
-    if found.recommended is None:
-        why = f"stage {stage} needs {readable(needed[stage])} a rank at peak of {readable(usable)} free: it may run out of memory"
+    shown = {c.scheme.stage: c for c in found.stages if not asked.tiers or c.scheme.stage in possible}
+    best = found.recommended
+    chosen = best or shown[possible[-1]]
+    needed = {s: c.needed for s, c in shown.items()} | {chosen.scheme.stage: chosen.needed}
+    if best is None:
+        peak = f"{readable(chosen.needed)} a rank at peak of {readable(chosen.usable)} free"
+        why = f"stage {chosen.scheme.stage} needs {peak}: it may run out of memory"
     else:
-        why = _why(asked, stage, accounts[stage], usable, needed)
-    notes = [*found.notes, *_not_counted(asked)]
-    if not on_cpu and not host_has_room(away[stage], asked.local_ranks):
-        notes.append(f"the host has no room for the {readable(away[stage].host)} a rank that are to rest there: it may run out of memory")
-    return Choice(stage, best.scheme.micro_batch, why, needed, usable, accounts[stage], *_speed(found, asked), tuple(notes))
+        why = _why(asked, best.scheme.stage, best.account, best.usable, needed)
+    notes = (*found.notes, *_host_without_room(found, chosen))
+    return Choice(chosen.scheme.stage, chosen.scheme.micro_batch, why, needed, chosen.usable, chosen.account, *_speed(found, asked), notes)
+
+
+def _host_without_room(found: Plan, chosen: Candidate) -> list[str]:
+    """A note where what is to rest on the host of a GPU, or to pass through it, finds no room."""
+    machine, host = found.machine, chosen.account.host
+    if machine.shared or host * machine.local <= machine.host.memory:
+        return []
+    return [f"the host has no room for the {readable(host)} a rank that are to rest there: it may run out of memory"]
 
 
 def _stages(asked: Asked) -> list[int]:
@@ -178,13 +166,6 @@ def _stages(asked: Asked) -> list[int]:
     if not possible:
         raise TrainError(str(last))
     return possible[:1] if asked.ranks == 1 else possible
-
-
-def _not_counted(asked: Asked) -> list[str]:
-    given = dict(asked.tiers)
-    words = {"offload_activations": "activations on the host", "tile": "weights in tiles"}
-    named = [text for name, text in words.items() if given.get(name) is not None]
-    return [f"the plan does not count {' and '.join(named)}: the run takes less than it says"] if named else []
 
 
 def _speed(found: Plan, asked: Asked) -> tuple[float | None, float | None]:
@@ -221,9 +202,8 @@ def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
     """Judge by states and reduced gradients alone, with half of the free memory left for activations."""
     try:
         shape, available = model_shape(model, asked.units), int(asked.free * USABLE / 2)
-        job = Job(precision=asked.precision, options=asked.options)
         candidates = _stages(asked)
-        needed = {s: _states(shape, asked, job, s) for s in (candidates if asked.tiers else (0, 1, 2, 3))}
+        needed = {s: _states(shape, asked, s) for s in (candidates if asked.tiers else (0, 1, 2, 3))}
     except ValueError as error:  # no run could have these units, or these options
         raise TrainError(str(error)) from None
     stage = next((s for s in candidates if needed[s] <= available), candidates[-1])
@@ -231,13 +211,9 @@ def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
     return Choice(stage, asked.micro_batch or 1, reason, needed, available)
 
 
-def _states(shape: ModelShape, asked: Asked, job: Job, stage: int) -> int:
-    units = units_of(shape, job.recipe(stage), asked.ranks)
-    gradients = sum(
-        (f.numel if f.whole_master else f.layout.shard_numel) * f.dtypes.sums.itemsize for u in units for f in u.flats if f.trainable
-    )
-    held, host = at_rest(units) | {GRADIENTS: gradients}, 0
-    if asked.tiers:
-        away = away_of(shape, asked.recipe(stage), job.recipe(stage), asked.ranks)
-        held, host = away.at_peak(held), away.host if asked.device == "cpu" else 0
-    return sum(held.values()) + host
+def _states(shape: ModelShape, asked: Asked, stage: int) -> int:
+    recipe = asked.recipe(stage)
+    units = units_of(shape, recipe, asked.ranks)
+    gradients = sum(f.own * f.dtypes.sums.itemsize for u in units for f in u.flats if f.trainable and f.tiers is None)
+    host = beyond_of(units, recipe).host if asked.device == "cpu" else 0
+    return sum(at_rest(units).values()) + gradients + host

@@ -1,0 +1,171 @@
+"""What trains on how much memory: `python -m benchmarks.reach [--check]` writes docs/reach.md, every cell an answer of `onefold plan`.
+
+A cell is the fastest way that the plan finds to train a model of that size on one GPU with the host and the disk beside it: nothing is
+measured for it. What was measured stands under the table, as benchmarks/offload has left it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from onefold.plan.choose import Question, recommend
+from onefold.plan.evaluate import Candidate
+from onefold.plan.hardware import Gpu, Host, Machine, builtin
+from onefold.plan.job import Job
+from onefold.plan.subject import subject_of
+
+ROOT = Path(__file__).parents[1]
+PAGE, MEASURED = ROOT / "docs" / "reach.md", ROOT / "benchmarks" / "results" / "offload.json"
+SEQ, TILE = 2048, "256MB"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One GPU and what is beside it: a GPU of the table by its memory, host memory and disk in GB, and the disk's GB/s."""
+
+    memory: int
+    gpu: str
+    host: int
+    disk: int
+    rate: float
+
+    @property
+    def title(self) -> str:
+        return f"{self.memory} GB · {self.host} GB host · {self.disk / 1000:g} TB disk"
+
+    def machine(self) -> Machine:
+        found: Gpu = builtin().gpu(self.gpu)
+        gpu = replace(found, name=f"{self.memory} GB", capacity=self.memory * 10**9)
+        link = found.host_link
+        host = Host(
+            memory=self.host * 1e9,
+            memory_bandwidth=HOST_BANDWIDTH,
+            link_bandwidth=link,
+            nvme=self.disk * 1e9,
+            nvme_bandwidth=self.rate * 1e9,
+        )
+        return Machine(gpu, 1, 1, None, host)
+
+
+#: Bytes/s that an update on the host moves, an assumption: two channels of DDR5, or what ZeRO-Offload measured of a server.
+HOST_BANDWIDTH = 50e9
+#: Rates of the 8 GB device are those of the 16 GB one's generation, as no GPU of 8 GB is in the table.
+PLACES = (
+    Place(8, "t4", 32, 1000, 3.0),
+    Place(16, "t4", 64, 2000, 3.0),
+    Place(24, "rtx4090", 128, 2000, 6.0),
+    Place(80, "h100-80", 512, 8000, 12.0),
+    Place(141, "h200", 1000, 16000, 12.0),
+)
+MODELS = ("gpt2", "gpt3-1.3b", "llama-3.2-3b", "llama-3-8b", "llama-2-13b", "llama-3-70b", "gpt3-175b", "llama-3-405b")
+
+
+def answered(model: str, place: Place) -> Candidate | None:
+    """The plan's recommendation; with weights in tiles where nothing else fits."""
+    precision = "bf16" if "bf16" in builtin().gpu(place.gpu).rates else "fp16"
+    for options in ({}, {"tile": TILE}, {"tile": TILE, "offload_activations": "cpu"}):
+        job = Job.of({"seq": SEQ, "precision": precision, **options}, "the table")
+        machine = place.machine()
+        subject = subject_of(model, job, None, None, machine)
+        found = recommend(Question(subject.shape, subject.activities, machine, job))
+        if found is not None:
+            return replace(found, notes=tuple(options))
+    return None
+
+
+def cell(found: Candidate | None) -> str:
+    """In a few words: what leaves the device, what is recomputed, tiles, seconds of a step."""
+    if found is None:
+        return "–"
+    scheme = found.scheme
+    share = f"{scheme.share:.2g} of " if scheme.share < 1 else ""
+    where = share + _WHERE[scheme.offload]
+    extra = [_MORE[name] for name in found.notes]
+    if scheme.checkpointing != "none":
+        extra.insert(0, {"full": "recompute", "selective": "some recompute"}[scheme.checkpointing])
+    seconds = found.account.seconds["step"]
+    took = f"{seconds:.2g}" if seconds < 10 else f"{seconds:,.0f}"
+    return f"{', '.join([where, *extra])}; {took} s"
+
+
+#: The cell that the large model of benchmarks/offload belongs to, by its size and memory.
+MEASURED_AT = ("gpt3-1.3b", PLACES[0])
+_WHERE = {
+    "none": "device", "optimizer": "optimizer on host", "optimizer-nvme": "optimizer on disk", "parameters": "all on host",
+    "parameters-nvme": "parameters on host, rest on disk", "nvme": "all on disk",
+}  # fmt: skip
+_MORE = {"tile": "tiles", "offload_activations": "activations on host"}
+
+
+def table(models: Sequence[str] = MODELS, places: Sequence[Place] = PLACES) -> str:
+    """The Markdown table."""
+    lines = [f"| model | {' | '.join(p.title for p in places)} |", f"|---|{'---|' * len(places)}"]
+    for name in models:
+        cells = [
+            cell(answered(name, place)) + (" ●" if (name, place) == MEASURED_AT and large_run() is not None else "") for place in places
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def large_run(path: Path = MEASURED) -> dict[str, Any] | None:
+    """The model too large for the memory it is given, as benchmarks/offload has measured it; None if it has not run well."""
+    found = json.loads(path.read_text(encoding="utf-8")).get("large") if path.is_file() else None
+    return found if found is not None and found["status"] == "ok" and found["resident_bytes"] < 8 << 30 else None
+
+
+def measured() -> str:
+    """What has really run; a sentence where nothing has."""
+    large = large_run()
+    if large is None:
+        return "No large model has been measured yet either (`python -m benchmarks.offload --large`)."
+    return (
+        "● marks a size that has run in that much memory, but on a CPU: "
+        f"{large['parameters'] / 1e9:.2f}B parameters on {large['ranks']} CPU ranks, everything on the disk: "
+        f"{large['resident_bytes'] / 2**30:.2f} GiB resident in both together, {large['disk_bytes'] / 1e9:.1f} GB on the disk, "
+        f"{large['step_s']:.0f} s a step of {large['tokens']} tokens a rank (`examples/larger_than_memory.py`)."
+    )
+
+
+def page() -> str:
+    """The whole page."""
+    return f"""# What trains on how much memory
+
+Written by `python -m benchmarks.reach`: each cell is what `onefold plan` recommends for one sample of {SEQ:,} tokens on one GPU, with
+AdamW, fp32 masters and moments, and the seconds that it predicts for a step. A step of many micro-batches moves states once: it hides
+more. "–": it does not fit.
+
+{table()}
+
+Assumed: {"; ".join(f"{p.memory} GB: rates of {builtin().gpu(p.gpu).title}, a disk of {p.rate:g} GB/s" for p in PLACES)}. An update
+on the host moves {HOST_BANDWIDTH / 1e9:g} GB/s; 1 GiB of each device is the process's own, and 10 % of what comes and goes is lost to
+fragmentation. The T4 has no bf16: fp16 there. "optimizer" is masters, moments and gradients; "0.4 of" is the smallest share of the units
+that has to leave. "tiles" gathers weights {TILE} at a time.
+
+**Measured.** No GPU has been measured: the table is a prediction. Bytes at rest and moved equal the ledgers of real runs on CPU ranks
+(tests/plan/test_tiers_planned.py). {measured()}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not what the plan says")
+    given, text = parser.parse_args(), page()
+    if given.check:
+        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
+        if not same:
+            print(f"{PAGE.name} is not what the plan says: run `python -m benchmarks.reach`.", file=sys.stderr)
+        return 0 if same else 1
+    PAGE.write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""What rests and moves beyond the device, in integers: the host, NVMe, and the bytes between them in a step.
+
+                 host                                           NVMe
+    at rest      masters, moments, parameters: by their rows    the same, and gradients, which keep their place
+    in a step    + gradients, from their reduction to the end   –
+                 + chunks on their way to and from the disk
+                 + activations
+
+    forward      up, read    parameters, for each unit's gather
+    backward     up, read    the same again; down: gradients; written: those that rest on NVMe
+    step         read, written: masters, moments; up: what is computed with, where that rests on the device
+
+It mirrors runtime/home.py, runtime/beyond.py and optim/offloaded.py in the steady state, and is compared with their ledgers: at rest and
+moved to the byte; at peak it is a bound. The tiers are ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et
+al. 2021, 5.1).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from onefold.layout import Slot, round_up
+from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
+from onefold.optim.behind import WAITING
+from onefold.optim.offloaded import AHEAD, BEHIND
+from onefold.plan.schema import MOVED
+from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, launches_of, moments, moments_of_slot
+from onefold.recipe import Recipe, Tier
+from onefold.recipe.moments import FORMATS
+from onefold.recipe.tiers import SECTOR
+from onefold.runtime.beyond import BEHIND as WRITES
+
+Move = Literal["up", "down", "read", "written"]
+HOST, NVME = "host", "nvme"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Bytes that one rank moves between tiers in a step, and beside what: the "forward" or "backward" passes, or the optimizer's "step".
+
+    "both" is beside all compute, for what published systems say no more of.
+    """
+
+    move: Move
+    nbytes: float
+    phase: Literal["forward", "backward", "both", "step"]
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """One rank's bytes beyond its device.
+
+    Attributes:
+        rest: between steps, gradients dropped, by tier ("host", "nvme") and category.
+        peak: the same in a step, at most.
+        carried: what a step moves. stepped: elements whose update runs on the host.
+    """
+
+    rest: Mapping[str, Mapping[str, int]]
+    peak: Mapping[str, Mapping[str, int]]
+    carried: tuple[Carried, ...]
+    stepped: int
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory, at most."""
+        return sum(self.peak[HOST].values())
+
+    @property
+    def nvme(self) -> int:
+        """Bytes on NVMe."""
+        return sum(self.peak[NVME].values())
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes of a step by move, as the engine's ledger counts them."""
+        return moved_by(self.carried)
+
+
+def moved_by(carried: Iterable[Carried]) -> dict[str, int]:
+    """Bytes by move; none is 0."""
+    sums: Counter[str] = Counter()
+    for c in carried:
+        sums[c.move] += round(c.nbytes)
+    return {move: sums[move] for move in MOVED if sums[move]}
+
+
+def beyond_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, optimizer: str = "adamw") -> Beyond:
+    """What the recipe keeps off the device, with `micro_batches` forward and backward passes in a step."""
+    home = [(u, f) for u in units for f in u.flats if f.tiers is not None]
+    flats = [f for _, f in home]
+    reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    behind = recipe.step_in_backward and reductions == 1  # else gradients wait for the last micro-batch's
+    rest = {HOST: Counter[str](), NVME: Counter[str]()}
+    for flat in flats:
+        for tier, category, nbytes in _resting(flat, optimizer):
+            rest[tier][category] += nbytes
+    peak = {HOST: rest[HOST] + Counter(_passing(flats, recipe, optimizer, reductions > 1, behind)), NVME: rest[NVME]}
+    carried = [c for unit, flat in home if flat.own for c in _carried(unit, flat, recipe, micro_batches, optimizer)]
+    stepped = sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots)
+    return Beyond(
+        {tier: _filled(held) for tier, held in rest.items()},
+        {tier: _filled(held) for tier, held in peak.items()},
+        _merged(carried),
+        stepped,
+    )
+
+
+def _filled(held: Mapping[str, int]) -> dict[str, int]:
+    return {k: v for k, v in held.items() if v}
+
+
+def _merged(carried: Sequence[Carried]) -> tuple[Carried, ...]:
+    sums: dict[tuple[Move, str], float] = {}
+    for c in carried:
+        sums[c.move, c.phase] = sums.get((c.move, c.phase), 0) + c.nbytes
+    return tuple(Carried(move, nbytes, phase) for (move, phase), nbytes in sums.items() if nbytes)  # type: ignore[arg-type]
+
+
+# -- at rest -------------------------------------------------------------------------------------------------------------------
+
+
+def _resting(flat: FlatPlan, optimizer: str) -> Iterable[tuple[str, str, int]]:
+    """(tier, category, bytes) of one flat buffer; see the table of runtime/home.py."""
+    assert flat.tiers is not None
+    d, own, p = flat.dtypes, flat.own, flat.tiers.parameters
+    on_disk = flat.tiers.optimizer is Tier.NVME
+    yield (NVME if on_disk else HOST), MASTERS, own * d.master.itemsize
+    if p is Tier.HOST and (on_disk or d.compute != d.master):
+        yield HOST, PARAMETERS, own * d.compute.itemsize
+    if p is Tier.NVME and d.compute != d.master:
+        yield NVME, PARAMETERS, own * d.compute.itemsize
+    if not flat.trainable:
+        return
+    if on_disk:  # states have room for padding too; what is one number a parameter stays in memory, and what is too small to be packed
+        yield NVME, MOMENTS, _states(flat, own, optimizer)
+        held = sum(moments_of_slot(flat, slot, optimizer) for slot in flat.layout.slots if not _stays(flat, slot))
+        yield HOST, MOMENTS, moments(flat, optimizer) - held
+    else:
+        yield HOST, MOMENTS, moments(flat, optimizer)
+    if flat.tiers.gradients is Tier.NVME:
+        yield NVME, GRADIENTS, own * d.master.itemsize
+
+
+def _stays(flat: FlatPlan, slot: Slot) -> bool:
+    """Whether a parameter's moments stay in memory while the others' are on NVMe: they are too small to be packed."""
+    return flat.format is not None and FORMATS[flat.format].packed and not FORMATS[flat.format].of(slot.numel).packed
+
+
+def _states(flat: FlatPlan, numel: int, optimizer: str) -> int:
+    """Bytes on NVMe of the moments of `numel` elements of a flat buffer."""
+    if all(_stays(flat, slot) for slot in flat.layout.slots if flat.local(slot)):
+        return 0
+    each = FORMATS[flat.format].nbytes(numel) if flat.format is not None else numel * flat.dtypes.master.itemsize
+    return MOMENTS_OF[optimizer] * each
+
+
+# -- on its way ----------------------------------------------------------------------------------------------------------------
+
+
+def chunk_of(flats: Sequence[FlatPlan], recipe: Recipe) -> int:
+    """Elements that are moved and stepped at a time: no more than the largest interval needs."""
+    return min(recipe.chunk, round_up(max(f.own for f in flats), SECTOR))
+
+
+def _passing(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: bool, behind: bool) -> dict[str, int]:
+    """Bytes of host memory for gradients and for what is on its way where both together are most, beside what rests there.
+
+    Args:
+        again: gradients are added to some that are there. behind: units are stepped behind the backward pass.
+    """
+    trained = [f for f in flats if f.trainable and f.own]
+    on_disk = any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained) and not behind
+    landed = sorted((_landed(f, on_disk) for f in trained), reverse=True)
+    largest, stay = max(landed, default=0), 0 if on_disk or behind else sum(landed)
+    arriving = sum(landed[: WAITING + 1]) if behind else largest if on_disk else stay + (largest if again else 0)
+    if any(f.whole_master and f.ranks > 1 for f in trained):  # all-reduced sums wait for the end of the backward pass
+        arriving = max(arriving, sum(landed))
+    step = _step_staging(flats, recipe, optimizer, on_disk, behind)
+    backward = _backward_staging(flats, recipe, on_disk) + (step if behind else 0)
+    phases = ({GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step})
+    return _filled(max(phases, key=lambda held: sum(held.values())))
+
+
+def _landed(flat: FlatPlan, on_disk: bool) -> int:
+    """Bytes of a flat buffer's sums on the host, and of their copy where masters in memory have another dtype."""
+    sums = flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
+    return flat.own * (sums.itemsize + (flat.dtypes.master.itemsize if sums != flat.dtypes.master and not on_disk else 0))
+
+
+def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) -> int:
+    """Buffers of gradients that wait for the disk, and of units that come from it."""
+    read = [f.own * f.dtypes.compute.itemsize for f in flats if f.tiers is not None and f.tiers.parameters is Tier.NVME]
+    fetched = sum(sorted(read, reverse=True)[: 2 + (recipe.prefetch if recipe.overlap else 0)])
+    master = max((f.dtypes.master.itemsize for f in flats), default=0)
+    return fetched + ((WRITES + 1) * chunk_of(flats, recipe) * master if on_disk else 0)
+
+
+def _step_staging(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool) -> int:
+    """Chunks of masters, gradients and states that are read, stepped and written; copies for what is computed with from the disk."""
+    disk = [f for f in flats if f.trainable and f.tiers is not None and f.tiers.optimizer is Tier.NVME and f.own]
+    if not disk:
+        return 0
+    chunk = chunk_of(flats, recipe)
+    each = max((1 + on_disk) * chunk * f.dtypes.master.itemsize + _states(f, chunk, optimizer) for f in disk)
+    chunks = [-(-f.own // chunk) for f in disk]
+    many = max(chunks) if behind else sum(chunks)  # behind the backward pass each buffer is stepped by itself
+    out = each * min(many, AHEAD + 1 + BEHIND)
+    low = [f.dtypes.compute.itemsize for f in disk if _lies_apart(f)]
+    return out + (max(low) * chunk * min(many, WRITES + 1) if low else 0)
+
+
+def _lies_apart(flat: FlatPlan) -> bool:
+    """What is computed with has a place of its own on NVMe."""
+    return flat.tiers is not None and flat.tiers.parameters is Tier.NVME and flat.dtypes.compute != flat.dtypes.master
+
+
+# -- moves ---------------------------------------------------------------------------------------------------------------------
+
+
+def _carried(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, optimizer: str) -> Iterable[Carried]:
+    """What one flat buffer's step moves."""
+    assert flat.tiers is not None
+    d, own, p = flat.dtypes, flat.own, flat.tiers.parameters
+    compute, master = own * d.compute.itemsize, own * d.master.itemsize
+    if p is not Tier.DEVICE:
+        move: Move = "up" if p is Tier.HOST else "read"
+        forward = launches_of(unit, flat, recipe, micro_batches, backward=False)
+        yield Carried(move, forward * compute, "forward")
+        yield Carried(move, (launches_of(unit, flat, recipe, micro_batches) - forward) * compute, "backward")
+    if not flat.trainable:
+        return
+    reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    sums = d.wire if flat.whole_master else d.sums
+    yield Carried("down", reductions * own * sums.itemsize, "backward")
+    behind = recipe.step_in_backward and reductions == 1
+    on_disk = flat.tiers.gradients is Tier.NVME and not behind
+    if on_disk:
+        yield Carried("written", reductions * master, "backward")
+        yield Carried("read", (reductions - 1) * master, "backward")
+    if flat.tiers.optimizer is Tier.NVME:
+        states = master + _states(flat, own, optimizer)
+        yield Carried("read", states + (master if on_disk else 0), "step")
+        yield Carried("written", states + (compute if _lies_apart(flat) else 0), "step")
+    if p is Tier.DEVICE:
+        yield Carried("up", compute, "step")
