@@ -28,14 +28,14 @@ BROWSER := { command -v chromium || command -v chromium-browser || command -v go
 
 test: $(VENV)/.dev
 	@$(BROWSER)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-all: $(VENV)/.dev
 	@$(BROWSER)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --all $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup --all $(ARGS)
 
 test-fast: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check src tests examples benchmarks

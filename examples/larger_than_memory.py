@@ -4,7 +4,8 @@
 
 In fp32 its state takes 16 bytes a parameter, 21.5 GB. The model is built on the meta device and never exists whole. A unit (a block of the
 model) is read from the disk ahead of its use, gathered, computed with and dropped; its gradient goes to the disk as it appears; the
-optimizer's step reads, steps and writes chunk after chunk. The embedding and the head, 262 MB each, are computed in tiles. `--size tiny` does the same with a model of 0.7 million.
+optimizer's step reads, steps and writes chunk after chunk. Weights above `--tile` (the embedding and the head, 262 MB each, and the
+MLPs') are computed in tiles. `--size tiny` does the same with a model of 0.7 million.
 """
 
 import argparse

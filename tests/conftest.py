@@ -68,6 +68,14 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item.path in every and zlib.crc32(item.name.encode()) % every[item.path]]
 
 
+def _shared_by(item: pytest.Item) -> str | None:
+    """The file, if the test uses a fixture that its file makes once; then all of its tests belong on one worker (`--dist loadgroup`)."""
+    made = getattr(item, "_fixtureinfo", None)
+    scopes = {found[-1].scope for found in made.name2fixturedefs.values()} if made else set()
+    return item.path.stem if "module" in scopes else None
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = any("::" in argument for argument in config.args)  # a test that was asked for by its name is run
     if not config.getoption("--all") and not named and (left_out := _sampled(items)):
@@ -79,6 +87,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path in slow:
             item.add_marker(pytest.mark.slow)
+        if shared := _shared_by(item):
+            item.add_marker(pytest.mark.xdist_group(shared))
+    items.sort(key=lambda item: item.path not in slow)  # what takes long first: the end is shared evenly by the workers
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -215,7 +215,7 @@ def _own_frames(error: BaseException) -> str:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, "frozen"])
     with _importable_path():
         fork_server.ensure_running()
     return context

@@ -9,7 +9,11 @@
 
 What is on its way to and from the disk is a fixed number of chunks however large the model is: in the step AHEAD + 1 + BEHIND of them,
 each of masters, gradients and two moments; in the backward pass the unit's own gradient, which is handed over, and the chunks being
-written. Stepping behind the backward pass holds the gradients of a few units at a time in place of all.
+written. Where gradients come in another dtype than the masters', the unit's own is there twice for a moment.
+
+Stepping behind the backward pass holds the gradients of WAITING + 1 units that follow each other there, in place of all, and the chunks of
+one unit's step. A run's first step is an ordinary one: gradients for the disk go there, others wait for it on the host. There it makes the
+moments, which are larger, and drops the gradients unit by unit.
 """
 
 from __future__ import annotations
@@ -18,48 +22,69 @@ from collections.abc import Sequence
 from typing import Any
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
-_WRITTEN = 4
-"""Chunks of gradients that wait for the disk."""
 
 
 def planned(engine: Any) -> dict[str, int]:
-    """Bytes of this rank with AdamW and fp32 masters: "host_rest", "host_peak", "disk".
+    """Bytes of this rank with AdamW and fp32 masters: "host_rest", "host_peak", "disk". One micro-batch a step, nothing left to accumulate.
 
     `engine`: what `onefold.engine_of` returns; only sizes, tiers and the recipe are read.
     """
     from onefold.recipe import Tier
 
-    p, g, o = (row.tier for row in (engine.recipe.parameters, engine.recipe.gradients, engine.recipe.optimizer))
+    recipe = engine.recipe
+    p, g, o = (row.tier for row in (recipe.parameters, recipe.gradients, recipe.optimizer))
     rest = dict.fromkeys(Tier, 0)
-    gradients: list[int] = []
-    for flat in engine.at_home:
+    gradients: list[int] = []  # of the flat buffers, in the order of the backward pass
+    twice = low = 0
+    for flat in (flat for index in engine.reduce.order for flat in engine.units[index].flats if flat.home is not None):
         own, compute = flat.owned[1] - flat.owned[0], flat.dtypes.compute.itemsize
         trained = any(entry.param.requires_grad for entry in flat.entries)
         rest[o] += own * (MASTER + (MOMENTS if trained else 0))
         if p is not Tier.DEVICE and (p is not o or compute != MASTER):
             rest[p] += own * compute
+            low = compute if p is Tier.NVME else 0
         if trained:
+            came = flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
             gradients.append(own * GRADIENT)
-    behind = bool(engine.recipe.step_in_backward)
+            twice = max(twice, own * came.itemsize if came != flat.dtypes.master else 0)
     if g is Tier.NVME:
         rest[g] += sum(gradients)
-    held = _held_at_once(gradients) if behind else 0 if g is Tier.NVME else sum(gradients)
-    passing = _passing(engine.recipe.chunk, gradients, g is Tier.NVME and not behind) if o is Tier.NVME else 0
-    return {"host_rest": rest[Tier.HOST], "host_peak": rest[Tier.HOST] + held + passing, "disk": rest[Tier.NVME]}
+    chunk, largest = MASTER * engine.beyond.chunk, max(gradients, default=0)
+    peak = ordinary(gradients, chunk, low, g is Tier.NVME, o is Tier.NVME) + twice
+    if recipe.step_in_backward:
+        peak = behind = held_at_once(gradients) + twice + (stepping(chunk, largest, 3, low) if o is Tier.NVME else 0)
+        if o is Tier.NVME:
+            peak = max(behind, ordinary(gradients, chunk, low, g is Tier.NVME, True) + twice)  # the first step
+    return {"host_rest": rest[Tier.HOST], "host_peak": rest[Tier.HOST] + peak, "disk": rest[Tier.NVME]}
 
 
-def _held_at_once(gradients: Sequence[int]) -> int:
-    """Bytes of gradients that wait for a step behind the backward pass: at most of the largest units."""
+def held_at_once(gradients: Sequence[int]) -> int:
+    """Bytes of gradients that wait for a step behind the backward pass; `gradients`: of its units, in its order."""
     from onefold.optim.behind import WAITING
 
-    return sum(sorted(gradients)[-WAITING - 1 :])
+    return max((sum(gradients[i : i + WAITING + 1]) for i in range(len(gradients))), default=0)
 
 
-def _passing(numel: int, gradients: Sequence[int], on_disk: bool) -> int:
-    """Bytes of host memory for chunks of `numel` elements on their way. `on_disk`: gradients go there and come back too."""
+def ordinary(gradients: Sequence[int], chunk: int, low: int, gradients_on_disk: bool, on_disk: bool) -> int:
+    """Bytes of host memory, beyond what rests there, of a step that is taken at `optimizer.step()`; see `stepping`."""
+    from onefold.runtime.beyond import BEHIND
+
+    held = 0 if gradients_on_disk else sum(gradients)
+    if not on_disk:
+        return held
+    step = stepping(chunk, sum(-(-nbytes // chunk) for nbytes in gradients) * chunk, 4 if gradients_on_disk else 3, low)
+    largest = max(gradients, default=0)
+    written = min(BEHIND + 1, -(-largest // chunk)) * chunk  # on their way from the backward pass
+    return held + (max(step, largest + written) if gradients_on_disk else step)
+
+
+def stepping(chunk: int, nbytes: int, kinds: int, low: int) -> int:
+    """Bytes of the buffers that a step of `nbytes` of masters on NVMe goes through.
+
+    `chunk`: bytes of a buffer of masters, of which there are `kinds`; `low`: bytes an element of parameters beside the masters there.
+    """
     from onefold.optim.offloaded import AHEAD, BEHIND
+    from onefold.runtime.beyond import BEHIND as WRITES
 
-    chunk, kinds = MASTER * numel, 4 if on_disk else 3
-    chunks = sum(-(-nbytes // chunk) for nbytes in gradients)
-    stepping = kinds * chunk * min(chunks, AHEAD + 1 + BEHIND)
-    return max(stepping, max(gradients) + min(_WRITTEN * chunk, max(gradients))) if on_disk and gradients else stepping
+    chunks = -(-nbytes // chunk)
+    return kinds * chunk * min(chunks, AHEAD + 1 + BEHIND) + chunk // MASTER * low * min(chunks, WRITES + 1)

@@ -15,7 +15,7 @@ from torch import nn
 
 from onefold.comm import Place
 from onefold.comm.group import members
-from onefold.optim import clip_grad_norm, unwatch, watch
+from onefold.optim import clip_grad_norm, require_torchao, unwatch, watch
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
 from onefold.runtime import state
@@ -69,6 +69,8 @@ def shard(
         raise ValueError(f"init={init!r}: expected a function that initializes one module in place, or None.")
     if not isinstance(recipe, Recipe):
         raise ValueError(f"shard() was given {recipe!r} as recipe, expected a Recipe such as onefold.Recipe.zero(stage=3).")
+    if recipe.block:
+        require_torchao(f"moments={recipe.moments!r}")
     if is_sharded(module):
         raise ValueError("this module is sharded already; shard a fresh one, or use onefold.engine_of(module).")
     for name, inner in module.named_modules():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,12 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers import launch, model, probes, report, summary
+from benchmarks.peers import cli, launch, model, probes, report, summary
 from benchmarks.peers.launch import Run
 from benchmarks.peers.settings import PEERS, Setting, matrix
 
 from benchmarks import gpu
+from ranks import run_ranks
 
 TINY = Setting(model="gpt-tiny", tokens=32, warmup=1, steps=2)
 
@@ -32,6 +36,19 @@ def command(*arguments: str, timeout: float = 300.0) -> subprocess.CompletedProc
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
     )
+
+
+def on_the_fork_server(module: str, job: dict[str, Any], ranks: int, **_: Any) -> dict[str, Any]:
+    """In place of `launch.run_ranks`: the same worker, in ranks that need not import torch again."""
+    begun = time.monotonic()
+    found = run_ranks(ranks, measured, module, job)
+    return {"status": "ok", "ranks": json.loads(json.dumps(found)), "wall_s": time.monotonic() - begun}
+
+
+def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
+    setting = Setting(**job["setting"])
+    found: dict[str, Any] = importlib.import_module(module).measure(job["peer"], setting, int(os.environ["RANK"]))
+    return found
 
 
 def folders_of_runs() -> set[str]:
@@ -141,16 +158,22 @@ def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None
     assert "There is no peer 'no-such-peer'" in run.error
 
 
-@pytest.mark.slow
-def test_the_smallest_comparison_runs_and_losses_agree(tmp_path: Path) -> None:
+def test_a_rank_leaves_what_it_measured_and_nothing_else() -> None:
     before = folders_of_runs()
-    peers = ["ddp", "fsdp2", "onefold-1", "onefold-3"]  # the other ones differ by a line of their adapter, and cost their processes' start
-    found = command(
-        "benchmarks/peers",
-        *("--quick", "--model", "gpt-tiny", "--tokens", "64", "--name", "tiny", "--output", str(tmp_path)),
-        *("--peers", *peers),
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
+    run = launch.run_peer("onefold-3", replace(TINY, ranks=1), 1, timeout=120)
+    assert run.status == "ok", run.error
+    assert len(run.ranks) == 1 and len(run.ranks[0]["losses"]) == 3 and len(run.ranks[0]["step_s"]) == 2
+    assert folders_of_runs() <= before, "a temporary folder was left behind"
+
+
+def test_the_smallest_comparison_runs_and_losses_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "run_ranks", on_the_fork_server)
+    peers = ["ddp", "fsdp2", "onefold-1", "onefold-3"]  # the other ones differ by a line of their adapter
+    arguments = ["--quick", "--model", "gpt-tiny", "--tokens", "64", "--name", "tiny", "--output", str(tmp_path), "--peers", *peers]
+    status, said = cli.main(arguments), capsys.readouterr()
+    assert status == 0, said
     document = json.loads((tmp_path / "tiny.json").read_text())
     assert document["schema"] == summary.SCHEMA and document["finished"] is True
     assert set(document) == {
@@ -171,10 +194,9 @@ def test_the_smallest_comparison_runs_and_losses_agree(tmp_path: Path) -> None:
             f"DDP sent {sent} bytes a step, an all-reduce is {4 * elements}"
         )
     assert {"rank", "losses", "step_s", "peak_mib", "sent_bytes"} <= set(comparison["runs"][0]["ranks"][0])
-    assert "ddp" in found.stdout and (tmp_path / "tiny.md").read_text().count("\n| ") >= len(rows)
+    assert "ddp" in said.out and (tmp_path / "tiny.md").read_text().count("\n| ") >= len(rows)
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "tiny.png").stat().st_size > 1_000
-    assert folders_of_runs() <= before, "a temporary folder was left behind"
 
 
 def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:

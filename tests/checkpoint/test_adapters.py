@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_transformers import preload_them
 from torch import Tensor
 
-from ranks import run_ranks
+from ranks import preload, run_ranks
 
+preload("peft", "transformers.models.llama.modeling_llama")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 
 TOKENS = torch.arange(14).reshape(2, 7)
@@ -55,7 +55,6 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A base model, and adapters as peft saves them."""
-    preload_them()
     root = tmp_path_factory.mktemp("peft")
     base().save_pretrained(root / "base")
     wrapped(base(), seed=1).save_pretrained(root / "theirs")

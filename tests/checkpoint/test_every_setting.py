@@ -172,8 +172,9 @@ def matrix(root: str, precisions: list[str], sizes: list[int], pairs: Callable[[
     return loads, wrong
 
 
-def of_one_precision_or_a_few(source: Setting, target: Setting, number: int) -> bool:
-    return source[0] == target[0] or number % 17 == 0
+def all_of_fp32_and_a_fifth(source: Setting, target: Setting, number: int) -> bool:
+    """How a checkpoint is cut has to do with stages and ranks alone: each pair of those once, and other precisions beside them."""
+    return source[0] == target[0] == "fp32" or number % 5 == 0
 
 
 def a_seventh(source: Setting, target: Setting, number: int) -> bool:
@@ -183,9 +184,9 @@ def a_seventh(source: Setting, target: Setting, number: int) -> bool:
 @pytest.mark.slow
 def test_every_stage_and_number_of_ranks_loads_what_every_other_saved(tmp_path: Path) -> None:
     """fp32 and bf16; AdamW with two groups, SGD with momentum and Adagrad in each; ties and frozen parameters for each of them."""
-    found = run_ranks(4, matrix, str(tmp_path), ["fp32", "bf16"], [1, 2, 3, 4], of_one_precision_or_a_few, timeout=400.0)
+    found = run_ranks(4, matrix, str(tmp_path), ["fp32", "bf16"], [1, 2, 3, 4], all_of_fp32_and_a_fifth, timeout=400.0)
     assert [wrong for _, wrong in found] == [[]] * 4
-    assert found[0][0] > 2 * 16 * 16
+    assert found[0][0] > 16 * 16 + 3 * 16 * 16 // 6
 
 
 def test_masters_and_states_pass_through_every_precision_unchanged(tmp_path: Path) -> None:

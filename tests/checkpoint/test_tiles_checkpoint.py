@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_transformers import FAMILIES, TOKENS, complaint, differences, files, on_meta, opened, preload_them, saved_folders
+from tiny_transformers import FAMILIES, TOKENS, complaint, differences, files, on_meta, opened, saved_folders
 from torch import Tensor, nn
 
 from models import TinyGPT, tokens_of
@@ -313,7 +313,6 @@ def with_adapters(base: Path, root: Path) -> list[str]:
 @needs_transformers
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 def test_adapters_on_layers_in_tiles_are_peft_s(folders: dict[str, Path], tmp_path: Path) -> None:
-    preload_them()
     assert run_ranks(2, with_adapters, folders["llama"], tmp_path, timeout=300.0) == [[], []]
     left, right = (files(tmp_path / f"adapters {tile}") for tile in (None, TILE))
     assert left.keys() == right.keys() and all(torch.allclose(left[n], right[n], rtol=1e-4, atol=1e-6) for n in left)

@@ -78,15 +78,16 @@ def complaint(act: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
-def preload_them() -> None:
-    """One fork server for all files that test with these: whoever asks for another module starts a new one."""
-    models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral")]
-    preload("transformers", *models, *(["peft"] if importlib.util.find_spec("peft") else []))
+#: At once, when tests are collected: a module that is asked for later ends the fork server that there is, and starts another.
+preload(
+    "transformers",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral")),
+    *(["peft"] if importlib.util.find_spec("peft") else []),
+)
 
 
 def saved_folders(root: Path) -> dict[str, Path]:
     """What `save_pretrained` makes in `root`: one folder a family, one in bf16, one in several files."""
-    preload_them()
     out = {}
     for number, family in enumerate(FAMILIES):
         torch.manual_seed(number)

@@ -53,6 +53,28 @@ def test_runs_cover_the_active_slots_and_no_frozen_one(shapes, ranks, random):
         assert inside if on else not touched, (slot, on, runs)
 
 
+@given(shapes, worlds, st.sampled_from([0, 4096]))
+def test_blocks_counted_from_a_parameters_beginning_lie_on_one_rank_each(shapes, ranks, sector):
+    space = FlatLayout.of([(f"p{i}", s) for i, s in enumerate(shapes)], ranks, sector, 256)
+    for slot in space.slots:
+        assert slot.start % 256 == 0, space
+        for a, b in (space.local(slot, rank) for rank in range(ranks)):
+            assert a == b or ((a - slot.start) % 256 == 0 and ((b - slot.start) % 256 == 0 or b == slot.end)), (slot, a, b)
+
+
+@given(shapes, worlds)
+def test_a_layout_without_blocks_is_what_it_was(shapes, ranks):
+    assert FlatLayout.of([(f"p{i}", s) for i, s in enumerate(shapes)], ranks, 0, 0) == layout(shapes, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_padding_of_a_block_of_gpt_2_stays_under_one_percent_with_blocks(ranks):
+    w = 768
+    shapes = [(w,), (w,), (w, 3 * w), (3 * w,), (w, w), (w,), (w,), (w,), (w, 4 * w), (4 * w,), (4 * w, w), (w,)]
+    space = FlatLayout.of([(f"p{i}", s) for i, s in enumerate(shapes)], ranks, block=256)
+    assert 0 <= space.numel - space.content < 0.01 * space.content, (space.numel, space.content)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(64, 4096).map(lambda n: n * 16), worlds)
 def test_padding_of_real_blocks_stays_under_one_percent(layers, width, ranks):
@@ -71,6 +93,10 @@ def test_a_space_with_a_misplaced_slot_is_refused():
         FlatLayout((Slot("w", (100,), 0), Slot("v", (4,), 64)), 256, 1, 64)
     with pytest.raises(ValueError, match="past the space"):
         FlatLayout((Slot("w", (100,), 0),), 64, 1, 64)
+    with pytest.raises(ValueError, match="expected a multiple of 256"):
+        FlatLayout((Slot("w", (4,), 64),), 256, 1, 256, 256)
+    with pytest.raises(ValueError, match="would divide blocks of 256"):
+        FlatLayout((Slot("w", (4,), 0),), 256, 1, 64, 256)
     with pytest.raises(ValueError, match="do not cut"):
         FlatLayout((), 100, 3, 64)
 

@@ -197,17 +197,15 @@ def test_masters_keep_what_bf16_would_lose(stage: int) -> None:
 
 
 def accumulated_in_fp32(stage: int, reduce_at: str | None) -> float:
-    """256 micro-batches of gradient 1 after one of 1: bf16 accumulation would stop at 256."""
+    """44 micro-batches of gradient 1 after one of 256: bf16 accumulation would stay at 256."""
     import onefold
 
     model = nn.Linear(4, 4, bias=False)
     onefold.shard(model, onefold.Recipe.zero(stage, precision="bf16", reduce_at=reduce_at, stall_timeout=10.0))
-    for index in range(300):
-        if index < 299:
-            with onefold.no_sync(model):
-                model(torch.ones(1, 4)).sum().backward()
-        else:
-            model(torch.ones(1, 4)).sum().backward()
+    for gradient in (256.0, *[1.0] * 43):
+        with onefold.no_sync(model):
+            model(torch.full((1, 4), gradient)).sum().backward()
+    model(torch.ones(1, 4)).sum().backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
     return grads[0].float().mean().item() if grads else 300.0
 

@@ -89,12 +89,12 @@ def observed(kind: str, stage: int, precision: str, micro_batches: int, options:
     model = onefold.shard(model_of(kind), recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine = onefold.engine_of(model)
-    for step in range(3):
+    for step in range(2):  # the order of units is learned in the first
         step_of(kind, model, optimizer, micro_batches, step)
     rest = engine.memory.now()
     engine.memory.reset_peak()
     engine.traffic.reset()
-    step_of(kind, model, optimizer, micro_batches, 3)
+    step_of(kind, model, optimizer, micro_batches, 2)
     moments = sum(t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values())
     units = units_of(shape, recipe, engine.world_size, engine.rank)
     replay = Replay(units, recipe).run(micro_batches)
@@ -109,9 +109,13 @@ def observed(kind: str, stage: int, precision: str, micro_batches: int, options:
     }
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gpt", "routed"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "precision"),
+    [
+        *((kind, ranks, precision) for kind in ("mlp", "gpt", "routed") for ranks in (1, 2) for precision in ("fp32", "bf16")),
+        *(("mlp", 3, "bf16"), ("gpt", 3, "fp32"), ("routed", 3, "bf16")),
+    ],
+)
 def test_a_plan_in_integers_equals_the_ledgers(kind: str, ranks: int, precision: str) -> None:
     for rank, settings in enumerate(run_ranks(ranks, observed_all, kind, precision)):
         assert len(settings) == 8

@@ -124,11 +124,9 @@ def compare_architecture(name: str) -> tuple[list[str], list[float], list[str]]:
     return found, reference.losses, [unit.name for unit in onefold.engine_of(model).units]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def transformers_is_imported_once() -> None:
-    folders = ["gpt2", "llama", "qwen3", "gemma2", "phi3", "gpt_neox", "bloom", "mixtral", "mamba", "bert", "deberta_v2", "albert", "t5",
-               "bart", "vit", "convnext", "resnet", "wav2vec2", "whisper", "clip"]  # fmt: skip
-    preload(*(f"transformers.models.{name}.modeling_{name}" for name in folders))
+FOLDERS = ("gpt2", "llama", "qwen3", "gemma2", "phi3", "gpt_neox", "bloom", "mixtral", "mamba", "bert", "deberta_v2", "albert", "t5",
+           "bart", "vit", "convnext", "resnet", "wav2vec2", "whisper", "clip")  # fmt: skip
+preload(*(f"transformers.models.{name}.modeling_{name}" for name in FOLDERS))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -1,29 +1,50 @@
-"""Every example runs as its first lines say, on two ranks."""
+"""Every example runs as its first lines say, on two ranks: under torchrun, or in ranks that are forked with what torchrun sets."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from started_runs import a_free_port
 
+from ranks import preload, run_ranks
+
+preload("transformers.models.llama.modeling_llama")
 ROOT = Path(__file__).parents[2]
 
 
-def run(folder: Path, *arguments: str) -> str:
+def under_torchrun(folder: Path, name: str) -> str:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    program = [f"--log-dir={folder}", str(ROOT / "examples" / name)]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={folder}", *arguments],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+def forked(name: str, *arguments: str) -> str:
+    """What rank 0 prints. The ranks need not import torch and transformers again, which takes longer than most examples."""
+    return str(run_ranks(2, as_a_program, name, arguments, a_free_port(), process_group=False)[0])
+
+
+def as_a_program(name: str, arguments: tuple[str, ...], port: int) -> str:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = [name, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    return said.getvalue()
+
+
 def test_the_own_loop_learns(tmp_path: Path) -> None:
-    first, last = run(tmp_path, str(ROOT / "examples" / "own_loop.py")).split("loss ")[1].split(" -> ")
+    first, last = under_torchrun(tmp_path, "own_loop.py").split("loss ")[1].split(" -> ")
     assert float(last) < 0.7 * float(first)
 
 
@@ -32,15 +53,15 @@ def test_the_hugging_face_example_saves_what_opens_again(tmp_path: Path) -> None
 
     shape = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     LlamaForCausalLM(shape).save_pretrained(str(tmp_path / "in"))
-    out = run(tmp_path, str(ROOT / "examples" / "finetune_hf.py"), str(tmp_path / "in"), str(tmp_path / "out"))
+    out = forked("finetune_hf.py", str(tmp_path / "in"), str(tmp_path / "out"))
     first, last = out.split("loss ")[1].split(", saved")[0].split(" -> ")
     assert float(last) < float(first)
     opened = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
     assert opened.config.hidden_size == 32
 
 
-def test_accumulation_sends_what_the_formula_says(tmp_path: Path) -> None:
-    lines = run(tmp_path, str(ROOT / "examples" / "accumulate.py")).splitlines()
+def test_accumulation_sends_what_the_formula_says() -> None:
+    lines = forked("accumulate.py").splitlines()
     times = [float(line.split(" = ")[1].split(" x ")[0]) for line in lines]
     # times (N - 1) / N = 1/2: 2, 2, m + 1, 3m; stage 2 that reduces at the boundary is back at 2
     assert times == pytest.approx([1, 1, 2.5, 6, 1], rel=0.02)
@@ -49,7 +70,8 @@ def test_accumulation_sends_what_the_formula_says(tmp_path: Path) -> None:
 def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_there(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    out = run(tmp_path / "log", str(ROOT / "examples" / "larger_than_memory.py"), str(disk), "--size", "tiny", *"--tokens 64 --lr 1e-3 --tile 64KB".split())
+    options = ["--size", "tiny", "--tokens", "64", "--lr", "1e-3", "--tile", "64KB"]
+    out = forked("larger_than_memory.py", str(disk), *options)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("step")]
     assert len(losses) == 5 and losses[-1] < losses[0] - 0.5
     parameters, on_disk = float(out.split(" million")[0].split()[-1]), float(out.split(" GB on the disk")[0].split()[-1])

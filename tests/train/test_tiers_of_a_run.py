@@ -47,6 +47,8 @@ APART = {"offload_optimizer": "nvme", "offload_gradients": "cpu", **NVME}
         ({"tile": 1048576}, {"tile": "1048576"}),
         ({"nvme": "/a"}, {"nvme": ["/a"]}),
         ({"nvme": []}, {}),
+        ({"moments": "int8"}, {"moments": "int8"}),
+        ({"moments": "bf16", "stochastic_rounding": True}, {"moments": "bf16", "stochastic_rounding": True}),
         ({"offload_optimizer": "cpu", "step_in_backward": True, "clip": 0}, {"offload_optimizer": "cpu", "step_in_backward": True}),
     ],
     ids=repr,

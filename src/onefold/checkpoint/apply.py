@@ -8,7 +8,8 @@ A rank that fails to read goes on with the others to the end, where all of them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,18 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.moments import Recoded
 from onefold.checkpoint.on_disk import read_to_disk
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.together import Together
 from onefold.comm import Place
 from onefold.layout import overlap
+from onefold.optim.moments import rests
+from onefold.optim.offloaded import stepped_apart
+from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.home import state_kind
+from onefold.runtime.home import grain_of_kind, state_kind
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.state import beside_parameters
 from onefold.runtime.unit import Unit
@@ -152,6 +157,15 @@ class Reading:
         self.engine, self.source = engine, source
         self.error: Exception | None = None
 
+    @contextlib.contextmanager
+    def through(self, source: Source) -> Iterator[None]:
+        """Inside, what is read comes through `source`."""
+        before, self.source = self.source, source
+        try:
+            yield
+        finally:
+            self.source = before
+
     def masters(self, unit: Unit, flat: Flat, wanted: list[Wanted]) -> None:
         """Into the master weights of a flat buffer."""
         if not flat.passive and flat.whole_master and flat.size > 1:
@@ -170,7 +184,7 @@ class Reading:
         """Into tensors of the shape of the optimizer's object, where this rank owns what it holds."""
         for w in wanted:
             a, b = (w.entry.slot.start, w.entry.slot.end) if flat.passive else flat.local(w.entry)
-            self._into(w.item, a + _offset(w.entry), b + _offset(w.entry), w.into)
+            self._into(w.item, *_interval(w.entry, w.item, a, b), w.into)
 
     def to_disk(self, flat: Flat, kind: str, wanted: list[Wanted]) -> None:
         """Into what the flat buffer's home has on NVMe as `kind`, a chunk at a time."""
@@ -184,24 +198,28 @@ class Reading:
 
     def replicated_to_disk(self, unit: Unit, flat: Flat, kind: str, wanted: list[Wanted], dtype: torch.dtype) -> None:
         """As `replicated`, into what every rank has on NVMe as `kind`."""
-        buffer = torch.empty(flat.layout.numel, dtype=dtype, device=self.engine.device)
-        self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer)
+        grain = grain_of_kind(kind)
+        buffer = torch.empty(flat.layout.numel // grain, dtype=dtype, device=self.engine.device)
+        self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         assert flat.home is not None
         for w in wanted:
-            flat.home.write_part(kind, w.entry.slot.start, buffer[w.entry.slot.start : w.entry.slot.end].cpu())
+            start, stop = items_of(w.entry.slot.start, w.entry.slot.end, grain)
+            flat.home.write_part(kind, start, buffer[start:stop].cpu())
 
     def replicated(self, unit: Unit, flat: Flat, wanted: list[Wanted], dtype: torch.dtype) -> None:
         """Into whole tensors that every rank holds: each reads its share, then they gather."""
-        buffer = torch.empty(flat.layout.numel, dtype=dtype, device=self.engine.device)
-        self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer)
+        grain = grain_of(wanted[0].item.state)
+        buffer = torch.empty(flat.layout.numel // grain, dtype=dtype, device=self.engine.device)
+        self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         for w in wanted:
-            w.into.copy_(flat.view(buffer, w.entry))
+            w.into.view(-1).copy_(buffer[slice(*items_of(w.entry.slot.start, w.entry.slot.end, grain))])
 
-    def _gathered(self, unit: Unit, flat: Flat, wanted: list[tuple[Entry, Item]], buffer: torch.Tensor) -> None:
+    def _gathered(self, unit: Unit, flat: Flat, wanted: list[tuple[Entry, Item]], buffer: torch.Tensor, grain: int = 1) -> None:
         mine = flat.layout.interval(flat.rank)
         for entry, item in wanted:
             a, b = overlap((entry.slot.start, entry.slot.end), mine)
-            self._into(item, a + _offset(entry), b + _offset(entry), buffer[a:b])
+            self._into(item, *_interval(entry, item, a, b), buffer[slice(*items_of(a, b, grain))])
+        buffer = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer  # the wire may not know it
         self.engine.group.all_gather(buffer, Place("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
@@ -231,9 +249,10 @@ class Reading:
             self.error = error
 
 
-def _offset(entry: Entry) -> int:
-    """From addresses in the flat buffer of `entry` to elements of the parameter as it is stored, of which a tile is a part."""
-    return entry.part.first - entry.slot.start
+def _interval(entry: Entry, item: Item, a: int, b: int) -> tuple[int, int]:
+    """Addresses [a, b) in the flat buffer of `entry` as elements of `item`, or the items for them; a tile is a part of its parameter."""
+    offset = entry.part.first - entry.slot.start
+    return items_of(a + offset, b + offset, grain_of(item.state))
 
 
 def fill_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], reading: Reading) -> None:
@@ -241,18 +260,28 @@ def fill_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], rea
 
     Whatever the optimizers held before for these parameters is gone.
     """
-    source = reading.source
-    _set_groups(optimizers, source.groups() or [])
+    _set_groups(optimizers, reading.source.groups() or [])
     owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
-    items, aliases = source.items(), source.aliases()
+    source = _recoded(engine, owner, reading.source)
+    known, aliases = source.items(), source.aliases()
     states: dict[str, list[Item]] = {}
-    for item in items:
+    for item in known:
         if item.kind == "state":
             states.setdefault(item.name, []).append(item)
-    with whole_sight(), torch.no_grad(), torch.inference_mode(False):
+    with reading.through(source), whole_sight(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
-                _load_flat_states(reading, unit, flat, owner, states, items, aliases)
+                _load_flat_states(reading, unit, flat, owner, states, known, aliases)
+
+
+def _recoded(engine: Engine, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]], source: Source) -> Source:
+    """`source` with moments as they rest here."""
+    formats: dict[str, Format] = {}
+    aliases, plain = source.aliases(), FORMATS["fp32"]
+    for entry in engine.entries:
+        if id(entry.param) in owner and (how := rests(owner[id(entry.param)][0], engine.recipe, entry.flat)) is not None:
+            formats |= {aliases.get(name, name): how.format for name in entry.part.names}
+    return Recoded(source, lambda name, numel: formats.get(name, plain).of(numel))
 
 
 def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: Source) -> None:
@@ -268,6 +297,12 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
         raise CheckpointError(f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given.")
     names = {id(e.param): e.part.names for e in engine.entries}
     aliases = source.aliases()
+    try:
+        for optimizer in optimizers:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            stepped_apart(optimizer, engine, [entry for entry in engine.entries if id(entry.param) in stepped])
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     for number, (optimizer, stored) in enumerate(zip(optimizers, groups, strict=True)):
         if len(stored) != len(optimizer.param_groups):
             raise CheckpointError(
@@ -307,23 +342,28 @@ def _set_groups(optimizers: list[torch.optim.Optimizer], groups: list[list[dict[
 
 def _load_flat_states(
     reading: Reading, unit: Unit, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
-    states: Mapping[str, list[Item]], items: Mapping[Item, Stored], aliases: Mapping[str, str],
+    states: Mapping[str, list[Item]], known: Mapping[Item, Stored], aliases: Mapping[str, str],
 ) -> None:  # fmt: skip
     """The optimizer's states of the parameters of one flat buffer."""
-    found: dict[tuple[str, torch.dtype], list[Wanted]] = {}
+    found: dict[tuple[str, torch.dtype, bool], list[Wanted]] = {}
     for entry in flat.entries:
         if id(entry.param) not in owner:
             continue
         optimizer, group = owner[id(entry.param)]
-        parameter = _find(entry.part.names, items, aliases)
+        how = rests(optimizer, reading.engine.recipe, flat)
+        parameter = _find(entry.part.names, known, aliases)
         name = parameter.name if parameter is not None else entry.part.names[0]
         state: dict[str, Any] = {key: _placed(value, entry.param, group) for key, value in reading.source.scalars(name).items()}
         for item in states.get(name, ()):
-            stored = items[item]
-            dtype = entry.param.dtype if parameter is not None and stored.dtype == items[parameter].dtype else stored.dtype
-            if stored.shape == entry.part.shape:
-                state[item.state] = torch.empty_like(entry.param.data, dtype=dtype, device="meta" if _on_disk(flat) else None)
-                found.setdefault((item.state, dtype), []).append(Wanted(entry, item, state[item.state]))
+            stored = known[item]
+            dtype = entry.param.dtype if parameter is not None and stored.dtype == known[parameter].dtype else stored.dtype
+            if item.state in SIGNED and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                dtype = how.of(entry).dtype if how is not None else entry.param.dtype
+            away = _on_disk(flat) and not (how is not None and how.small(entry))
+            if packed(item.state) is not None or stored.shape == entry.part.shape:
+                shape = entry.param.shape if packed(item.state) is None else (-(-entry.param.numel() // grain_of(item.state)),)
+                state[item.state] = torch.empty(shape, dtype=dtype, device="meta" if away else entry.param.device)
+                found.setdefault((item.state, dtype, away), []).append(Wanted(entry, item, state[item.state]))
             elif (flat.whole_master or flat.passive) and not (flat.tiled or _on_disk(flat)):
                 state[item.state] = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
                 reading._into(item, 0, state[item.state].numel(), state[item.state])
@@ -335,14 +375,15 @@ def _load_flat_states(
             optimizer.state[entry.param] = state
         else:
             optimizer.state.pop(entry.param, None)
-    for (key, dtype), wanted in sorted(found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]))):
-        if flat.home is not None and flat.home.on_disk:
+    for (key, dtype, away), wanted in sorted(found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]), pair[0][2])):
+        if away:
+            assert flat.home is not None
             flat.home.region(state_kind(key, dtype), dtype)
             if flat.whole_master and flat.size > 1:
                 reading.replicated_to_disk(unit, flat, state_kind(key, dtype), wanted, dtype)
             else:
                 reading.to_disk(flat, state_kind(key, dtype), wanted)
-        elif not flat.passive and flat.whole_master and flat.size > 1:
+        elif not flat.passive and flat.whole_master and flat.size > 1 and (packed(key) is None or flat.layout.block):
             reading.replicated(unit, flat, wanted, dtype)
         else:
             reading.local(flat, wanted)
@@ -357,4 +398,3 @@ def _placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
     if isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable")):
         return value.to(param.device)
     return value
-

@@ -83,6 +83,11 @@ class _State:
                 "torch.distributed.checkpoint reads and writes tensors in memory, and this model's state rests on NVMe: use onefold.save, "
                 "then load that checkpoint without offload and write it with dcp_state_dict."
             )
+        if self.engine.recipe.moments not in (None, "fp32"):
+            raise CheckpointError(
+                f"moments in {self.engine.recipe.moments} mean nothing to other readers of torch.distributed.checkpoint: use onefold.save; "
+                "a recipe without moments= loads that checkpoint, and dcp_state_dict writes it."
+            )
         tiled = next((e.part.names[0] for u in self.engine.units for f in u.flats if f.tiled for e in f.entries), None)
         if tiled is not None:
             raise CheckpointError(

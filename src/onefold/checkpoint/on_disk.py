@@ -9,8 +9,9 @@ import torch
 
 from onefold.checkpoint.pieces import Share
 from onefold.checkpoint.source import Item, Source
+from onefold.recipe.moments import items_of
 from onefold.runtime.flat import Entry
-from onefold.runtime.home import Home
+from onefold.runtime.home import Home, grain_of_kind
 
 #: Elements moved at a time.
 CHUNK = 4 << 20
@@ -42,22 +43,23 @@ class OnDisk:
 
 
 def held_on_disk(entry: Entry, kind: str, start: int, stop: int) -> OnDisk:
-    """Elements [start, stop) of the flattened parameter `entry`, of what its home has as `kind`."""
+    """Elements [start, stop) of the flattened parameter `entry`, of what its home has as `kind`; or the items for them."""
     home = entry.flat.home
     assert home is not None
     base = entry.slot.start - entry.flat.owned[0]
-    return OnDisk(home, kind, base + start, base + stop)
+    return OnDisk(home, kind, *items_of(base + start, base + stop, grain_of_kind(kind)))
 
 
 def read_to_disk(source: Source, item: Item, entry: Entry, kind: str, start: int, stop: int) -> None:
-    """Elements [start, stop) of `entry`, a part of `item`, into what its home has as `kind`."""
-    home = entry.flat.home
+    """Elements [start, stop) of `entry`, a part of `item`, into what its home has as `kind`; or the items for them."""
+    home, grain = entry.flat.home, grain_of_kind(kind)
     assert home is not None
-    base = entry.slot.start - entry.flat.owned[0]
+    base, first = (entry.slot.start - entry.flat.owned[0]) // grain, entry.part.first // grain
+    start, stop = items_of(start, stop, grain)
     for a in range(start, stop, CHUNK):
         b = min(stop, a + CHUNK)
         part = torch.empty(b - a, dtype=home.regions[kind].dtype)
-        source.read(item, entry.part.first + a, entry.part.first + b, part)
+        source.read(item, first + a, first + b, part)
         home.write_part(kind, base + a, part)
 
 
@@ -66,4 +68,4 @@ def held(share: Share, kind: str, value: torch.Tensor) -> torch.Tensor | OnDisk:
     home = share.flat.home
     if home is not None and home.on_disk and (kind == "master" or value.device.type == "meta"):
         return held_on_disk(share.entry, kind, share.start, share.stop)
-    return share.of(value)
+    return share.of(value, grain_of_kind(kind))

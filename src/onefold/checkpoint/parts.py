@@ -70,7 +70,7 @@ def collect(
         states = States(engine, optimizers)
         for share, key, value in states.tensors:
             ours = held(share, state_kind(key, value.dtype), value)
-            _add(out, Item("state", share.name, key), share.entry.part.shape, *share.interval, ours, first)
+            _add(out, Item("state", share.name, key), *share.stored(key), ours, first)
         own = _Own(out)
         if first:
             for share, key, value in states.wholes:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.unit import Unit
@@ -42,9 +43,15 @@ class Share:
         """The same elements of the parameter as it is known outside, of which a tile is a part."""
         return self.entry.part.first + self.start, self.entry.part.first + self.stop
 
-    def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The share of a tensor that has the shape of the optimizer's object: [stop - start]."""
-        return local.detach().reshape(-1)[self.start - self.held : self.stop - self.held]
+    def of(self, local: torch.Tensor, grain: int = 1) -> torch.Tensor:
+        """The share of a tensor with an item for every `grain` elements of the optimizer's object: [stop - start], or so many items."""
+        return local.detach().reshape(-1)[slice(*items_of(self.start - self.held, self.stop - self.held, grain))]
+
+    def stored(self, key: str) -> tuple[tuple[int, ...], int, int]:
+        """The whole shape of state `key` of the parameter as it is known outside, and this share's interval of it."""
+        grain, part = grain_of(key), self.entry.part
+        shape = part.shape if packed(key) is None else (-(-part.numel // grain),)
+        return shape, *items_of(*self.interval, grain)
 
 
 def shares(engine: Engine) -> Iterator[Share]:
@@ -65,7 +72,7 @@ class States:
     """What optimizers hold for the parameters of an engine.
 
     Attributes:
-        tensors: (share, key, tensor) of element-wise state. wholes: the same of state with a shape of its own.
+        tensors: (share, key, tensor) of element-wise state, and of codes and scales. wholes: the same of state with a shape of its own.
         scalars: {parameter: {key: value}} of the rest.
         groups: for each optimizer its groups as plain values, "params" being names.
     """
@@ -101,7 +108,9 @@ class States:
         # By key over all parameters: a parameter of no dimensions looks like a step count, but its neighbours tell them apart.
         odd = {key for _, p, key, v in held if isinstance(v, torch.Tensor) and (v.shape != p.shape or key == "step")}
         for share, p, key, value in held:
-            if not isinstance(value, torch.Tensor) or (key in odd and value.numel() == 1 and (value.ndim == 0 or value.shape != p.shape)):
+            if packed(key) is not None:
+                self.tensors.append((share, key, value))
+            elif not isinstance(value, torch.Tensor) or (key in odd and value.numel() == 1 and (value.ndim == 0 or value.shape != p.shape)):
                 # Every rank has it; the one that holds the parameter's elements says it, the first one for parameters without any.
                 if share.stop > share.start or share.entry.slot.numel == 0:
                     self.scalars.setdefault(share.name, {})[key] = value

@@ -27,6 +27,7 @@ from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, FileRecord, Manifest
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CHUNK, DTYPES, Planned, numel_of, write_tensors
 from onefold.layout import FlatLayout
+from onefold.recipe.moments import grain_of, items_of
 
 #: Bytes of a tensor that are in memory at a time; a larger share of a tensor becomes several pieces.
 BLOCK = 64 << 20
@@ -100,10 +101,11 @@ def _cuts(manifest: Manifest, ranks: int) -> list[list[Cut]]:
     out: list[list[Cut]] = [[] for _ in range(ranks)]
     for record in manifest.records:
         numel, slot = numel_of(record.shape), slots.get(record.item.name)
-        if record.item.kind in ("parameter", "state") and slot is not None and slot.numel == numel:
+        grain = grain_of(record.item.state)
+        if record.item.kind in ("parameter", "state") and slot is not None and -(-slot.numel // grain) == numel:
             for rank in range(ranks):
                 start, stop = layout.local(slot, rank)
-                out[rank].append((record, start - slot.start, stop - slot.start))
+                out[rank].append((record, *items_of(start - slot.start, stop - slot.start, grain)))
         else:
             owner = int(record.item.name) % ranks if record.item.kind == "rng" else 0
             out[owner].append((record, 0, numel))

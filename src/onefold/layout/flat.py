@@ -11,7 +11,8 @@ A unit of three parameters over four ranks (`.` is alignment, `-` is padding at 
 
 What the checker in `__post_init__` verifies:
 
-1. slots are in order, do not overlap, and each starts at a multiple of `ALIGNMENT` elements;
+1. slots are in order, do not overlap, and each starts at a multiple of `ALIGNMENT` elements, or of `block` if there is one, so that
+   blocks counted from a parameter's beginning lie on one rank each;
 2. the intervals of the ranks tile the space exactly, all of one length, cut at multiples of `quantum` elements;
 3. no slot reaches past the end.
 
@@ -24,12 +25,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from onefold.recipe.moments import BLOCK
+
 # Slots start, and ranks are cut, at multiples of this. 64 elements are a whole number of SIMD vectors for every dtype, so an
 # element-wise kernel computes an element with the same instructions wherever the cut falls (bit-equal stages), and 64 bytes even
 # for int8, which is what device kernels want of a view.
 ALIGNMENT = 64
-# The block of the quantizing codecs; ranks are cut at its multiples wherever that costs under 0.5 % of padding.
-BLOCK = 256
+# Ranks are cut at multiples of this wherever that costs under 0.5 % of padding; always in recipes whose moments rest in blocks.
 
 
 @dataclass(frozen=True)
@@ -74,29 +76,36 @@ class FlatLayout:
     numel: int
     ranks: int
     quantum: int
+    block: int = 0
 
     def __post_init__(self) -> None:
+        unit = max(ALIGNMENT, self.block)
+        if self.block % ALIGNMENT or self.quantum % unit:
+            raise ValueError(f"ranks cut at multiples of {self.quantum} elements would divide blocks of {unit}")
         if self.ranks < 1 or self.numel % (self.ranks * self.quantum):
             raise ValueError(f"{self.numel} elements do not cut into {self.ranks} intervals of a multiple of {self.quantum}")
         end = 0
         for slot in self.slots:
-            if slot.start % ALIGNMENT or slot.start < end:
-                raise ValueError(f"slot {slot.name!r} starts at {slot.start}, expected a multiple of {ALIGNMENT} at or after {end}")
+            if slot.start % unit or slot.start < end:
+                raise ValueError(f"slot {slot.name!r} starts at {slot.start}, expected a multiple of {unit} at or after {end}")
             end = slot.end
         if end > self.numel:
             raise ValueError(f"the last slot ends at {end}, past the space of {self.numel} elements")
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[str, Sequence[int]]], ranks: int, sector: int = 0) -> FlatLayout:
-        """Lay `(name, shape)` pairs out in order for `ranks` ranks, cut at multiples of `sector` elements wherever that costs little."""
-        slots, end = [], 0
+    def of(cls, parameters: Iterable[tuple[str, Sequence[int]]], ranks: int, sector: int = 0, block: int = 0) -> FlatLayout:
+        """Lay `(name, shape)` pairs out in order for `ranks` ranks, cut at multiples of `sector` elements wherever that costs little.
+
+        `block`: elements, counted from each parameter's beginning, that no two ranks may share; 0 where any may be.
+        """
+        slots, end, unit = [], 0, max(ALIGNMENT, block)
         for name, shape in parameters:
-            slot = Slot(name, tuple(int(n) for n in shape), round_up(end, ALIGNMENT))
+            slot = Slot(name, tuple(int(n) for n in shape), round_up(end, unit))
             slots.append(slot)
             end = slot.end
         wished = [q for q in (sector, BLOCK) if q and round_up(end, ranks * q) - end <= end // 200]
-        quantum = wished[0] if wished else ALIGNMENT
-        return cls(tuple(slots), round_up(end, ranks * quantum), ranks, quantum)
+        quantum = wished[0] if wished else unit
+        return cls(tuple(slots), round_up(end, ranks * quantum), ranks, quantum, block)
 
     @property
     def shard_numel(self) -> int:

@@ -6,6 +6,12 @@
 
 The first step of an optimizer is an ordinary one: it tells which parameters are whose. A unit's gradients are dropped when they have been
 stepped; at `optimizer.step()` those parameters have none, and are passed over.
+
+[Note: gradients held at once] A unit's gradients lie in host memory from their landing until they are stepped. When one lands while WAITING
+others are under way, the backward pass waits: never more than WAITING + 1 units that follow each other in the backward pass are held. The
+first step makes the moments on the host, unit by unit, and drops each unit's gradients, which are half as large, when it has them: so that
+it too ends with no more than masters, moments and one unit's gradients. (Before it all gradients wait; with Adam they are less than the
+moments that replace them.)
 """
 
 from __future__ import annotations
@@ -19,12 +25,12 @@ from functools import partial
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.optim.offloaded import HALF, step_flat
+from onefold.optim.offloaded import HALF, let_go, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import whole_sight
 
-#: Units whose step is under way or waits, beyond which the backward pass waits: their gradients are in host memory.
+#: Units whose step is under way or waits, beyond which the backward pass waits. See [Note: gradients held at once].
 WAITING = 2
 
 
@@ -72,8 +78,7 @@ class Behind:
                 for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():
                     mine = [e for e in flat.entries if self._owner(e) is optimizer]
                     step_flat(optimizer, engine, flat, mine)
-                for entry in flat.entries:
-                    entry.param.grad = None
+                let_go(engine, flat, flat.entries)
         except Exception as error:
             engine.failure = engine.failure or error
             engine.beyond.broken = HALF

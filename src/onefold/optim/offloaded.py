@@ -1,15 +1,16 @@
-"""Stepping what rests off the device, with the optimizer that the user brought.
+"""Stepping what rests off the device, or in another format than it is stepped in, with the optimizer that the user brought.
 
+    device  where moments are packed: piece by piece (optim/moments.py)
     host    unit by unit: the optimizer's own step over host tensors and host states ─► copy up behind the next unit's step
     NVMe    chunk by chunk, reads ahead and writes behind:
 
             disk     read 1   read 2   read 3 | write 1   read 4 | write 2   ...
             step              chunk 1           chunk 2             chunk 3
 
-A torch optimizer steps what is in its `param_groups` and keeps what it knows in `state`. For the time of one step the groups are copies
-that hold only the parameters whose turn it is. For NVMe these are stand-ins: slices of staging buffers with slices of gradients and
-states. Between steps `optimizer.state` of the real parameter holds scalars as they are, and a tensor on the meta device in place of
-each state that has an element for each element of the parameter.
+The optimizer steps the parameters whose turn it is (optim/stand_ins.py). For NVMe these are stand-ins: slices of staging buffers with
+slices of gradients and states. Between steps `optimizer.state` of the real parameter holds scalars as they are, and a tensor on the meta
+device in place of each state that has an element for each element of the parameter, or an item for some of them (optim/moments.py).
+Where moments are packed, those of parameters too small for that stay in host memory, some KiB each.
 
 [Note: a step is whole or refused] Ranks tell each other before and after: what goes wrong before (a gradient that could not be
 written) leaves every rank's state as it was; what goes wrong in the middle (the disk fails) leaves some of it stepped, which nothing
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +29,18 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+import onefold.optim.moments as moments
 from onefold.layout import overlap
+from onefold.memory import GRADIENTS
 from onefold.memory.nvme import TierError, Transfer
+from onefold.optim.stand_ins import groups_of, only, raw_step
+from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.hollow import is_hollow
-from onefold.runtime.home import Home, state_kind
+from onefold.runtime.home import Home, grain_of_kind, state_kind
+from onefold.runtime.kept import unique_bytes
 
 #: Chunks whose reads are under way beyond the one that is stepped, and chunks whose writes may be.
 AHEAD, BEHIND = 2, 1
@@ -42,8 +48,19 @@ AHEAD, BEHIND = 2, 1
 HALF = "a step failed half way, so that some of the state is of two steps. Start again from the last checkpoint."
 
 
-def step_offloaded(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> None:
-    """Step the parameters of `entries` whose state rests off the device. Collective where any rests on NVMe.
+def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> list[Entry]:
+    """Those of `entries` that `step_apart` steps: off the device, or with moments that rest in another format.
+
+    Raises:
+        ValueError: what recipe and optimizer say of moments cannot go together.
+    """
+    flats = {entry.flat.index: entry.flat for entry in entries}
+    apart = {i: flat.home is not None or moments.rests(optimizer, engine.recipe, flat) is not None for i, flat in flats.items()}
+    return [entry for entry in entries if apart[entry.flat.index]]
+
+
+def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> None:
+    """Step `entries`, which `stepped_apart` has given. Collective where any rests on NVMe.
 
     Raises:
         TierError: on every rank, if a disk failed on one.
@@ -54,9 +71,14 @@ def step_offloaded(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry
         agree_on_failure(engine, engine.failure, "before the step: nothing has been stepped")
     error: BaseException | None = None
     try:
-        for flat in engine.at_home:
-            if flat.home is not None and not flat.home.on_disk:
-                step_flat(optimizer, engine, flat, [e for e in flat.entries if id(e) in ready])
+        for flat in (flat for unit in engine.units for flat in unit.flats):
+            if flat.home is None or not flat.home.on_disk:
+                mine = [e for e in flat.entries if id(e) in ready]
+                step_flat(optimizer, engine, flat, mine)
+                if engine.recipe.step_in_backward and flat.home is not None:
+                    # As it will be in the steps to come; and the moments just made need the room.
+                    engine.moves.all_of(mine)
+                    let_go(engine, flat, mine)
         disk = [flat for flat in engine.at_home if flat.home is not None and flat.home.on_disk]
         _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
@@ -81,57 +103,40 @@ def _flush(engine: Engine) -> None:
 
 
 def step_flat(optimizer: Optimizer, engine: Engine, flat: Flat, entries: Sequence[Entry]) -> None:
-    """Step those parameters of one flat buffer off the device that `entries` are of and that have a gradient. Local.
+    """Step those parameters of one flat buffer that `entries` are of and that have a gradient. Local.
 
     Raises:
         TierError: the disk failed.
     """
-    assert flat.home is not None
-    if flat.home.on_disk:
+    if flat.home is not None and flat.home.on_disk:
         _Stepping(optimizer, engine, {id(entry) for entry in entries}).run([flat])
         return
-    ready = [entry.param for entry in entries if entry.param.grad is not None]
+    ready = [entry for entry in entries if entry.param.grad is not None]
     if ready:
-        with _only(optimizer, _groups(optimizer), ready, ready):
-            raw_step(optimizer)
-        flat.home.touched()
-    flat.home.follow()
+        if (how := moments.rests(optimizer, engine.recipe, flat)) is not None:
+            moments.step_in_memory(optimizer, how, ready)
+        else:
+            params = [entry.param for entry in ready]
+            with only(optimizer, groups_of(optimizer), params, params):
+                raw_step(optimizer)
+        if flat.home is not None:
+            flat.home.touched()
+    if flat.home is not None:
+        flat.home.follow()
 
 
-def _groups(optimizer: Optimizer) -> dict[int, int]:
-    """The index of each parameter's group, by the parameter's id."""
-    return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
-def raw_step(optimizer: Optimizer) -> None:
-    """The optimizer's own update without the hooks around it."""
-    function: Any = type(optimizer).step
-    while getattr(function, "hooked", False):
-        function = function.__wrapped__
-    function(optimizer)
-
-
-@contextlib.contextmanager
-def _only(optimizer: Optimizer, groups: dict[int, int], real: Sequence[torch.Tensor], stand_ins: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, the optimizer knows only `stand_ins`, each in the group of its `real` parameter.
-
-    Groups are copies, and counters of the optimizer's own are put back: a step in pieces counts as one, which the outer step() makes.
-    """
-    wanted: dict[int, list[torch.Tensor]] = {}
-    for param, stand_in in zip(real, stand_ins, strict=True):
-        wanted.setdefault(groups[id(param)], []).append(stand_in)
-    before, counters = optimizer.param_groups, {k: v for k, v in optimizer.__dict__.items() if isinstance(v, (int, float))}
-    optimizer.param_groups = [{**before[i], "params": params} for i, params in sorted(wanted.items())]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = before
-        optimizer.__dict__.update(counters)
+def let_go(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
+    """Drop the gradients in memory of those `entries` of `flat` that have been stepped."""
+    before = sum(unique_bytes(e.param.grad for e in flat.entries))
+    for entry in entries:
+        entry.param.grad = None
+    after = sum(unique_bytes(e.param.grad for e in flat.entries))  # another optimizer's lie in the same memory
+    engine.beyond.host.add(GRADIENTS, after - before)
 
 
 @dataclass
 class _Chunk:
-    """Elements [a, b) of one flat buffer on their way: buffers by kind of what is on NVMe, each [b - a]."""
+    """Elements [a, b) of one flat buffer on their way: buffers by kind of what is on NVMe, each [b - a] or as many items as that takes."""
 
     flat: Flat
     home: Home
@@ -147,12 +152,16 @@ class _Stepping:
     """One step of everything on NVMe of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine, mine: set[int]) -> None:
-        self.optimizer, self.groups, self.engine, self.mine = optimizer, _groups(optimizer), engine, mine
+        self.optimizer, self.groups, self.engine, self.mine = optimizer, groups_of(optimizer), engine, mine
         self.beyond = engine.beyond
         self.scalars: dict[int, tuple[Entry, dict[str, Any]]] = {}  # what the states of an entry will be, once all its pieces are stepped
+        self.hows: dict[int, moments.Rests | None] = {}  # by the flat buffer's index
+        self.small: dict[int, dict[str, torch.Tensor]] = {}  # moments in memory, by the entry's number
 
     def run(self, flats: Sequence[Flat]) -> None:
         todo = deque(self._chunks(flats))
+        if any(self.hows.values()) and moments.skipped(self.optimizer):
+            todo.clear()
         reading: deque[_Chunk] = deque()
         writing: deque[_Chunk] = deque()
         try:
@@ -184,6 +193,7 @@ class _Stepping:
             home = flat.home
             assert home is not None
             ready = [e for e in flat.entries if id(e) in self.mine and e.param.grad is not None]
+            self.hows[flat.index] = moments.rests(self.optimizer, self.engine.recipe, flat) if ready else None
             for entry in ready:
                 self._adopt(home, entry)
             for a, b in home.chunks() if ready else ():
@@ -197,18 +207,33 @@ class _Stepping:
 
     def _adopt(self, home: Home, entry: Entry) -> None:
         """States that somebody has put in memory (load_state_dict) go to NVMe."""
-        state = self.optimizer.state.get(entry.param, {})
+        state, how = self.optimizer.state.get(entry.param, {}), self.hows[entry.flat.index]
+        if how is not None:
+            there = [key for key in state if key in SIGNED or packed(key) is not None]
+            if there and all(state[key].is_meta for key in there):
+                return
+            if there or how.small(entry):
+                group = self.optimizer.param_groups[self.groups[id(entry.param)]]
+                parts = moments.adopted(self.optimizer, how, entry, group)
+                if how.small(entry):
+                    self.small[entry.number] = parts
+                    return
+                for key in there:
+                    del state[key]
+                state |= parts
         for key, value in state.items():
-            if _elementwise(value, entry.param) and value.device.type != "meta":
+            ours = packed(key) is not None or (how is not None and key in SIGNED)
+            if (ours or _elementwise(value, entry.param)) and not value.is_meta:
                 kind = state_kind(key, value.dtype)
                 home.region(kind, value.dtype)
-                home.write_part(kind, _owned(entry)[0], value.reshape(-1))
-                state[key] = torch.empty(entry.param.shape, dtype=value.dtype, device="meta")
+                home.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
+                state[key] = _place_of(entry, key, value.dtype)
 
     # -- one chunk -------------------------------------------------------------------------------------------------------------
 
     def _buffer(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        whole, chunk.buffers[kind] = self.beyond.buffer(chunk.b - chunk.a, dtype, chunk.flat.unit_name)
+        grain = grain_of_kind(kind)
+        whole, chunk.buffers[kind] = self.beyond.buffer(-(-(chunk.b - chunk.a) // grain), dtype, chunk.flat.unit_name, grain)
         chunk.whole.append(whole)
         return chunk.buffers[kind]
 
@@ -217,12 +242,12 @@ class _Stepping:
         kinds = ["master", *(["gradient"] if any(e.param.grad is not None and is_hollow(e.param.grad) for e, _, _ in chunk.pieces) else [])]
         for entry, _, _ in chunk.pieces:
             for key, value in self.optimizer.state.get(entry.param, {}).items():
-                if _elementwise(value, entry.param) and (kind := state_kind(key, value.dtype)) not in kinds:
+                if isinstance(value, torch.Tensor) and value.is_meta and (kind := state_kind(key, value.dtype)) not in kinds:
                     kinds.append(kind)
         for kind in kinds:
             region = home.regions[kind]
             data = self._buffer(chunk, kind, region.dtype)
-            chunk.moving.append(region.read(chunk.a, data))
+            chunk.moving.append(region.read(chunk.a // grain_of_kind(kind), data))
             self.beyond.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
 
     def _land(self, chunk: _Chunk) -> None:
@@ -233,8 +258,11 @@ class _Stepping:
             chunk.buffers["gradient"].mul_(scale)
 
     def _step(self, chunk: _Chunk) -> None:
+        if (how := self.hows[chunk.flat.index]) is not None:
+            self._step_unpacked(chunk, how)
+            return
         stand_ins = [self._stand_in(chunk, *piece) for piece in chunk.pieces]
-        with _only(self.optimizer, self.groups, [e.param for e, _, _ in chunk.pieces], stand_ins):
+        with only(self.optimizer, self.groups, [e.param for e, _, _ in chunk.pieces], stand_ins):
             try:
                 raw_step(self.optimizer)
             finally:
@@ -242,16 +270,48 @@ class _Stepping:
         for (entry, x, y), stand_in, state in zip(chunk.pieces, stand_ins, states, strict=True):
             self._keep(chunk, entry, x, y, stand_in, state)
 
+    def _step_unpacked(self, chunk: _Chunk, how: moments.Rests) -> None:
+        """As `_step`, where moments rest in another format than they are stepped in."""
+        pieces: list[moments.Piece] = []
+        for entry, x, y in chunk.pieces:
+            state, begin = self.optimizer.state.get(entry.param, {}), _owned(entry)[0]
+            scalars = {key: value for key, value in state.items() if key not in SIGNED and packed(key) is None}
+            whole = self.small.get(entry.number)
+            parts = self._parts(chunk, how, entry, x, y) if whole is None else moments.cut(whole, x - begin, y - begin)
+            master, grad = chunk.buffers["master"][x - chunk.a : y - chunk.a], self._gradient(chunk, entry, x, y)
+            pieces.append(moments.Piece(entry, moments.place(entry) + x - begin, master, grad, parts, scalars, not state))
+        moments.step_pieces(self.optimizer, self.groups, how, pieces)
+        for piece in pieces:
+            kept = self.small.get(piece.entry.number)
+            after = {key: _place_of(piece.entry, key, part.dtype) for key, part in piece.parts.items()}
+            if kept is not None:
+                after = {key: part.view(piece.entry.param.shape) for key, part in kept.items()}
+            self.scalars[piece.entry.number] = piece.entry, piece.scalars | after
+
+    def _parts(self, chunk: _Chunk, how: moments.Rests, entry: Entry, x: int, y: int) -> dict[str, torch.Tensor]:
+        """The moments of elements [x, y), in the chunk's buffers."""
+        out = {}
+        for key, dtype in how.parts(entry, self.optimizer.param_groups[self.groups[id(entry.param)]]).items():
+            kind, grain = state_kind(key, dtype), grain_of(key)
+            if kind not in chunk.buffers:  # the first step makes it
+                chunk.home.region(kind, dtype)
+                self._buffer(chunk, kind, dtype).view(torch.uint8).zero_()
+            out[key] = chunk.buffers[kind][(x - chunk.a) // grain : -(-(y - chunk.a) // grain)]
+        return out
+
+    @staticmethod
+    def _gradient(chunk: _Chunk, entry: Entry, x: int, y: int) -> torch.Tensor:
+        if "gradient" in chunk.buffers:
+            return chunk.buffers["gradient"][x - chunk.a : y - chunk.a]
+        first = _owned(entry)[0]
+        assert entry.param.grad is not None
+        return entry.param.grad.reshape(-1)[x - first : y - first]
+
     def _stand_in(self, chunk: _Chunk, entry: Entry, x: int, y: int) -> nn.Parameter:
         """Elements [x, y) of the owned interval as a parameter of their own."""
         here = slice(x - chunk.a, y - chunk.a)
         stand_in = nn.Parameter(chunk.buffers["master"][here])
-        if "gradient" in chunk.buffers:
-            stand_in.grad = chunk.buffers["gradient"][here]
-        else:
-            first = _owned(entry)[0]
-            assert entry.param.grad is not None
-            stand_in.grad = entry.param.grad.reshape(-1)[x - first : y - first]
+        stand_in.grad = self._gradient(chunk, entry, x, y)
         state: dict[str, Any] = {}
         for key, value in self.optimizer.state.get(entry.param, {}).items():
             if _elementwise(value, entry.param):
@@ -283,7 +343,7 @@ class _Stepping:
         home = chunk.home
         for kind, data in chunk.buffers.items():
             if kind != "gradient":
-                chunk.moving.append(home.regions[kind].write(chunk.a, data))
+                chunk.moving.append(home.regions[kind].write(chunk.a // grain_of_kind(kind), data))
                 self.beyond.entered("written", chunk.flat.unit_name, data.numel() * data.element_size())
         home.stepped(chunk.a, chunk.b, chunk.buffers["master"])
 
@@ -302,7 +362,12 @@ def _owned(entry: Entry) -> tuple[int, int]:
     return a - entry.flat.owned[0], b - entry.flat.owned[0]
 
 
+def _place_of(entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """What stands in the optimizer's state for a part of it on NVMe."""
+    shape = entry.param.shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def _elementwise(value: Any, param: torch.Tensor) -> bool:
     """Whether a state has an element for each of the parameter's."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
-

@@ -1,6 +1,7 @@
 """What stands between an optimizer and sharded parameters: nothing, but for two looks around each step.
 
-Before: what rests off the device is stepped (optim/offloaded.py), and its gradients are put aside, so that the step itself does the rest.
+Before: what rests off the device or in another format is stepped (optim/offloaded.py), and its gradients are put aside, so that the step
+itself does the rest.
 Before that: an optimizer whose update of one element depends on others (a factored second moment, a matrix, a layer's norm) would train
 on something else when it is given intervals. It is recognised by trying it: the update of a small matrix must equal, bit for bit,
 the update of its elements cut into pieces. After: kept copies of the parameters are stale.
@@ -18,7 +19,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from onefold.optim.behind import Behind
-from onefold.optim.offloaded import step_offloaded
+from onefold.optim.moments import torchao_format
+from onefold.optim.offloaded import step_apart, stepped_apart
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import whole_sight
@@ -55,6 +57,19 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
     return found
 
 
+def _with_passive(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dict[Engine, list[Entry]]:
+    """`found` with the parameters that stay as they are on one rank, which are sharded in name only; another format is theirs too."""
+    out, low = {engine: list(entries) for engine, entries in found.items()}, torchao_format(optimizer) is not None
+    asking = [e for e in _engines if low or e.recipe.moments is not None or e.recipe.stochastic_rounding]
+    passive = {id(entry.param): (engine, entry) for engine in asking for entry in engine.entries if entry.flat.passive}
+    for group in optimizer.param_groups if passive else ():
+        for param in group["params"]:
+            if id(param) in passive:
+                engine, entry = passive[id(param)]
+                out.setdefault(engine, []).append(entry)
+    return out
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with whole_sight():
         for engine in [e for e in _engines if e.passive and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
@@ -65,21 +80,23 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                     engine.tell_failure()
         _show_again(optimizer)  # a step that raised never came to its end
         found = _entries_of(optimizer)
-        away = any(engine.at_home for engine in found)
+        apart = {engine: stepped_apart(optimizer, engine, entries) for engine, entries in _with_passive(optimizer, found).items()}
+        away = any(engine.at_home or apart[engine] for engine in apart)
     changed = _after_closure(args, kwargs) if away else None
     with whole_sight():
         for engine in found:
             engine.optimizer_is_stepping()
-            if engine.recipe.elementwise_optimizer is not True and _is_cut(engine):
+            known = torchao_format(optimizer) is not None  # its blocks are seen to; a trial would compile it
+            if engine.recipe.elementwise_optimizer is not True and _is_cut(engine) and not known:
                 refuse_unless_elementwise(optimizer)
-        for engine, entries in found.items():
-            if engine.at_home:
+        for engine, entries in apart.items():
+            if engine.at_home or entries:
                 if engine.recipe.step_in_backward:
                     engine.behind = engine.behind or Behind(engine)
                     engine.behind.know(optimizer, entries)
                 with torch.no_grad():
-                    step_offloaded(optimizer, engine, entries)
-                gone = [e.param for e in entries if e.flat.home is not None]
+                    step_apart(optimizer, engine, entries)
+                gone = [e.param for e in entries]
                 _aside.setdefault(optimizer, []).extend((p, p.grad) for p in gone)
                 for param in gone:
                     param.grad = None

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.recipe.moments import FORMATS
 from onefold.recipe.tiers import without_tiers
 
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe
 
-_SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs", "sync_buffers", "step_in_backward")
+_SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs", "sync_buffers", "step_in_backward", "stochastic_rounding")
 
 
 def check_units(units: Any) -> None:
@@ -41,6 +42,10 @@ def check_options(recipe: Recipe) -> None:
             raise ValueError(f"{name}={getattr(recipe, name)!r}: expected True or False.")
     if not (recipe.elementwise_optimizer is None or isinstance(recipe.elementwise_optimizer, bool)):
         raise ValueError(f"elementwise_optimizer={recipe.elementwise_optimizer!r}: expected True, or None or False to try the optimizer.")
+    if recipe.moments is not None and not (isinstance(recipe.moments, str) and recipe.moments in FORMATS):
+        raise ValueError(f"moments={recipe.moments!r}: expected one of {', '.join(map(repr, FORMATS))}, or None.")
+    if not isinstance(recipe.rounding_seed, int) or isinstance(recipe.rounding_seed, bool):
+        raise ValueError(f"rounding_seed={recipe.rounding_seed!r}: expected a whole number.")
     check_units(recipe.units)
     seconds = recipe.stall_timeout
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
@@ -70,6 +75,10 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         said["cast_inputs"] = "in fp32: inputs are cast in the 16-bit precisions only"
     if given.get("elementwise_optimizer") is not None and recipe.optimizer.placement.value == "replicated":
         said["elementwise_optimizer"] = "where optimizer states are replicated (stage 0): every optimizer sees whole parameters"
+    if given.get("stochastic_rounding") and recipe.moments != "bf16" and recipe.optimizer.dtype != torch.bfloat16:
+        said["stochastic_rounding"] = "where nothing is rounded to bf16: give moments='bf16' or master_dtype=torch.bfloat16"
+    if given.get("rounding_seed") and not recipe.stochastic_rounding:
+        said["rounding_seed"] = "without stochastic_rounding=True"
     said |= without_tiers(recipe, given)
     return [f"{name}={given[name]!r} has no effect {why}." for name, why in said.items()]
 

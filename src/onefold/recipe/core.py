@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
+from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.tiers import UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
 
 
@@ -89,6 +90,10 @@ class Recipe:
         cast_inputs: floating-point inputs of the forward pass are cast to the compute dtype.
         sync_buffers: running statistics of normalization layers follow rank 0, as in DDP.
         stall_timeout: seconds that a rank waits for the others before every rank gets a `StallError`.
+        moments: what Adam's moments rest in, on whatever tier: "fp32", "bf16", "int8", "fp8" or "int4" (recipe/moments.py); None: in the
+            dtype of the master weights, as torch's optimizers make them. They are computed with in fp32.
+        stochastic_rounding: fp32 is rounded to bf16, in moments and in master weights of that dtype, up or down by chance, so that it is
+            right on average. Chance depends on `rounding_seed`, the step and the element's place in its parameter, on nothing else.
         elementwise_optimizer: None or False tries the optimizer before its first step; True is your word for it.
         offload_share, offload_bytes: how much of the optimizer's states rests on their row's tier: a share, or bytes of a rank.
             The last units of the model go first: their transfers hide behind the rest of the backward pass and the next forward.
@@ -113,6 +118,9 @@ class Recipe:
     cast_inputs: bool = True
     sync_buffers: bool = True
     stall_timeout: float = 300.0
+    moments: str | None = None
+    stochastic_rounding: bool = False
+    rounding_seed: int = 0
     elementwise_optimizer: bool | None = None
     offload_share: float = 1.0
     offload_bytes: int | None = None
@@ -258,6 +266,11 @@ class Recipe:
     def compute_dtype(self) -> torch.dtype:
         return self.parameters.dtype
 
+    @property
+    def block(self) -> int:
+        """Elements that must not be divided among ranks or tiles; 0 where any may be."""
+        return BLOCK if self.moments is not None and FORMATS[self.moments].packed else 0
+
     def describe(self) -> str:
         """The recipe as the table of this module's docstring, filled in."""
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
@@ -276,6 +289,10 @@ class Recipe:
     def _tails(self) -> list[str]:
         """What the recipe says about tiers besides the rows."""
         tail = []
+        if self.moments is not None:
+            tail.append(f"moments in {self.moments}")
+        if self.stochastic_rounding:
+            tail.append("stochastic rounding to bf16")
         if self.offload_bytes is not None or self.offload_share < 1:
             share, budget = f"{self.offload_share:.0%} of the states", self.offload_bytes
             amount = share if budget is None else f"{budget:,} bytes of states a rank"

@@ -17,6 +17,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from onefold.recipe.moments import FORMATS
+
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe, Tier
 
@@ -168,6 +170,11 @@ def check_tiers(recipe: Recipe) -> None:
             raise ValueError(f"{name}={value!r}: expected a number of bytes above 0, or None.")
     if isinstance(recipe.chunk, bool) or not isinstance(recipe.chunk, int) or recipe.chunk < 16 * SECTOR or recipe.chunk % SECTOR:
         raise ValueError(f"chunk={recipe.chunk!r}: expected a number of elements, a multiple of {SECTOR} from {16 * SECTOR} up.")
+    if o is Tier.NVME and recipe.moments is not None and (most := FORMATS[recipe.moments].block * SECTOR // 4) and recipe.chunk % most:
+        raise ValueError(
+            f"chunk={recipe.chunk}: with moments={recipe.moments!r} on NVMe it has to be a multiple of {most} elements, whose scales fill "
+            f"whole sectors of {SECTOR} bytes."
+        )
     threads = recipe.nvme_threads
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 64:
         raise ValueError(f"nvme_threads={threads!r}: expected a number of threads from 1 to 64.")

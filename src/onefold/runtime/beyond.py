@@ -12,6 +12,7 @@ import torch
 
 from onefold.comm import TrafficLedger
 from onefold.memory import STAGING, Lane, MemoryLedger, Pool
+from onefold.memory.heap import give_large_blocks_back
 from onefold.memory.nvme import Nvme, Region, TierError, Transfer
 from onefold.recipe import Recipe
 
@@ -48,6 +49,8 @@ class Beyond:
             TierError: a folder is not there, or cannot be written.
         """
         if self._store is None:
+            if self.lane.device.type == "cpu":  # the memory that is to be saved is the C library's
+                give_large_blocks_back()
             self._store = Nvme(self.recipe.nvme, name=f"rank{self.rank}", threads=self.recipe.nvme_threads)
         return self._store
 
@@ -81,7 +84,7 @@ class Beyond:
             self.moved.waited(None, begun)
 
     def rise(self, into: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy a buffer of the pool to the device; it goes back to the pool when that is done. The current stream waits, the host does not."""
+        """Copy a buffer of the pool to the device; it goes back when that is done. The current stream waits for it, the host does not."""
         done = self.lane.copy(into, whole)
         self.lane.join()
         with self._lock:
@@ -96,10 +99,13 @@ class Beyond:
             while self._rising and (all_of_them or self._rising[0][0]()):
                 self.pool.give(self._rising.popleft()[1])
 
-    def buffer(self, numel: int, dtype: torch.dtype, unit: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(a host buffer to be given back to the pool, its first `numel` elements): of one size wherever that is enough."""
+    def buffer(self, numel: int, dtype: torch.dtype, unit: str, grain: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a host buffer to be given back to the pool, its first `numel` items): of one size wherever that is enough.
+
+        `grain`: elements that an item stands for.
+        """
         self.risen()
-        whole = self.pool.take(max(numel, self.chunk), dtype, STAGING, unit)
+        whole = self.pool.take(max(numel, -(-self.chunk // grain)), dtype, STAGING, unit)
         return whole, whole[:numel]
 
     def write(self, region: Region, start: int, data: torch.Tensor, whole: torch.Tensor, unit: str) -> None:

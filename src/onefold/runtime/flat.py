@@ -90,7 +90,8 @@ class Flat:
         self.frozen_low = dtypes.master in _LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         self.rank, self.size = group.rank, group.size
-        self.layout = FlatLayout.of([(f.names[0], f.param.shape) for f in found], group.size, SECTOR if tiers and tiers.on_disk else 0)
+        sector = SECTOR if tiers and tiers.on_disk else 0
+        self.layout = FlatLayout.of([(f.names[0], f.param.shape) for f in found], group.size, sector, recipe.block)
         self.entries = [Entry(f, s, i, self, engine) for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))]
         self.tiled = any(f.part.numel != f.param.numel() for f in found)
         self.whole_master = recipe.optimizer.placement is Placement.REPLICATED or group.size == 1

@@ -26,6 +26,7 @@ from onefold.layout import overlap
 from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING, empty, host_empty, storage_of
 from onefold.memory.nvme import Region, TierError, Transfer
 from onefold.recipe import Tier
+from onefold.recipe.moments import grain_of
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.hollow import hollow
 from onefold.runtime.tiers import Tiers
@@ -40,6 +41,12 @@ _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS
 def state_kind(key: str, dtype: torch.dtype) -> str:
     """What a region of an optimizer's element-wise state `key` is called."""
     return f"state {key} {str(dtype).removeprefix('torch.')}"
+
+
+def grain_of_kind(kind: str) -> int:
+    """Elements that one item of a region of that kind stands for: 1 but for codes and scales of packed moments."""
+    what, _, rest = kind.partition(" ")
+    return grain_of(rest.rpartition(" ")[0]) if what == "state" else 1
 
 
 class Home:
@@ -99,14 +106,14 @@ class Home:
             self.shown.untyped_storage().resize_(0)
 
     def region(self, kind: str, dtype: torch.dtype) -> Region:
-        """The place on NVMe of what is called `kind`, [owned]; made when it is first asked for.
+        """The place on NVMe of what is called `kind`, [owned] (or an item for some elements each); made when it is first asked for.
 
         Raises:
             TierError: the disk has no room.
         """
         if kind not in self.regions:
             name = f"{self.flat.unit_name}.{self.flat.index}.{kind}"
-            region = self.regions[kind] = self.beyond.store.region(name, self.numel, dtype)
+            region = self.regions[kind] = self.beyond.store.region(name, -(-self.numel // grain_of_kind(kind)), dtype)
             self.beyond.disk.add(_CATEGORIES.get(kind, MOMENTS), region.nbytes, self.flat.unit_name)
         return self.regions[kind]
 
@@ -138,22 +145,22 @@ class Home:
         self.beyond.lane.wait()
 
     def part(self, kind: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of what lies on NVMe as `kind`, in host memory of their own."""
+        """Elements (or items) [start, stop) of what lies on NVMe as `kind`, in host memory of their own."""
         region = self.regions[kind]
         if start == stop:
             return torch.empty(0, dtype=region.dtype)
         first = start // SECTOR * SECTOR
-        out = empty(min(self.numel, -(-stop // SECTOR) * SECTOR) - first, region.dtype, torch.device("cpu"), paged=True)
+        out = empty(min(region.numel, -(-stop // SECTOR) * SECTOR) - first, region.dtype, torch.device("cpu"), paged=True)
         self.beyond.wait(region.read(first, out))
         self.beyond.entered("read", self.flat.unit_name, out.numel() * out.element_size())
         return out[start - first : stop - first]
 
     def write_part(self, kind: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements from `start` on of what lies on NVMe as `kind`."""
+        """Overwrite elements (or items) from `start` on of what lies on NVMe as `kind`."""
         stop, region = start + values.numel(), self.regions[kind]
         if start == stop:
             return
-        first, last = start // SECTOR * SECTOR, min(self.numel, -(-stop // SECTOR) * SECTOR)
+        first, last = start // SECTOR * SECTOR, min(region.numel, -(-stop // SECTOR) * SECTOR)
         whole, data = self._buffer(last - first, region.dtype)
         if first < start or stop < last:
             self.beyond.wait(region.read(first, data))

@@ -70,13 +70,13 @@ def gradient_bytes(engine: Engine, tier: Tier) -> int:
     if engine.backward_open:  # buffers are on their way between owners: the ledger's own count is right
         return ledger.held(GRADIENTS)
     ours = [e for e in engine.entries if (e.flat.home is None) == (tier is Tier.DEVICE) and e.kept is None]
-    reduced = sum(_unique_bytes(e.param.grad for e in ours))
+    reduced = sum(unique_bytes(e.param.grad for e in ours))
     if tier is not Tier.DEVICE:
         return reduced
     return reduced + sum(b.numel() * b.element_size() for u in engine.units for flat in u.flats for b in flat.grads.values())
 
 
-def _unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
+def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
     """The bytes of each storage among `tensors`, once."""
     seen = set()
     with whole_sight():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from onefold.memory.nvme import TierError, measure, refuse_unless_fits
 from onefold.recipe import Tier
+from onefold.recipe.moments import FORMATS
 from onefold.runtime.agree import agree_on_failure
 
 if TYPE_CHECKING:
@@ -20,14 +21,15 @@ _SAMPLE = 16 << 20
 
 
 def needed(engine: Engine) -> int:
-    """Bytes that this rank's state takes on NVMe with an optimizer of two moments in fp32."""
+    """Bytes that this rank's state takes on NVMe with an optimizer of two moments, in the recipe's format."""
     total = 0
     for flat in engine.at_home:
         assert flat.home is not None
         tiers, d, n = flat.home.tiers, flat.dtypes, flat.home.numel
         trained = any(e.param.requires_grad for e in flat.entries)
         if tiers.optimizer is Tier.NVME:
-            total += n * d.master.itemsize * (1 + (MOMENTS_EXPECTED if trained else 0))
+            moment = FORMATS[engine.recipe.moments].nbytes(n) if engine.recipe.moments is not None else n * d.master.itemsize
+            total += n * d.master.itemsize + (MOMENTS_EXPECTED * moment if trained else 0)
         if tiers.gradients is Tier.NVME and trained:
             total += n * d.master.itemsize
         if tiers.parameters is Tier.NVME and d.compute != d.master:

@@ -328,9 +328,10 @@ class Reducer:
             grad = r.total[a - base : b - base].view(param.shape)
             if param.grad is None:
                 param.grad = grad.to(param.dtype)
-                if param.grad is not grad:  # a copy in another dtype
+                if param.grad is grad:
+                    kept = True
+                else:  # a copy in another dtype
                     self._ledger(r.flat).add(GRADIENTS, _bytes(param.grad))
-                kept = True
             else:
                 param.grad.add_(grad)
         if behind:
@@ -366,7 +367,8 @@ class Reducer:
         self.engine.moves.graded |= used_anywhere
         while self.flying:
             self._land(self.flying.pop(0))
-        for r in self.summed:
+        while self.summed:  # each goes as soon as it is handed over
+            r = self.summed.pop(0)
             if r.gathering is not None:
                 r.gathering.wait()
                 which = [e.number in used_anywhere and r.flat.in_run(e, r.run) for e in r.flat.entries]
@@ -375,8 +377,8 @@ class Reducer:
                     e.number in used_anywhere and r.flat.in_run(e, r.run) and not done
                     for e, done in zip(r.flat.entries, r.filled, strict=True)
                 ]
-            self._hand_over(r, which)
-        self.summed.clear()
+            if not self._hand_over(r, which) and r.gathering is not None and r.total is not None:
+                self._ledger(r.flat).add(GRADIENTS, -_bytes(r.total))
 
     def launch_rest(self) -> None:
         """At the end of a backward pass: the units whose gradients did not all come take part with zeros."""

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.moments import bytes_an_element  # a budget in bytes is measured by Adam's moments, whatever optimizer comes later
 from onefold.runtime.units import UnitSpec
-
-_STATES = 2  # moments of Adam: what a budget in bytes is measured by, whatever optimizer comes later
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def leaving(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
     sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
     if recipe.offload_bytes is None and recipe.offload_share >= 1:
         return set(range(len(specs)))
-    a_parameter = (1 + _STATES) * torch.float32.itemsize + recipe.gradients.dtype.itemsize
+    a_parameter = torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.gradients.dtype.itemsize
     divided = ranks if recipe.optimizer.placement.value == "sharded" else 1
     budget = sum(sizes) * recipe.offload_share
     if recipe.offload_bytes is not None:

@@ -20,6 +20,7 @@ from onefold.plan.schema import Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import FlatPlan, UnitPlan, moments, resting, units_of
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.moments import bytes_an_element
 from onefold.runtime.tiers import Tiers
 
 #: What an optimizer's step on NVMe has in memory of one chunk: masters, gradients and Adam's two moments.
@@ -111,8 +112,9 @@ def _leaving(units: list[UnitPlan], recipe: Recipe) -> set[int]:
     sizes = [sum(f.layout.content for f in unit.flats if f.trainable) for unit in units]
     if recipe.offload_bytes is None and recipe.offload_share >= 1:
         return set(range(len(units)))
-    each = 3 * 4 + recipe.gradients.dtype.itemsize
-    divided = units[0].flats[0].ranks if units and recipe.optimizer.placement.value == "sharded" else 1
+    each = 4 + bytes_an_element(recipe.moments) + recipe.gradients.dtype.itemsize
+    first = next((flat for unit in units for flat in unit.flats), None)  # a unit may have no parameters of its own
+    divided = first.ranks if first is not None and recipe.optimizer.placement.value == "sharded" else 1
     budget = sum(sizes) * recipe.offload_share
     if recipe.offload_bytes is not None:
         budget = min(budget, recipe.offload_bytes * divided / each)

@@ -182,7 +182,7 @@ def _stages(asked: Asked) -> list[int]:
 
 def _not_counted(asked: Asked) -> list[str]:
     given = dict(asked.tiers)
-    words = {"offload_activations": "activations on the host", "tile": "weights in tiles"}
+    words = {"offload_activations": "activations on the host", "tile": "weights in tiles", "moments": "the format of moments"}
     named = [text for name, text in words.items() if given.get(name) is not None]
     return [f"the plan does not count {' and '.join(named)}: the run takes less than it says"] if named else []
 

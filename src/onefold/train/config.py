@@ -78,6 +78,10 @@ class TrainConfig(BaseModel):
         json_schema_extra={"repeated": True},
     )
     tile: str | None = Field(None, description="Compute linear and embedding layers whose weight is larger (256MB) in tiles.")
+    moments: Literal["fp32", "bf16", "int8", "fp8", "int4"] | None = Field(
+        None, description="What Adam's moments rest in, on any tier (default: fp32); int8, fp8 and int4 need torchao."
+    )
+    stochastic_rounding: bool = Field(False, description="Round moments to bf16 up or down by chance, right on average.")
     step_in_backward: bool = Field(False, description="Step offloaded units behind the backward pass; needs --clip 0.")
 
     # batches and length of the run

@@ -1,4 +1,4 @@
-"""Where state rests, from the words of a command line or a file to the arguments of `Recipe.zero`.
+"""Where state rests, and in what, from the words of a command line or a file to the arguments of `Recipe.zero`.
 
 | option                    | words                                                       | argument                     |
 |---------------------------|-------------------------------------------------------------|------------------------------|
@@ -9,6 +9,8 @@
 | --nvme (may be repeated)  | folders                                                     | a list of them               |
 | --tile                    | 256MB                                                       | the same                     |
 | --step-in-backward        |                                                             | True                         |
+| --moments                 | bf16, int8, fp8, int4                                       | the same                     |
+| --stochastic-rounding     |                                                             | True                         |
 """
 
 from __future__ import annotations
@@ -24,19 +26,20 @@ from onefold.train.machine import readable
 if TYPE_CHECKING:
     from onefold.train.config import TrainConfig
 
-_AS_THEY_ARE = ("offload_gradients", "offload_param", "offload_activations", "tile")
+_AS_THEY_ARE = ("offload_gradients", "offload_param", "offload_activations", "tile", "moments")
 
 
 def tier_arguments(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of `Recipe.zero` about tiers that the configuration gives; {} where everything stays on the device."""
+    """The arguments of `Recipe.zero` about tiers and moments that the configuration gives; {} where all is as usual, on the device."""
     given: dict[str, Any] = {}
     if config.offload_optimizer not in (None, "none"):
         given["offload_optimizer"] = _optimizer(config.offload_optimizer)
     given |= {name: value for name in _AS_THEY_ARE if (value := getattr(config, name)) not in (None, "none")}
     if config.nvme:
         given["nvme"] = list(config.nvme)
-    if config.step_in_backward:
-        given["step_in_backward"] = True
+    for switch in ("step_in_backward", "stochastic_rounding"):
+        if getattr(config, switch):
+            given[switch] = True
     return given
 
 
@@ -68,7 +71,7 @@ def refuse_without_folder(config: TrainConfig) -> None:
 
 
 def in_a_sentence(recipe: Recipe) -> str:
-    """What rests off the device, for people; "" where nothing does."""
+    """What rests off the device or in another format, for people; "" where nothing does."""
     rows = {"parameters": recipe.parameters.tier, "gradients": recipe.gradients.tier, "optimizer states": recipe.optimizer.tier}
     parts = []
     for tier, name in ((Tier.HOST, "on the host"), (Tier.NVME, "on NVMe")):
@@ -79,6 +82,8 @@ def in_a_sentence(recipe: Recipe) -> str:
         parts.append(f"of up to {readable(recipe.offload_bytes)} of states a rank")
     elif parts and recipe.offload_share < 1:
         parts.append(f"of {recipe.offload_share:.0%} of the model")
+    if recipe.moments is not None:
+        parts.append(f"moments in {recipe.moments}")
     if recipe.activations is not None:
         room = "" if recipe.activations >= UNLIMITED else f" up to {readable(recipe.activations)}"
         parts.append(f"activations on the host{room}")

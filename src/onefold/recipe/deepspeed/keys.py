@@ -197,7 +197,7 @@ BF16: Section = {
     "check_grad_overflow": _flag(),
     "immediate_grad_update": _flag(inert=_FLAT),
     "bf16_master_weights_and_grads": _flag(later="master weights are fp32 here: remove it"),
-    "bf16_optimizer_states": _flag(later="optimizer states are fp32 here: remove it"),
+    "bf16_optimizer_states": _flag(),
 }
 
 DATA_TYPES: Section = {

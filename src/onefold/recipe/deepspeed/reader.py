@@ -170,6 +170,8 @@ def read_deepspeed(
                 "blocks are prefetched one at a time, whatever their size; 0 turns prefetching off",
             )
         )
+    if parts["bf16"].get("bf16_optimizer_states") and not parts["bf16"].get("enabled"):
+        read.without_effect.append(("bf16.bf16_optimizer_states", "bf16.enabled is not true"))
     arguments = _recipe_arguments(top, zero, parts) | read_tiers(read, zero, top.get("aio", {}))
     if "gradient_clipping" not in top:
         read.remarks.append(
@@ -258,6 +260,8 @@ def _recipe_arguments(
         arguments["prefetch"] = 0
     if fp16.get("enabled") and "auto_cast" in fp16:
         arguments["cast_inputs"] = fp16["auto_cast"]
+    if bf16.get("enabled") and bf16.get("bf16_optimizer_states"):
+        arguments["moments"] = "bf16"
     if "communication_data_type" in top:
         arguments["wire"] = _DTYPES[top["communication_data_type"]]
     if "grad_accum_dtype" in parts["data_types"]:

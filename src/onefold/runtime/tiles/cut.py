@@ -11,6 +11,7 @@ A weight is left whole, with a word to the user, where something else than the m
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection
 from types import TracebackType
@@ -70,12 +71,15 @@ class Cut:
         for (module, _), home in zip(found.places, found.homes, strict=True):
             _refuse_odd_embedding(module, home.rpartition(".")[0])
         row = weight.shape[1] * dtype.itemsize
-        if row > limit:
+        whole = recipe.block // math.gcd(weight.shape[1], recipe.block) if recipe.block and weight.requires_grad else 1
+        if row * whole > limit:
+            why = "a row is not divided" if whole == 1 else f"moments in {recipe.moments} have blocks of {recipe.block} elements"
+            rows = "one row" if whole == 1 else f"{whole} rows"
             raise ValueError(
-                f"tile={limit:,} bytes, but one row of {name!r} ({tuple(weight.shape)}, {dtype}) takes {row:,}, and a row is not divided: "
-                f"give a tile of {row:,} bytes or more."
+                f"tile={limit:,} bytes, but {rows} of {name!r} ({tuple(weight.shape)}, {dtype}) take{'s' * (whole == 1)} {row * whole:,}, "
+                f"and {why}: give a tile of {row * whole:,} bytes or more."
             )
-        self._cut(found, rows_of_a_tile(weight.shape[0], limit // row), name)
+        self._cut(found, rows_of_a_tile(weight.shape[0], limit // row, whole), name)
 
     def _cut(self, found: Found, rows: int, name: str) -> None:
         weight = found.param
@@ -111,10 +115,13 @@ class Cut:
             self._undo.pop()()
 
 
-def rows_of_a_tile(rows: int, most: int) -> int:
-    """How many of `rows` rows the tiles have (the last one may have fewer), at most `most` each: as few tiles as can be, of like size."""
-    even = -(-rows // -(-rows // most))
-    return next((whole for q in ROWS if (whole := round_up(even, q)) <= most), even)
+def rows_of_a_tile(rows: int, most: int, multiple: int = 1) -> int:
+    """How many of `rows` rows the tiles have (the last one may have fewer), at most `most` each: as few tiles as can be, of like size.
+
+    Always a multiple of `multiple`, of which `most` is not below one.
+    """
+    even = min(round_up(-(-rows // -(-rows // most)), multiple), most // multiple * multiple)
+    return next((whole for q in ROWS if (whole := round_up(even, math.lcm(q, multiple))) <= most), even)
 
 
 def _tile(module: nn.Module, weight: nn.Parameter, start: int, rows: int, shared: bool) -> Tile:

@@ -1,0 +1,115 @@
+"""Moments in one format, read as if they had been saved in another.
+
+    stored                             asked for                         comes back
+    exp_avg.int8, exp_avg.int8.scale   the same                          bit-equal: not even unpacked
+    exp_avg.int8, exp_avg.int8.scale   exp_avg, fp32                     the values they stand for
+    exp_avg, fp32 or bf16              exp_avg.int4, exp_avg.int4.scale  packed, as a step would have packed them
+
+Blocks are counted from the parameter's beginning, so every rank makes the same codes of a block, whatever it reads of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from onefold.checkpoint.source import Item, Source, Stored
+from onefold.checkpoint.tensorfile import numel_of
+from onefold.optim.codec import Codec
+from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
+
+#: Elements unpacked at a time; a multiple of BLOCK.
+CHUNK = 1 << 20
+_CPU = torch.device("cpu")
+
+
+class Recoded:
+    """`source` with the moments of each parameter in the format that `wanted` gives for (its name, its elements)."""
+
+    def __init__(self, source: Source, wanted: Callable[[str, int], Format]) -> None:
+        self.source = source
+        self._items = dict(source.items())
+        self._made: dict[Item, tuple[Item, Format, int]] = {}  # asked for: (the moment as if it were plain, its format there, elements)
+        self._codecs: dict[str, Codec] = {}
+        shapes = {item.name: stored.shape for item, stored in self._items.items() if item.kind == "parameter"}
+        for item in [i for i in self._items if i.kind == "state" and (packed(i.state) or i.state in SIGNED) and i.name in shapes]:
+            part, shape = packed(item.state), shapes[item.name]
+            there = part.format if part is not None else FORMATS["fp32"]
+            asked = wanted(item.name, numel_of(shape))
+            if there.keys("") == asked.keys(""):
+                continue
+            stored = self._items.pop(item)
+            if part is None and stored.shape != shape:  # something else of that name
+                self._items[item] = stored
+                continue
+            plain = Item("state", item.name, part.key if part is not None else item.state)
+            for key in asked.keys(plain.state):
+                made = packed(key)
+                shown = Stored(torch.float32, shape)
+                if made is not None:
+                    shown = Stored(made.dtype, (-(-numel_of(shape) // made.grain),))
+                self._items[Item("state", item.name, key)] = shown
+                self._made[Item("state", item.name, key)] = plain, there, numel_of(shape)
+
+    @property
+    def describe(self) -> str:
+        return self.source.describe
+
+    def items(self) -> Mapping[Item, Stored]:
+        return self._items
+
+    def aliases(self) -> Mapping[str, str]:
+        return self.source.aliases()
+
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        return self.source.scalars(name)
+
+    def groups(self) -> list[list[dict[str, Any]]] | None:
+        return self.source.groups()
+
+    def close(self) -> None:
+        self.source.close()
+
+    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+        if item not in self._made:
+            self.source.read(item, start, stop, out)
+            return
+        part, (plain, there, numel) = packed(item.state), self._made[item]
+        grain = part.grain if part is not None else 1
+        first, last = start * grain // BLOCK * BLOCK, min(numel, -(-stop * grain // BLOCK) * BLOCK)
+        for a in range(first, last, CHUNK):
+            b = min(last, a + CHUNK)
+            values = self._values(plain, there, a, b)
+            if part is not None:
+                values = self._packed(part.format, SIGNED[part.key], values)[part.scale]
+            i, j = items_of(a, b, grain)  # what `values` are of the tensor that is asked for
+            low, high = max(i, start), min(j, stop)
+            out[low - start : high - start].copy_(values[low - i : high - i])
+
+    def _values(self, plain: Item, there: Format, a: int, b: int) -> torch.Tensor:
+        """Elements [a, b) of a moment in fp32; they begin with a block, and end with one or the parameter."""
+        if not there.packed:
+            out = torch.empty(b - a, dtype=torch.float32, device=_CPU)
+            self.source.read(plain, a, b, out)
+            return out
+        parts = []
+        for key in there.keys(plain.state):
+            part = packed(key)
+            assert part is not None
+            i, j = items_of(a, b, part.grain)
+            parts.append(torch.empty(j - i, dtype=part.dtype, device=_CPU))
+            self.source.read(Item("state", plain.name, key), i, j, parts[-1])
+        return self._codec(there).decode(parts[0], parts[1], b - a, SIGNED[plain.state])
+
+    def _packed(self, format: Format, signed: bool, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.empty(-(-values.numel() // format.grain), dtype=format.dtype, device=_CPU)
+        scales = torch.empty(-(-values.numel() // format.block), dtype=torch.float32, device=_CPU)
+        self._codec(format).encode(values, signed, codes, scales)
+        return codes, scales
+
+    def _codec(self, format: Format) -> Codec:
+        if format.name not in self._codecs:
+            self._codecs[format.name] = Codec(format, _CPU)
+        return self._codecs[format.name]

@@ -1,0 +1,122 @@
+"""Packing fp32 moments into 8 and 4 bits and back: torchao's maps, scales and rounding, found without its search.
+
+    values ─► ÷ the block's greatest magnitude ─► nearest value of the map ─► codes, scales           encode
+    codes, scales ─► map[code] × scale ─► values                                                      decode
+
+torchao finds the nearest value by a binary search in tensor operations, some 100 ns an element on a core. The upper half of a float's bits
+leaves at most one boundary between two codes: a table of 65,536 entries says which, and one comparison decides (some 5 ns). The boundaries
+are taken from torchao's own function, to the last bit, so that codes are its codes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from onefold.recipe.moments import SIGNED, Format
+
+
+def require_torchao(what: str) -> None:
+    """Raise ValueError unless torchao, which `what` needs, is there. Does not import it."""
+    if find_spec("torchao") is None:
+        raise ValueError(f"{what} needs torchao, which is not installed: pip install 'onefold[lowbit]', or use moments='bf16'.")
+
+
+class Codec:
+    """Packs and unpacks moments of one format on one device. `format.packed` is true."""
+
+    def __init__(self, format: Format, device: torch.device) -> None:
+        self.format = format
+        self._tables = {signed: tuple(t.to(device) for t in _tables(format.name, signed)) for signed in set(SIGNED.values())}
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, numel: int, signed: bool) -> torch.Tensor:
+        """The fp32 values, [numel], of codes and scales that begin with a block."""
+        f = self.format
+        out = torch.zeros(scales.numel() * f.block, dtype=torch.float32, device=codes.device)
+        if f.name == "fp8":
+            out[:numel].copy_(codes)
+        else:
+            if f.grain == 2:
+                codes = torch.stack([codes >> 4, codes & 0b1111], dim=-1).view(-1)[:numel]
+            torch.index_select(self._tables[signed][0], 0, codes.int(), out=out[:numel])
+        out.view(-1, f.block).mul_(scales.view(-1, 1))
+        return out[:numel]
+
+    def encode(self, values: torch.Tensor, signed: bool, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Pack fp32 `values`, which begin with a block, into `codes` and `scales`."""
+        f, n = self.format, values.numel()
+        if n != scales.numel() * f.block:  # the last block of a parameter may be shorter; zeros do not change its scale
+            padded = torch.zeros(scales.numel() * f.block, dtype=torch.float32, device=values.device)
+            padded[:n].copy_(values)
+            values = padded
+        if f.name == "fp8":
+            from torchao.optim.subclass_fp8 import quantize_fp8
+
+            found, scale = quantize_fp8(values, f.block)
+        else:
+            from torchao.optim.quant_utils import scale_tensor
+
+            scaled, scale = scale_tensor(values, f.block)
+            found = self._nearest(scaled, signed)
+            if f.grain == 2:
+                found = (found[::2] << 4) | found[1::2]
+        codes.copy_(found[: codes.numel()])
+        scales.copy_(scale)
+
+    def _nearest(self, scaled: torch.Tensor, signed: bool) -> torch.Tensor:
+        """The codes, uint8, of values from -1 to 1."""
+        _, lowest, boundary = self._tables[signed]
+        upper = (scaled.view(torch.int32) >> 16) & 0xFFFF
+        return torch.index_select(lowest, 0, upper).add_(scaled >= torch.index_select(boundary, 0, upper))
+
+
+def _library(name: str, signed: bool) -> tuple[torch.Tensor, Any]:
+    """torchao's map of a format, fp32, and its function from values to codes."""
+    require_torchao(f"a moment in {name}")
+    from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
+
+    module, quantize = {
+        "int8": (subclass_8bit, quant_utils.quantize_8bit_with_qmap),
+        "int4": (subclass_4bit, quant_utils.quantize_4bit_with_qmap),
+    }[name]
+    values = module.get_qmap_signed() if signed else module.get_qmap_unsigned()
+    return torch.tensor(values, dtype=torch.float32, device="cpu"), quantize
+
+
+@lru_cache(maxsize=8)
+def _tables(name: str, signed: bool) -> tuple[torch.Tensor, ...]:
+    """(map, lowest code by the upper half of the bits, boundary to the next by the same); () for fp8, which needs none."""
+    if name == "fp8":
+        require_torchao("a moment in fp8")
+        return ()
+    values, quantize = _library(name, signed)
+    halves = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
+    ends = torch.stack([halves << 16, (halves << 16) | 0xFFFF]).view(torch.float32)
+    low, high = ends.min(0).values, ends.max(0).values
+    usable = ends.abs().amax(0) <= 1  # values are scaled to that; a NaN gets the code 0, as torchao has it
+    usable &= ~ends.isnan().any(0)
+    first, last = (torch.where(usable, quantize(v.nan_to_num(0.0), values).int(), 0) for v in (low, high))
+    if (last - first).max() > 1:
+        raise AssertionError(f"the values of {name} lie too close for the upper halves of floats to tell them apart")
+    boundary = torch.full((1 << 16,), torch.inf, dtype=torch.float32, device="cpu")
+    divided = (last > first).nonzero().view(-1)
+    boundary[divided] = _boundaries(low[divided], high[divided], last[divided], lambda v: quantize(v, values))
+    # 1 and -1 have an upper half of their own, whose other floats lie beyond.
+    ones = torch.tensor([1.0, -1.0], device="cpu")
+    first[((ones.view(torch.int32) >> 16) & 0xFFFF).long()] = quantize(ones, values).int()
+    return values, first.to(torch.uint8), boundary
+
+
+def _boundaries(low: torch.Tensor, high: torch.Tensor, code: torch.Tensor, quantize: Any) -> torch.Tensor:
+    """For each range of floats of one sign, the smallest that has `code`; `high` has it, `low` has not."""
+    sign = torch.where(high.signbit(), -1, 1)
+    a, b = (v.view(torch.int32).bitwise_and(0x7FFFFFFF).long() * sign for v in (low, high))  # ordered as the floats are
+    while bool((b - a > 1).any()):
+        middle = (a + b) // 2
+        value = torch.copysign(middle.abs().int().view(torch.float32), sign.float())
+        has = quantize(value).int() >= code
+        a, b = torch.where(has, a, middle), torch.where(has, middle, b)
+    return torch.copysign(b.abs().int().view(torch.float32), sign.float())

@@ -1,0 +1,104 @@
+"""Runs whose gradients are the same bits on 1, 2 and 4 ranks, and what is left of them, put together from all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from models import features_of
+
+
+class Net(nn.Module):
+    """x (batch, 19) -> (batch, 300). The weights of `blocks` and `leave` are packed, and none ends with a block; the rest is too small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(19, 70)
+        self.blocks = nn.ModuleList(nn.Linear(70, 70) for _ in range(2))
+        self.leave = nn.Linear(70, 300)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.enter(x))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.leave(x)
+
+
+def made(stage: int, recipe: dict[str, Any], optimizer: str = "AdamW", seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    """(a sharded `Net`, its optimizer). `optimizer`: a class of torch.optim, or of torchao.optim; "fused" and "amsgrad" are AdamW."""
+    import onefold
+
+    torch.manual_seed(seed)
+    model = onefold.shard(Net(), onefold.Recipe.zero(stage, stall_timeout=20.0, **recipe))
+    options: dict[str, Any] = {optimizer: True} if optimizer in ("fused", "amsgrad") else {}
+    name = "AdamW" if options else optimizer
+    kind = getattr(torch.optim, name, None)
+    if kind is None:
+        import torchao.optim
+
+        kind = getattr(torchao.optim, name)
+    return model, kind(model.parameters(), lr=1e-2, **options)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, first: int, steps: int, accumulate: int = 1, clip: float = 0.0) -> list[float]:
+    """Every rank has the same batch: sums of 2 or 4 equal gradients, divided by as many, are exact."""
+    import onefold
+
+    losses = []
+    for step in range(first, first + steps):
+        for micro in range(accumulate):
+            loss = (model(features_of(10 * step + micro, 8, 19)) - features_of(5 + step, 8, 300)).square().mean()
+            if micro < accumulate - 1:
+                with onefold.no_sync(model):
+                    loss.backward()
+            else:
+                loss.backward()
+        if clip:
+            onefold.clip_grad_norm_(model, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """{name, or "name: part of a moment": all of it} on rank 0, from every rank's own intervals. Collective."""
+    import onefold
+    from onefold.checkpoint.on_disk import OnDisk, held
+    from onefold.checkpoint.pieces import States
+    from onefold.runtime.home import state_kind
+
+    mine = []
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        for share, key, value in States(onefold.engine_of(model), [optimizer]).tensors:
+            shape, start, stop = share.stored(key)
+            part = held(share, state_kind(key, value.dtype), value)
+            tensor = torch.cat(list(part.pieces())) if isinstance(part, OnDisk) and stop > start else part
+            tensor = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor  # which cannot be pickled
+            if stop > start:
+                mine.append((f"{share.name}: {key}", shape, start, tensor.clone()))
+    said: list[Any] = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, mine)
+    out = onefold.full_state_dict(model)
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for name, _, start, tensor in (row for rank in said for row in rank):
+        parts.setdefault(name, []).append((start, tensor))
+    for name, found in parts.items():
+        ends = [0]
+        for start, tensor in sorted(found, key=lambda pair: pair[0]):
+            assert start == ends[-1], f"{name}: a part begins at {start}, the one before ends at {ends[-1]}"
+            ends.append(start + tensor.numel())
+        out[name] = torch.cat([tensor for _, tensor in sorted(found, key=lambda pair: pair[0])])
+    return out if not dist.is_initialized() or dist.get_rank() == 0 else {}
+
+
+def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Names of what is not the same bits."""
+    if a.keys() != b.keys():
+        return sorted(a.keys() ^ b.keys())
+    return [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8))]
