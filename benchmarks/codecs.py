@@ -9,6 +9,7 @@ with Triton, `TRITON_INTERPRET=1 python -m benchmarks.codecs --check` runs the k
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import sys
@@ -23,7 +24,8 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.peers import launch, worker
+from benchmarks.offload.cli import shown_command
+from benchmarks.peers import launch, summary, worker
 from onefold.comm.codecs import Blockwise, Encoded, Stochastic, codec, kernels
 
 SCHEMA = "onefold-codecs/1"
@@ -220,7 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = differences(options.device)
         print("\n".join(found) or f"kernels and plain operations agree on every bit of {compared()} intervals")
         return int(bool(found))
-    result: dict[str, Any] = {"schema": SCHEMA, "elements": options.elements, "torch": torch.__version__}
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": shown_command(sys.argv[1:] if arguments is None else arguments, "python -m benchmarks.codecs"),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": summary.machine(),
+        "versions": {k: v for k, v in summary.versions(sys.executable).items() if k != "deepspeed"},
+        "elements": options.elements,
+    }
     result |= {"device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu, one thread", "errors": errors()}
     result |= {"rates": measured(options.device, options.elements, options.rounds), "goal": GOAL}
     result |= {"differences": differences(options.device) if options.device == "cuda" else []}

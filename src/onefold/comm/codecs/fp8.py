@@ -52,4 +52,4 @@ class Fp8(Blockwise):
         bits = numbers.view(torch.int32)
         bits.add_(draws.add_(0.5).mul_(2.0**_DROPPED).to(torch.int32)).bitwise_and_(-1 << _DROPPED)
         torch.where(below, steps, numbers, out=numbers)
-        numbers.clamp_(-self.top, self.top)
+        numbers.clamp_(-self.top, self.top)  # beyond it, conversion answers NaN or 448 by version and device

@@ -55,16 +55,13 @@ class Scales:
         """Write the scales of blocks of the `largest` magnitudes (fp32, one a block; overwritten) into `into` (bf16).
 
         Returns:
-            fp32, 1 / scale or 0 where the block is not finite; and uint8, all ones or 0 where the block is not finite: what its
+            fp32, 1 / scale or NaN where the block is not finite; and uint8, all ones or 0 where the block is not finite: what its
             payload bytes are masked with.
         """
         finite = largest < torch.inf
-        broken = finite.logical_not()
-        raw = _up(largest.mul_(self.portion).clamp_(SMALLEST, self.most))
-        raw.masked_fill_(broken, torch.nan)
+        raw = _up(largest.mul_(self.portion).clamp_(SMALLEST, self.most)).masked_fill_(finite.logical_not(), torch.nan)
         into.view(torch.int16).copy_(raw.view(torch.int32) >> 16)  # torch's own conversion has more than one NaN
-        inverse = raw.reciprocal_().masked_fill_(broken, 0.0)
-        return inverse, finite.to(torch.uint8).mul_(255)
+        return raw.reciprocal_(), finite.view(torch.uint8).mul_(255)
 
 
 def _up(raw: torch.Tensor) -> torch.Tensor:
