@@ -178,7 +178,7 @@ class Reading:
             values = flat.load_master()
             for w in wanted:
                 a, b = flat.local(w.entry)
-                self._into(w.item, a + _offset(w.entry), b + _offset(w.entry), values[a - flat.owned[0] : b - flat.owned[0]])
+                self._into(w.item, *_interval(w.entry, w.item, a, b), values[a - flat.owned[0] : b - flat.owned[0]])
             flat.store_master(values)
         elif flat.home is not None and flat.home.on_disk:
             self.to_disk(flat, "master", wanted)
