@@ -1,6 +1,6 @@
 """Onefold on a CUDA machine, one GPU being enough: `python benchmarks/gpu.py`.
 
-Five questions, each answered in fresh processes:
+Six questions, each answered in fresh processes:
 
 1. Same numbers? Several ranks over gloo share the GPU (NCCL refuses that); the losses of Onefold's stages, of DDP and
    of one process on the whole batch are compared.
@@ -11,6 +11,7 @@ Five questions, each answered in fresh processes:
    several GPUs, else gloo with two ranks on one.
 4. What does state on the host or on NVMe cost, beside plain PyTorch, FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-Offload, and
 5. how large a model does each of them train on this GPU? See benchmarks/offload/on_gpu.py. DeepSpeed takes part if it is installed.
+6. Are codecs as quick as memory, and do their kernels write what plain operations write? See benchmarks/codecs.py.
 
 Prints its tables last; writes gpu.json and the traces (chrome://tracing) to --output.
 Without a GPU it says so and exits 0.
@@ -45,7 +46,7 @@ from benchmarks.peers import adapters, launch, model, probes, summary, worker
 from benchmarks.peers.settings import Setting
 
 SCHEMA = "onefold-gpu/1"
-CHAPTERS = ("numbers", "alone", "overlap", "offload", "largest")
+CHAPTERS = ("numbers", "alone", "overlap", "offload", "largest", "codecs")
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
 
 
@@ -347,9 +348,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA device: nothing was measured")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
-    from benchmarks.offload import on_gpu  # which is made of what is above
+    from benchmarks import codecs  # these two are made of what is above
+    from benchmarks.offload import on_gpu
 
     chapters = {"numbers": same_numbers, "alone": alone, "overlap": hidden, "offload": on_gpu.offload, "largest": on_gpu.largest}
+    chapters["codecs"] = codecs.chapter
     tables, outcomes = [], {}
     with contextlib.suppress(KeyboardInterrupt):  # what is complete by then is written and shown
         for name in options.only:

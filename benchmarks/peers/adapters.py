@@ -128,15 +128,19 @@ class ZeroOptimizer(DDP):
 
 
 class FSDP2(_TorchPeer):
-    """`fully_shard` on each block, then on the root: the set-up of its tutorial. Reduces every micro-batch."""
+    """`fully_shard` on each block, then on the root: the set-up of its tutorial. Reduces every micro-batch.
 
-    def __init__(self, setting: Setting, model: nn.Module) -> None:
+    `hybrid`: (groups, ranks in each) shards inside a group and replicates across; empty shards over all ranks.
+    """
+
+    def __init__(self, setting: Setting, model: nn.Module, hybrid: tuple[int, ...] = ()) -> None:
         super().__init__(setting)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.autocast = False
-        mesh = init_device_mesh(setting.device, (setting.ranks,))
+        names = ("replicate", "shard")[-len(hybrid or (setting.ranks,)) :]
+        mesh = init_device_mesh(setting.device, hybrid or (setting.ranks,), mesh_dim_names=names)
         dtype = torch.bfloat16 if setting.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
         blocks = model.get_submodule("blocks")
@@ -148,16 +152,19 @@ class FSDP2(_TorchPeer):
 
 
 class DeepSpeed:
-    """DeepSpeed's engine over a torch optimizer; it divides the loss by the micro-batches and clips by itself."""
+    """DeepSpeed's engine over a torch optimizer; it divides the loss by the micro-batches and clips by itself.
 
-    def __init__(self, setting: Setting, model: nn.Module, stage: int) -> None:
+    `zero` are further keys of its `zero_optimization`.
+    """
+
+    def __init__(self, setting: Setting, model: nn.Module, stage: int, **zero: Any) -> None:
         self.setting = setting
         bf16 = setting.precision == "bf16"
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": setting.accumulation,
             "gradient_clipping": setting.clip,  # the default is 1.0 since 0.19, hence always said
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, **zero},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": bf16},
@@ -182,14 +189,13 @@ class DeepSpeed:
 
 
 class Onefold(_TorchPeer):
-    """`onefold.shard` at one stage with the recipe's defaults."""
+    """`onefold.shard` at one stage with the recipe's defaults, or further arguments of `Recipe.zero`."""
 
-    def __init__(self, setting: Setting, model: nn.Module, stage: int) -> None:
+    def __init__(self, setting: Setting, model: nn.Module, stage: int, **recipe: Any) -> None:
         super().__init__(setting)
         self.onefold: Any = importlib.import_module("onefold")
         self.autocast = False
-        recipe = self.onefold.Recipe.zero(stage, precision=setting.precision)
-        self.model = self.onefold.shard(model, recipe)
+        self.model = self.onefold.shard(model, self.onefold.Recipe.zero(stage, precision=setting.precision, **recipe))
         self.optimizer = adamw(self.model.parameters())
 
     def between_boundaries(self) -> contextlib.AbstractContextManager[Any]:

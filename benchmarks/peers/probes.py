@@ -51,17 +51,17 @@ def give_back_free_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def socket_bytes_sent() -> int | None:
-    """Payload bytes that the TCP sockets of this process have sent so far, without headers and retransmissions.
+def socket_bytes_by_peer() -> dict[str, int] | None:
+    """Payload bytes that the TCP sockets of this process have sent so far, by the address of the other end.
 
     Read from the kernel's `struct tcp_info` of each open socket (tcpi_bytes_sent - tcpi_bytes_retrans, Linux 4.19),
-    so other traffic of the machine does not disturb it. None where the kernel does not say.
+    so headers, retransmissions and other traffic of the machine do not disturb it. None where the kernel does not say.
     """
     try:
         names = os.listdir("/proc/self/fd")
     except OSError:
         return None
-    total = 0
+    found: dict[str, int] = {}
     for name in names:
         try:
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
@@ -70,6 +70,7 @@ def socket_bytes_sent() -> int | None:
                 if probe.type != socket.SOCK_STREAM or probe.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 info = probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                peer = str(probe.getpeername()[0]).removeprefix("::ffff:")
         except OSError:  # closed meanwhile, or not a connected socket
             continue
         except AttributeError:  # no TCP_INFO on this system
@@ -77,8 +78,14 @@ def socket_bytes_sent() -> int | None:
         if len(info) < 216:
             return None
         sent, again = struct.unpack_from("=QQ", info, 200)
-        total += sent - again
-    return total
+        found[peer] = found.get(peer, 0) + sent - again
+    return found
+
+
+def socket_bytes_sent() -> int | None:
+    """The same to all others together."""
+    found = socket_bytes_by_peer()
+    return None if found is None else sum(found.values())
 
 
 def loopback_bytes_sent() -> int | None:

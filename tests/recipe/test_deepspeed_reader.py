@@ -180,8 +180,6 @@ def test_a_wrong_value_raises_with_what_was_expected(config: dict[str, Any], pat
 
 LATER: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "trains differently"),
-    ({"zero_optimization": {"zero_quantized_weights": True}}, "ZeRO.. is not built"),
-    ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "ZeRO.. is not built"),
     ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch.autocast"),
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "removed"),
@@ -207,6 +205,19 @@ def test_a_key_of_a_later_capability_that_asks_for_nothing_is_no_matter() -> Non
         }
     )  # fmt: skip
     assert config.without_effect == () and config.unknown == ()
+
+
+def test_the_keys_of_zeropp_become_groups_and_codecs() -> None:
+    zero = {
+        "stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True,
+        "zero_quantized_nontrainable_weights": True,
+    }  # fmt: skip
+    recipe = Recipe.from_deepspeed({"zero_optimization": zero})
+    assert recipe == Recipe.zero(3, second_copy=True, group=2, gather_codec="int8", reduce_codec="int4", frozen="int8")
+    assert Recipe.from_deepspeed({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}) == Recipe.zero(3, gather_codec="int8")
+    below = read_deepspeed({"zero_optimization": {**zero, "stage": 2}})
+    assert len(below.without_effect) == 4 and "stage 3 only" in below.without_effect[0][1]
+    assert Recipe.from_deepspeed({"zero_optimization": {**zero, "stage": 2}}) == Recipe.zero(2)
 
 
 def test_unknown_keys_are_listed_and_comments_are_no_misspellings() -> None:

@@ -168,12 +168,18 @@ class Reading:
 
     def masters(self, unit: Unit, flat: Flat, wanted: list[Wanted]) -> None:
         """Into the master weights of a flat buffer."""
-        if not flat.passive and flat.whole_master and flat.size > 1:
-            whole = flat.landing(self.engine.device)
-            if flat.home is not None:  # what `wanted` does not name stays
-                whole.copy_(flat.load_master())
-            self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], whole)
-            flat.store_master(whole)
+        if not flat.passive and flat.owned != flat.interval:
+            held = flat.landing(self.engine.device)
+            if flat.home is not None or flat.route.stored:  # what `wanted` does not name stays
+                held.copy_(flat.load_master())
+            self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], held)
+            flat.store_master(held)
+        elif flat.route.stored:
+            values = flat.load_master()
+            for w in wanted:
+                a, b = flat.local(w.entry)
+                self._into(w.item, *_interval(w.entry, w.item, a, b), values[a - flat.owned[0] : b - flat.owned[0]])
+            flat.store_master(values)
         elif flat.home is not None and flat.home.on_disk:
             self.to_disk(flat, "master", wanted)
             flat.home.renew()
@@ -197,30 +203,33 @@ class Reading:
                     self.error = error
 
     def replicated_to_disk(self, unit: Unit, flat: Flat, kind: str, wanted: list[Wanted], dtype: torch.dtype) -> None:
-        """As `replicated`, into what every rank has on NVMe as `kind`."""
-        grain = grain_of_kind(kind)
-        buffer = torch.empty(flat.layout.numel // grain, dtype=dtype, device=self.engine.device)
+        """As `replicated`, into what several ranks have on NVMe as `kind`."""
+        grain, first = grain_of_kind(kind), flat.owned[0]
+        buffer = torch.empty((flat.owned[1] - first) // grain, dtype=dtype, device=self.engine.device)
         self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         assert flat.home is not None
         for w in wanted:
-            start, stop = items_of(w.entry.slot.start, w.entry.slot.end, grain)
+            a, b = flat.local(w.entry)
+            start, stop = items_of(a - first, b - first, grain)
             flat.home.write_part(kind, start, buffer[start:stop].cpu())
 
     def replicated(self, unit: Unit, flat: Flat, wanted: list[Wanted], dtype: torch.dtype) -> None:
-        """Into whole tensors that every rank holds: each reads its share, then they gather."""
-        grain = grain_of(wanted[0].item.state)
-        buffer = torch.empty(flat.layout.numel // grain, dtype=dtype, device=self.engine.device)
+        """Into tensors that several ranks hold: each reads its share, then they gather."""
+        grain, first = grain_of(wanted[0].item.state), flat.owned[0]
+        buffer = torch.empty((flat.owned[1] - first) // grain, dtype=dtype, device=self.engine.device)
         self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         for w in wanted:
-            w.into.view(-1).copy_(buffer[slice(*items_of(w.entry.slot.start, w.entry.slot.end, grain))])
+            a, b = flat.local(w.entry)
+            w.into.view(-1).copy_(buffer[slice(*items_of(a - first, b - first, grain))])
 
     def _gathered(self, unit: Unit, flat: Flat, wanted: list[tuple[Entry, Item]], buffer: torch.Tensor, grain: int = 1) -> None:
-        mine = flat.layout.interval(flat.rank)
+        first = flat.owned[0]
         for entry, item in wanted:
-            a, b = overlap((entry.slot.start, entry.slot.end), mine)
-            self._into(item, *_interval(entry, item, a, b), buffer[slice(*items_of(a, b, grain))])
+            a, b = overlap((entry.slot.start, entry.slot.end), flat.interval)
+            self._into(item, *_interval(entry, item, a, b), buffer[slice(*items_of(a - first, b - first, grain))])
         buffer = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer  # the wire may not know it
-        self.engine.group.all_gather(buffer, Place("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
+        holders = self.engine.group if flat.whole_master else self.engine.group.across
+        holders.all_gather(buffer, Place("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """The first rank reads them and sends them to all."""
@@ -379,11 +388,11 @@ def _load_flat_states(
         if away:
             assert flat.home is not None
             flat.home.region(state_kind(key, dtype), dtype)
-            if flat.whole_master and flat.size > 1:
+            if flat.owned != flat.interval:
                 reading.replicated_to_disk(unit, flat, state_kind(key, dtype), wanted, dtype)
             else:
                 reading.to_disk(flat, state_kind(key, dtype), wanted)
-        elif not flat.passive and flat.whole_master and flat.size > 1 and (packed(key) is None or flat.layout.block):
+        elif not flat.passive and flat.owned != flat.interval and (packed(key) is None or flat.layout.block):
             reading.replicated(unit, flat, wanted, dtype)
         else:
             reading.local(flat, wanted)

@@ -78,10 +78,10 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.engine = model, engine_of(model)
-        if self.engine.on_disk:
+        if self.engine.on_disk or any(f.route.stored for u in self.engine.units for f in u.flats):
             raise CheckpointError(
-                "torch.distributed.checkpoint reads and writes tensors in memory, and this model's state rests on NVMe: use onefold.save, "
-                "then load that checkpoint without offload and write it with dcp_state_dict."
+                "torch.distributed.checkpoint reads and writes tensors in memory, and this model's state rests on NVMe, or encoded: use "
+                "onefold.save, then load that checkpoint without offload and frozen= and write it with dcp_state_dict."
             )
         if self.engine.recipe.moments not in (None, "fp32"):
             raise CheckpointError(

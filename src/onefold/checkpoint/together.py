@@ -39,7 +39,8 @@ def meet(engine: Engine, call: str) -> None:
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:
         raise CheckpointError(
-            f"rank {engine.group.ranks[engine.rank]} called {call} while rank {engine.group.ranks[other]} called {CALLS[said[other]]}: "
+            f"rank {engine.group.ranks[engine.group.rank]} called {call} while rank {engine.group.ranks[other]} called "
+            f"{CALLS[said[other]]}: "
             "every rank must call the same, in the same order."
         )
 
@@ -49,7 +50,7 @@ class Together:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self.rank, self.size, self.ranks = engine.group.rank, engine.group.size, engine.group.ranks
+        self.rank, self.size, self.ranks = engine.group.number, engine.group.size, sorted(engine.group.ranks)
         if engine.group.imagined:
             raise CheckpointError(
                 "this model is sharded over ranks that are only imagined (a fake process group): there is nothing to save or load."

@@ -1,7 +1,7 @@
 """Room `comm`: groups, moves, the traffic ledger. Knows no modules and no optimizers."""
 
-from onefold.comm.group import Group, Pending
+from onefold.comm.group import Chain, Group, Pending
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.stall import Place, StallError
 
-__all__ = ["Group", "Pending", "Place", "StallError", "TrafficEvent", "TrafficLedger"]
+__all__ = ["Chain", "Group", "Pending", "Place", "StallError", "TrafficEvent", "TrafficLedger"]

@@ -12,6 +12,9 @@ interval, in the order of the ranks, in the accumulation dtype. The bits of a su
 the result nor on how the unit was cut into messages, which is why stages 0 to 3 are bit-equal; and 16-bit gradients can travel
 in 16 bits and still be summed in fp32.
 
+[Note: two levels] Ranks may stand in groups (comm/topology.py), as a rule the ranks of a node. `inside` and `across` are then the groups
+of this rank's on each level, and a gather over all goes across first, then inside: each byte enters a node once.
+
 [Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count. Two ranks that disagree on what comes
 next never take each other's bytes for something else: they wait, and the wait ends in a `StallError`.
 
@@ -32,6 +35,7 @@ import torch.distributed as dist
 
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.stall import Place, StallError, explain
+from onefold.comm.topology import Topology, inner_of, nodes_of, ranks_of_a_node
 
 _KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5}
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -62,6 +66,31 @@ class Pending:
         self._keep, self._after = None, ()
 
 
+class Chain(Pending):
+    """A move after a move that brings what it sends. On gloo the second begins when somebody waits; on CUDA behind the first."""
+
+    __slots__ = ("_first", "_then")
+
+    def __init__(self, first: Pending, then: Callable[[], Pending], device: torch.device) -> None:
+        self._first: Pending | None = first
+        self._then: Callable[[], Pending] | None = then
+        self.place, self.event = first.place, first.event
+        if device.type == "cuda":  # the relay waits for the first move, the compute stream for the second only
+            relay = torch.cuda.Stream(device)
+            relay.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(relay):
+                first.wait()
+                second = then()
+            self._first, self._then = None, lambda: second
+
+    def wait(self) -> None:
+        first, then, self._first, self._then = self._first, self._then, None, None
+        if first is not None:
+            first.wait()
+        if then is not None:
+            then().wait()
+
+
 class Group:
     """The ranks of one axis, with communicators of the engine's own: gathers and reductions do not queue behind each other.
 
@@ -69,9 +98,19 @@ class Group:
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks (or for a lone process).
         device: where the moved tensors live.
         timeout: seconds a wait may take before it ends in a `StallError`.
+        inner: ranks of a group inside; "node": as many as the launcher has started on each; None: all are one. See [Note: two levels].
+
+    Attributes:
+        ranks: global ranks by position. rank, size: this rank's position, and how many there are. number: this rank among them in the
+            order of their numbers, which is the position but for groups of `inner`.
+
+    Raises:
+        ValueError: the groups do not divide the ranks.
     """
 
-    def __init__(self, process_group: Any, device: torch.device, timeout: float) -> None:
+    _level = 0  # a bit of the tags: messages of all ranks, or of one of two levels, whose peers are never the same
+
+    def __init__(self, process_group: Any, device: torch.device, timeout: float, inner: int | str | None = None) -> None:
         self.timeout, self.device = timeout, device
         self.ledger = TrafficLedger()
         self.heard: dict[int, int] = {}
@@ -79,23 +118,32 @@ class Group:
         self.imagined = False  # see [Note: one rank stands for all]
         self._counts: dict[tuple[str, int], int] = {}
         self._groups: list[Any] = []
-        process_group, self.ranks = members(process_group)
-        self.name = spelt(self.ranks)
-        if len(self.ranks) == 1:
-            self.rank, self.size = 0, 1
+        process_group, numbers = members(process_group)
+        self.size = len(numbers)
+        self.topology = Topology(self.size, inner_of(inner, numbers, ranks_of_a_node()))
+        self.ranks = [numbers[i] for i in self.topology.order]
+        self.nodes = nodes_of(self.ranks, ranks_of_a_node())
+        self.name = spelt(numbers)
+        self._at = self.topology.order  # the communicators' own numbers of the positions
+        self.rank, self.number = 0, 0
+        self.inside = self.across = self
+        if self.size == 1:
             return
-        self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
+        self.number = numbers.index(dist.get_rank())
         self.backend = _backend(process_group, device)
-        if self.backend == "fake":
-            self.imagined, self.control_group = True, None
-            return
-        with self._meeting():
-            self.control_group = self._make("gloo", timeout)
-            if self.backend == "gloo":
-                self.gather_group = self.reduce_group = self.control_group
-            else:
-                self.gather_group, self.reduce_group = self._make(self.backend, timeout), self._make(self.backend, timeout)
+        self.imagined = self.backend == "fake"
+        if self.imagined:
+            self.control_group = None
+        else:
+            with self._meeting():
+                self.control_group = self._make("gloo", timeout)
+                if self.backend == "gloo":
+                    self.gather_group = self.reduce_group = self.control_group
+                else:
+                    self.gather_group, self.reduce_group = self._make(self.backend, timeout), self._make(self.backend, timeout)
+        levels = self.topology.inside(self.rank), self.topology.across(self.rank)
+        self.inside, self.across = (self if len(at) == self.size else Level(self, at) for at in levels)
 
     def communicator(self, timeout: float) -> Any:
         """One more gloo communicator over the same ranks, for messages of the host that may wait `timeout` seconds. Collective."""
@@ -107,7 +155,7 @@ class Group:
         options: dict[str, Any] = {} if self.size == dist.get_world_size() else {"use_local_synchronization": True}
         start = time.perf_counter()
         try:
-            self._groups.append(dist.new_group(self.ranks, backend=backend, timeout=timedelta(seconds=timeout), **options))
+            self._groups.append(dist.new_group(sorted(self.ranks), backend=backend, timeout=timedelta(seconds=timeout), **options))
         except RuntimeError as error:
             raise self._alone(time.perf_counter() - start, where, error) from None
         return self._groups[-1]
@@ -150,6 +198,9 @@ class Group:
 
     def close(self) -> None:
         """Give the communicators back. Local; call it when nothing is under way."""
+        for level in {id(g): g for g in (self.inside, self.across) if g is not self}.values():
+            level.close()
+        self.inside = self.across = self
         groups, self._groups = self._groups, []
         self.control_group = self.gather_group = self.reduce_group = None  # the last reference closes the sockets
         for group in groups:
@@ -210,8 +261,13 @@ class Group:
         if self.size == 1:
             return Pending(self, [], place)
         shard = full.numel() // self.size
+        if self.across is not self and self.inside is not self:
+            first = self.rank // self.across.size * self.across.size * shard
+            low = self.across.all_gather(full[first : first + shard * self.across.size], place, unit_index, move=move)
+            return Chain(low, lambda: self.inside.all_gather(full, place, unit_index, move=move), self.device)
         mine = full[self.rank * shard : (self.rank + 1) * shard]
-        event = self._record(move, place, mine.numel() * mine.element_size() * (self.size - 1), full.dtype)
+        nbytes = mine.numel() * mine.element_size()
+        event = self._record(move, place, [(p, nbytes) for p in self._peers()], full.dtype)
         if self.imagined:
             return self._imagine(place, event, full)
         if self.backend != "gloo":
@@ -229,7 +285,7 @@ class Group:
         if self.size == 1:
             return Pending(self, [], place)
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.uint8)
-        event = self._record(move, place, sum(t.numel() * t.element_size() for _, t in sends), dtype)
+        event = self._record(move, place, [(p, t.numel() * t.element_size()) for p, t in sends], dtype)
         if self.imagined:
             return self._imagine(place, event, (sends, recvs))
         if self.backend != "gloo":
@@ -246,8 +302,8 @@ class Group:
         self.ledger.control_bytes += payload.numel() * (self.size - 1)
         tag = self._tag("control", payload.numel())  # messages of another length are another kind: they never meet
         with self._launching(place):
-            works = [dist.irecv(parts[p], group=self.control_group, group_src=p, tag=tag) for p in self._peers()]
-            works += [dist.isend(payload, group=self.control_group, group_dst=p, tag=tag) for p in self._peers()]
+            works = [dist.irecv(parts[p], group=self.control_group, group_src=self._at[p], tag=tag) for p in self._peers()]
+            works += [dist.isend(payload, group=self.control_group, group_dst=self._at[p], tag=tag) for p in self._peers()]
         self.wait(works, place)
         return parts
 
@@ -279,9 +335,12 @@ class Group:
                 with torch.no_grad():
                     t.copy_(buffer.view(t.dtype).view(t.shape))
 
-    def _record(self, move: str, place: Place, nbytes: int, dtype: torch.dtype) -> TrafficEvent:
-        on_the_wire = str(dtype).removeprefix("torch.")
-        return self.ledger.record(move, place.unit, nbytes, self.size, on_the_wire, place.phase, place.step, self.name)
+    def _record(self, move: str, place: Place, sent: Sequence[tuple[int, int]], dtype: torch.dtype) -> TrafficEvent:
+        """Enter `sent`, (peer, bytes) each."""
+        on_the_wire, here = str(dtype).removeprefix("torch."), self.nodes[self.rank]
+        between = sum(nbytes for peer, nbytes in sent if self.nodes[peer] != here)
+        nbytes = sum(nbytes for _, nbytes in sent)
+        return self.ledger.record(move, place.unit, nbytes, self.size, on_the_wire, place.phase, place.step, self.name, between)
 
     def _peers(self) -> list[int]:
         # Starting behind oneself spreads the load: no rank is everybody's first.
@@ -289,7 +348,7 @@ class Group:
 
     def _tag(self, move: str, unit_index: int) -> int:
         count = self._counts[move, unit_index] = self._counts.get((move, unit_index), 0) + 1
-        return _KINDS[move] << 27 | (unit_index & 0x7FFF) << 12 | (count & 0xFFF)
+        return self._level << 30 | _KINDS[move] << 27 | (unit_index & 0x7FFF) << 12 | (count & 0xFFF)
 
     def _pairwise(self, sends: Parts, recvs: Parts, place: Place, unit_index: int, move: str, event: TrafficEvent) -> Pending:
         tag = self._tag(move, unit_index)
@@ -300,8 +359,8 @@ class Group:
             sends, recvs = [(p, t.cpu()) for p, t in sends], host
         group = self.gather_group
         with self._launching(place):
-            works = [dist.irecv(t, group=group, group_src=p, tag=tag) for p, t in recvs if t.numel()]
-            works += [dist.isend(t, group=group, group_dst=p, tag=tag) for p, t in sends if t.numel()]
+            works = [dist.irecv(t, group=group, group_src=self._at[p], tag=tag) for p, t in recvs if t.numel()]
+            works += [dist.isend(t, group=group, group_dst=self._at[p], tag=tag) for p, t in sends if t.numel()]
         return Pending(self, works, place, event, keep=(sends, recvs), after=after)
 
     def _imagine(self, place: Place, event: TrafficEvent, keep: Any) -> Pending:
@@ -312,12 +371,52 @@ class Group:
         empty = torch.empty(0, dtype=dtype, device=self.device)
         out, inp = [empty] * self.size, [empty] * self.size
         for peer, t in recvs:
-            out[peer] = t
+            out[self._at[peer]] = t
         for peer, t in sends:
-            inp[peer] = t
+            inp[self._at[peer]] = t
         with self._launching(place):
             work = dist.all_to_all(out, inp, group=self.reduce_group, async_op=True)
         return Pending(self, [work], place, event, keep=(out, inp))
+
+
+class Level(Group):
+    """Some of the ranks of a group, at `positions` of it; what they share is their `whole`'s: ledger, failures, and gloo's connections."""
+
+    _level = 1
+
+    def __init__(self, whole: Group, positions: Sequence[int]) -> None:
+        self.whole = whole
+        self.timeout, self.device, self.ledger, self.heard, self.imagined = (
+            whole.timeout, whole.device, whole.ledger, whole.heard, whole.imagined,
+        )  # fmt: skip
+        self._counts, self._groups = {}, []
+        self.ranks, self.nodes = [whole.ranks[p] for p in positions], [whole.nodes[p] for p in positions]
+        self.size = len(positions)
+        self.rank = self.number = positions.index(whole.rank)
+        self.name = spelt(sorted(self.ranks))
+        self.topology = Topology(self.size, self.size)
+        self.inside = self.across = self
+        self._at = [whole._at[p] for p in positions]
+        self.control_group: Any = whole.control_group
+        if self.size == 1:
+            return
+        self.backend = whole.backend
+        if self.imagined:
+            return
+        self.gather_group: Any = whole.gather_group
+        self.reduce_group: Any = whole.reduce_group
+        if self.backend != "gloo":
+            self._at = [sorted(self.ranks).index(r) for r in self.ranks]
+            with self._meeting():
+                self.gather_group, self.reduce_group = self._make(self.backend, self.timeout), self._make(self.backend, self.timeout)
+
+    @property
+    def broken(self) -> StallError | None:
+        return self.whole.broken
+
+    @broken.setter
+    def broken(self, error: StallError | None) -> None:
+        self.whole.broken = error
 
 
 def spelt(ranks: Sequence[int]) -> str:

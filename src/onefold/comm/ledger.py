@@ -27,6 +27,7 @@ class TrafficEvent:
         step, phase: when the engine launched it.
         launched, landed: seconds of `time.perf_counter`; landed is when this rank had what it needed, None while under way.
         exposed: seconds in which the rank waited for it.
+        between: of `nbytes`, those to ranks on other nodes.
     """
 
     move: str
@@ -40,6 +41,7 @@ class TrafficEvent:
     landed: float | None = None
     exposed: float = 0.0
     group: str = ""
+    between: int = 0
 
 
 class TrafficLedger:
@@ -56,17 +58,28 @@ class TrafficLedger:
 
     def reset(self) -> None:
         self._moves: Counter[tuple[str, str]] = Counter()
+        self._between: Counter[str] = Counter()
         self.control_bytes = 0
         self._exposed = 0.0
         self.events.clear()
         self._marks.clear()
 
     def record(
-        self, move: str, unit: str, nbytes: int, peers: int = 0, dtype: str = "", phase: str = "", step: int = 0, group: str = ""
+        self,
+        move: str,
+        unit: str,
+        nbytes: int,
+        peers: int = 0,
+        dtype: str = "",
+        phase: str = "",
+        step: int = 0,
+        group: str = "",
+        between: int = 0,
     ) -> TrafficEvent:
         """Enter a move that is about to start; the event is completed by `waited`."""
         self._moves[move, unit] += nbytes
-        event = TrafficEvent(move, unit, nbytes, peers, dtype, phase, step, time.perf_counter(), group=group)
+        self._between[move] += between
+        event = TrafficEvent(move, unit, nbytes, peers, dtype, phase, step, time.perf_counter(), group=group, between=between)
         if self.wanted():
             self.events.append(event)
         return event
@@ -111,6 +124,15 @@ class TrafficLedger:
         for (move, _), nbytes in self._moves.items():
             out[move] += nbytes
         return dict(out)
+
+    def by_link(self) -> dict[str, int]:
+        """Bytes to ranks of the own node ("inside") and of others ("between")."""
+        between = sum(self._between.values())
+        return {"inside": self.total() - between, "between": between}
+
+    def between_by_move(self) -> dict[str, int]:
+        """Bytes to ranks of other nodes, by move."""
+        return {move: nbytes for move, nbytes in self._between.items() if nbytes}
 
     def by_unit(self) -> dict[str, dict[str, int]]:
         """Bytes by unit, then by move."""

@@ -21,6 +21,8 @@ HUGE_PAGE = 2 << 20
 # Categories of the ledger: what the engine holds, in the words that plans and reports use too.
 PARAMETERS, MASTERS, GRADIENTS = "parameters", "master weights", "gradients"
 GATHERED, REDUCTION, IDLE = "gathered units", "reduction buffers", "idle buffers"
+# What encoding gradients for the wire has lost, to be added to the next ones.
+RESIDUALS = "error feedback"
 # Off the device: an optimizer's states there, and buffers for what is on its way.
 MOMENTS, STAGING = "moments", "staging buffers"
 

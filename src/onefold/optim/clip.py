@@ -32,8 +32,9 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
             if a < b:
                 parts.append(entry)
             continue
-        if flat.whole_master and not flat.passive:
-            grad = grad.reshape(-1)[a - entry.slot.start : b - entry.slot.start]
+        if flat.owned != flat.interval and not flat.passive:  # other ranks hold it too: each answers for its part
+            first = flat.local(entry)[0]
+            grad = grad.reshape(-1)[a - first : b - first]
         if grad.numel():
             parts.append(grad)
     return parts

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.recipe.groups import without_codec
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.tiers import without_tiers
 
@@ -79,7 +80,7 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         said["stochastic_rounding"] = "where nothing is rounded to bf16: give moments='bf16' or master_dtype=torch.bfloat16"
     if given.get("rounding_seed") and not recipe.stochastic_rounding:
         said["rounding_seed"] = "without stochastic_rounding=True"
-    said |= without_tiers(recipe, given)
+    said |= without_tiers(recipe, given) | without_codec(recipe, given)
     return [f"{name}={given[name]!r} has no effect {why}." for name, why in said.items()]
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
+from onefold.recipe.groups import GROUP, NODE, check_groups, read_groups
 from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.tiers import OPTIONS, UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
 
@@ -43,12 +44,18 @@ class Tier(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the recipe: placement, tier, the dtype at rest, the dtype on the wire (None: it does not travel)."""
+    """One row of the recipe: placement, tier, the dtype at rest, the dtype on the wire (None: it does not travel).
+
+    `over`: what a sharded row is divided among, "all" ranks or those of each "group". `codec`: how it is written on the wire; None is as it
+    is. See recipe/groups.py.
+    """
 
     placement: Placement
     dtype: torch.dtype
     wire: torch.dtype | None = None
     tier: Tier = Tier.DEVICE
+    over: str = "all"
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, Placement):
@@ -101,6 +108,9 @@ class Recipe:
             behind the rest of the backward pass.
         activations: bytes of host memory for tensors that autograd keeps between forward and backward; None keeps them on the device.
         tile: bytes of one gathered weight above which linear and embedding layers are computed in tiles; None: never.
+        group: ranks of a group, inside which and across which everything moves; "node": as the launcher says; None: all are one group.
+        frozen: the codec in which frozen weights rest and are gathered, "int8", "nf4", "int4" or "fp8"; None: in the compute dtype.
+        error_feedback: what encoding a gradient lost is added to the next one. wire_rounding: of encoded gradients.
         nvme: folders on the disks that hold what rests on NVMe, striped. nvme_threads: transfers under way at a time.
         chunk: elements stepped at a time of states on NVMe.
         notes: sentences about options that have no effect; `shard` logs them once.
@@ -127,6 +137,10 @@ class Recipe:
     step_in_backward: bool = False
     activations: int | None = None
     tile: int | None = None
+    group: int | Literal["node"] | None = None
+    frozen: str | None = None
+    error_feedback: bool = False
+    wire_rounding: str = "nearest"
     nvme: tuple[str, ...] = ()
     nvme_threads: int = 4
     chunk: int = 1 << 21
@@ -151,6 +165,7 @@ class Recipe:
         check_options(self)
         object.__setattr__(self, "nvme", read_folders(self.nvme or None))
         check_tiers(self)
+        check_groups(self)
         if isinstance(self.units, list):
             object.__setattr__(self, "units", tuple(self.units))
         if self.reduce_at is None:
@@ -188,7 +203,8 @@ class Recipe:
             wire: dtype of gradients on the wire; None sends them as the backward pass makes them (the compute dtype). They are
                 summed in `accumulate_dtype` whatever travels.
             options: where state rests (`offload_optimizer`, `offload_gradients`, `offload_param`, `offload_activations`, `nvme`,
-                `tile`: see the table of recipe/tiers.py), and every other field of `Recipe`.
+                `tile`: see the table of recipe/tiers.py), groups and codecs (`shard_group`, `optimizer_over`, `second_copy`,
+                `gather_codec`, `reduce_codec`: see recipe/groups.py), and every other field of `Recipe`.
 
         Raises:
             ValueError: an unknown stage, precision or option, or rows that cannot be combined.
@@ -200,19 +216,23 @@ class Recipe:
             hint = next((f" Did you mean {name!r}?" for name, dtype in COMPUTE_DTYPES.items() if _short(dtype) == meant), "")
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}.{hint}")
         tiers, fields = read_tiers(options)
-        options |= fields
+        over, codecs, more = read_groups(options)
+        options |= fields | more
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {did_you_mean(unknown[0], _OPTIONS | OPTIONS)}")
+            hint = did_you_mean(unknown[0], _OPTIONS | OPTIONS | _GROUP_OPTIONS)
+            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {hint}")
         compute = COMPUTE_DTYPES[precision]
         p, g, o = PLACEMENTS_OF_STAGE[stage]
         check_dtype("wire", wire, optional=True)
         check_dtype("master_dtype", master_dtype)
         check_dtype("accumulate_dtype", accumulate_dtype)
         recipe = cls(
-            parameters=Row(p, compute, compute if p is _S or o is _S else None, tiers["parameters"]),
-            gradients=Row(g, accumulate_dtype, wire or compute, tiers["gradients"]),
-            optimizer=Row(o, master_dtype, tier=tiers["optimizer"]),
+            parameters=Row(
+                p, compute, compute if p is _S or o is _S else None, tiers["parameters"], over["parameters"], codecs["parameters"]
+            ),
+            gradients=Row(g, accumulate_dtype, wire or compute, tiers["gradients"], over["gradients"], codecs["gradients"]),
+            optimizer=Row(o, master_dtype, tier=tiers["optimizer"], over=over["optimizer"]),
             reduce_at=reduce_at,
             **options,
         )
@@ -283,8 +303,24 @@ class Recipe:
         tail = [f"gradients reduced at the {self.reduce_at}"]
         if self.parameters.placement is _S:
             tail.append(f"parameters {again}")
-        tail += self._tails()
+        tail += self._tails() + self._levels()
         return "\n".join([*lines, "; ".join(tail), *self.notes])
+
+    def _levels(self) -> list[str]:
+        """What the recipe says about groups and codecs besides the rows."""
+        rows = {"parameters": self.parameters, "gradients": self.gradients, "optimizer states": self.optimizer}
+        tail = []
+        if self.group is not None:
+            inside = [name for name, row in rows.items() if row.over == GROUP]
+            what = f"{', '.join(inside)} divided inside each" if inside else "moves go inside and across"
+            tail.append(f"groups: {'nodes' if self.group == NODE else f'of {self.group} ranks'}, {what}")
+        tail += [f"{name} travel as {row.codec}" for name, row in rows.items() if row.codec]
+        if self.frozen:
+            tail.append(f"frozen weights rest as {self.frozen}")
+        if self.gradients.codec:
+            tail += ["what encoding loses is fed back"] if self.error_feedback else []
+            tail += ["rounded stochastically"] if self.wire_rounding == "stochastic" else []
+        return tail
 
     def _tails(self) -> list[str]:
         """What the recipe says about tiers besides the rows."""
@@ -309,6 +345,7 @@ class Recipe:
 
 
 _ROWS = ("parameters", "gradients", "optimizer")
+_GROUP_OPTIONS = {"shard_group", "optimizer_over", "second_copy", "gather_codec", "reduce_codec"}
 _OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in (*_ROWS, "reduce_at", "notes")}
 
 

@@ -28,6 +28,7 @@ from onefold.comm import Group, Place
 from onefold.layout import round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool, storage_of
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.groups import GROUP
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.activations import HostActivations
 from onefold.runtime.agree import agree_and_finish, agree_on_failure
@@ -39,6 +40,7 @@ from onefold.runtime.kept import gradient_bytes, show_kept, take_kept
 from onefold.runtime.moved import Moves, Pass
 from onefold.runtime.parameter import ForwardDepth, whole_sight
 from onefold.runtime.reduce import Reducer
+from onefold.runtime.route import rests_encoded
 from onefold.runtime.spans import Span, Spans
 from onefold.runtime.tiers import Tiers, leaving
 from onefold.runtime.unit import State, Unit
@@ -62,8 +64,8 @@ class Engine:
 
     def __init__(self, specs: list[UnitSpec], recipe: Recipe, process_group: Any, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
-        self.group = Group(process_group, device, recipe.stall_timeout)
-        self.rank, self.world_size = self.group.rank, self.group.size
+        self.group = Group(process_group, device, recipe.stall_timeout, recipe.group)
+        self.rank, self.world_size = self.group.number, self.group.size
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
@@ -107,16 +109,16 @@ class Engine:
         self.behind: Any = None  # steps offloaded units behind the backward pass (optim/behind.py), if the recipe says so
 
     def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
-        groups: dict[tuple[torch.dtype, bool], list[Any]] = {}
+        groups: dict[tuple[torch.dtype, bool, bool], list[Any]] = {}
         for found in spec.found:
             low = found.param.dtype if found.param.dtype not in (torch.bfloat16, torch.float16) else torch.float32
-            groups.setdefault((low, found.param.requires_grad), []).append(found)
+            groups.setdefault((low, found.param.requires_grad, rests_encoded(found, self.recipe)), []).append(found)
         flats = [
             Flat(
                 spec.name or "(root)", found, Dtypes.of(found[0].param.dtype, trainable, self.recipe), index * 8 + i, self,
-                Tiers.of(trainable, self.recipe) if away else None,
+                Tiers.of(trainable, self.recipe) if away and not encoded else None, encoded,
             )
-            for i, ((_, trainable), found) in enumerate(groups.items())
+            for i, ((_, trainable, encoded), found) in enumerate(groups.items())
         ]  # fmt: skip
         return Unit(spec.name, index, spec.module, flats)
 
@@ -157,6 +159,7 @@ class Engine:
             for flat in unit.flats:
                 flat.home = None
                 flat.grads.clear()
+                flat.held.clear()
                 flat.full = None
                 flat.entries.clear()
             unit.flats.clear()
@@ -193,6 +196,11 @@ class Engine:
     def deferring(self) -> bool:
         """Gradients stay whole in this backward pass."""
         return not self.sync and self.recipe.reduce_at == "boundary"
+
+    @property
+    def holding(self) -> bool:
+        """Sums stay inside the groups in this backward pass: gradients are divided there, and the boundary is not reached."""
+        return not self.sync and not self.deferring and self.recipe.gradients.over == GROUP and self.group.across.size > 1
 
     def enter(self, unit: Unit, part: bool = False) -> bool:
         """The forward pass of a unit's module begins. True if it begins a pass over the model (inputs are to be cast).
@@ -330,11 +338,13 @@ class Engine:
         trained = self.stepped or (self.reduced_since_gather and not self.optimizer_seen)
         self.stepped = self.reduced_since_gather = False
         for unit in self.units:
+            for flat in unit.flats if unit.kept or any(f.route.second is not None for f in unit.flats) else ():
+                versions = sum(e.param._version for e in flat.entries)
+                moved = versions != flat.versions or (trained and bool(flat.runs))
+                flat.versions, flat.stale = versions, flat.kept and (flat.stale or moved)
+                if moved:
+                    flat.route.moved()
             if unit.kept:
-                for flat in unit.flats:
-                    versions = sum(e.param._version for e in flat.entries)
-                    flat.stale = flat.stale or versions != flat.versions or (trained and bool(flat.runs))
-                    flat.versions = versions
                 self._make_stale(unit)
                 if unit.state is State.STALE:
                     for flat in unit.flats:
@@ -346,6 +356,7 @@ class Engine:
         for unit in self.units:
             for flat in unit.flats:
                 flat.stale = True
+                flat.route.moved()
                 if flat.home is not None:
                     flat.home.touched()
             if unit.kept:
@@ -372,10 +383,10 @@ class Engine:
             agree_on_failure(self, self.failure or self.last_failure, "before the step: nothing has been stepped")
         elif self.failure_agreed or (self.failure is not None and self.world_size == 1):
             self.tell_failure()
-        if not any(flat.grads for u in self.units for flat in u.flats):
+        if not any(flat.grads or flat.held for u in self.units for flat in u.flats):
             return
         take_kept(self)
-        if any(flat.grads for u in self.units for flat in u.flats):
+        if any(flat.grads or flat.held for u in self.units for flat in u.flats):
             show_kept(self)
             raise RuntimeError(
                 "optimizer.step() was called while gradients kept under no_sync have not been reduced yet. Run the last micro-batch of the "
@@ -426,7 +437,7 @@ class Engine:
             if used:
                 self.open_graphs = max(0, self.open_graphs - 1)
                 self.root_graphs = max(0, self.root_graphs - 1)
-            if self.deferring:
+            if self.deferring or self.holding:
                 show_kept(self)
             if self.behind is not None:
                 self.behind.join()

@@ -23,9 +23,11 @@ from torch import nn
 from onefold.layout import FlatLayout, Slot, overlap
 from onefold.memory import MASTERS, PARAMETERS, storage_of
 from onefold.recipe import Placement, Recipe, Tier
+from onefold.recipe.groups import GROUP
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.home import Home
 from onefold.runtime.parameter import ShardedParameter, ShardInfo
+from onefold.runtime.route import Route, hops_of
 from onefold.runtime.tiers import Tiers
 from onefold.runtime.units import Found
 
@@ -84,7 +86,14 @@ class Flat:
     """See the table of this module. `index` is unique in the engine (it goes into message tags)."""
 
     def __init__(
-        self, unit_name: str, found: list[Found], dtypes: Dtypes, index: int, engine: Engine, tiers: Tiers | None = None
+        self,
+        unit_name: str,
+        found: list[Found],
+        dtypes: Dtypes,
+        index: int,
+        engine: Engine,
+        tiers: Tiers | None = None,
+        encoded: bool = False,
     ) -> None:
         recipe, group = engine.recipe, engine.group
         self.frozen_low = dtypes.master in _LOW and dtypes.master != recipe.optimizer.dtype
@@ -101,11 +110,18 @@ class Flat:
             and all(f.param.dtype == dtypes.compute == dtypes.master for f in found)
             and not any(f.param.is_meta for f in found)
             and tiers is None
+            and not encoded
         )
-        self.kept = recipe.parameters.placement is Placement.REPLICATED or self.passive or (group.size == 1 and _rests_whole(dtypes, tiers))
+        alone = group.size == 1 and not encoded and _rests_whole(dtypes, tiers)
+        self.kept: bool = recipe.parameters.placement is Placement.REPLICATED or self.passive or alone
         self.interval = self.layout.interval(self.rank)
-        self.owned = (0, self.layout.numel) if self.whole_master else self.interval
-        self.home = Home(self, tiers, engine) if tiers is not None else None
+        self.route: Route = Route(self, engine, encoded)
+        self.hops = hops_of(self, group)
+        divided = self.route.shard if recipe.optimizer.over == GROUP else self.interval
+        self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
+        self.spread = self.hops[-1] if self.owned != self.interval and group.size > 1 else None  # sums go on to who holds them too
+        self.home: Home | None = Home(self, tiers, engine) if tiers is not None else None
+        self.held: dict[tuple[int, int], torch.Tensor] = {}  # sums inside the group that wait for the boundary, by run
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
@@ -130,11 +146,15 @@ class Flat:
             self.master = torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
         first = self.master if self.home is None else torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
         fill(first)
+        self.route.build(device)
         for entry in self.entries:
             self._bind(entry, device)
         if self.home is not None:
             self.home.bound()
             self.home.store(first)
+        if self.route.stored:
+            self.route.store(first)
+            self.master.untyped_storage().resize_(0)
         if self.full is not None:
             self.point_at(self.full)
 
@@ -168,17 +188,21 @@ class Flat:
 
     def load_master(self) -> torch.Tensor:
         """All masters of this rank, [owned]: themselves, or a host copy where they are on NVMe."""
+        if self.route.stored:
+            return self.route.load()
         return self.master if self.home is None else self.home.load()
 
     def landing(self, device: torch.device) -> torch.Tensor:
         """Where new masters, [owned], are to be put before `store_master`: the masters themselves where they are on `device`."""
-        if self.home is None:
+        if self.home is None and not self.route.stored:
             return self.master
         return torch.empty(self.owned[1] - self.owned[0], dtype=self.dtypes.master, device=device)
 
     def store_master(self, master: torch.Tensor) -> None:
         """New values for all masters of this rank, from `landing`."""
-        if self.home is not None:
+        if self.route.stored:
+            self.route.store(master)
+        elif self.home is not None:
             self.home.store(master)
 
     # -- views -----------------------------------------------------------------------------------------------------------------
@@ -191,9 +215,15 @@ class Flat:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
 
+    def owned_by(self, position: int) -> tuple[int, int]:
+        """The addresses that the optimizer of another rank owns."""
+        if self.whole_master:
+            return self.owned
+        return self.route.shard_of(position) if self.owned == self.route.shard else self.layout.interval(position)
+
     def accounted(self, entry: Entry) -> tuple[int, int]:
         """The addresses of `entry` that this rank answers for: each element of the model on exactly one rank."""
-        return self.local(entry) if self.passive or not self.whole_master else overlap((entry.slot.start, entry.slot.end), self.interval)
+        return self.local(entry) if self.passive else overlap((entry.slot.start, entry.slot.end), self.interval)
 
     def overwritten_since(self, write: int) -> bool:
         """Whether the values computed with before that write to the masters are gone (a copy has them until it is refreshed)."""
@@ -248,14 +278,20 @@ class Flat:
         if self.passive:
             return {PARAMETERS: sum(e.param.numel() * e.param.element_size() for e in self.entries)}
         if self.home is not None:
-            return self.home.resting_bytes()[Tier.DEVICE]
-        out = {MASTERS: self.master.numel() * self.master.element_size()}
+            return _sum(self.home.resting_bytes()[Tier.DEVICE], self.route.resting_bytes)
+        if self.route.stored:
+            return self.route.resting_bytes
+        out = _sum({MASTERS: self.master.numel() * self.master.element_size()}, self.route.resting_bytes)
         if self.full is not None and self.kept:
             full = self.full.numel() * self.full.element_size()
             if storage_of(self.full) == storage_of(self.master):
                 return {PARAMETERS: full}
-            out[PARAMETERS] = full
+            out[PARAMETERS] = full + out.get(PARAMETERS, 0)
         return out
+
+
+def _sum(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
+    return {key: first.get(key, 0) + second.get(key, 0) for key in {**first, **second}}
 
 
 def _rests_whole(dtypes: Dtypes, tiers: Tiers | None) -> bool:

@@ -19,6 +19,7 @@ gathered again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,17 +215,21 @@ class Gatherer:
         unit.move(State.GATHERING, engine.step)
         place = Place("all-gather", unit.name, engine.step, engine.phase)
         for flat in unit.flats:
-            if flat.kept and not flat.stale:
+            if flat.passive or (flat.kept and not flat.stale):
                 continue
             flat.stale = False
             full = self._buffer(unit, flat)
-            if flat.home is not None:
-                self._put(flat.home)
-            elif storage_of(flat.master) != storage_of(full):  # else the masters are that interval of the copy
-                full[flat.owned[0] : flat.owned[1]].copy_(flat.master)
-            if flat.whole_master:
-                continue
-            unit.pending.append(engine.group.all_gather(full, place, flat.index))
+            if flat.whole_master and flat.route.codec is None:
+                self._put_masters(flat, full)
+            else:
+                unit.pending.append(flat.route.start(full, partial(self._put_masters, flat, full), place))
+
+    def _put_masters(self, flat: Flat, full: torch.Tensor) -> None:
+        """This rank's masters into their place in the whole."""
+        if flat.home is not None:
+            self._put(flat.home)
+        elif storage_of(flat.master) != storage_of(full):  # else the masters are that interval of the copy
+            full[flat.owned[0] : flat.owned[1]].copy_(flat.master)
 
     def _put(self, home: Home) -> None:
         """This rank's interval from where it rests.

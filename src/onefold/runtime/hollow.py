@@ -1,4 +1,4 @@
-"""Tensors that have a shape and a dtype, and no memory: what is seen of elements that rest on NVMe.
+"""Tensors that have a shape and a dtype, and no memory: what is seen of elements that rest on NVMe, or encoded.
 
 A kernel that is given one may read address 0. So whoever gets to see one gets an object that answers questions about its shape, and
 explains itself instead of computing.
@@ -12,7 +12,7 @@ import torch
 
 
 class HollowError(RuntimeError):
-    """Elements on NVMe were used as if they were in memory."""
+    """Elements on NVMe, or encoded ones, were used as if they were in memory."""
 
 
 def hollow(like: torch.Tensor, what: str) -> torch.Tensor:
@@ -37,7 +37,7 @@ def is_hollow(t: torch.Tensor) -> bool:
 def explain(func: Any, what: str) -> HollowError:
     """What to say to code that wants to compute with something hollow."""
     return HollowError(
-        f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe. Read a parameter with "
+        f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe or encoded. Read a parameter with "
         "`parameter.onefold.gather()` (on every rank), write with `onefold.full_params(model, write=True)`, clip with "
         "onefold.clip_grad_norm_, drop gradients with zero_grad() (set_to_none=True, its default); offload_gradients='cpu' keeps "
         "gradients in memory."
@@ -57,7 +57,7 @@ class Hollow(torch.Tensor):
         raise explain(func, next((t.what for t in _tensors((args, kwargs)) if isinstance(t, Hollow)), "a tensor"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Hollow({self.what}, on NVMe)"
+        return f"Hollow({self.what}, not in memory)"
 
 
 def _tensors(value: Any) -> list[Any]:

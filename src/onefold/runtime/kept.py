@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onefold.layout import overlap
 from onefold.memory import GRADIENTS, storage_of
 from onefold.recipe import Tier
 from onefold.runtime.hollow import hollow, is_hollow
@@ -18,6 +19,7 @@ from onefold.runtime.parameter import whole_sight
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Entry
 
 
 def show_kept(engine: Engine) -> None:
@@ -25,7 +27,9 @@ def show_kept(engine: Engine) -> None:
     for unit in engine.units:
         for flat in unit.flats:
             for entry in flat.entries:
-                if entry.filled and entry.param.grad is None and flat.home is not None:
+                if flat.held and entry.number in engine.reduce.held and entry.param.grad is None:
+                    _show_held(entry)
+                elif entry.filled and entry.param.grad is None and flat.home is not None:
                     # The gradient is on the device, its parameter is not: what is shown has a shape, and can be dropped.
                     entry.kept = entry.param.grad = hollow(entry.param, f"the unreduced gradient of {entry.slot.name!r}")
                 elif entry.filled and entry.param.grad is None:
@@ -50,6 +54,7 @@ def take_kept(engine: Engine) -> None:
         zeroed = now is kept and kept._version and not is_hollow(kept) and not kept.any()
         if now is None or (zeroed and (all_written or kept.numel() == entry.slot.numel)):
             entry.filled = False
+            _drop_held(engine, entry)
         elif now is not kept or kept._version:
             raise RuntimeError(
                 f"the gradient of {entry.slot.name!r} was changed between micro-batches under no_sync, where `.grad` shows "
@@ -62,6 +67,32 @@ def take_kept(engine: Engine) -> None:
                 for buffer in flat.grads.values():
                     engine.pool.give(buffer)
                 flat.grads.clear()
+            if flat.held and not any(e.number in engine.reduce.held for e in flat.entries):
+                for buffer in flat.held.values():
+                    engine.pool.give(buffer)
+                flat.held.clear()
+
+
+def _show_held(entry: Entry) -> None:
+    """What this rank holds of a sum inside its group, as far as it steps it."""
+    flat, run = entry.flat, entry.flat.run_of[entry.index]
+    if flat.home is not None:
+        entry.kept = entry.param.grad = hollow(entry.param, f"the gradient of {entry.slot.name!r} before the boundary")
+        return
+    (first, _), (a, b) = overlap(run, flat.route.shard), flat.local(entry)
+    part = flat.held[run][a - first : b - first] if b > a else flat.held[run][:0]
+    entry.kept = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
+
+
+def _drop_held(engine: Engine, entry: Entry) -> None:
+    """The user has dropped the gradient: nothing of it reaches the boundary."""
+    flat = entry.flat
+    engine.reduce.held.discard(entry.number)
+    run = flat.run_of.get(entry.index)
+    if run is not None and run in flat.held:
+        span = overlap(run, flat.route.shard)
+        a, b = overlap((entry.slot.start, entry.slot.end), span)
+        flat.held[run][a - span[0] : b - span[0]].zero_()
 
 
 def gradient_bytes(engine: Engine, tier: Tier) -> int:
@@ -73,7 +104,8 @@ def gradient_bytes(engine: Engine, tier: Tier) -> int:
     reduced = sum(unique_bytes(e.param.grad for e in ours))
     if tier is not Tier.DEVICE:
         return reduced
-    return reduced + sum(b.numel() * b.element_size() for u in engine.units for flat in u.flats for b in flat.grads.values())
+    waiting = [b for u in engine.units for flat in u.flats for b in (*flat.grads.values(), *flat.held.values())]
+    return reduced + sum(b.numel() * b.element_size() for b in waiting)
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:

@@ -42,7 +42,7 @@ class ShardInfo:
         interval: `(start, stop)`, the elements of the flattened parameter that this rank holds.
         dtype: the dtype it is computed in (the parameter itself is held in master precision).
         sharded: whether this rank holds only a part (stage 0 holds the whole, and still computes with another object).
-        on_disk: whether its elements rest on NVMe: the parameter has a shape, and no memory.
+        on_disk: whether its elements rest on NVMe, or encoded: the parameter has a shape, and no memory.
     """
 
     def __init__(self, entry: Entry, interval: tuple[int, int]) -> None:
@@ -50,7 +50,7 @@ class ShardInfo:
         self.name, self.shape, self.interval = entry.slot.name, torch.Size(entry.slot.shape), interval
         self.dtype = entry.compute.dtype
         self.sharded = not entry.flat.whole_master
-        self.on_disk = entry.flat.home is not None and entry.flat.home.on_disk
+        self.on_disk = (entry.flat.home is not None and entry.flat.home.on_disk) or entry.flat.route.stored
 
     def __deepcopy__(self, memo: object) -> ShardInfo:
         return self
@@ -119,7 +119,7 @@ class ShardedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         info: ShardInfo | None = self.__dict__.get("onefold")
         if info is not None and info.on_disk:
-            return f"ShardedParameter({info!r}, on NVMe)"
+            return f"ShardedParameter({info!r}, not in memory)"
         with whole_sight():
             return f"ShardedParameter({info!r}, local={self.data!r})"
 

@@ -18,12 +18,10 @@ keeps `.grad is None`, as it would in one process; what another rank used gets i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import Pending, Place
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger
 from onefold.memory.nvme import TierError
@@ -31,29 +29,11 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.home import Home
 from onefold.runtime.kept import take_kept
 from onefold.runtime.parameter import whole_sight
+from onefold.runtime.summing import Reduction, Summing
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-
-
-@dataclass
-class Reduction:
-    """One run of one flat buffer on its way. `own` are the addresses that this rank sums; `parts` what the ranks send, in rank order."""
-
-    unit: Unit
-    flat: Flat
-    run: tuple[int, int]
-    buffer: torch.Tensor
-    own: tuple[int, int]
-    parts: dict[int, torch.Tensor]
-    filled: list[bool]
-    pending: Pending
-    lent: torch.Tensor | None = None  # one buffer of which the parts are rows
-    sent: torch.Tensor | None = None  # where the wire's dtype is not the buffer's
-    total: torch.Tensor | None = None
-    gathering: Pending | None = None
-    down: bool = False  # the sums have left the device
 
 
 class Reducer:
@@ -66,7 +46,10 @@ class Reducer:
         self.turn = 0
         self.log: list[int] = []
         self.learned = False
+        self.summing = Summing(engine)
         self.flying: list[Reduction] = []
+        self.crossing: list[Reduction] = []  # on a further hop
+        self.held: set[int] = set()  # entries with gradients among the sums that are held, on any rank
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
         self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
@@ -135,7 +118,7 @@ class Reducer:
             self.engine.pool.give(buffer)
             buffer = flat.grads[run] = wide
         view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
-        scale = self._early_scale(flat)
+        scale = self.summing.early_scale(flat)
         if entry.filled:
             view.add_(grad, alpha=scale)
         elif scale != 1:
@@ -148,10 +131,6 @@ class Reducer:
     def _category(self) -> str:
         """Whole gradients that stay until the boundary are gradients; what is about to travel is a buffer."""
         return GRADIENTS if self.engine.deferring else REDUCTION
-
-    def _early_scale(self, flat: Flat) -> float:
-        """The mean's factor, if it goes into the copy that is made anyway: not where 16 bits travel, whose range it would waste."""
-        return 1.0 / self.engine.group.size if flat.dtypes.wire == flat.dtypes.sums else 1.0
 
     def _buffer(self, flat: Flat, run: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """A gradient buffer over `run` with zeros between the slots (and nothing yet inside them)."""
@@ -177,13 +156,12 @@ class Reducer:
             self.turn += 1
             while len(self.flying) > self.in_flight:
                 self._land(self.flying.pop(0))
+            while len(self.crossing) > self.in_flight:
+                self._land(self.crossing.pop(0))
 
     def _launch(self, unit: Unit) -> None:
         unit.launched = True
-        engine, group = self.engine, self.engine.group
         for flat in unit.flats:
-            move = "all-reduce" if flat.whole_master else "reduce-scatter"
-            place = Place(move, unit.name, engine.step, engine.phase)
             for run in flat.runs:
                 buffer = flat.grads.pop(run, None)
                 if buffer is None:
@@ -195,110 +173,44 @@ class Reducer:
                         buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].zero_()
                     filled.append(inside and entry.filled)
                     entry.filled = entry.filled and not inside
-                own = overlap(run, flat.interval)
-                sent = buffer
-                if buffer.dtype != flat.dtypes.wire:
-                    sent = engine.pool.take(buffer.numel(), flat.dtypes.wire, REDUCTION, unit.name).copy_(buffer)
-                parts, lent = self._places(unit, flat, buffer[own[0] - run[0] : own[1] - run[0]])
-                recvs = [(p, part) for p, part in parts.items() if p != group.rank]
-                if group.imagined:  # two messages stand for all
-                    sends = [(group.rank, sent[: own[0] - run[0]]), (group.rank, sent[own[1] - run[0] :])]
-                else:
-                    sends = [(p, piece) for p, piece in enumerate(_cut(sent, run, flat)) if p != group.rank]
-                pending = group.exchange(sends, recvs, place, flat.index, move=move)
-                copied = sent if sent is not buffer else None
-                self.flying.append(Reduction(unit, flat, run, buffer, own, parts, filled, pending, lent, copied))
-                del sent, copied, sends, recvs, parts, lent
-
-    def _places(self, unit: Unit, flat: Flat, own: torch.Tensor) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
-        """Where the ranks' parts go, in rank order with this rank's `own` among them: rows of one lent buffer, but for one that stays."""
-        group, into, dtype = self.engine.group, self._summed_into(flat), flat.dtypes.wire
-        places = {group.rank: own}
-        if into is not None:
-            places[into] = self.engine.pool.fresh(own.numel(), dtype)
-            self.engine.memory.add(REDUCTION, _bytes(places[into]), unit.name)
-        others = [p for p in range(group.size) if p not in places]
-        lent = self.engine.pool.take(len(others) * own.numel(), dtype, REDUCTION, unit.name) if others else None
-        if lent is not None and not group.imagined:  # else nothing arrives there
-            places |= zip(others, lent.view(len(others), own.numel()).unbind(), strict=True)
-        return dict(sorted(places.items())), lent
+                r = Reduction(unit, flat, run, filled, buffer, run)
+                self.summing.send(r)
+                self.flying.append(r)
 
     def _land(self, r: Reduction) -> None:
-        """Wait for the parts, add them up in rank order, and hand over what can be handed over."""
-        r.pending.wait()
-        flat, group, pool = r.flat, self.engine.group, self.engine.pool
-        sent, r.sent = r.sent, None
-        if sent is not None:
-            pool.give(sent)
-        into = self._summed_into(flat)
-        total = self._sum_apart(r) if into is None else self._sum_in_place(r, into)
-        r.parts.clear()
-        lent, r.lent = r.lent, None
-        if lent is not None:
-            pool.give(lent)
-        buffer, r.buffer = r.buffer, total
-        pool.give(buffer)
-        r.total = total
-        if flat.whole_master and group.size > 1:
-            r.gathering = self._gather_sums(r, total)
+        """Wait for the parts, add them up in rank order; on to the next hop, or hand over what can be handed over."""
+        self.summing.land(r)
+        flat, total = r.flat, r.total
+        assert total is not None
+        if not r.is_last:
+            if self._hold(r):
+                return
+            self.summing.next_hop(r)
+            self.summing.send(r)
+            self.crossing.append(r)
+            return
+        if flat.spread is not None:
+            self.summing.spread(r)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             self._ledger(flat).add(GRADIENTS, -_bytes(total))  # it was added to gradients that are there
         if r.gathering is None and not all(r.filled[e.index] for e in flat.entries if flat.in_run(e, r.run)):
             self.summed.append(r)  # another rank may have used the others
 
-    def _summed_into(self, flat: Flat) -> int | None:
-        """The peer whose part becomes the sum, if sums need no other dtype and no other place."""
-        group = self.engine.group
-        if flat.whole_master or group.size == 1 or flat.dtypes.wire != flat.dtypes.sums:
-            return None
-        return 1 if group.rank == 0 else 0
-
-    def _sum_in_place(self, r: Reduction, into: int) -> torch.Tensor:
-        total = r.parts[into]
-        self.engine.memory.add(REDUCTION, -_bytes(total), r.unit.name)
-        self.engine.memory.add(GRADIENTS, _bytes(total))
-        for rank, part in r.parts.items():  # rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
-            if rank != into:
-                total.add_(part)
-        return total
-
-    def _sum_apart(self, r: Reduction) -> torch.Tensor:
-        flat, group = r.flat, self.engine.group
-        first, *others = r.parts.values()
-        if flat.whole_master:  # every rank wants all sums: put this rank's into the whole buffer, then gather
-            numel, dtype = r.run[1] - r.run[0], flat.dtypes.wire
-            total = self.engine.pool.fresh(numel, dtype)
-            target = total[r.own[0] - r.run[0] : r.own[1] - r.run[0]]
-        else:
-            total = target = self.engine.pool.fresh(r.own[1] - r.own[0], flat.dtypes.sums)
-        self.engine.memory.add(GRADIENTS, _bytes(total))
-        sums = target
-        if target.dtype != flat.dtypes.sums:
-            sums = self.engine.pool.take(target.numel(), flat.dtypes.sums, REDUCTION, r.unit.name)
-        if others and first.dtype == others[0].dtype == sums.dtype:
-            torch.add(first, others[0], out=sums)
-            others = others[1:]
-        else:
-            sums.copy_(first)
-        for part in others:
-            sums.add_(part)
-        if group.size > 1 and self._early_scale(flat) == 1:
-            sums.mul_(1.0 / group.size)
-        if sums is not target:
-            target.copy_(sums)
-            self.engine.pool.give(sums)
-        return total
-
-    def _gather_sums(self, r: Reduction, total: torch.Tensor) -> Pending:
-        """The second half of an all-reduce: every rank's sums to every rank."""
-        flat, group = r.flat, self.engine.group
-        place = Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
-        peers = [p for p in range(group.size) if p != group.rank]
-        own = total[r.own[0] - r.run[0] : r.own[1] - r.run[0]]
-        part = _cut(total, r.run, flat) if not group.imagined else ()
-        recvs = [(p, part[p]) for p in peers] if part else []
-        return group.exchange([(p, own) for p in peers], recvs, place, flat.index, move="all-reduce")
+    def _hold(self, r: Reduction) -> bool:
+        """Before the boundary the group's sums stay here; at it those of earlier micro-batches join. See [Note: held sums]."""
+        pool, held, total = self.engine.pool, r.flat.held.pop(r.run, None), r.total
+        assert total is not None
+        if held is not None:
+            total.add_(held)
+            pool.give(held)
+        if self.engine.holding:
+            held = pool.take(total.numel(), total.dtype, GRADIENTS, r.unit.name)
+            r.flat.held[r.run] = held.copy_(total)
+            r.total = None
+            r.buffer = total.new_empty(0)
+            pool.give(total)
+        return self.engine.holding
 
     # -- handing over ----------------------------------------------------------------------------------------------------------
 
@@ -312,8 +224,7 @@ class Reducer:
         if home is not None:
             self._bring_down(r, home)
         kept = not all(which[e.index] for e in r.flat.entries if r.flat.in_run(e, r.run))
-        base = r.run[0] if r.flat.whole_master else r.own[0]
-        span = r.run if r.flat.whole_master else r.own
+        span = r.covers
         behind = self._steps_behind(r.flat, which)
         meant = [e for e, wanted in zip(r.flat.entries, which, strict=True) if wanted and (_meets(e, span) or not e.slot.numel)]
         if home is not None and home.gradients_on_disk and not behind:
@@ -325,7 +236,7 @@ class Reducer:
         for entry in meant:
             a, b = overlap((entry.slot.start, entry.slot.end), span)
             param = entry.param
-            grad = r.total[a - base : b - base].view(param.shape)
+            grad = r.total[a - span[0] : b - span[0]].view(param.shape)
             if param.grad is None:
                 param.grad = grad.to(param.dtype)
                 if param.grad is not grad:  # a copy in another dtype
@@ -366,6 +277,12 @@ class Reducer:
         self.engine.moves.graded |= used_anywhere
         while self.flying:
             self._land(self.flying.pop(0))
+        if self.engine.holding:
+            self.held |= used_anywhere
+            return
+        used_anywhere, self.held = used_anywhere | self.held, set()
+        while self.crossing:
+            self._land(self.crossing.pop(0))
         while self.summed:  # each goes as soon as it is handed over
             r = self.summed.pop(0)
             if r.gathering is not None:
@@ -404,29 +321,29 @@ class Reducer:
     def drop(self) -> None:
         """Forget everything that a failed backward pass left."""
         if self.engine.group.broken is None:
-            for r in self.flying:
-                r.pending.wait()
+            for r in (*self.flying, *self.crossing):
+                if r.pending is not None:
+                    r.pending.wait()
             for r in self.summed:
                 if r.gathering is not None:
                     r.gathering.wait()
         self.flying.clear()
+        self.crossing.clear()
         self.summed.clear()
+        self.held.clear()
         for unit in self.units:
             unit.waiting, unit.ready, unit.launched, unit.late = set(), False, False, False
             for flat in unit.flats:
                 for buffer in flat.grads.values():
                     self.engine.pool.give(buffer)
                 flat.grads.clear()
+                for buffer in flat.held.values():
+                    self.engine.pool.give(buffer)
+                flat.held.clear()
                 for entry in flat.entries:
                     if entry.kept is not None and entry.param.grad is entry.kept:
                         entry.param.grad = None
                     entry.filled, entry.kept, entry.compute.grad = False, None, None
-
-
-def _cut(buffer: torch.Tensor, run: tuple[int, int], flat: Flat) -> tuple[torch.Tensor, ...]:
-    """The ranks' pieces of a buffer over `run`, in rank order."""
-    cuts = [overlap(run, flat.layout.interval(p)) for p in range(flat.size)]
-    return buffer.split([b - a for a, b in cuts])
 
 
 def _meets(entry: Entry, span: tuple[int, int]) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.comm import Place
+from onefold.layout import overlap
 from onefold.memory import GATHERED
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -30,8 +31,8 @@ def whole_masters(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor:
     with whole_sight(), torch.no_grad():
         if flat.whole_master:
             return full.copy_(flat.load_master())
-        full[flat.interval[0] : flat.interval[1]].copy_(flat.load_master())
-        engine.group.all_gather(full, _place(engine, unit), flat.index, move="state").wait()
+        full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())
+        flat.route.group_of_owners.all_gather(full, _place(engine, unit), flat.index, move="state").wait()
     return full
 
 
@@ -43,8 +44,7 @@ def scatter_masters(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor |
             assert full is not None
             sends = []  # an imagined group has nobody to send to
             if not group.imagined:
-                pieces = [full] * group.size if flat.whole_master else full.split(max(1, flat.layout.shard_numel))
-                sends = list(enumerate(pieces))[1:]
+                sends = [(p, full[slice(*flat.owned_by(p))]) for p in range(1, group.size)]
             group.exchange(sends, [], place, flat.index, move="state").wait()
             master.copy_(full[flat.owned[0] : flat.owned[1]])
         else:
@@ -180,12 +180,13 @@ def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
         return flat.load_master()
     group, place = engine.group, _place(engine, unit)
     if group.rank != 0:
-        group.exchange([(0, flat.load_master().to(engine.device))], [], place, flat.index, move="state").wait()
+        known = flat.owned == flat.owned_by(0)  # a replica of what rank 0 has
+        group.exchange([] if known else [(0, flat.load_master().to(engine.device))], [], place, flat.index, move="state").wait()
         return None
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
-    full[flat.interval[0] : flat.interval[1]].copy_(flat.load_master())
-    recvs = [(p, full[slice(*flat.layout.interval(p))]) for p in range(1, group.size)]
-    group.exchange([], recvs, place, flat.index, move="state").wait()
+    full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())
+    sent = [flat.owned_by(p) for p in range(1, group.size)]
+    group.exchange([], [(p, full[a:b]) for p, (a, b) in enumerate(sent, 1) if a != flat.owned[0]], place, flat.index, move="state").wait()
     return full
 
 
@@ -334,7 +335,7 @@ def _scatter_entry(engine: Engine, unit: Unit, entry: Entry, master: torch.Tenso
     whole = source.detach().to(engine.device, flat.dtypes.master).reshape(-1)
     sends = []
     for peer in range(1, 1 if group.imagined else group.size):
-        start, end = (slot.start, slot.end) if flat.whole_master else flat.layout.local(slot, peer)
+        start, end = overlap((slot.start, slot.end), flat.owned_by(peer))
         sends.append((peer, whole[start - slot.start : end - slot.start]))
     group.exchange(sends, [], _place(engine, unit), flat.index, move="state").wait()
     mine.copy_(whole[a - slot.start : b - slot.start])

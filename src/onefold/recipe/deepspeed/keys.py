@@ -73,7 +73,6 @@ _INTERNAL = "it steers a mechanism inside DeepSpeed that has no counterpart here
 
 _ZENFLOW = "stepping the gradients that matter most before the others trains differently, and is not built: remove it"
 _GDS = "what lies on NVMe passes through host memory, GPUDirect Storage is not built: remove it, or set it to false"
-_ZEROPP = "ZeRO++ is not built yet: remove it"
 _PARALLEL = "other parallel axes than data are not built yet: remove it"
 _REMOVED = "DeepSpeed 0.19.8 refuses it too (the feature was removed there): remove it"
 
@@ -126,10 +125,10 @@ ZERO: Section = {
     "override_module_apply": _flag(inert=_INTERNAL),
     "enable_sanity_checks": _flag(inert=_INTERNAL),
     "zenflow": Key("section", later=_ZENFLOW),
-    "zero_hpz_partition_size": _count(later=_ZEROPP, quiet_up_to=1),
-    "zero_quantized_weights": _flag(later=_ZEROPP),
-    "zero_quantized_nontrainable_weights": _flag(later=_ZEROPP),
-    "zero_quantized_gradients": _flag(later=_ZEROPP),
+    "zero_hpz_partition_size": _count(),
+    "zero_quantized_weights": _flag(),
+    "zero_quantized_nontrainable_weights": _flag(),
+    "zero_quantized_gradients": _flag(),
     "zeropp_loco_param": Key("section", later=_REMOVED),
     "mics_shard_size": Key("count", low=-1, later=_REMOVED),
     "mics_hierarchical_params_gather": _flag(later=_REMOVED),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from onefold.recipe.deepspeed.file import loaded, nested
+from onefold.recipe.deepspeed.groups import read_groups
 from onefold.recipe.deepspeed.keys import SECTIONS, TOP, TOP_ALIASES, ZERO_ALIASES
 from onefold.recipe.deepspeed.reading import Reading
 from onefold.recipe.deepspeed.specs import OptimizerSpec, SchedulerSpec, read_optimizer, read_scheduler
@@ -172,7 +173,7 @@ def read_deepspeed(
         )
     if parts["bf16"].get("bf16_optimizer_states") and not parts["bf16"].get("enabled"):
         read.without_effect.append(("bf16.bf16_optimizer_states", "bf16.enabled is not true"))
-    arguments = _recipe_arguments(top, zero, parts) | read_tiers(read, zero, top.get("aio", {}))
+    arguments = _recipe_arguments(top, zero, parts) | read_tiers(read, zero, top.get("aio", {})) | read_groups(read, zero)
     if "gradient_clipping" not in top:
         read.remarks.append(
             "gradient_clipping is not set: no clipping (DeepSpeed 0.19.8 would clip to norm 1.0); write it to choose"

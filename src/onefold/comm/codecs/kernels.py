@@ -1,0 +1,45 @@
+"""Which intervals the kernels for CUDA serve, and where: the plain operations do the rest, with equal results.
+
+Triton is imported when the first interval on CUDA is encoded or decoded, never before. The kernels do whole blocks; a shorter last one
+is left to the plain operations.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.comm.codecs.rounding import Stochastic
+
+if TYPE_CHECKING:
+    from onefold.comm.codecs.blockwise import Blockwise
+
+NAMES = ("int8", "int4")
+_COMPUTE_CAPABILITY = (8, 0)  # from here on bf16 is the device's own
+
+
+def serve(codec: Blockwise, floats: torch.Tensor) -> bool:
+    """Whether kernels do the whole blocks of this interval."""
+    return floats.is_cuda and codec.name in NAMES and floats.numel() >= codec.block and _usable(floats.device)
+
+
+@cache
+def _usable(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _COMPUTE_CAPABILITY and importlib.util.find_spec("triton") is not None
+
+
+def encode(codec: Blockwise, source: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor, rounding: Stochastic | None) -> int:
+    """Encode the whole blocks of `source`; answers the number of elements done."""
+    from onefold.comm.codecs import triton_kernels
+
+    return triton_kernels.encode(codec, source, payload, scales, rounding)
+
+
+def decode(codec: Blockwise, payload: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, sign: int) -> int:
+    """Decode the whole blocks over `into`, or add them `sign` times; answers the number of elements done."""
+    from onefold.comm.codecs import triton_kernels
+
+    return triton_kernels.decode(codec, payload, scales, into, sign)

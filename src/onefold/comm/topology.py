@@ -1,0 +1,89 @@
+"""Two levels of ranks: groups of `inner` neighbours (as a rule a node), and `outer` such groups.
+
+Six ranks in groups of three; in the first picture by their numbers, in the second by their positions in the address space:
+
+    group 0    rank 0   rank 1   rank 2         group 0    0   2   4        inside: 0 2 4  |  1 3 5
+    group 1    rank 3   rank 4   rank 5         group 1    1   3   5        across: 0 1  |  2 3  |  4 5
+
+[Note: positions] A rank's interval of a flat buffer is that of its position, and positions count across the groups first. So the
+intervals of the ranks that hold the same part in different groups (`across`) lie side by side, and what one of them gathers there is one
+interval of the division among the ranks of a group (`inside`): moves over both levels need no reordering.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`size` ranks in groups of `inner`.
+
+    Raises:
+        ValueError: the groups do not divide the ranks.
+    """
+
+    size: int
+    inner: int
+
+    def __post_init__(self) -> None:
+        if self.inner < 1 or self.size % self.inner:
+            fitting = [n for n in range(1, self.size + 1) if self.size % n == 0]
+            raise ValueError(
+                f"groups of {self.inner} ranks do not divide {self.size} ranks: choose a size of {', '.join(map(str, fitting))}."
+            )
+
+    @property
+    def outer(self) -> int:
+        """Groups."""
+        return self.size // self.inner
+
+    @property
+    def order(self) -> list[int]:
+        """The ranks' numbers, 0 to size − 1, by position."""
+        return [(p % self.outer) * self.inner + p // self.outer for p in range(self.size)]
+
+    def inside(self, position: int) -> list[int]:
+        """The positions in the group of `position`, itself among them."""
+        return list(range(position % self.outer, self.size, self.outer))
+
+    def across(self, position: int) -> list[int]:
+        """The positions that hold in other groups what `position` holds in its own, itself among them."""
+        first = position // self.outer * self.outer
+        return list(range(first, first + self.outer))
+
+
+def ranks_of_a_node(environment: Mapping[str, str] = os.environ) -> int | None:
+    """How many ranks each node has, as the launcher says (torchrun and those that set the same variables); None if it does not say."""
+    try:
+        here, all_of_them = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return None
+    return here if 1 <= here <= all_of_them and all_of_them % here == 0 else None
+
+
+def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None) -> int:
+    """Ranks of a group: `group` itself, all of `ranks` (None), or those of a node ("node"; all, if nobody says where nodes end).
+
+    Raises:
+        ValueError: `ranks` are spread over nodes unevenly, or not in a row.
+    """
+    if group is None or (group == "node" and per_node is None):
+        return len(ranks)
+    if group != "node":
+        return int(group)
+    nodes = nodes_of(ranks, per_node)
+    each = len(ranks) // len(set(nodes))
+    if [nodes[i // each * each] for i in range(len(ranks))] != nodes or len(ranks) % each:
+        raise ValueError(
+            f"group='node': ranks {list(ranks)} lie on nodes {nodes}, unevenly. Give the same number of neighbouring ranks on each node, "
+            "or the number of ranks of a group."
+        )
+    return each
+
+
+def nodes_of(ranks: Sequence[int], per_node: int | None) -> list[int]:
+    """The node of each global rank, where each node has `per_node` ranks in a row; None: all are on one."""
+    return [rank // per_node if per_node else 0 for rank in ranks]

@@ -1,0 +1,232 @@
+"""How the whole of a flat buffer comes together, and how its gradient is divided: over which groups, in which form.
+
+    over all ranks, no groups        interval ──────────── all ───────────► whole
+    over all ranks, in groups        interval ── across ──► shard ── inside ──► whole
+    parameters over a group          shard ──────────── inside ───────────► whole
+    a second copy                    interval ── across ──► shard (kept until the next step) ── inside ──► whole
+
+`interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note: positions] in comm/topology.py); the
+gradient goes the same way back, hop by hop, and is summed at each in the accumulation dtype. Where parameters travel encoded, each
+interval is encoded once after a step, moved and kept as bytes, and decoded into the flat buffer behind the last hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from onefold.comm import Chain, Group, Pending, Place
+from onefold.comm.codecs import Codec, codec
+from onefold.layout import round_up
+from onefold.memory import GATHERED, PARAMETERS
+from onefold.recipe.groups import GROUP
+
+if TYPE_CHECKING:
+    from onefold.recipe import Recipe
+    from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Flat
+    from onefold.runtime.units import Found
+
+_LOW = (torch.float32, torch.bfloat16, torch.float16)
+#: Encoded intervals begin at multiples of this many bytes: scales are read as numbers of four.
+_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One step of a reduction: the ranks of `group` divide a range of addresses among themselves, `ranges` by position."""
+
+    group: Group
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The addresses that this rank sums."""
+        return self.ranges[self.group.rank]
+
+
+def hops_of(flat: Flat, group: Group) -> tuple[Hop, ...]:
+    """The hops of the gradient of `flat`, from the whole to this rank's interval."""
+    layout, topology = flat.layout, group.topology
+    everybody = Hop(group, tuple(layout.interval(p) for p in range(group.size)))
+    if flat.whole_master or 1 in (topology.inner, topology.outer):
+        return (everybody,)
+    each = layout.shard_numel * topology.outer
+    inside = Hop(group.inside, tuple((i * each, (i + 1) * each) for i in range(topology.inner)))
+    mine = group.topology.across(group.rank)
+    return inside, Hop(group.across, tuple(layout.interval(p) for p in mine))
+
+
+class Route:
+    """The gathers of one flat buffer.
+
+    Attributes:
+        second: the shard in the compute dtype, or encoded as bytes, kept to gather from; None without a second copy.
+        fresh: `second` (or the encoded interval) is of the masters as they are.
+        stored: the encoded interval is all there is: frozen weights that rest as they travel.
+    """
+
+    def __init__(self, flat: Flat, engine: Engine, stored: bool = False) -> None:
+        recipe, group = engine.recipe, engine.group
+        self.flat, self.engine, self.group = flat, engine, group
+        low = flat.dtypes.compute in _LOW
+        name = recipe.frozen if stored else recipe.parameters.codec
+        self.stored: bool = stored
+        self.codec: Codec | None = codec(name) if name and low and not flat.kept else None
+        inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
+        self.doubled = inside and not stored and not flat.kept and group.topology.outer > 1
+        self.second: torch.Tensor | None = None
+        self.fresh = False
+        outer = group.topology.outer
+        self.outer = outer
+        self.each = round_up(self.codec.encoded_bytes(flat.layout.shard_numel), _ALIGNED) if self.codec else 0
+        self.shard = self.shard_of(group.rank)
+        first = group.rank // outer * outer
+        self._shard_bytes = first * self.each, (first + outer) * self.each
+
+    def shard_of(self, position: int) -> tuple[int, int]:
+        """The addresses that a rank has among those of its group."""
+        first, each = position // self.outer * self.outer, self.flat.layout.shard_numel
+        return first * each, (first + self.outer) * each
+
+    @property
+    def group_of_owners(self) -> Group:
+        """The ranks whose masters together are the whole, each once."""
+        return self.group.inside if self.flat.owned == self.shard else self.group
+
+    def build(self, device: torch.device) -> None:
+        """Take the memory of what is kept: a second copy, or the own part encoded."""
+        if self.codec is not None:
+            a, b = self._shard_bytes if self.doubled else self._own_bytes
+            self.second = torch.empty(b - a, dtype=torch.uint8, device=device)
+        elif self.doubled:
+            self.second = torch.empty(self.shard[1] - self.shard[0], dtype=self.flat.dtypes.compute, device=device)
+
+    @property
+    def resting_bytes(self) -> dict[str, int]:
+        """Bytes kept between steps, by category."""
+        return {} if self.second is None else {PARAMETERS: self.second.numel() * self.second.element_size()}
+
+    def moved(self) -> None:
+        """The masters have new values."""
+        self.fresh = self.stored  # where they are stored, `store` is how they get them
+
+    # -- weights that rest encoded ---------------------------------------------------------------------------------------------
+
+    def store(self, values: torch.Tensor) -> None:
+        """New values, [owned], for what rests encoded."""
+        assert self.codec is not None and self.second is not None
+        numel = self.flat.layout.shard_numel
+        for index in range(values.numel() // max(numel, 1)):
+            self.codec.encode(values[index * numel : (index + 1) * numel], self._bytes_of(self.second, index))
+        self.fresh = True
+
+    def load(self) -> torch.Tensor:
+        """What rests encoded, [owned], in the master dtype."""
+        assert self.codec is not None and self.second is not None
+        flat, numel = self.flat, self.flat.layout.shard_numel
+        out = torch.empty(flat.owned[1] - flat.owned[0], dtype=flat.dtypes.master, device=self.second.device)
+        for index in range(out.numel() // max(numel, 1)):
+            self.codec.decode(self._bytes_of(self.second, index), out[index * numel : (index + 1) * numel])
+        return out
+
+    # -- gathering -------------------------------------------------------------------------------------------------------------
+
+    def start(self, full: torch.Tensor, put: Callable[[], None], place: Place) -> Pending:
+        """Start gathering the whole into `full`; `put` writes this rank's part of the masters there."""
+        if self.codec is not None:
+            return self._start_encoded(full, put, place)
+        if not self.doubled:
+            put()
+            return self.group_of_owners.all_gather(full, place, self.flat.index)
+        mine, second = full[slice(*self.shard)], self.second
+        assert second is not None
+        if self.fresh:
+            mine.copy_(second)
+            return self.group.inside.all_gather(full, place, self.flat.index)
+        put()
+        self.fresh = True
+
+        def keep() -> Pending:
+            second.copy_(mine)
+            return self.group.inside.all_gather(full, place, self.flat.index)
+
+        return Chain(self.group.across.all_gather(mine, place, self.flat.index), keep, full.device)
+
+    @property
+    def _own_bytes(self) -> tuple[int, int]:
+        """Where the encoded intervals of what this rank owns begin and end."""
+        a, b = (edge // max(self.flat.layout.shard_numel, 1) * self.each for edge in self.flat.owned)
+        return a, b
+
+    def _start_encoded(self, full: torch.Tensor, put: Callable[[], None], place: Place) -> Pending:
+        kept, pool, group = self.second, self.engine.pool, self.group
+        assert kept is not None
+        coded = pool.take(group.size * self.each, torch.uint8, GATHERED, self.flat.unit_name)
+        a, b = self._shard_bytes if self.doubled else self._own_bytes
+        renewed = not self.fresh
+        if renewed:
+            put()
+            self._encode(full, coded)
+            if not self.doubled:
+                kept.copy_(coded[a:b])
+        else:
+            coded[a:b].copy_(kept)
+        self.fresh = True
+        inner = group.inside if self.doubled else self.group_of_owners
+        if not (self.doubled and renewed):
+            return _Decoded(inner.all_gather(coded, place, self.flat.index), self, full, coded)
+        low = group.across.all_gather(coded[a:b], place, self.flat.index)
+
+        def keep() -> Pending:
+            kept.copy_(coded[a:b])
+            return inner.all_gather(coded, place, self.flat.index)
+
+        return _Decoded(Chain(low, keep, full.device), self, full, coded)
+
+    def _encode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
+        """What this rank owns, interval by interval: each is encoded by itself, so that the bytes are the same over any groups."""
+        assert self.codec is not None
+        each, (start, stop) = self.flat.layout.shard_numel, self.flat.owned
+        for index in range(start // max(each, 1), stop // max(each, 1)):
+            self.codec.encode(full[index * each : (index + 1) * each], self._bytes_of(coded, index))
+
+    def decode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
+        """All intervals, this rank's own too: every rank computes with the same values."""
+        assert self.codec is not None
+        each = self.flat.layout.shard_numel
+        for index in range(self.group.size):
+            self.codec.decode(self._bytes_of(coded, index), full[index * each : (index + 1) * each])
+
+    def _bytes_of(self, coded: torch.Tensor, index: int) -> torch.Tensor:
+        assert self.codec is not None
+        return coded[index * self.each : index * self.each + self.codec.encoded_bytes(self.flat.layout.shard_numel)]
+
+
+def rests_encoded(found: Found, recipe: Recipe) -> bool:
+    """Whether a parameter is one of the frozen weights that rest encoded: matrices, but for what is looked up in (embeddings)."""
+    frozen = recipe.frozen is not None and not found.param.requires_grad and found.param.dim() >= 2
+    return frozen and found.param.dtype in _LOW and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
+
+
+class _Decoded(Pending):
+    """A gather of bytes that ends with the values."""
+
+    __slots__ = ("_coded", "_full", "_moving", "_route")
+
+    def __init__(self, moving: Pending, route: Route, full: torch.Tensor, coded: torch.Tensor) -> None:
+        self._moving, self._route, self._full = moving, route, full
+        self._coded: torch.Tensor | None = coded
+        self.place, self.event = moving.place, moving.event
+
+    def wait(self) -> None:
+        coded, self._coded = self._coded, None
+        if coded is not None:
+            self._moving.wait()
+            self._route.decode(self._full, coded)
+            self._route.engine.pool.give(coded)
+
