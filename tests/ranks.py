@@ -190,6 +190,7 @@ def _rank_main(
         if folder is not None:
             store = dist.FileStore(os.path.join(folder, "rendezvous"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+            dist.barrier()  # a rank that was through at once would end while another one still connects to it
         value = function(*args, **kwargs)
         outcome = Outcome(rank, value=value, seconds=time.monotonic() - begin)
         payload = pickle.dumps(outcome)
