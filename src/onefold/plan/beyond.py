@@ -183,7 +183,11 @@ def _passing(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: b
     arriving = beside + (sum(kept[: WAITING + 1]) if behind else stay)
     step = _step_staging(flats, recipe, optimizer, on_disk, behind)
     backward = _backward_staging(flats, recipe, on_disk) + (step if behind else 0)
-    phases = ({GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step})
+    phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
+    if behind:  # the first step is an ordinary one, and moments that it makes are not there before it
+        first = _passing(flats, recipe, optimizer, again, behind=False)
+        made = sum(nbytes for f in trained for tier, category, nbytes in _resting(f, optimizer) if (tier, category) == (HOST, MOMENTS))
+        phases.append(first | {GRADIENTS: max(0, first.get(GRADIENTS, 0) - made)})
     return _filled(max(phases, key=lambda held: sum(held.values())))
 
 
