@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from onefold.layout import Slot, round_up
 from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.optim.behind import WAITING
@@ -174,21 +176,24 @@ def _passing(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: b
     """
     trained = [f for f in flats if f.trainable and f.own]
     on_disk = any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained) and not behind
-    landed = sorted((_landed(f, on_disk) for f in trained), reverse=True)
-    largest, stay = max(landed, default=0), 0 if on_disk or behind else sum(landed)
-    arriving = sum(landed[: WAITING + 1]) if behind else largest if on_disk else stay + (largest if again else 0)
-    if any(f.whole_master and f.ranks > 1 for f in trained):  # all-reduced sums wait for the end of the backward pass
-        arriving = max(arriving, sum(landed))
+    kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
+    # Sums land beside what is kept of them, if that is a copy, is on NVMe, or is there already.
+    beside = max((f.own * _sums(f).itemsize for f in trained if on_disk or again or _sums(f) != f.dtypes.master), default=0)
+    stay = 0 if on_disk or behind else sum(kept)
+    arriving = beside + (sum(kept[: WAITING + 1]) if behind else stay)
     step = _step_staging(flats, recipe, optimizer, on_disk, behind)
     backward = _backward_staging(flats, recipe, on_disk) + (step if behind else 0)
-    phases = ({GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step})
+    phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
+    if behind:  # the first step is an ordinary one, and moments that it makes are not there before it
+        first = _passing(flats, recipe, optimizer, again, behind=False)
+        made = sum(nbytes for f in trained for tier, category, nbytes in _resting(f, optimizer) if (tier, category) == (HOST, MOMENTS))
+        phases.append(first | {GRADIENTS: max(0, first.get(GRADIENTS, 0) - made)})
     return _filled(max(phases, key=lambda held: sum(held.values())))
 
 
-def _landed(flat: FlatPlan, on_disk: bool) -> int:
-    """Bytes of a flat buffer's sums on the host, and of their copy where masters in memory have another dtype."""
-    sums = flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
-    return flat.own * (sums.itemsize + (flat.dtypes.master.itemsize if sums != flat.dtypes.master and not on_disk else 0))
+def _sums(flat: FlatPlan) -> torch.dtype:
+    """What a flat buffer's gradients land in."""
+    return flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
 
 
 def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) -> int:
@@ -234,8 +239,7 @@ def _carried(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int,
     if not flat.trainable:
         return
     reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
-    sums = d.wire if flat.whole_master else d.sums
-    yield Carried("down", reductions * own * sums.itemsize, "backward")
+    yield Carried("down", reductions * own * _sums(flat).itemsize, "backward")
     behind = recipe.step_in_backward and reductions == 1
     on_disk = flat.tiers.gradients is Tier.NVME and not behind
     if on_disk:
