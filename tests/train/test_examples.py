@@ -30,9 +30,9 @@ def under_torchrun(folder: Path, name: str) -> str:
     return done.stdout
 
 
-def forked(name: str, *arguments: str) -> str:
+def forked(name: str, *arguments: str, ranks: int = 2) -> str:
     """What rank 0 prints. The ranks need not import torch and transformers again, which takes longer than most examples."""
-    return str(run_ranks(2, as_a_program, name, arguments, a_free_port(), process_group=False)[0])
+    return str(run_ranks(ranks, as_a_program, name, arguments, a_free_port(), process_group=False)[0])
 
 
 def as_a_program(name: str, arguments: tuple[str, ...], port: int) -> str:
@@ -76,3 +76,19 @@ def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_
     parameters, on_disk = float(out.split(" million")[0].split()[-1]), float(out.split(" GB on the disk")[0].split()[-1])
     assert on_disk == pytest.approx(16 * parameters / 1000, abs=0.01)  # masters, gradients, two moments: 16 bytes a parameter
     assert list(disk.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is told by /proc")
+def test_one_process_trains_a_folder_of_weights_in_less_memory_than_its_state_takes(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 2048, "hidden_size": 320, "intermediate_size": 880, "num_hidden_layers": 8, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)).save_pretrained(str(tmp_path / "weights"))
+    (tmp_path / "disk").mkdir()
+    options = ["--tokens=32", "--steps=3", "--lr=1e-3", "--checkpointing", "--tile=1MB", "--chunk=262144"]
+    out = forked("larger_than_memory.py", str(tmp_path / "disk"), "--weights", str(tmp_path / "weights"), *options, ranks=1)
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("step")]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.5
+    state, above = float(out.split(" GB of state")[0].split()[-1]) * 1e9, float(out.split(" MiB above")[0].split()[-1]) * 2**20
+    assert 0 < above < 0.6 * state, f"{above / 1e6:.0f} MB for {state / 1e6:.0f} MB of state"
+    assert list((tmp_path / "disk").iterdir()) == []

@@ -1,8 +1,8 @@
 """What the C library does with large blocks that are freed.
 
 glibc maps large blocks one by one and gives them back at once, but raises what counts as large to the size of what was freed, up to
-32 MiB: from then on such blocks come from its heap, which shrinks only from its end. A model whose tensors come and go in sizes of a few
-MiB leaves it full of holes: several times the memory that is in use. A threshold that is set by hand stays.
+32 MiB: from then on such blocks come from its heap, which shrinks only from its end. A model whose tensors come and go in sizes below that
+leaves it full of holes: several times the memory that is in use. A threshold that is set by hand stays.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 
 #: `M_MMAP_THRESHOLD` of <malloc.h>.
 _MMAP_THRESHOLD = -3
-#: Bytes from which on a block is mapped by itself.
-LARGE_BLOCK = 4 << 20
+#: Bytes from which on a block is mapped by itself: where glibc begins.
+LARGE_BLOCK = 128 << 10
 
 _set: list[bool] = []
 
