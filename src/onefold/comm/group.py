@@ -126,7 +126,8 @@ class Group:
         self.name = spelt(numbers)
         self._at = self.topology.order  # the communicators' own numbers of the positions
         self.rank, self.number = 0, 0
-        self.inside = self.across = self
+        self._inside: Level | None = None
+        self._across: Level | None = None
         if self.size == 1:
             return
         self.rank = self.ranks.index(dist.get_rank())
@@ -143,7 +144,17 @@ class Group:
                 else:
                     self.gather_group, self.reduce_group = self._make(self.backend, timeout), self._make(self.backend, timeout)
         levels = self.topology.inside(self.rank), self.topology.across(self.rank)
-        self.inside, self.across = (self if len(at) == self.size else Level(self, at) for at in levels)
+        self._inside, self._across = (None if len(at) == self.size else Level(self, at) for at in levels)
+
+    @property
+    def inside(self) -> Group:
+        """The ranks of this rank's group; all, where there is one."""
+        return self._inside or self
+
+    @property
+    def across(self) -> Group:
+        """The ranks that hold in other groups what this rank holds in its own; all, where groups have one rank."""
+        return self._across or self
 
     def communicator(self, timeout: float) -> Any:
         """One more gloo communicator over the same ranks, for messages of the host that may wait `timeout` seconds. Collective."""
@@ -198,9 +209,10 @@ class Group:
 
     def close(self) -> None:
         """Give the communicators back. Local; call it when nothing is under way."""
-        for level in {id(g): g for g in (self.inside, self.across) if g is not self}.values():
-            level.close()
-        self.inside = self.across = self
+        levels, self._inside, self._across = (self._inside, self._across), None, None
+        for level in levels:
+            if level is not None:
+                level.close()
         groups, self._groups = self._groups, []
         self.control_group = self.gather_group = self.reduce_group = None  # the last reference closes the sockets
         for group in groups:
@@ -261,7 +273,7 @@ class Group:
         if self.size == 1:
             return Pending(self, [], place)
         shard = full.numel() // self.size
-        if self.across is not self and self.inside is not self:
+        if self._across is not None and self._inside is not None:
             first = self.rank // self.across.size * self.across.size * shard
             low = self.across.all_gather(full[first : first + shard * self.across.size], place, unit_index, move=move)
             return Chain(low, lambda: self.inside.all_gather(full, place, unit_index, move=move), self.device)
@@ -395,7 +407,7 @@ class Level(Group):
         self.rank = self.number = positions.index(whole.rank)
         self.name = spelt(sorted(self.ranks))
         self.topology = Topology(self.size, self.size)
-        self.inside = self.across = self
+        self._inside = self._across = None
         self._at = [whole._at[p] for p in positions]
         self.control_group: Any = whole.control_group
         if self.size == 1:

@@ -160,7 +160,8 @@ class Engine:
                 flat.home = None
                 flat.grads.clear()
                 flat.held.clear()
-                flat.full = None
+                flat.full, flat.hops, flat.spread = None, (), None
+                del flat.route
                 flat.entries.clear()
             unit.flats.clear()
         self.entries.clear()

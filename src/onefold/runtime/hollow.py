@@ -57,7 +57,7 @@ class Hollow(torch.Tensor):
         raise explain(func, next((t.what for t in _tensors((args, kwargs)) if isinstance(t, Hollow)), "a tensor"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Hollow({self.what}, not in memory)"
+        return f"Hollow({self.what}, on NVMe or encoded)"
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -119,7 +119,7 @@ class ShardedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         info: ShardInfo | None = self.__dict__.get("onefold")
         if info is not None and info.on_disk:
-            return f"ShardedParameter({info!r}, not in memory)"
+            return f"ShardedParameter({info!r}, on NVMe or encoded)"
         with whole_sight():
             return f"ShardedParameter({info!r}, local={self.data!r})"
 
