@@ -359,7 +359,7 @@ def _load_flat_states(
             dtype = entry.param.dtype if parameter is not None and stored.dtype == known[parameter].dtype else stored.dtype
             if item.state in SIGNED and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
-            away = _on_disk(flat) and not (how is not None and how.small(entry))
+            away = _on_disk(flat) and not (how.small(entry) if how is not None else entry.param.dim() == 0)  # as the step has it
             if packed(item.state) is not None or stored.shape == entry.part.shape:
                 shape = entry.param.shape if packed(item.state) is None else (-(-entry.param.numel() // grain_of(item.state)),)
                 state[item.state] = torch.empty(shape, dtype=dtype, device="meta" if away else entry.param.device)
