@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,3 +116,17 @@ def test_a_learning_rate_changed_after_the_step_behind_it_is_refused() -> None:
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(ValueError, match="'lr' of a parameter group was"):
         optimizer.step()
+
+
+def test_states_on_nvme_are_not_pickled_or_copied_as_nothing(tmp_path: Path) -> None:
+    model, _ = after(lambda model: None, offload_optimizer="nvme", nvme=str(tmp_path))
+    optimizer = plain(model)
+    saved = optimizer.state_dict()
+    for lose in (lambda: pickle.dumps(saved), lambda: copy.deepcopy(saved), lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(RuntimeError, match=r"rests on NVMe.*onefold\.save"):
+            lose()
+
+
+def test_a_budget_too_small_for_any_unit_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    after(lambda model: None, offload_optimizer="1KB")
+    assert "1,000 bytes a rank are too few for the states of any unit" in caplog.text

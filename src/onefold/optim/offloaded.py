@@ -38,7 +38,7 @@ from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.hollow import is_hollow
+from onefold.runtime.hollow import StatePlace, is_hollow
 from onefold.runtime.home import Home, grain_of_kind, state_kind
 from onefold.runtime.kept import unique_bytes
 
@@ -348,7 +348,7 @@ class _Stepping:
             into = chunk.buffers[kind][x - chunk.a : y - chunk.a]
             if into.data_ptr() != value.data_ptr():
                 into.copy_(value)
-            after[key] = torch.empty(entry.param.shape, dtype=value.dtype, device="meta")
+            after[key] = _place_of(entry, key, value.dtype)
         self.scalars[entry.number] = entry, after
 
     def _write(self, chunk: _Chunk) -> None:
@@ -378,7 +378,7 @@ def _owned(entry: Entry) -> tuple[int, int]:
 def _place_of(entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
     """What stands in the optimizer's state for a part of it on NVMe."""
     shape = entry.param.shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return StatePlace.of(shape, dtype)
 
 
 def _elementwise(value: Any, param: torch.Tensor) -> bool:
