@@ -25,6 +25,7 @@ from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.preflight import preflight
 from onefold.runtime.registry import engine_of, is_sharded, register
+from onefold.runtime.tiers import of_leaving
 from onefold.runtime.tiles.cut import Cut, initializing, with_tiles
 from onefold.runtime.tiles.modules import Tile
 from onefold.runtime.units import UnitSpec, find_units
@@ -119,7 +120,8 @@ def shard(
             guard_state_dict(engine, part)
     watch(engine)
     if engine.rank == 0:
-        for note in (*recipe.notes, *cut.notes):
+        sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
+        for note in (*recipe.notes, *cut.notes, *of_leaving(sizes, recipe, engine.world_size)):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
     weakref.finalize(module, _close, engine)

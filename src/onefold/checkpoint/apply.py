@@ -28,6 +28,7 @@ from onefold.optim.offloaded import stepped_apart
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.hollow import StatePlace
 from onefold.runtime.home import grain_of_kind, state_kind
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.state import beside_parameters
@@ -368,10 +369,10 @@ def _load_flat_states(
             dtype = entry.param.dtype if parameter is not None and stored.dtype == known[parameter].dtype else stored.dtype
             if item.state in SIGNED and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
-            away = _on_disk(flat) and not (how is not None and how.small(entry))
+            away = _on_disk(flat) and not (how.small(entry) if how is not None else entry.param.dim() == 0)  # as the step has it
             if packed(item.state) is not None or stored.shape == entry.part.shape:
                 shape = entry.param.shape if packed(item.state) is None else (-(-entry.param.numel() // grain_of(item.state)),)
-                state[item.state] = torch.empty(shape, dtype=dtype, device="meta" if away else entry.param.device)
+                state[item.state] = StatePlace.of(shape, dtype) if away else torch.empty(shape, dtype=dtype, device=entry.param.device)
                 found.setdefault((item.state, dtype, away), []).append(Wanted(entry, item, state[item.state]))
             elif (flat.whole_master or flat.passive) and not (flat.tiled or _on_disk(flat)):
                 state[item.state] = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)

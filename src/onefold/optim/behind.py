@@ -16,11 +16,13 @@ moments that replace them.)
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -43,11 +45,27 @@ class Behind:
         self._flying: deque[Future[None]] = deque()
         self._stepped: list[Entry] = []
         self._thread: ThreadPoolExecutor | None = None
+        # Optimizers whose step() has not come yet: the backward pass behind which they stepped, and the options they did it with.
+        self._owed: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[dict[str, Any]]]] = weakref.WeakKeyDictionary()
 
     def know(self, optimizer: Optimizer, entries: Iterable[Entry]) -> None:
         """`optimizer` steps `entries` from now on."""
         known = weakref.ref(optimizer)
         self._owners |= {entry.number: known for entry in entries if entry.flat.home is not None}
+
+    def comes(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()` has come.
+
+        Raises:
+            ValueError: its groups say something else than they did in the backward pass, when it stepped.
+        """
+        _, before = self._owed.pop(optimizer, (0, []))
+        for was, group in zip(before, optimizer.param_groups, strict=False):
+            for name in (name for name in was if name not in group or not _equal(was[name], group[name])):
+                raise ValueError(
+                    f"{name!r} of a parameter group was {was[name]!r} in the backward pass, where step_in_backward=True has stepped, and "
+                    f"is {group.get(name)!r} at {_name(optimizer)}.step(): change it before backward(), or leave step_in_backward out."
+                )
 
     def takes(self, flat: Flat) -> bool:
         """Whether the gradients of `flat` are stepped as they land."""
@@ -59,13 +77,31 @@ class Behind:
         return known() if known is not None else None
 
     def landed(self, flat: Flat) -> None:
-        """All gradients of `flat` are `.grad` of its parameters, in host memory: step them."""
+        """All gradients of `flat` are `.grad` of its parameters, in host memory: step them.
+
+        Raises:
+            RuntimeError: an optimizer steps in a second backward pass, and its step() did not come in between.
+        """
+        self._owe(flat)
         while len(self._flying) >= WAITING:
             self._flying.popleft().result()
         self._stepped += flat.entries
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold step")
         self._flying.append(self._thread.submit(partial(self._step, flat)))
+
+    def _owe(self, flat: Flat) -> None:
+        engine = self._engine()
+        now = engine.step if engine is not None else 0
+        for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():
+            if optimizer not in self._owed:
+                self._owed[optimizer] = now, [_options(group) for group in optimizer.param_groups]
+            elif self._owed[optimizer][0] != now:
+                raise RuntimeError(
+                    f"a second backward pass came without {_name(optimizer)}.step() in between, and step_in_backward=True has stepped "
+                    "behind the first already: accumulate under onefold.no_sync(model), step every optimizer after each backward pass, "
+                    "or leave step_in_backward out."
+                )
 
     def _step(self, flat: Flat) -> None:
         engine = self._engine()
@@ -97,3 +133,19 @@ class Behind:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: copy.copy(value) if not isinstance(value, torch.Tensor) else value.clone()
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a, b)) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)

@@ -38,7 +38,7 @@ from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.hollow import is_hollow
+from onefold.runtime.hollow import StatePlace, is_hollow
 from onefold.runtime.home import Home, grain_of_kind, state_kind
 from onefold.runtime.kept import unique_bytes
 
@@ -237,6 +237,16 @@ class _Stepping:
         chunk.whole.append(whole)
         return chunk.buffers[kind]
 
+    def _make(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> None:
+        """A buffer of a state that a first step makes. Of other parameters, or of another optimizer's, it may be on NVMe already."""
+        region, data = chunk.home.region(kind, dtype), self._buffer(chunk, kind, dtype)
+        if (kind, chunk.a) not in chunk.home.written:
+            data.view(torch.uint8).zero_()
+            return
+        self.beyond.flush()
+        self.beyond.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
+        self.beyond.wait(region.read(chunk.a // grain_of_kind(kind), data))
+
     def _read(self, chunk: _Chunk) -> None:
         home = chunk.home
         kinds = ["master", *(["gradient"] if any(e.param.grad is not None and is_hollow(e.param.grad) for e, _, _ in chunk.pieces) else [])]
@@ -293,10 +303,11 @@ class _Stepping:
         out = {}
         for key, dtype in how.parts(entry, self.optimizer.param_groups[self.groups[id(entry.param)]]).items():
             kind, grain = state_kind(key, dtype), grain_of(key)
-            if kind not in chunk.buffers:  # the first step makes it
-                chunk.home.region(kind, dtype)
-                self._buffer(chunk, kind, dtype).view(torch.uint8).zero_()
+            if kind not in chunk.buffers:
+                self._make(chunk, kind, dtype)
             out[key] = chunk.buffers[kind][(x - chunk.a) // grain : -(-(y - chunk.a) // grain)]
+            if key not in self.optimizer.state.get(entry.param, {}):
+                out[key].view(torch.uint8).zero_()
         return out
 
     @staticmethod
@@ -310,8 +321,10 @@ class _Stepping:
     def _stand_in(self, chunk: _Chunk, entry: Entry, x: int, y: int) -> nn.Parameter:
         """Elements [x, y) of the owned interval as a parameter of their own."""
         here = slice(x - chunk.a, y - chunk.a)
-        stand_in = nn.Parameter(chunk.buffers["master"][here])
-        stand_in.grad = self._gradient(chunk, entry, x, y)
+        # A number without a dimension keeps its shape, as its states have theirs: these stay in memory, like counters.
+        shape = entry.param.shape if not entry.param.dim() else (y - x,)
+        stand_in = nn.Parameter(chunk.buffers["master"][here].view(shape))
+        stand_in.grad = self._gradient(chunk, entry, x, y).view(shape)
         state: dict[str, Any] = {}
         for key, value in self.optimizer.state.get(entry.param, {}).items():
             if _elementwise(value, entry.param):
@@ -330,13 +343,12 @@ class _Stepping:
                 after[key] = value
                 continue
             kind = state_kind(key, value.dtype)
-            if kind not in chunk.buffers:  # the first step has made it
-                chunk.home.region(kind, value.dtype)
-                self._buffer(chunk, kind, value.dtype).zero_()
+            if kind not in chunk.buffers:
+                self._make(chunk, kind, value.dtype)
             into = chunk.buffers[kind][x - chunk.a : y - chunk.a]
             if into.data_ptr() != value.data_ptr():
                 into.copy_(value)
-            after[key] = torch.empty(entry.param.shape, dtype=value.dtype, device="meta")
+            after[key] = _place_of(entry, key, value.dtype)
         self.scalars[entry.number] = entry, after
 
     def _write(self, chunk: _Chunk) -> None:
@@ -344,6 +356,7 @@ class _Stepping:
         for kind, data in chunk.buffers.items():
             if kind != "gradient":
                 chunk.moving.append(home.regions[kind].write(chunk.a // grain_of_kind(kind), data))
+                home.written.add((kind, chunk.a))
                 self.beyond.entered("written", chunk.flat.unit_name, data.numel() * data.element_size())
         home.stepped(chunk.a, chunk.b, chunk.buffers["master"])
 
@@ -365,7 +378,7 @@ def _owned(entry: Entry) -> tuple[int, int]:
 def _place_of(entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
     """What stands in the optimizer's state for a part of it on NVMe."""
     shape = entry.param.shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return StatePlace.of(shape, dtype)
 
 
 def _elementwise(value: Any, param: torch.Tensor) -> bool:

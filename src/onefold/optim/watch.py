@@ -35,7 +35,7 @@ def watch(engine: Engine) -> None:
     """Look around the steps of optimizers over this engine's parameters, until it closes."""
     _engines.add(engine)
     if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before))
+        _handles.append(register_optimizer_step_pre_hook(_first))
         _handles.append(register_optimizer_step_post_hook(_after))
 
 
@@ -70,6 +70,17 @@ def _with_passive(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dic
     return out
 
 
+def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """What may be stepped here has to wait for what the user has hung before the optimizer's steps: torch calls that after us."""
+    own = optimizer._optimizer_step_pre_hooks
+    for key in [key for key, hook in own.items() if hook is _before]:
+        del own[key]
+    if not own:
+        return _before(optimizer, args, kwargs)
+    optimizer.register_step_pre_hook(_before)
+    return None
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with whole_sight():
         for engine in [e for e in _engines if e.passive and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
@@ -93,6 +104,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             if engine.at_home or entries:
                 if engine.recipe.step_in_backward:
                     engine.behind = engine.behind or Behind(engine)
+                    engine.behind.comes(optimizer)
                     engine.behind.know(optimizer, entries)
                 with torch.no_grad():
                     step_apart(optimizer, engine, entries)

@@ -80,3 +80,29 @@ _ALLOWED = {
     _T.requires_grad_, _T.detach_, _T.detach, _T.__hash__, _T.untyped_storage, _T.storage_offset, _T.get_device, _T.as_subclass,
     torch.is_floating_point, torch.is_complex, torch.numel, _T.grad.__set__, _T.requires_grad.__set__,
 }  # fmt: skip
+
+
+class StatePlace(torch.Tensor):
+    """What stands in `optimizer.state` for a state on NVMe. To copy or to pickle it would be to lose the state."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def of(shape: Any, dtype: torch.dtype) -> StatePlace:
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(StatePlace)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise _elsewhere()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _elsewhere()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _elsewhere()
+
+
+def _elsewhere() -> HollowError:
+    return HollowError(
+        "a state of the optimizer was to be copied or pickled, and it rests on NVMe: optimizer.state_dict() holds a place for it only. "
+        "Save it with onefold.save(folder, model=model, optimizer=optimizer), and read it with onefold.load, at any stage and tier."
+    )

@@ -67,6 +67,7 @@ class Home:
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
         self.regions: dict[str, Region] = {}
+        self.written: set[tuple[str, int]] = set()  # (kind, first element) of the chunks that hold something
         self.scale: torch.Tensor | None = None
         self.norms: dict[int, torch.Tensor] = {}
         self.stepped_in = -1  # the last backward pass behind which it was stepped
@@ -157,9 +158,10 @@ class Home:
 
     def write_part(self, kind: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements (or items) from `start` on of what lies on NVMe as `kind`."""
-        stop, region = start + values.numel(), self.regions[kind]
+        stop, region, grain = start + values.numel(), self.regions[kind], grain_of_kind(kind)
         if start == stop:
             return
+        self.written |= {(kind, a) for a, b in self.chunks() if a < stop * grain and start * grain < b}
         first, last = start // SECTOR * SECTOR, min(region.numel, -(-stop // SECTOR) * SECTOR)
         whole, data = self._buffer(last - first, region.dtype)
         if first < start or stop < last:

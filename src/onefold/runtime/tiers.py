@@ -65,3 +65,13 @@ def leaving_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[in
         chosen.add(index)
         taken += sizes[index]
     return chosen
+
+
+def of_leaving(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]:
+    """What a user should know where a budget is too small for any unit of trained elements `sizes`."""
+    if recipe.offload_bytes is None or leaving_of_sizes(sizes, recipe, ranks) or not any(sizes):
+        return []
+    return [
+        f"offload_optimizer: {recipe.offload_bytes:,} bytes a rank are too few for the states of any unit, so all of them stay on the "
+        "device. Give more, or a share such as 0.5 (units go as a whole)."
+    ]
