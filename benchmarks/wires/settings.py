@@ -54,6 +54,7 @@ class Side:
             replicate across. None: not to be had yet, and refused by that name.
         between: what the closed form says that a host sends the other in a step, in 16-bit equivalents of Ψ elements where
             parameters and gradients travel in 16 bits, on two hosts of two ranks, with one micro-batch. None: no closed form of ours.
+        encoded: the part of `between` that travels encoded, scales left out: as many bytes in any precision.
         optional: a peer's part that not every machine has: that it cannot run here is a finding, and no failure of the command.
     """
 
@@ -62,6 +63,7 @@ class Side:
     arguments: dict[str, Any] | None
     between: float | None = None
     optional: bool = False
+    encoded: float = 0.0
 
 
 _RELEASED = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
@@ -95,14 +97,17 @@ SIDES: dict[str, Side] = {
     "onefold-3": Side("onefold", "Recipe.zero(3)", {"stage": 3}, between=3.0),
     # In groups: each byte enters a host once, half of what pairwise moves of two ranks send. `between` has (H - 1) / H = 1/2 in it.
     "onefold-3-groups": Side("onefold", "Recipe.zero(3, group='node'): inside a host, then across", {"stage": 3, "group": "node"}, 1.5),
-    "zeropp-qwz": Side("onefold", "stage 3, gathers encoded in int8", {"stage": 3, "gather_codec": "int8"}, 1.0),
+    "zeropp-qwz": Side("onefold", "stage 3, gathers encoded in int8", {"stage": 3, "gather_codec": "int8"}, 1.0, encoded=0.5),
     "zeropp-hpz": Side("onefold", "stage 3, a second copy sharded inside the host", {"stage": 3, "second_copy": True}, 1.0),
-    "zeropp-qgz": Side("onefold", "stage 3, gradients encoded in int4, in two hops", {"stage": 3, "reduce_codec": "int4"}, 1.125),
+    "zeropp-qgz": Side(
+        "onefold", "stage 3, gradients encoded in int4, in two hops", {"stage": 3, "reduce_codec": "int4"}, 1.125, encoded=0.125
+    ),
     "zeropp": Side(
         "onefold",
         "stage 3 with all three",
         {"stage": 3, "gather_codec": "int8", "second_copy": True, "reduce_codec": "int4"},
         0.375,
+        encoded=0.375,
     ),
     "hsdp": Side("onefold", "sharded inside a host, replicated across", {"stage": 3, "shard_group": "node"}, 1.0),
     "mics": Side("onefold", "each rank a group of its own, replicated across", {"stage": 3, "shard_group": 1}, 2.0),

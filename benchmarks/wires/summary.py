@@ -109,9 +109,14 @@ def losses(run: Run) -> list[float]:
 
 
 def expected(side: str, setting: Setting) -> float | None:
-    """Bytes between hosts as the closed form has them in 16-bit equivalents, one micro-batch a step: twice as many where 32 bits travel."""
-    between = SIDES[side].between
-    return None if between is None or setting.accumulation > 1 else between * (1 if setting.precision == "bf16" else 2)
+    """Bytes between hosts as the closed form has them in 16-bit equivalents, one micro-batch a step.
+
+    Twice as many where 32 bits travel, but for what is encoded.
+    """
+    between, encoded = SIDES[side].between, SIDES[side].encoded
+    if between is None or setting.accumulation > 1:
+        return None
+    return encoded + (between - encoded) * (1 if setting.precision == "bf16" else 2)
 
 
 def summarize(setting: Setting, link: Link, runs: Sequence[Run], missing: Sequence[str] = ()) -> list[Row]:
