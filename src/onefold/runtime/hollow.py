@@ -85,7 +85,7 @@ _ALLOWED = {
 class StatePlace(torch.Tensor):
     """What stands in `optimizer.state` for a state on NVMe. To copy or to pickle it would be to lose the state."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(shape: Any, dtype: torch.dtype) -> StatePlace:
