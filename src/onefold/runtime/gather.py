@@ -333,7 +333,7 @@ class Gatherer:
         by_storage = self.by_storage
 
         def pack(t: torch.Tensor) -> Any:
-            hit = by_storage.get(storage_of(t))
+            hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
             if hit is not None and t.dtype == hit[1].dtypes.compute:
                 return Handle(self, *hit, t)
             if outer_pack:
