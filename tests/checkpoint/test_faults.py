@@ -11,11 +11,19 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+import pytest
 from benchmarks.faults.injuries import KINDS, drill
 from benchmarks.faults.kills import Drill
 from benchmarks.faults.report import markdown
 
 import ranks
+
+
+@pytest.fixture(autouse=True)
+def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary files of this test alone: others run beside it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def left() -> set[str]:

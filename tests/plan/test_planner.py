@@ -94,9 +94,9 @@ def test_more_ranks_never_need_a_higher_peak_beyond_their_padding(
     low, high = (plan(shape, gpus(n), replace(asked, global_batch=n * accumulated), largest=False).stages for n in (few, more))
     # An element of padding may lie in every buffer that an element has: states, gathered, reduced, received, summed.
     padded = FRAGMENTED_FACTOR * 36 * more_padding(shape, few, more)
-    # Stage 0 divides nothing, and what a reduction receives grows: (N - 1)/N of each unit that is under way.
+    # Stage 0 divides nothing, and what a reduction receives grows: (N - 1)/N of each unit that is under way, and of one that lies idle.
     recipe = Recipe.zero(0, precision=precision)
-    received = (recipe.in_flight + 2) * max(u.numel for u in shape.units) * 4 * (1 / few - 1 / more)
+    received = (recipe.in_flight + 3) * max(u.numel for u in shape.units) * 4 * (1 / few - 1 / more)
     for stage in (0, 1, 2, 3):
         before, after = low[stage].account, high[stage].account
         slack = padded + (FRAGMENTED_FACTOR * received if stage == 0 else 0)
