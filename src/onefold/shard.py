@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Place
-from onefold.comm.group import members
+from onefold.comm.members import members
 from onefold.optim import clip_grad_norm, require_torchao, unwatch, watch
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
@@ -25,6 +25,7 @@ from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.preflight import preflight
 from onefold.runtime.registry import engine_of, is_sharded, register
+from onefold.runtime.route import of_routes
 from onefold.runtime.tiers import of_leaving
 from onefold.runtime.tiles.cut import Cut, initializing, with_tiles
 from onefold.runtime.tiles.modules import Tile
@@ -121,7 +122,7 @@ def shard(
     watch(engine)
     if engine.rank == 0:
         sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
-        for note in (*recipe.notes, *cut.notes, *of_leaving(sizes, recipe, engine.world_size)):
+        for note in (*recipe.notes, *cut.notes, *of_leaving(sizes, recipe, engine.world_size), *of_routes(engine)):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
     weakref.finalize(module, _close, engine)

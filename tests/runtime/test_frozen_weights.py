@@ -113,3 +113,23 @@ def test_below_stage_3_it_is_refused() -> None:
         onefold.Recipe.zero(2, frozen="int8")
     with pytest.raises(ValueError, match="expected one of 'int8', 'fp8', 'int4', 'nf4'"):
         onefold.Recipe.zero(3, frozen="int3")
+
+
+def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="leave accumulate_dtype out"):
+        onefold.Recipe.zero(3, reduce_codec="int4", accumulate_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        onefold.Recipe.zero(3, frozen="int8", offload_param="cpu")
+    assert any(n.startswith("group=2 has no effect") for n in onefold.Recipe.zero(0, group=2).notes)
+    with caplog.at_level("INFO"):
+        onefold.shard(TinyGPT(), onefold.Recipe.zero(3, frozen="int8"))
+    assert "no matrix but embeddings was frozen" in caplog.text
+    for said in run_ranks(2, said_of_groups):
+        assert "makes one group of the 2 ranks (the launcher says" in said
+
+
+def said_of_groups() -> str:
+    from onefold.runtime.route import of_routes
+
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, second_copy=True))
+    return " ".join(of_routes(onefold.engine_of(model)))

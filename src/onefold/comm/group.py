@@ -34,61 +34,13 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
+from onefold.comm.members import backend_of, members, spelt
+from onefold.comm.pending import Chain, Pending
 from onefold.comm.stall import Place, StallError, explain
 from onefold.comm.topology import Topology, inner_of, nodes_of, ranks_of_a_node
 
 _KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5}
 Parts = Sequence[tuple[int, torch.Tensor]]
-
-
-class Pending:
-    """Messages under way. `wait` returns when this rank's buffers are complete (on CUDA: in the order of the current stream)."""
-
-    __slots__ = ("_after", "_group", "_keep", "_works", "event", "place")
-
-    def __init__(
-        self,
-        group: Group,
-        works: list[Any],
-        place: Place,
-        event: TrafficEvent | None = None,
-        keep: Any = None,
-        after: Sequence[Callable[[], object]] = (),
-    ) -> None:
-        self._group, self._works, self.place, self.event, self._keep, self._after = group, works, place, event, keep, after
-
-    def wait(self) -> None:
-        if self._works:
-            works, self._works = self._works, []
-            self._group.wait(works, self.place, self.event)
-        for act in self._after:
-            act()
-        self._keep, self._after = None, ()
-
-
-class Chain(Pending):
-    """A move after a move that brings what it sends. On gloo the second begins when somebody waits; on CUDA behind the first."""
-
-    __slots__ = ("_first", "_then")
-
-    def __init__(self, first: Pending, then: Callable[[], Pending], device: torch.device) -> None:
-        self._first: Pending | None = first
-        self._then: Callable[[], Pending] | None = then
-        self.place, self.event = first.place, first.event
-        if device.type == "cuda":  # the relay waits for the first move, the compute stream for the second only
-            relay = torch.cuda.Stream(device)
-            relay.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(relay):
-                first.wait()
-                second = then()
-            self._first, self._then = None, lambda: second
-
-    def wait(self) -> None:
-        first, then, self._first, self._then = self._first, self._then, None, None
-        if first is not None:
-            first.wait()
-        if then is not None:
-            then().wait()
 
 
 class Group:
@@ -132,7 +84,7 @@ class Group:
             return
         self.rank = self.ranks.index(dist.get_rank())
         self.number = numbers.index(dist.get_rank())
-        self.backend = _backend(process_group, device)
+        self.backend = backend_of(process_group, device)
         self.imagined = self.backend == "fake"
         if self.imagined:
             self.control_group = None
@@ -429,64 +381,3 @@ class Level(Group):
     @broken.setter
     def broken(self, error: StallError | None) -> None:
         self.whole.broken = error
-
-
-def spelt(ranks: Sequence[int]) -> str:
-    """Ranks in few letters: "0-7", "0,8,16", "0-3,8-11"."""
-    out: list[list[int]] = []
-    for rank in ranks:
-        if out and rank == out[-1][1] + 1:
-            out[-1][1] = rank
-        else:
-            out.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
-
-
-def members(given: Any) -> tuple[Any, list[int]]:
-    """The process group that `given` stands for (None: the default one, or none at all), and its global ranks; [0] for a lone process.
-
-    Raises:
-        ValueError: it is none, there are no process groups, or this rank is not in it.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        if given is not None:
-            raise ValueError(
-                f"group={given!r} was given, but this process is in no process group: call torch.distributed.init_process_group() "
-                "first, or leave group out to run on one process."
-            )
-        return None, [0]
-    rank, group = dist.get_rank(), given
-    outside = f"rank {rank} is not in the given group{{}}: only its members call shard()."
-    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(outside.format(" (new_group returned no group to it)"))
-    if hasattr(given, "get_group"):
-        if getattr(given, "ndim", 1) != 1:
-            raise ValueError(
-                f"group is a DeviceMesh of {given.ndim} dimensions {given.mesh_dim_names or ''}: expected a one-dimensional one, "
-                "such as mesh['data'] of a mesh with named dimensions."
-            )
-        if getattr(given, "get_coordinate", list)() is None:
-            raise ValueError(outside.format(f" {given!r}"))
-        group = given.get_group()
-    if group is None:
-        return None, list(range(dist.get_world_size()))
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"group={given!r}: expected a torch.distributed ProcessGroup (dist.new_group([0, 1])), a one-dimensional DeviceMesh, "
-            "or None for all ranks."
-        )
-    try:
-        ranks = dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        raise ValueError(f"group={given!r} is no process group of this process (any more): it was destroyed, or made elsewhere.") from None
-    if rank not in ranks:
-        raise ValueError(outside.format(f" of ranks {ranks}"))
-    return group, ranks
-
-
-def _backend(process_group: Any, device: torch.device) -> str:
-    """The backend that moves tensors of `device` in this group: 'gloo', 'nccl', ..."""
-    name = str(dist.get_backend(process_group))
-    if ":" in name:  # such as cpu:gloo,cuda:nccl
-        name = dict(part.split(":") for part in name.split(",")).get(device.type, "gloo")
-    return "gloo" if name in ("gloo", "undefined") else name

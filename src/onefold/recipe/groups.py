@@ -110,6 +110,16 @@ def check_groups(recipe: Recipe) -> None:
         raise ValueError(f"frozen={recipe.frozen!r}: below stage 3 every rank keeps the whole weights to compute with; use stage 3.")
     if recipe.gradients.codec and recipe.optimizer.placement.value == "replicated":
         raise ValueError(f"reduce_codec={recipe.gradients.codec!r}: stage 0 reduces and gathers sums; use stage 1, 2 or 3.")
+    if recipe.gradients.codec and recipe.gradients.dtype.itemsize != 4:
+        raise ValueError(
+            f"reduce_codec={recipe.gradients.codec!r} with accumulate_dtype={recipe.gradients.dtype}: encoded gradients are summed in "
+            "fp32; leave accumulate_dtype out."
+        )
+    if recipe.frozen and recipe.parameters.tier.value != "device":
+        raise ValueError(
+            f"frozen={recipe.frozen!r} with offload_param: frozen weights rest encoded on the device, and nowhere else yet; "
+            "leave one of them out (offload_optimizer may stay)."
+        )
     if recipe.optimizer.codec:
         raise ValueError("the optimizer's states do not travel: they have no codec.")
     if recipe.wire_rounding not in ROUNDINGS:
@@ -120,10 +130,13 @@ def check_groups(recipe: Recipe) -> None:
 
 def without_codec(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, str]:
     """Options of `given` that change nothing, with the reason."""
-    if recipe.gradients.codec is not None:
-        return {}
-    why = "where gradients travel as they are: reduce_codec encodes them"
-    return {name: why for name in ("error_feedback", "wire_rounding") if name in given}
+    said = {}
+    if recipe.optimizer.placement.value == "replicated" and given.get("group") is not None:
+        said["group"] = "at stage 0: nothing is divided, and gradients are summed over all ranks at once"
+    if recipe.gradients.codec is None:
+        why = "where gradients travel as they are: reduce_codec encodes them"
+        said |= {name: why for name in ("error_feedback", "wire_rounding") if name in given}
+    return said
 
 
 def _and(names: set[str]) -> str:

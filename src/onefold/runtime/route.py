@@ -213,6 +213,20 @@ def rests_encoded(found: Found, recipe: Recipe) -> bool:
     return frozen and found.param.dtype in _LOW and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
 
 
+def of_routes(engine: Engine) -> list[str]:
+    """A sentence for each thing that the recipe asks of groups and of frozen weights and that changes nothing in this run."""
+    recipe, said = engine.recipe, []
+    if recipe.group is not None and engine.group.topology.outer == 1 < engine.world_size:
+        node = "the launcher says that all are on one node, or nothing of nodes (LOCAL_WORLD_SIZE)"
+        why = node if recipe.group == "node" else "they are all"
+        said.append(
+            f"group={recipe.group!r} makes one group of the {engine.world_size} ranks ({why}): nothing is divided inside groups only."
+        )
+    if recipe.frozen and not any(flat.route.stored for unit in engine.units for flat in unit.flats):
+        said.append(f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings was frozen when shard() was called.")
+    return said
+
+
 class _Decoded(Pending):
     """A gather of bytes that ends with the values."""
 

@@ -1,0 +1,70 @@
+"""Who the ranks of an axis are: of a process group, a mesh or nothing, and by which backend they move tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def spelt(ranks: Sequence[int]) -> str:
+    """Ranks in few letters: "0-7", "0,8,16", "0-3,8-11"."""
+    out: list[list[int]] = []
+    for rank in ranks:
+        if out and rank == out[-1][1] + 1:
+            out[-1][1] = rank
+        else:
+            out.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+
+
+def members(given: Any) -> tuple[Any, list[int]]:
+    """The process group that `given` stands for (None: the default one, or none at all), and its global ranks; [0] for a lone process.
+
+    Raises:
+        ValueError: it is none, there are no process groups, or this rank is not in it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if given is not None:
+            raise ValueError(
+                f"group={given!r} was given, but this process is in no process group: call torch.distributed.init_process_group() "
+                "first, or leave group out to run on one process."
+            )
+        return None, [0]
+    rank, group = dist.get_rank(), given
+    outside = f"rank {rank} is not in the given group{{}}: only its members call shard()."
+    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(outside.format(" (new_group returned no group to it)"))
+    if hasattr(given, "get_group"):
+        if getattr(given, "ndim", 1) != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {given.ndim} dimensions {given.mesh_dim_names or ''}: expected a one-dimensional one, "
+                "such as mesh['data'] of a mesh with named dimensions."
+            )
+        if getattr(given, "get_coordinate", list)() is None:
+            raise ValueError(outside.format(f" {given!r}"))
+        group = given.get_group()
+    if group is None:
+        return None, list(range(dist.get_world_size()))
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group={given!r}: expected a torch.distributed ProcessGroup (dist.new_group([0, 1])), a one-dimensional DeviceMesh, "
+            "or None for all ranks."
+        )
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        raise ValueError(f"group={given!r} is no process group of this process (any more): it was destroyed, or made elsewhere.") from None
+    if rank not in ranks:
+        raise ValueError(outside.format(f" of ranks {ranks}"))
+    return group, ranks
+
+
+def backend_of(process_group: Any, device: torch.device) -> str:
+    """The backend that moves tensors of `device` in this group: 'gloo', 'nccl', ..."""
+    name = str(dist.get_backend(process_group))
+    if ":" in name:  # such as cpu:gloo,cuda:nccl
+        name = dict(part.split(":") for part in name.split(",")).get(device.type, "gloo")
+    return "gloo" if name in ("gloo", "undefined") else name
