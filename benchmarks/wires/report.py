@@ -161,7 +161,7 @@ def plot(document: dict[str, Any], path: Path) -> bool:
             axes = figure.add_subplot(len(compared), 2, 2 * number + place)
             axes.bar_label(axes.bar(names, values, color=colors), fmt="%.2f", fontsize=7)
             axes.set_ylabel(label, fontsize=8)
-            axes.tick_params(axis="x", labelrotation=30, labelsize=7)
+            axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor", fontsize=7)
             axes.tick_params(axis="y", labelsize=7)
             axes.spines[["top", "right"]].set_visible(False)
             if place == 1:
