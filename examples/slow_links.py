@@ -55,7 +55,7 @@ def train(recipe: onefold.Recipe) -> tuple[float, float, int]:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     group = here if here < ranks else max(1, ranks // 2)
     found = {name: train(recipe) for name, recipe in recipes(group).items()}
     if dist.get_rank() == 0:

@@ -41,7 +41,7 @@ def measured(
         recording: of whole steps (`record`); without it there are no seconds but `step_seconds`, and the peak knows no activations.
         step_seconds, tokens_per_s, mfu: measured over the run, see `Meter`.
         steps: optimizer steps since the traffic ledger was reset, to divide its bytes by; used where there is no recording.
-        ranks_per_node: reckon with other nodes than there are; None takes the ledger's: the launcher's nodes, or the recipe's groups.
+        ranks_per_node: reckon with other nodes than there are; None takes the launcher's, as the ledger does.
 
     Raises:
         ValueError: the model was not sharded, the recording holds no whole step, or other nodes are asked of a recipe with groups.
@@ -65,7 +65,8 @@ def measured(
     full = recording.sent() if recording is not None else engine.traffic.by_move_in_full()
     over = recording.steps if recording is not None else steps
     wire = {move: sent.nbytes // over for move, sent in full.items() if move in MOVES and sent.nbytes} if over else {}
-    between = sum(sent.between for move, sent in full.items() if move in MOVES) // over if over else 0
+    away = engine.group.borders.endswith("nodes")  # groups that stand for nodes are no links of the machine
+    between = sum(sent.between for move, sent in full.items() if move in MOVES) // over if over and away else 0
     total = sum(wire.values())
     links = _by_link(total, between) if ranks_per_node is None else _links(total, engine.world_size, ranks_per_node)
     account = Account(

@@ -89,7 +89,7 @@ def spreads(ranks: Sequence[RankObserved]) -> list[Spread]:
         ("peak memory", "bytes", lambda r: r.measured.peak_bytes),
         ("memory between steps", "bytes", lambda r: r.measured.rest_bytes),
         ("sent in a step", "bytes", lambda r: r.measured.wire_bytes),
-        (f"sent between {borders_of(ranks)}", "bytes", lambda r: r.measured.links.get("between", 0)),
+        (f"sent between {borders_of(ranks)}", "bytes", lambda r: sum(sent.between for sent in r.wire.values())),
         ("step", "s", seconds("step")),
         ("compute", "s", seconds("compute")),
         ("waiting (exposed)", "s", seconds("exposed communication")),
