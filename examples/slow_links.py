@@ -14,7 +14,7 @@ from torch import nn
 
 import onefold
 
-WIDTH, BLOCKS, STEPS = 128, 4, 20
+WIDTH, BLOCKS, STEPS = 128, 3, 12
 
 
 def recipes(group: int) -> dict[str, onefold.Recipe]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from small_lm import SmallLM
 from started_runs import JOB, alone, this_rank
 from typer.testing import CliRunner
 
@@ -305,6 +306,26 @@ def test_on_one_rank_codecs_do_nothing_and_the_run_says_so(tmp_path: Path, caplo
     assert "wire_bytes_plain" not in coded[0]
     assert "gather_codec='int8' and reduce_codec='int4' and a division inside groups: no effect on one rank" in caplog.text
     assert set(OPTIONS) <= set(TrainConfig.model_fields)
+
+
+def half_frozen() -> Any:
+    """Blocks that are frozen, and rest encoded, between an embedding and a head that train."""
+    model = SmallLM(0.0)
+    model.blocks.requires_grad_(False)
+    return model
+
+
+def test_frozen_weights_in_nf4_go_on_bit_for_bit_and_of_other_codecs_a_line_says_that_they_may_move(tmp_path: Path) -> None:
+    given = {"model": f"{__name__}:half_frozen", "stage": "3", "schedule": "constant", "warmup": 0}
+    for codec, precision in (("nf4", "fp32"), ("nf4", "bf16"), ("int8", "bf16")):
+        one = {**given, "frozen": codec, "precision": precision}
+        at_once, broken_off, going_on = (str(tmp_path / f"{codec}-{precision}-{name}") for name in ("at-once", "broken-off", "going-on"))
+        whole = ran(alone(), job(tmp_path, **one, steps=4, output=at_once))[1]
+        ran(alone(), job(tmp_path, **one, steps=2, output=broken_off, save_every=2))
+        _, rest, said = ran(alone(), job(tmp_path, **one, steps=4, output=going_on, resume=broken_off))
+        assert len(rest) == 2 and ("in int8 an element may move by half a step" in "\n".join(said)) == (codec == "int8")
+        expected = [row["loss"] for row in whole[2:]]
+        assert [row["loss"] for row in rest] == (expected if codec == "nf4" else pytest.approx(expected, rel=5e-3))
 
 
 def with_adapters() -> Any:

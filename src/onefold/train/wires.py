@@ -110,13 +110,14 @@ def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
 
 
 def lost_with_a_checkpoint(run: Run) -> str:
-    """What a run with encoded gradients does not take from a checkpoint, in a sentence; "" where there is nothing."""
-    recipe = run.recipe
-    if recipe.gradients.codec is None or run.ranks.world_size == 1:
-        return ""
-    said = []
-    if recipe.error_feedback:
+    """What a run with codecs does not take from a checkpoint as it was, in a sentence; "" where there is nothing."""
+    recipe, said = run.recipe, []
+    travels = recipe.gradients.codec is not None and run.ranks.world_size > 1
+    if travels and recipe.error_feedback:
         said.append("what encoding gradients had lost is not in a checkpoint, so error feedback begins anew")
-    if recipe.wire_rounding == "stochastic":
+    if travels and recipe.wire_rounding == "stochastic":
         said.append("the draws of stochastic rounding on the wire are those of a run's first steps again")
+    if recipe.frozen not in (None, "nf4"):  # which encodes what it decoded to into the same bytes
+        moves = f"in {recipe.frozen} an element may move by half a step, in nf4 none does"
+        said.append(f"frozen weights are encoded anew from what they stood for: {moves}")
     return "; ".join(said)
