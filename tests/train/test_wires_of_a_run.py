@@ -223,8 +223,8 @@ def test_a_run_goes_on_over_other_groups_and_with_other_codecs_and_says_so(seen:
         for total in ("wire_bytes_total", "wire_bytes_between_total", "wire_bytes_plain_total"):
             assert again[0][total] > before[total], "totals go on"
         assert "wire_bytes_plain" not in again[0], "nothing is encoded any more"
-        anew = "\n".join(rank["goes on encoded"]["said"])
-        assert "error feedback begins anew" in anew and "draws of stochastic rounding" in anew
+        assert "--error-feedback False -> True" in "\n".join(rank["goes on encoded"]["said"])
+        assert "wire_bytes_plain" in rank["goes on encoded"]["rows"][0]
 
 
 def test_what_cannot_be_on_these_ranks_or_with_this_model_is_a_sentence(seen: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -315,17 +315,15 @@ def half_frozen() -> Any:
     return model
 
 
-def test_frozen_weights_in_nf4_go_on_bit_for_bit_and_of_other_codecs_a_line_says_that_they_may_move(tmp_path: Path) -> None:
+def test_a_run_over_frozen_weights_in_4_bits_goes_on_bit_for_bit(tmp_path: Path) -> None:
     given = {"model": f"{__name__}:half_frozen", "stage": "3", "schedule": "constant", "warmup": 0}
-    for codec, precision in (("nf4", "fp32"), ("nf4", "bf16"), ("int8", "bf16")):
-        one = {**given, "frozen": codec, "precision": precision}
-        at_once, broken_off, going_on = (str(tmp_path / f"{codec}-{precision}-{name}") for name in ("at-once", "broken-off", "going-on"))
+    for precision in ("fp32", "bf16"):
+        one = {**given, "frozen": "nf4", "precision": precision}
+        at_once, broken_off, going_on = (str(tmp_path / f"{precision}-{name}") for name in ("at-once", "broken-off", "going-on"))
         whole = ran(alone(), job(tmp_path, **one, steps=4, output=at_once))[1]
         ran(alone(), job(tmp_path, **one, steps=2, output=broken_off, save_every=2))
-        _, rest, said = ran(alone(), job(tmp_path, **one, steps=4, output=going_on, resume=broken_off))
-        assert len(rest) == 2 and ("in int8 an element may move by half a step" in "\n".join(said)) == (codec == "int8")
-        expected = [row["loss"] for row in whole[2:]]
-        assert [row["loss"] for row in rest] == (expected if codec == "nf4" else pytest.approx(expected, rel=5e-3))
+        rest = ran(alone(), job(tmp_path, **one, steps=4, output=going_on, resume=broken_off))[1]
+        assert [row["loss"] for row in rest] == [row["loss"] for row in whole[2:]]
 
 
 def with_adapters() -> Any:

@@ -25,7 +25,7 @@ from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError
-from onefold.train.wires import OPTIONS, lost_with_a_checkpoint
+from onefold.train.wires import OPTIONS
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run
@@ -156,17 +156,21 @@ def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, An
     }
 
 
-def take_over(run: Run, point: Point) -> None:
+def take_over(run: Run, point: Point) -> list[str]:
     """Put the states of `point` into the run: weights, optimizer, loss scale, random generators, place in the data. Collective.
+
+    Returns:
+        a sentence for each thing that could not be taken over as it was.
 
     Raises:
         CheckpointError: it does not fit this model. TrainError: it does not fit this data.
     """
     run.order.load_state_dict(point.order)
     given = [{name: group[name] for name in ("betas", "weight_decay")} for group in run.optimizer.param_groups]
-    load_checkpoint(point.path, model=run.model, optimizer=run.optimizer, scaler=run.scaler, data=run.order, rng=True)
+    loaded = load_checkpoint(point.path, model=run.model, optimizer=run.optimizer, scaler=run.scaler, data=run.order, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
         group.update(options)  # what the command line says holds; the learning rate is set at each step anyway
+    return list(getattr(loaded, "notes", ()))
 
 
 def load(run: Run, point: Point) -> list[str]:
@@ -177,7 +181,7 @@ def load(run: Run, point: Point) -> list[str]:
     said = []
     while True:
         try:
-            take_over(run, point)
+            said += take_over(run, point)
             break
         except DamagedCheckpoint as error:
             older: Point | None = run.ranks.from_first(next_sound(point.before) if run.ranks.is_first else None)
@@ -204,8 +208,6 @@ def differences(run: Run, point: Point) -> list[str]:
     changed = [f"--{name.replace('_', '-')} {old} -> {new}" for name, old, new in pairs if old != new]
     if changed:
         said.append("options that have changed since: " + ", ".join(changed))
-    if lost := lost_with_a_checkpoint(run):
-        said.append(lost)
     if point.extra.get("steps", run.steps) != run.steps and run.config.schedule != "constant":
         said.append(f"the run was of {point.extra['steps']} steps and is of {run.steps} now: the schedule's later part moves")
     return said

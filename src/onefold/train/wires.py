@@ -107,17 +107,3 @@ def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
     if plain is not None:
         said.append(f"{readable(plain)} without codecs")
     return f" ({', '.join(said)})" if said else ""
-
-
-def lost_with_a_checkpoint(run: Run) -> str:
-    """What a run with codecs does not take from a checkpoint as it was, in a sentence; "" where there is nothing."""
-    recipe, said = run.recipe, []
-    travels = recipe.gradients.codec is not None and run.ranks.world_size > 1
-    if travels and recipe.error_feedback:
-        said.append("what encoding gradients had lost is not in a checkpoint, so error feedback begins anew")
-    if travels and recipe.wire_rounding == "stochastic":
-        said.append("the draws of stochastic rounding on the wire are those of a run's first steps again")
-    if recipe.frozen not in (None, "nf4"):  # which encodes what it decoded to into the same bytes
-        moves = f"in {recipe.frozen} an element may move by half a step, in nf4 none does"
-        said.append(f"frozen weights are encoded anew from what they stood for: {moves}")
-    return "; ".join(said)
