@@ -81,6 +81,7 @@ TOGETHER = {
     "observe/test_report_page.py",
     "observe/test_what_a_run_leaves.py",
     "plan/test_planned_for.py",
+    "train/test_wires_of_a_run.py",
 }
 
 

@@ -121,16 +121,9 @@ def test_without_proc_the_highest_resident_memory_is_known(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("ranks", "per_node", "expected"),
-    [
-        (1, None, {}),
-        (4, None, {"inside": 900}),
-        (4, 2, {"inside": 300, "between": 600}),
-        (4, 1, {"between": 900}),
-        (4, 8, {"inside": 900}),
-    ],
+    [(4, 4, {"inside": 900}), (4, 2, {"inside": 300, "between": 600}), (4, 1, {"between": 900}), (4, 8, {"inside": 900})],
 )
-def test_links_share_the_wire_by_peers(ranks: int, per_node: int | None, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_share_the_wire_by_peers(ranks: int, per_node: int, expected: dict[str, int]) -> None:
     from onefold.observe.measure import _links
 
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert _links(900, ranks, per_node) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,15 @@ def test_poor_and_crowded_runs_fit_too(browser: Any, tmp_path: Path, kind: str, 
 
 
 def crowd(folder: Path) -> None:
-    """Sixty ranks, ninety units with long names, and a fact that is one long word."""
+    """Sixty ranks on two nodes, ninety units with long names, a recipe with all of ZeRO++, and a fact that is one long word."""
     base = recorded()
+    recipe = Recipe.zero(3, precision="bf16", second_copy=True, gather_codec="int8", reduce_codec="int4")
     for rank in range(60):
         step = recorded(rank)
         step.moves = [
-            type(m)(m.move, f"module.base_model.transformer.layers.{i % 90}", m.nbytes, m.dtype, m.phase, m.launched, m.landed, m.exposed)
+            replace(m, unit=f"module.base_model.transformer.layers.{i % 90}", between=m.nbytes // 2, plain=2 * m.nbytes)
             for i, m in enumerate(base.moves * 8)
         ]
+        step.borders = "2 nodes"
         facts = {"checkpoint": "x" * 300}
-        write_observed(folder, rank, 60, account(step), recipe=Recipe.zero(3), step=step if rank < 3 else None, facts=facts)
+        write_observed(folder, rank, 60, account(step), recipe=recipe, step=step if rank < 3 else None, facts=facts)

@@ -67,6 +67,18 @@ def test_accumulation_sends_what_the_formula_says() -> None:
     assert times == pytest.approx([1, 1, 2.5, 6, 1], rel=0.02)
 
 
+def test_each_part_for_slow_links_sends_what_its_formula_says_and_learns_the_same() -> None:
+    heading, *lines = forked("slow_links.py", ranks=4).splitlines()
+    assert heading == "4 ranks in groups of 2"
+    found = [line.split() for line in lines]
+    less = [float(words[-3]) for words in found]
+    # elements of 16 bits between groups, a step: 3; 2; 2; 1 + 1; 1 + 2 in 8 bits; 2 + 1 in 4 bits; 1 in 8 bits and 1 in 4
+    int8, int4 = 0.5 + 1 / 256, 0.25 + 1 / 64
+    assert less == pytest.approx([1, 1.5, 1.5, 1.5, 3 / (1 + 2 * int8), 3 / (2 + int4), 3 / (int8 + int4)], rel=0.02), lines
+    losses = [(float(line.split("loss ")[1].split(" -> ")[0]), float(line.split(" -> ")[1].split(",")[0])) for line in lines]
+    assert all(last < 0.8 * first and last == pytest.approx(losses[0][1], rel=0.03) for first, last in losses), losses
+
+
 def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_there(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -21,6 +21,7 @@ from onefold.train.errors import TrainError
 PANELS = {
     "model": "What is trained, on what",
     "stage": "How it is divided among the ranks",
+    "group": "Between nodes, where links are slow",
     "offload_optimizer": "Where state rests",
     "micro_batch": "Batches and length",
     "lr": "Optimization",

@@ -1,8 +1,8 @@
 """Room `comm`: groups, moves, the traffic ledger. Knows no modules and no optimizers."""
 
 from onefold.comm.group import Group
-from onefold.comm.ledger import TrafficEvent, TrafficLedger
+from onefold.comm.ledger import Sent, TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chain, Pending
 from onefold.comm.stall import Place, StallError
 
-__all__ = ["Chain", "Group", "Pending", "Place", "StallError", "TrafficEvent", "TrafficLedger"]
+__all__ = ["Chain", "Group", "Pending", "Place", "Sent", "StallError", "TrafficEvent", "TrafficLedger"]

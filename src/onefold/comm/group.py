@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +37,7 @@ from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.members import backend_of, members, spelt
 from onefold.comm.pending import Chain, Pending
 from onefold.comm.stall import Place, StallError, explain
-from onefold.comm.topology import Topology, inner_of, nodes_of, ranks_of_a_node
+from onefold.comm.topology import Topology, inner_of, ranks_of_a_node, sides_of
 
 _KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5}
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -55,6 +55,7 @@ class Group:
     Attributes:
         ranks: global ranks by position. rank, size: this rank's position, and how many there are. number: this rank among them in the
             order of their numbers, which is the position but for groups of `inner`.
+        nodes: what counts as a node of each position, for the ledger. borders: how many there are, in words; "" for one (comm/topology.py).
 
     Raises:
         ValueError: the groups do not divide the ranks.
@@ -74,7 +75,7 @@ class Group:
         self.size = len(numbers)
         self.topology = Topology(self.size, inner_of(inner, numbers, ranks_of_a_node()))
         self.ranks = [numbers[i] for i in self.topology.order]
-        self.nodes = nodes_of(self.ranks, ranks_of_a_node())
+        self.nodes, self.borders = sides_of(self.ranks, ranks_of_a_node(), inner, self.topology)
         self.name = spelt(numbers)
         self._at = self.topology.order  # the communicators' own numbers of the positions
         self.rank, self.number = 0, 0
@@ -220,18 +221,22 @@ class Group:
 
     # -- moves -----------------------------------------------------------------------------------------------------------------
 
-    def all_gather(self, full: torch.Tensor, place: Place, unit_index: int, *, move: str = "all-gather") -> Pending:
-        """sharded → replicated, in place: rank r's interval of `full` ([numel], cut evenly) goes to every other rank's `full`."""
+    def all_gather(self, full: torch.Tensor, place: Place, unit_index: int, *, move: str = "all-gather", plain: int = 0) -> Pending:
+        """sharded → replicated, in place: rank r's interval of `full` ([numel], cut evenly) goes to every other rank's `full`.
+
+        `plain`: bytes that `full` was encoded from, for the ledger.
+        """
         if self.size == 1:
             return Pending(self, [], place)
         shard = full.numel() // self.size
         if self._across is not None and self._inside is not None:
             first = self.rank // self.across.size * self.across.size * shard
-            low = self.across.all_gather(full[first : first + shard * self.across.size], place, unit_index, move=move)
-            return Chain(low, lambda: self.inside.all_gather(full, place, unit_index, move=move), self.device)
+            part = plain * self.across.size // self.size
+            low = self.across.all_gather(full[first : first + shard * self.across.size], place, unit_index, move=move, plain=part)
+            return Chain(low, lambda: self.inside.all_gather(full, place, unit_index, move=move, plain=plain), self.device)
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         nbytes = mine.numel() * mine.element_size()
-        event = self._record(move, place, [(p, nbytes) for p in self._peers()], full.dtype)
+        event = self._record(move, place, [(p, nbytes, plain // self.size) for p in self._peers()], full.dtype)
         if self.imagined:
             return self._imagine(place, event, full)
         if self.backend != "gloo":
@@ -241,15 +246,19 @@ class Group:
         recvs = [(peer, full[peer * shard : (peer + 1) * shard]) for peer in self._peers()]
         return self._pairwise(sends, recvs, place, unit_index, move, event)
 
-    def exchange(self, sends: Parts, recvs: Parts, place: Place, unit_index: int, *, move: str) -> Pending:
+    def exchange(
+        self, sends: Parts, recvs: Parts, place: Place, unit_index: int, *, move: str, plain: Mapping[int, int] | None = None
+    ) -> Pending:
         """Send each `(peer, tensor)` and receive into each `(peer, tensor)`; the wire half of a reduction (or of a scatter).
 
-        Tensors are contiguous and one-dimensional; empty ones are left out on both sides.
+        Tensors are contiguous and one-dimensional; empty ones are left out on both sides. `plain`: bytes that the part for each peer
+        was encoded from, for the ledger.
         """
         if self.size == 1:
             return Pending(self, [], place)
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.uint8)
-        event = self._record(move, place, [(p, t.numel() * t.element_size()) for p, t in sends], dtype)
+        was = plain or {}
+        event = self._record(move, place, [(p, t.numel() * t.element_size(), was.get(p, 0)) for p, t in sends], dtype)
         if self.imagined:
             return self._imagine(place, event, (sends, recvs))
         if self.backend != "gloo":
@@ -299,12 +308,14 @@ class Group:
                 with torch.no_grad():
                     t.copy_(buffer.view(t.dtype).view(t.shape))
 
-    def _record(self, move: str, place: Place, sent: Sequence[tuple[int, int]], dtype: torch.dtype) -> TrafficEvent:
-        """Enter `sent`, (peer, bytes) each."""
+    def _record(self, move: str, place: Place, sent: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> TrafficEvent:
+        """Enter `sent`: (peer, bytes, bytes that these were encoded from or 0) each."""
         on_the_wire, here = str(dtype).removeprefix("torch."), self.nodes[self.rank]
-        between = sum(nbytes for peer, nbytes in sent if self.nodes[peer] != here)
-        nbytes = sum(nbytes for _, nbytes in sent)
-        return self.ledger.record(move, place.unit, nbytes, self.size, on_the_wire, place.phase, place.step, self.name, between)
+        away = [part for part in sent if self.nodes[part[0]] != here]
+        (nbytes, plain), (between, plain_between) = ((sum(p[1] for p in parts), sum(p[2] for p in parts)) for parts in (sent, away))
+        return self.ledger.record(
+            move, place.unit, nbytes, self.size, on_the_wire, place.phase, place.step, self.name, between, plain, plain_between
+        )
 
     def _peers(self) -> list[int]:
         # Starting behind oneself spreads the load: no rank is everybody's first.
@@ -355,6 +366,7 @@ class Level(Group):
         )  # fmt: skip
         self._counts, self._groups = {}, []
         self.ranks, self.nodes = [whole.ranks[p] for p in positions], [whole.nodes[p] for p in positions]
+        self.borders = whole.borders if len(set(self.nodes)) > 1 else ""
         self.size = len(positions)
         self.rank = self.number = positions.index(whole.rank)
         self.name = spelt(sorted(self.ranks))

@@ -27,7 +27,8 @@ class TrafficEvent:
         step, phase: when the engine launched it.
         launched, landed: seconds of `time.perf_counter`; landed is when this rank had what it needed, None while under way.
         exposed: seconds in which the rank waited for it.
-        between: of `nbytes`, those to ranks on other nodes.
+        between: of `nbytes`, those to ranks on other nodes (`Group.borders`).
+        plain, plain_between: what `nbytes` and `between` were encoded from; 0 where they travelled as they are.
     """
 
     move: str
@@ -42,6 +43,46 @@ class TrafficEvent:
     exposed: float = 0.0
     group: str = ""
     between: int = 0
+    plain: int = 0
+    plain_between: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Payload bytes of moves.
+
+    Attributes:
+        nbytes, between: as they travelled, and those of them to ranks on other nodes.
+        plain, plain_between: as they would have travelled by the same recipe without codecs.
+    """
+
+    nbytes: int = 0
+    between: int = 0
+    plain: int = 0
+    plain_between: int = 0
+
+    @classmethod
+    def of(cls, event: Any) -> Sent:
+        """What an event carried."""
+        if not event.plain:
+            return cls(event.nbytes, event.between, event.nbytes, event.between)
+        return cls(event.nbytes, event.between, event.plain, event.plain_between)
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(
+            self.nbytes + other.nbytes,
+            self.between + other.between,
+            self.plain + other.plain,
+            self.plain_between + other.plain_between,
+        )
+
+    def __floordiv__(self, steps: int) -> Sent:
+        return Sent(self.nbytes // steps, self.between // steps, self.plain // steps, self.plain_between // steps)
+
+    @property
+    def encoded(self) -> bool:
+        """Whether codecs changed anything."""
+        return self.plain != self.nbytes
 
 
 class TrafficLedger:
@@ -58,7 +99,7 @@ class TrafficLedger:
 
     def reset(self) -> None:
         self._moves: Counter[tuple[str, str]] = Counter()
-        self._between: Counter[str] = Counter()
+        self._sent: dict[str, Sent] = {}
         self.control_bytes = 0
         self._exposed = 0.0
         self.events.clear()
@@ -75,11 +116,15 @@ class TrafficLedger:
         step: int = 0,
         group: str = "",
         between: int = 0,
+        plain: int = 0,
+        plain_between: int = 0,
     ) -> TrafficEvent:
         """Enter a move that is about to start; the event is completed by `waited`."""
         self._moves[move, unit] += nbytes
-        self._between[move] += between
-        event = TrafficEvent(move, unit, nbytes, peers, dtype, phase, step, time.perf_counter(), group=group, between=between)
+        event = TrafficEvent(
+            move, unit, nbytes, peers, dtype, phase, step, time.perf_counter(), None, 0.0, group, between, plain, plain_between
+        )
+        self._sent[move] = self._sent.get(move, Sent()) + Sent.of(event)
         if self.wanted():
             self.events.append(event)
         return event
@@ -127,12 +172,20 @@ class TrafficLedger:
 
     def by_link(self) -> dict[str, int]:
         """Bytes to ranks of the own node ("inside") and of others ("between")."""
-        between = sum(self._between.values())
+        between = sum(sent.between for sent in self._sent.values())
         return {"inside": self.total() - between, "between": between}
+
+    def by_move_in_full(self) -> dict[str, Sent]:
+        """Bytes by move: those between nodes, and what they would have been without codecs."""
+        return dict(self._sent)
+
+    def plain(self) -> int:
+        """Payload bytes that would have been sent without codecs."""
+        return sum(sent.plain for sent in self._sent.values())
 
     def between_by_move(self) -> dict[str, int]:
         """Bytes to ranks of other nodes, by move."""
-        return {move: nbytes for move, nbytes in self._between.items() if nbytes}
+        return {move: sent.between for move, sent in self._sent.items() if sent.between}
 
     def by_unit(self) -> dict[str, dict[str, int]]:
         """Bytes by unit, then by move."""

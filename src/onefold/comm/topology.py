@@ -32,7 +32,8 @@ class Topology:
         if self.inner < 1 or self.size % self.inner:
             fitting = [n for n in range(1, self.size + 1) if self.size % n == 0]
             raise ValueError(
-                f"groups of {self.inner} ranks do not divide {self.size} ranks: choose a size of {', '.join(map(str, fitting))}."
+                f"groups of {self.inner} ranks do not divide {self.size} rank{'s' if self.size > 1 else ''}: "
+                f"choose a size of {', '.join(map(str, fitting))}."
             )
 
     @property
@@ -87,3 +88,15 @@ def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None
 def nodes_of(ranks: Sequence[int], per_node: int | None) -> list[int]:
     """The node of each global rank, where each node has `per_node` ranks in a row; None: all are on one."""
     return [rank // per_node if per_node else 0 for rank in ranks]
+
+
+def sides_of(ranks: Sequence[int], per_node: int | None, group: int | str | None, topology: Topology) -> tuple[list[int], str]:
+    """What counts as a node of the ranks at each position, and how many there are, in words; "" where there is one.
+
+    The launcher's nodes; where it knows of one only, groups of a number of ranks that the recipe names stand for nodes.
+    """
+    nodes, name = nodes_of(ranks, per_node), "nodes"
+    if len(set(nodes)) == 1 and isinstance(group, int):
+        nodes, name = [number // topology.inner for number in topology.order], "groups"
+    count = len(set(nodes))
+    return nodes, f"{count} {name}" if count > 1 else ""

@@ -74,7 +74,8 @@ def events(recording: Recording, offset: float) -> list[dict[str, Any]]:
         for number, lane in enumerate(lanes((m.launched, m.landed, m) for m in chosen)):
             thread = row(title if not number else f"{title} {number + 1}")
             for start, end, m in lane:
-                facts = {"unit": m.unit, "bytes": m.nbytes, "dtype": m.dtype, "ranks": m.group, "phase": m.phase}
+                facts: dict[str, Any] = {"unit": m.unit, "bytes": m.nbytes, "dtype": m.dtype, "ranks": m.group, "phase": m.phase}
+                facts |= {name: n for name, n in (("between nodes", m.between), ("encoded from", m.plain)) if n}
                 add(thread, f"{m.move} {m.unit}", m.move, start, end, **facts, exposed_ms=1000 * m.exposed)
     for tier in (DEVICE, *recording.tiers):
         times, levels = recording.levels(tier)

@@ -4,12 +4,12 @@ rest      the engine's ledger of the device between steps, and the optimizer's s
 peak      the recorded window's fullest moment if there is one; otherwise the ledger's own peak and the optimizer's state
 beyond    the same peaks of the host and of NVMe
 wire      of one step: the window's moves, divided by its steps
+links     the same by where they went, as the ledger knows the nodes
 seconds   of one step: the window's compute, waits (for others, for NVMe) and optimizer; `step` as given, or the window's length
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -41,12 +41,17 @@ def measured(
         recording: of whole steps (`record`); without it there are no seconds but `step_seconds`, and the peak knows no activations.
         step_seconds, tokens_per_s, mfu: measured over the run, see `Meter`.
         steps: optimizer steps since the traffic ledger was reset, to divide its bytes by; used where there is no recording.
-        ranks_per_node: to tell links inside a node from those between; None asks LOCAL_WORLD_SIZE, or takes all ranks to be on one.
+        ranks_per_node: reckon with other nodes than there are; None takes the launcher's, as the ledger does.
 
     Raises:
-        ValueError: the model was not sharded, or the recording holds no whole step.
+        ValueError: the model was not sharded, the recording holds no whole step, or other nodes are asked of a recipe with groups.
     """
     engine = engine_of(model)
+    if ranks_per_node is not None and engine.group.topology.outer > 1:
+        raise ValueError(
+            f"ranks_per_node={ranks_per_node} with group={engine.recipe.group!r}: what moves inside groups and across them depends on "
+            "where they are, and is known from the ledger only; leave ranks_per_node out."
+        )
     if recording is not None and recording.steps < 1:
         raise ValueError("the recording holds no whole step: run at least one step, the optimizer's included, inside record().")
     moments = moments_by_tier(optimizer, engine) if optimizer is not None else {}
@@ -57,10 +62,13 @@ def measured(
         own = ledger.peak()
         own[MOMENTS] = own.get(MOMENTS, 0) + moments.get(tier, 0)
         beyond[tier] = _ordered(recording.peak(tier=tier) if recording is not None else own)
-    if recording is not None:
-        wire = {move: n // recording.steps for move, n in recording.wire().items()}
-    else:
-        wire = {move: n // steps for move, n in engine.traffic.by_move().items() if move in MOVES} if steps else {}
+    full = recording.sent() if recording is not None else engine.traffic.by_move_in_full()
+    over = recording.steps if recording is not None else steps
+    wire = {move: sent.nbytes // over for move, sent in full.items() if move in MOVES and sent.nbytes} if over else {}
+    away = engine.group.borders.endswith("nodes")  # groups that stand for nodes are no links of the machine
+    between = sum(sent.between for move, sent in full.items() if move in MOVES) // over if over and away else 0
+    total = sum(wire.values())
+    links = _by_link(total, between) if ranks_per_node is None else _links(total, engine.world_size, ranks_per_node)
     account = Account(
         rest=_ordered(rest),
         peak=_ordered(peak),
@@ -70,7 +78,7 @@ def measured(
         beyond={tier: held for tier, held in beyond.items() if held},
         moved={move: n // recording.steps for move, n in recording.moved().items()} if recording is not None else {},
         wire=wire,
-        links=_links(sum(wire.values()), engine.world_size, ranks_per_node),
+        links=links,
         seconds=_seconds(recording, step_seconds),
         tokens_per_s=tokens_per_s,
         mfu=mfu,
@@ -93,13 +101,14 @@ def _ordered(table: Mapping[str, int]) -> dict[str, int]:
     return {c: table[c] for c in names if table[c]}
 
 
-def _links(wire: int, ranks: int, per_node: int | None) -> dict[str, int]:
-    """`wire` bytes by link. Every move sends equal parts to all peers, so a link's share is that of the peers behind it."""
-    if ranks == 1 or not wire:
-        return {}
-    near = min(ranks, per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
-    inside = wire * (near - 1) // (ranks - 1)
-    return {link: n for link, n in (("inside", inside), ("between", wire - inside)) if n}
+def _by_link(wire: int, between: int) -> dict[str, int]:
+    return {link: n for link, n in (("inside", wire - between), ("between", between)) if n}
+
+
+def _links(wire: int, ranks: int, per_node: int) -> dict[str, int]:
+    """`wire` bytes by link. Without groups a move sends equal parts to all peers, so a link's share is that of the peers behind it."""
+    near = min(ranks, per_node)
+    return _by_link(wire, wire - wire * (near - 1) // max(1, ranks - 1))
 
 
 def _seconds(recording: Recording | None, step_seconds: float | None) -> dict[str, float]:

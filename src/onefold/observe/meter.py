@@ -65,7 +65,17 @@ class Meter:
 
     def _note(self) -> None:
         traffic, moved = self.engine.traffic, self.engine.beyond.moved
-        self._sent, self._exposed, self._moved, self._waited = traffic.total(), traffic.exposed, moved.by_move(), moved.exposed
+        self._sent, self._exposed, self._moved, self._waited = self._wire(), traffic.exposed, moved.by_move(), moved.exposed
+
+    def _wire(self) -> dict[str, int]:
+        """Bytes sent so far: all, those between nodes where there are several, and as they would have been where codecs are used."""
+        traffic, recipe = self.engine.traffic, self.engine.recipe
+        sent = {"wire_bytes": traffic.total()}
+        if self.engine.group.borders:
+            sent["wire_bytes_between"] = traffic.by_link()["between"]
+        if self.engine.world_size > 1 and (recipe.parameters.codec or recipe.gradients.codec or recipe.frozen):
+            sent["wire_bytes_plain"] = traffic.plain()
+        return sent
 
     def step(
         self,
@@ -85,6 +95,8 @@ class Meter:
             step, loss, grad_norm, lr, scale, skipped (so far), tokens, tokens_per_s, mfu, step_ms, exposed_ms, wire_bytes, memory (of the
             device, {"now", "peak"} by category, bytes), host, nvme (bytes held there now), moved_bytes (in the step, by "up", "down",
             "read", "written"; {} without such tiers), io_ms (waiting for NVMe). None where a figure is not known.
+            Where there are several nodes (or groups of the recipe's) also wire_bytes_between, of wire_bytes those to others; where
+            anything travels encoded wire_bytes_plain, what wire_bytes would have been without codecs.
         """
         now = time.perf_counter()
         seconds = now - self._begun
@@ -107,7 +119,7 @@ class Meter:
             "mfu": self._mfu(rate),
             "step_ms": 1000 * seconds,
             "exposed_ms": 1000 * (traffic.exposed - self._exposed),
-            "wire_bytes": traffic.total() - self._sent,
+            **{name: sent - self._sent[name] for name, sent in self._wire().items()},
             "memory": {"now": {**self.engine.memory.now(), **own}, "peak": {**self.engine.memory.peak(), **own}},
             "host": held.get(HOST, 0) + moments.get(HOST, 0),
             "nvme": held.get(NVME, 0),

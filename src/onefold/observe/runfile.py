@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from onefold.comm import Sent
 from onefold.observe.process import Reconciliation
 from onefold.observe.trace import Held, Move, Recording, Work
 from onefold.plan.schema import Account
 from onefold.recipe import Recipe
+from onefold.recipe.groups import GROUP
 
 VERSION = 1
 RUN_FILE = "observed.json"
@@ -46,11 +48,17 @@ class RecipeRow:
 
 @dataclass(frozen=True)
 class RankObserved:
-    """What one rank measured. `traffic` is of one step: unit -> move -> bytes; `step` one recorded step, if there was one."""
+    """What one rank measured.
+
+    Attributes:
+        traffic: of one step, unit -> move -> bytes. wire: the same by move, with what went between nodes and what was encoded.
+        step: one recorded step, if there was one.
+    """
 
     rank: int
     measured: Account
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
+    wire: dict[str, Sent] = field(default_factory=dict)
     step: Recording | None = None
     machine: dict[str, Any] = field(default_factory=dict)
 
@@ -86,7 +94,9 @@ def recipe_table(recipe: Recipe) -> tuple[RecipeRow, ...]:
     for state, label in (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer states")):
         row = getattr(recipe, state)
         wire = str(row.wire).removeprefix("torch.") if row.wire is not None else "–"
-        rows.append(RecipeRow(label, row.placement.value, row.tier.value, str(row.dtype).removeprefix("torch."), wire))
+        wire += f" as {row.codec}" if row.codec else ""
+        placement = row.placement.value + (" in each group" if row.over == GROUP else "")
+        rows.append(RecipeRow(label, placement, row.tier.value, str(row.dtype).removeprefix("torch."), wire))
     return tuple(rows)
 
 
@@ -137,6 +147,7 @@ def write_observed(
         "rank": rank,
         "measured": measured.to_json(),
         "traffic": traffic,
+        "wire": {move: asdict(sent // max(1, step.steps)) for move, sent in step.sent().items()} if step else {},
         "step": _of_recording(step) if step is not None else None,
         "machine": machine.to_json() if machine is not None else {},
     }
@@ -169,14 +180,20 @@ def _of_recording(step: Recording) -> dict[str, Any]:
         "activations_watched": step.activations_watched,
         "truncated": step.truncated,
         "moves": [
-            [m.move, m.unit, m.nbytes, m.dtype, m.phase, at(m.launched), at(m.landed), round(m.exposed, 6), m.group]
+            [m.move, m.unit, m.nbytes, m.dtype, m.phase, at(m.launched), at(m.landed), round(m.exposed, 6), m.group, *_beside(m)]
             for m in step.moves
         ],
+        "borders": step.borders,
         "work": [[w.kind, w.unit, w.phase, at(w.start), at(w.end)] for w in step.work],
         "io": round(step.io, 6),
         **of_tier(Held(step.held, step.changes)),
         "tiers": {tier: of_tier(held) for tier, held in step.tiers.items()},
     }
+
+
+def _beside(m: Move) -> tuple[int, ...]:
+    """What few moves have."""
+    return (m.between, m.plain, m.plain_between) if m.between or m.plain else ()
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------------
@@ -220,6 +237,7 @@ def gather_ranks(folder: str | Path) -> tuple[RankObserved, ...]:
                     rank=int(values["rank"]),
                     measured=_account(values["measured"]),
                     traffic={unit: dict(moves) for unit, moves in values["traffic"].items()},
+                    wire={str(move): Sent(**sent) for move, sent in values.get("wire", {}).items()},  # younger than the file may be
                     step=_to_recording(values["step"]) if values["step"] is not None else None,
                     machine=dict(values["machine"]),
                 )
@@ -282,4 +300,5 @@ def _to_recording(values: Mapping[str, Any]) -> Recording:
         io=float(values.get("io", 0.0)),
         activations_watched=bool(values["activations_watched"]),
         truncated=bool(values["truncated"]),
+        borders=str(values.get("borders", "")),
     )

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from onefold.comm import Sent
 from onefold.observe.activations import watch_activations
 from onefold.observe.tiers import DEVICE, MOVED, ledgers_of, moments_by_tier
 from onefold.plan.schema import CATEGORIES, MOMENTS, MOVES
@@ -33,7 +34,10 @@ from onefold.runtime.registry import engine_of
 
 @dataclass(frozen=True)
 class Move:
-    """One move: `nbytes` of payload sent by this rank among those of `group`; `exposed` seconds of waiting, the last before `landed`."""
+    """One move: `nbytes` of payload sent by this rank among those of `group`; `exposed` seconds of waiting, the last before `landed`.
+
+    `between`: of `nbytes`, those to other nodes. `plain`, `plain_between`: what both were encoded from; 0 for what travelled as it is.
+    """
 
     move: str
     unit: str
@@ -44,6 +48,9 @@ class Move:
     landed: float
     exposed: float
     group: str = ""
+    between: int = 0
+    plain: int = 0
+    plain_between: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Recording:
         truncated: the ledgers' rings were too short for the window, so its beginning is missing.
         exposed: seconds in which this rank stood still waiting for the others, small control messages included.
         epoch: what to add to a time to get seconds since 1970.
+        borders: between what `Move.between` went, "2 nodes" or "2 groups" (of the recipe's); "" where there is one.
     """
 
     rank: int
@@ -95,6 +103,7 @@ class Recording:
     io: float = 0.0
     activations_watched: bool = False
     truncated: bool = False
+    borders: str = ""
     profiler_trace: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -119,6 +128,10 @@ class Recording:
     def wire(self) -> dict[str, int]:
         """Payload bytes sent in the window, by move (`MOVES`)."""
         return {move: n for move in MOVES if (n := sum(m.nbytes for m in self.moves if m.move == move))}
+
+    def sent(self) -> dict[str, Sent]:
+        """The same with the bytes between nodes, and what they would have been without codecs."""
+        return {move: sum(found, Sent()) for move in MOVES if (found := [Sent.of(m) for m in self.moves if m.move == move and m.nbytes])}
 
     def moved(self) -> dict[str, int]:
         """Bytes between tiers in the window, by move (`MOVED`)."""
@@ -215,7 +228,7 @@ def record(
     engine = engine_of(model)
     if engine.memory.record:
         raise RuntimeError("this model is being recorded already: end the other record() first.")
-    seen = Recording(engine.rank, engine.world_size, 0.0, 0.0, 0, activations_watched=activations)
+    seen = Recording(engine.rank, engine.world_size, 0.0, 0.0, 0, activations_watched=activations, borders=engine.group.borders)
     with contextlib.ExitStack() as stack:
         profiler = stack.enter_context(_profiler(engine)) if torch_profiler else None
         saved = stack.enter_context(watch_activations(model, vocabulary)) if activations else None
@@ -268,7 +281,8 @@ def _collect(engine: Engine, seen: Recording) -> None:
     for e in engine.traffic.events:
         if seen.start <= e.launched <= seen.end:
             landed = seen.end if e.landed is None else e.landed
-            seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed, e.group))
+            wire = e.group, e.between, e.plain, e.plain_between
+            seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed, *wire))
     for e in engine.beyond.moved.events:
         if seen.start <= e.launched <= seen.end:  # when a copy or a read ends is not noted: its wait is, all in all
             seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, e.landed or e.launched, e.exposed))

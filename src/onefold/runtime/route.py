@@ -76,7 +76,8 @@ class Route:
         low = flat.dtypes.compute in _LOW
         name = recipe.frozen if stored else recipe.parameters.codec
         self.stored: bool = stored
-        self.codec: Codec | None = codec(name) if name and low and not flat.kept else None
+        travels = group.size > 1 or stored
+        self.codec: Codec | None = codec(name) if name and low and travels and not flat.kept else None
         inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
         self.doubled = inside and not stored and not flat.kept and group.topology.outer > 1
         self.second: torch.Tensor | None = None
@@ -165,6 +166,7 @@ class Route:
 
     def _start_encoded(self, full: torch.Tensor, put: Callable[[], None], place: Place) -> Pending:
         kept, pool, group = self.second, self.engine.pool, self.group
+        plain = full.numel() * full.element_size()
         assert kept is not None
         coded = pool.take(group.size * self.each, torch.uint8, GATHERED, self.flat.unit_name)
         a, b = self._shard_bytes if self.doubled else self._own_bytes
@@ -179,12 +181,12 @@ class Route:
         self.fresh = True
         inner = group.inside if self.doubled else self.group_of_owners
         if not (self.doubled and renewed):
-            return _Decoded(inner.all_gather(coded, place, self.flat.index), self, full, coded)
-        low = group.across.all_gather(coded[a:b], place, self.flat.index)
+            return _Decoded(inner.all_gather(coded, place, self.flat.index, plain=plain), self, full, coded)
+        low = group.across.all_gather(coded[a:b], place, self.flat.index, plain=plain * self.outer // group.size)
 
         def keep() -> Pending:
             kept.copy_(coded[a:b])
-            return inner.all_gather(coded, place, self.flat.index)
+            return inner.all_gather(coded, place, self.flat.index, plain=plain)
 
         return _Decoded(Chain(low, keep, full.device), self, full, coded)
 
@@ -216,7 +218,16 @@ def rests_encoded(found: Found, recipe: Recipe) -> bool:
 def of_routes(engine: Engine) -> list[str]:
     """A sentence for each thing that the recipe asks of groups and of frozen weights and that changes nothing in this run."""
     recipe, said = engine.recipe, []
-    if recipe.group is not None and engine.group.topology.outer == 1 < engine.world_size:
+    divides = GROUP in (recipe.parameters.over, recipe.gradients.over, recipe.optimizer.over)
+    # Codecs take nodes for groups by themselves, and do without.
+    asked_for = divides or recipe.group != "node" or not (recipe.parameters.codec or recipe.gradients.codec)
+    if engine.world_size == 1:
+        named = {"gather_codec": recipe.parameters.codec, "reduce_codec": recipe.gradients.codec}
+        idle = [f"{name}={value!r}" for name, value in named.items() if value]
+        idle += ["a division inside groups"] if divides else []
+        if idle:
+            said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
+    if recipe.group is not None and asked_for and engine.group.topology.outer == 1 < engine.world_size:
         node = "the launcher says that all are on one node, or nothing of nodes (LOCAL_WORLD_SIZE)"
         why = node if recipe.group == "node" else "they are all"
         said.append(

@@ -136,6 +136,7 @@ class Summing:
         r.lent = engine.pool.take(group.size * each, torch.uint8, REDUCTION, r.unit.name)
         residual = self._residual(r)
         sends, recvs, mine = [], [], self.codec.encoded_bytes(r.own[1] - r.own[0])
+        plain = {p: (b - a) * flat.dtypes.wire.itemsize for p, (a, b) in enumerate(cuts)}
         for p, (a, b) in enumerate(cuts):
             piece = r.buffer[a - r.span[0] : b - r.span[0]]
             if p == group.rank or a == b:
@@ -155,7 +156,7 @@ class Summing:
                 recvs.append((p, r.parts[p]))
         r.parts[group.rank] = r.buffer[r.own[0] - r.span[0] : r.own[1] - r.span[0]]
         r.parts = dict(sorted(r.parts.items()))
-        return group.exchange(sends, recvs, place, flat.index, move=place.move)
+        return group.exchange(sends, recvs, place, flat.index, move=place.move, plain=plain)
 
     def _residual(self, r: Reduction) -> torch.Tensor | None:
         """What encoding this buffer lost so far, over its span, in fp32; made when it is first asked for."""

@@ -64,6 +64,7 @@ class Asked:
         micro_batch: 0 is auto. free: bytes on the rank that has least.
         reduce_at, units: the recipe's, None for what is usual.
         tiers: arguments of `Recipe.zero` that say where state rests; () keeps it on the device.
+        wires: those about groups and codecs.
     """
 
     stage: str
@@ -79,6 +80,12 @@ class Asked:
     reduce_at: str | None = None
     units: tuple[str, ...] | None = None
     tiers: tuple[tuple[str, Any], ...] = ()
+    wires: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def given(self) -> tuple[tuple[str, Any], ...]:
+        """Arguments of `Recipe.zero` that not every stage can have."""
+        return (*self.tiers, *self.wires)
 
     @property
     def options(self) -> tuple[tuple[str, Any], ...]:
@@ -95,13 +102,13 @@ class Asked:
             precision=self.precision,
             checkpointing=self.checkpointing,
             offload="none",
-            options=(*self.options, *self.tiers),
+            options=(*self.options, *self.given),
         )
 
     def recipe(self, stage: int) -> Recipe:
         """What the run would execute at a stage, tiers and all. Raises ValueError where no recipe can be so."""
         options = {k: v for k, v in self.options if k != "reduce_at" or stage >= 2}
-        return Recipe.zero(stage, precision=self.precision, **options, **dict(self.tiers))
+        return Recipe.zero(stage, precision=self.precision, **options, **dict(self.given))
 
 
 def choose(model: nn.Module, asked: Asked) -> Choice:
@@ -130,7 +137,7 @@ def _plan(model: nn.Module, asked: Asked, job: Job, stages: tuple[int, ...], fre
 def _planned(model: nn.Module, asked: Asked, job: Job) -> Choice:
     found = _plan(model, asked, job, () if asked.stage == "auto" else (int(asked.stage),), asked.free)
     possible = _stages(asked)
-    shown = {c.scheme.stage: c for c in found.stages if not asked.tiers or c.scheme.stage in possible}
+    shown = {c.scheme.stage: c for c in found.stages if not asked.given or c.scheme.stage in possible}
     best = found.recommended
     chosen = best or shown[possible[-1]]
     needed = {s: c.needed for s, c in shown.items()} | {chosen.scheme.stage: chosen.needed}
@@ -186,7 +193,8 @@ def _why(asked: Asked, stage: int, account: Account, usable: int, needed: Mappin
     if stage == 1:
         return f"stage 1: {fits}; it sends what stage 0 sends and divides the optimizer"
     if stage - 1 not in needed:
-        return f"stage {stage}, the only one that can keep parameters off the device: {fits}"
+        why = "can be with the options about groups and codecs" if asked.wires else "can keep parameters off the device"
+        return f"stage {stage}, the only one that {why}: {fits}"
     return f"stage {stage}, the lowest that fits: {fits}, stage {stage - 1} would take {readable(needed[stage - 1])}"
 
 
@@ -203,7 +211,7 @@ def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
     try:
         shape, available = model_shape(model, asked.units), int(asked.free * USABLE / 2)
         candidates = _stages(asked)
-        needed = {s: _states(shape, asked, s) for s in (candidates if asked.tiers else (0, 1, 2, 3))}
+        needed = {s: _states(shape, asked, s) for s in (candidates if asked.given else (0, 1, 2, 3))}
     except ValueError as error:  # no run could have these units, or these options
         raise TrainError(str(error)) from None
     stage = next((s for s in candidates if needed[s] <= available), candidates[-1])

@@ -20,6 +20,7 @@ from onefold.recipe import Recipe
 from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.tiers import tier_arguments
+from onefold.train.wires import wire_arguments
 
 Stage = Literal["auto", "0", "1", "2", "3"]
 DEFAULT_STEPS = 40
@@ -58,6 +59,31 @@ class TrainConfig(BaseModel):
     stall_timeout: float = Field(300.0, gt=0, description="Seconds a rank waits for the others before every rank gets an error.")
     nproc: int | None = Field(None, ge=1, description="Ranks to start here (default: one a GPU, else one a physical core).")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
+
+    # how it travels where links between nodes are slow
+    group: int | Literal["node"] | None = Field(
+        None, description="Where groups end, inside and across which everything moves: node (the launcher's), or a number of ranks."
+    )
+    shard_group: int | Literal["node"] | None = Field(
+        None, description="HSDP, MiCS: divide state inside such groups only, and sum gradients across them once a step."
+    )
+    optimizer_over: Literal["none", "all"] | None = Field(
+        None, description="With --shard-group: divide optimizer states over all ranks all the same; stage 3."
+    )
+    second_copy: bool = Field(
+        False, description="ZeRO++ hpZ: parameters inside each group too, to gather from there, renewed once a step; stage 3."
+    )
+    gather_codec: Literal["none", "int8", "fp8", "int4"] | None = Field(
+        None, description="ZeRO++ qwZ: what parameters are encoded in while they travel; stage 3."
+    )
+    reduce_codec: Literal["none", "int8", "fp8", "int4"] | None = Field(
+        None, description="ZeRO++ qgZ: what gradients are encoded in while they travel; summed in fp32."
+    )
+    error_feedback: bool = Field(False, description="Add what encoding a gradient lost to the next one; with --reduce-codec.")
+    wire_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="Rounding of encoded gradients.")
+    frozen: Literal["none", "int8", "nf4", "int4", "fp8"] | None = Field(
+        None, description="What frozen matrices rest and travel in (nf4 under adapters: QLoRA); stage 3."
+    )
 
     # where state rests
     offload_optimizer: str | None = Field(
@@ -171,6 +197,16 @@ class TrainConfig(BaseModel):
             raise ValueError("expected a whole number, 1 or more, or auto")
         return count
 
+    @field_validator("group", "shard_group", mode="before")
+    @classmethod
+    def _groups_are_nodes_or_counts(cls, value: object) -> object:
+        if value in (None, "none", "node"):
+            return None if value == "none" else value
+        text = str(value).strip()
+        if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
+            raise ValueError("expected node, or a number of ranks, 1 or more")
+        return int(text)
+
     @field_validator("units", mode="before")
     @classmethod
     def _units_may_be_one_string(cls, value: object) -> object:
@@ -252,6 +288,7 @@ class TrainConfig(BaseModel):
             stall_timeout=self.stall_timeout,
             units=self.units,
             **tier_arguments(self),
+            **wire_arguments(self),
         )
 
     @model_validator(mode="after")

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+import onefold
 from onefold.observe.measure import reconciled
 from onefold.observe.runfile import write_observed
 from onefold.train.prepare import Run
 from onefold.train.tiers import in_a_sentence
+from onefold.train.wires import wire_arguments
 
 
 def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -38,7 +40,11 @@ def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
         plan=run.choice.predicted,
         step=run.recording,
         machine=reconciled(run.model, account),
-        facts={key: value for key, value in describe(run).items() if isinstance(value, (str, int, float)) and key != "recipe"},
+        facts={
+            key: value
+            for key, value in describe(run).items()
+            if isinstance(value, (str, int, float)) and value != "" and key not in ("recipe", "borders")
+        },
     )
 
 
@@ -65,6 +71,8 @@ def describe(run: Run) -> dict[str, Any]:
         "recipe": run.recipe.describe(),
         "tiers": {row: getattr(run.recipe, row).tier.value for row in ("parameters", "gradients", "optimizer")},
         "off_the_device": in_a_sentence(run.recipe),
+        "wires": wire_arguments(config),
+        "borders": onefold.engine_of(run.model).group.borders,
         "precision": config.precision,
         "micro_batch": run.choice.micro_batch,
         "global_batch": run.order.global_batch,

@@ -22,6 +22,7 @@ from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError
 from onefold.train.machine import physical_cores
 from onefold.train.stop import CONTROL, FINAL, PREEMPTION, REQUESTS, STARTED, TRAINING, Stop
+from onefold.train.wires import refuse_groups
 
 #: What torch.distributed reads when ranks are started by somebody else.
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -122,6 +123,8 @@ def launch(config: TrainConfig) -> int:
     """Run `config` on ranks of this machine and return the exit status: 0, 1 for a failure, 130 after Ctrl-C. See `onefold.train.stop`."""
     nproc, why = ranks_to_start(config)
     asked = torchrun_arguments(config, nproc)
+    if config.nodes[1] == 1:
+        refuse_groups(config, nproc)
     if not config.json_lines:
         print(f"starting {nproc} ranks ({why})", flush=True)
     with noted_signals() as arrived, _control_folder() as control:

@@ -37,6 +37,7 @@ from onefold.train.slow import Pace
 from onefold.train.stop import Stop
 from onefold.train.survive import Keeper
 from onefold.train.window import Window
+from onefold.train.wires import totals
 
 Row = dict[str, Any]
 
@@ -100,7 +101,6 @@ class _Loop:
         self.pace = Pace(run.config.slow_factor)
         self.nonfinite = NonFinite(run, alert)
         self.skipped_before = int(run.earlier.get("skipped", 0))
-        self.sent_before = int(run.earlier.get("wire_bytes_total", 0))
         self._update_s = 0.0
 
     @property
@@ -180,7 +180,7 @@ class _Loop:
         )
         held = figures.pop("memory")
         row: Row = {**figures, "step": step + 1, **memory(run), "held": held}
-        row["wire_bytes_total"] = self.sent_before + self.engine.traffic.total()
+        row |= totals(run)
         row["skipped"] = self.skipped
         if run.scaler is None:
             del row["scale"]

@@ -27,6 +27,7 @@ from onefold.train.resume import Point
 from onefold.train.schedule import lr_factor, steps_of, warmup_steps
 from onefold.train.stop import Stop
 from onefold.train.tiers import tier_arguments
+from onefold.train.wires import refuse_frozen, refuse_groups, wire_arguments
 
 
 @dataclass
@@ -69,6 +70,7 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None], poin
     """
     if point is not None and point.global_batch is not None:
         config = _with_global_batch(config, point.global_batch, ranks, note)
+    refuse_groups(config, ranks.world_size)
     (free,) = ranks.least(ranks.free_memory())
     note(f"loading {config.model}")
     loaded = load_on_first_rank(config.model, config.tokenizer, config.seed, config.seq, ranks)
@@ -80,6 +82,7 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None], poin
     model = loaded.module
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
+    refuse_frozen(config, frozen)
     if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # a cache of keys and values is of no use in training; sampling asks for it
     choice = _choice(config, ranks, model, int(free), note)
@@ -147,6 +150,7 @@ def _choice(config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note
         reduce_at=config.reduce_at,
         units=config.units,
         tiers=tuple(tier_arguments(config).items()),
+        wires=tuple(wire_arguments(config).items()),
     )
     note("planning: what each stage would hold")
     found: Choice | TrainError | None = None

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from onefold.train.machine import readable
+from onefold.train.wires import of_the_wire
 
 
 class Reporter:
@@ -79,12 +80,13 @@ class ConsoleReporter(Reporter):
         self._bar: Progress | None = None
         self._steps = 0
         self._held_out: dict[str, Any] = {}
+        self._borders = ""
 
     def note(self, text: str) -> None:
         self.console.print(f"[dim]{_plain(text)}[/dim]")
 
     def plan(self, plan: dict[str, Any]) -> None:
-        self._steps = plan["steps"]
+        self._steps, self._borders = plan["steps"], plan["borders"]
         facts = Table.grid(padding=(0, 2))
         batch = f"{plan['micro_batch']} x {plan['ranks']} ranks x {plan['accumulation']} accumulated"
         for label, value in (
@@ -117,7 +119,7 @@ class ConsoleReporter(Reporter):
         if self.console.is_terminal:
             self._advance(row)
         elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps):
-            self.console.print(f"step {row['step']}/{self._steps}  {_figures(row)}")
+            self.console.print(f"step {row['step']}/{self._steps}  {_figures(row, self._borders)}")
 
     def alert(self, text: str) -> None:
         self.console.print(f"[yellow]{_plain(text)}[/yellow]")
@@ -133,7 +135,8 @@ class ConsoleReporter(Reporter):
         losses = f"loss {first:.3f} -> {last:.3f}, " if first is not None and last is not None else ""
         self.console.print(
             f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s: {losses}"
-            f"{readable(row['wire_bytes_total'])} sent by each rank, peak memory {readable(row['memory_peak'])} a rank"
+            f"{readable(row['wire_bytes_total'])} sent by each rank{of_the_wire(row, self._borders, '_total')}, "
+            f"peak memory {readable(row['memory_peak'])} a rank"
         )
         kept = [f"{row['model_kind']} {row['model']}"] if row["model"] else []
         kept += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
@@ -152,7 +155,7 @@ class ConsoleReporter(Reporter):
             self._bar.start()
         if "eval_loss" in row:  # stays in sight until the next one
             self._held_out = {"eval_loss": row["eval_loss"]}
-        self._bar.update(self._bar.task_ids[0], completed=row["step"], figures=_figures({**self._held_out, **row}))
+        self._bar.update(self._bar.task_ids[0], completed=row["step"], figures=_figures({**self._held_out, **row}, self._borders))
 
     def _stop_bar(self) -> None:
         if self._bar is not None:
@@ -160,7 +163,7 @@ class ConsoleReporter(Reporter):
             self._bar = None
 
 
-def _figures(row: dict[str, Any]) -> str:
+def _figures(row: dict[str, Any], borders: str) -> str:
     parts = [f"loss {row['loss']:.3f}" if row["loss"] is not None else "loss not finite"]
     if row.get("left_out"):
         parts.append("left out")
@@ -168,7 +171,7 @@ def _figures(row: dict[str, Any]) -> str:
         parts.append(f"held-out {row['eval_loss']:.3f}")
     parts.append(f"{row['tokens_per_s']:.0f} tokens/s")
     parts.append(f"memory {readable(row['memory'])} (peak {readable(row['memory_peak'])})")
-    parts.append(f"wire {readable(row['wire_bytes'])}/step")
+    parts.append(f"wire {readable(row['wire_bytes'])}/step{of_the_wire(row, borders)}")
     return "  ".join(parts)
 
 

@@ -25,13 +25,16 @@ from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError
+from onefold.train.wires import OPTIONS
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run
 
 CHECKPOINTS = "checkpoints"
 #: Options that may change between two starts of a run and do change its numbers.
-FREE = ("lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "steps", "precision", "micro_batch")
+FREE = (
+    "lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "steps", "precision", "micro_batch", *OPTIONS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,27 +146,31 @@ def read_point(path: Path) -> Point:
     return Point(path, manifest.step, data["all"], extra, dict(manifest.saved_by))
 
 
-def kept_beside(run: Run, wire_bytes_total: int, skipped: int) -> dict[str, Any]:
-    """What a checkpoint of this run keeps beside its states: totals, and the options that decide its numbers."""
+def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, Any]:
+    """What a checkpoint of this run keeps beside its states: totals (`wires.totals`), and the options that decide its numbers."""
     return {
-        "wire_bytes_total": wire_bytes_total,
+        **sent,
         "skipped": skipped,
         "steps": run.steps,
         "options": {name: getattr(run.config, name) for name in FREE},
     }
 
 
-def take_over(run: Run, point: Point) -> None:
+def take_over(run: Run, point: Point) -> list[str]:
     """Put the states of `point` into the run: weights, optimizer, loss scale, random generators, place in the data. Collective.
+
+    Returns:
+        a sentence for each thing that could not be taken over as it was.
 
     Raises:
         CheckpointError: it does not fit this model. TrainError: it does not fit this data.
     """
     run.order.load_state_dict(point.order)
     given = [{name: group[name] for name in ("betas", "weight_decay")} for group in run.optimizer.param_groups]
-    load_checkpoint(point.path, model=run.model, optimizer=run.optimizer, scaler=run.scaler, data=run.order, rng=True)
+    loaded = load_checkpoint(point.path, model=run.model, optimizer=run.optimizer, scaler=run.scaler, data=run.order, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
         group.update(options)  # what the command line says holds; the learning rate is set at each step anyway
+    return list(getattr(loaded, "notes", ()))
 
 
 def load(run: Run, point: Point) -> list[str]:
@@ -174,7 +181,7 @@ def load(run: Run, point: Point) -> list[str]:
     said = []
     while True:
         try:
-            take_over(run, point)
+            said += take_over(run, point)
             break
         except DamagedCheckpoint as error:
             older: Point | None = run.ranks.from_first(next_sound(point.before) if run.ranks.is_first else None)
@@ -194,10 +201,17 @@ def differences(run: Run, point: Point) -> list[str]:
     if (ranks, stage) != (run.ranks.world_size, run.choice.stage):
         said.append(f"it was saved by {ranks} ranks at stage {stage}, and goes on with {run.ranks.world_size} at stage {run.choice.stage}")
     before = point.extra.get("options", {})
-    now = kept_beside(run, 0, 0)["options"]
-    changed = [f"--{name.replace('_', '-')} {before[name]} -> {now[name]}" for name in before if name in now and before[name] != now[name]]
+    now = kept_beside(run, {}, 0)["options"]
+    known = [name for name in now if name in before or name in OPTIONS]  # a checkpoint from before these had none of them
+    usual = {name: TrainConfig.model_fields[name].default for name in OPTIONS}
+    pairs = [(name, _said((usual | before)[name]), _said(now[name])) for name in known]
+    changed = [f"--{name.replace('_', '-')} {old} -> {new}" for name, old, new in pairs if old != new]
     if changed:
         said.append("options that have changed since: " + ", ".join(changed))
     if point.extra.get("steps", run.steps) != run.steps and run.config.schedule != "constant":
         said.append(f"the run was of {point.extra['steps']} steps and is of {run.steps} now: the schedule's later part moves")
     return said
+
+
+def _said(value: Any) -> str:
+    return "none" if value is None else str(value)

@@ -21,6 +21,7 @@ from onefold.train.prepare import Run
 from onefold.train.report import Reporter
 from onefold.train.resume import CHECKPOINTS, Point, kept_beside, newest_first, read_point, take_over
 from onefold.train.stop import STARTED, Stop
+from onefold.train.wires import totals
 
 #: Until a save has been measured: bytes a second that any disk writes.
 SLOW_DISK = 100 << 20
@@ -121,13 +122,12 @@ class Keeper:
 
     def _save(self, step: int, skipped: int) -> None:
         run, begun = self.run, time.perf_counter()
-        sent = run.earlier.get("wire_bytes_total", 0) + onefold.engine_of(run.model).traffic.total()
         path = self._open().save(
             step,
             optimizer=run.optimizer,
             scaler=run.scaler,
             data=run.order,
-            extra=kept_beside(run, sent, skipped),
+            extra=kept_beside(run, totals(run), skipped),
             tokenizer=run.loaded.tokenizer,
         )
         assert path is not None  # a save waits for the one before

@@ -33,6 +33,7 @@ from onefold.train.sample import prompt_of, sample
 from onefold.train.stop import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
 from onefold.train.survive import Keeper, check_time, started_at
 from onefold.train.window import Window
+from onefold.train.wires import TOTALS
 
 #: Seconds in which a rank that stops with the others waits whether its own machine is asked to end as well.
 LINGER = 5.0
@@ -284,6 +285,7 @@ def _finish(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: in
     (peak,) = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
     losses = [row["loss"] for row in log.rows if row["loss"] is not None]
     first = log.metrics.first
+    sent = log.rows[-1] if log.rows else {TOTALS[0]: 0, **run.earlier}
     summary: Row = {
         "done": True,
         "stopped": stopped,
@@ -292,7 +294,7 @@ def _finish(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: in
         "seconds": seconds,
         "first_loss": first["loss"] if first is not None else None,
         "last_loss": losses[-1] if losses else None,
-        "wire_bytes_total": log.rows[-1]["wire_bytes_total"] if log.rows else run.earlier.get("wire_bytes_total", 0),
+        **{name: sent[name] for name in TOTALS if name in sent},
         "memory_peak": int(peak),
         "model_kind": kind,
         "model": str(model) if kind is not None else None,

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from onefold.observe.report import ranks, step, training
+from onefold.observe.report import ranks, step, training, wires
 from onefold.observe.report.figures import Figure, plotly_source
 from onefold.observe.report.metrics import METRICS, Metrics, read_metrics
 from onefold.observe.report.summary import Tile, between_tiers, comparison, fullest, headline, outside_view, readable_facts, tiles
@@ -167,6 +167,9 @@ def _across(report: Report, observed: Observed) -> None:
     if figure is not None:
         report.figures["traffic"] = figure
         report.said["traffic"] = f"Payload bytes that rank {busiest.rank} sends in one optimizer step."
+        if lines := wires.table(busiest):
+            report.tables["wires"] = lines
+            report.said["traffic"] += f" {wires.sentence(busiest)}"
     elif observed.world_size == 1:
         report.missing["traffic"] = "A lone rank sends nothing."
     else:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onefold.observe.report.figures import Figure, figure, plotly
+from onefold.observe.report.wires import borders_of
 from onefold.observe.report.words import COLOURS, byte_unit, in_bytes, in_seconds, in_unit
 from onefold.observe.runfile import RankObserved
 from onefold.plan.schema import MOVES
@@ -88,6 +89,7 @@ def spreads(ranks: Sequence[RankObserved]) -> list[Spread]:
         ("peak memory", "bytes", lambda r: r.measured.peak_bytes),
         ("memory between steps", "bytes", lambda r: r.measured.rest_bytes),
         ("sent in a step", "bytes", lambda r: r.measured.wire_bytes),
+        (f"sent between {borders_of(ranks)}", "bytes", lambda r: sum(sent.between for sent in r.wire.values())),
         ("step", "s", seconds("step")),
         ("compute", "s", seconds("compute")),
         ("waiting (exposed)", "s", seconds("exposed communication")),

@@ -123,7 +123,8 @@ def _moves(step: Recording, bars: Any) -> None:
 def _said(m: Move) -> str:
     hidden = f", of which {in_seconds(m.exposed)} exposed" if m.exposed > 0 else ", all behind other work"
     among = f" among ranks {m.group}" if m.group else ""
-    return f"{m.move} of {m.unit}{among}<br>{in_bytes(m.nbytes)} as {m.dtype}, {in_seconds(m.landed - m.launched)}{hidden}"
+    what = f"{in_bytes(m.nbytes)} encoded from {in_bytes(m.plain)}" if m.plain else f"{in_bytes(m.nbytes)} as {m.dtype}"
+    return f"{m.move} of {m.unit}{among}<br>{what}, {in_seconds(m.landed - m.launched)}{hidden}"
 
 
 def _pale(colour: str, strength: float = 0.35) -> str:

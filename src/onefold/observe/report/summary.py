@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onefold.observe.report.metrics import Metrics
+from onefold.observe.report.wires import in_brief
 from onefold.observe.report.words import in_bytes, in_seconds, in_unit
 from onefold.observe.runfile import Observed, RankObserved
 from onefold.observe.trace import Recording
@@ -88,6 +89,7 @@ def _of_ranks(ranks: Sequence[RankObserved], plan: Account | None) -> list[Tile]
         out.append(Tile("Peak memory a rank", in_bytes(most.peak_bytes), note))
     if wire := max(r.measured.wire_bytes for r in ranks):
         note = f"planned {in_bytes(plan.wire_bytes)}" if plan is not None and plan.wire_bytes else "payload of one rank"
+        note += in_brief(max(ranks, key=lambda r: r.measured.wire_bytes))
         out.append(Tile("Sent in a step", in_bytes(wire), note))
     seconds = [r.measured.seconds for r in ranks]
     timed = [(s["exposed communication"], s["step"]) for s in seconds if s.get("step") and "exposed communication" in s]
