@@ -106,13 +106,13 @@ def test_ranks_that_use_blocks_in_another_order_train_right_or_stop(case: type[C
         assert [o.value[0] for o in outcomes] == [[], []], told
 
 
-def train_until(stage: int, event: str, rank: int, step: int) -> None:
+def train_until(stage: int, event: str, rank: int, step: int, **options: Any) -> None:
     """Four steps of a small model; `event` happens to one rank at one step."""
     import onefold
 
     torch.manual_seed(0)
     model = TinyMLP()
-    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, units=(ResidualBlock,)))
+    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, units=(ResidualBlock,), **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(4):
         mine = (dist.get_rank(), index) == (rank, step)
@@ -178,6 +178,23 @@ def test_a_killed_rank_is_an_error_on_the_others(stage: int) -> None:
     assert outcomes[1].exitcode == -signal.SIGKILL, told
     for survivor in (outcomes[0], outcomes[2]):
         assert_stalled(survivor, told, 2)
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "HSDP": {"shard_group": 2},
+    "everything": {"group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4", "error_feedback": True},
+}
+
+
+@pytest.mark.parametrize(("recipe", "event"), [("HSDP", "dies"), ("everything", "runs out of batches")])
+def test_over_groups_a_rank_that_stays_away_is_an_error_on_the_others_of_both_groups(recipe: str, event: str) -> None:
+    outcomes = outcomes_of(4, train_until, 3, event, 1, 2, timeout=40.0, **GROUPS[recipe])
+    told = _told(outcomes)
+    for waiting in (outcomes[0], outcomes[2], outcomes[3]):
+        assert waiting.error == "StallError" and waiting.seconds < 2 * PATIENCE, told
+        assert "unit" in waiting.message and "step 2" in waiting.message, told
+    # The neighbour waits for the rank itself, and says so; those of the other group may wait for the neighbour.
+    assert "rank 1" in outcomes[0].message and "rank 0" in outcomes[0].message, told
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Chain, Group, Pending, Place
-from onefold.comm.codecs import Codec, codec
+from onefold.comm.codecs import Blockwise, Codec, codec
 from onefold.layout import round_up
 from onefold.memory import GATHERED, PARAMETERS
 from onefold.recipe.groups import GROUP
@@ -211,6 +211,15 @@ def rests_encoded(found: Found, recipe: Recipe) -> bool:
     """Whether a parameter is one of the frozen weights that rest encoded: matrices, but for what is looked up in (embeddings)."""
     frozen = recipe.frozen is not None and not found.param.requires_grad and found.param.dim() >= 2
     return frozen and found.param.dtype in _LOW and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
+
+
+def block_at_rest(recipe: Recipe) -> int:
+    """Elements of a block of the frozen weights that rest encoded.
+
+    Parameters begin, and ranks are cut, at multiples of it: a block lies in one parameter on one rank, and is the same over any ranks.
+    """
+    found = codec(recipe.frozen) if recipe.frozen is not None else None
+    return found.block if isinstance(found, Blockwise) else 0
 
 
 def of_routes(engine: Engine) -> list[str]:
