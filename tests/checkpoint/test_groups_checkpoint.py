@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from models import TinyGPT, tokens_of
 from onefold.checkpoint.diff import differences
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.inspect import summarize
 from onefold.checkpoint.reshard import reshard
-from models import TinyGPT, tokens_of
 from ranks import run_ranks
 
 RECIPES: list[dict[str, Any]] = [

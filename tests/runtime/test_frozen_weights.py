@@ -63,6 +63,7 @@ def against_decoded(name: str, more: dict[str, Any]) -> dict[str, Any]:
         "bytes": sum(f.route.second.numel() for f in stored),
         "wanted": sum(f.route.each for f in stored) * (2 if "shard_group" in more else 1),
         "elements": sum(f.owned[1] - f.owned[0] for f in stored),
+        "content": sum(f.layout.content for f in stored) / engine.world_size,
         "held": sum(engine.memory.now().get(k, 0) for k in (PARAMETERS, MASTERS)),
         "ordinary": sum(ordinary.memory.now().get(k, 0) for k in (PARAMETERS, MASTERS)),
         "names": {e.names[0] for f in stored for e in f.entries},
@@ -80,8 +81,8 @@ def test_encoded_weights_compute_what_they_decode_to_and_exist_once(name: str, r
         assert "blocks.0.adapter.weight" not in one["names"] and not any("embed" in n or "bias" in n for n in one["names"])
         assert len(one["names"]) >= 6
         if ranks < 4:
-            # Flat buffers are cut in two, and have the padding of two.
-            assert one["ordinary"] - one["held"] == pytest.approx(4 * one["elements"] - one["bytes"], rel=0.03)
+            # Flat buffers are cut in two, and have the padding of two; small matrices are padded to whole blocks.
+            assert one["ordinary"] - one["held"] == pytest.approx(4 * one["content"] - one["bytes"], rel=0.05)
     assert 0 < said[0]["far"] < {"int8": 0.01, "nf4": 0.12}[name]
 
 

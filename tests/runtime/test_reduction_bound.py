@@ -74,6 +74,8 @@ def reduced() -> tuple[Found, list[tuple[int, int]], dict[str, int]]:
     slots: list[tuple[int, int]] = []
     for name, options in RECIPES.items():
         for where, (over, topology) in OVER.items():
+            if name in ("fp8", "int4, stochastic") and where not in ("one node", "two nodes"):
+                continue
             group = pairs[mine // 2] if topology.size == 2 else None
             model = onefold.shard(Weights(), onefold.Recipe.zero(3, **options, **over, stall_timeout=20.0), units=(), group=group)
             (flat,) = (flat for unit in onefold.engine_of(model).units for flat in unit.flats)
@@ -139,8 +141,12 @@ def other_ranks_give_the_same_within_what_both_may_be_off(means: Results, bounds
             four = torch.stack([torch.cat([g.view(-1) for g in gradients(kind, rank)]) for rank in range(4)]).double()
             pairs = four.abs().sum(0) * 2.0**-24  # what two ranks have was added up in fp32
             for where in OVER:
-                apart = (means[name, where, kind] - means[name, "one node", kind]).abs()
-                assert (apart <= bounds[name, where, kind] + bounds[name, "one node", kind] + pairs).all(), (name, where, kind)
+                if (name, where, kind) not in means:
+                    continue
+                ranks = OVER[where][1].size  # of sums, which are the same over any
+                apart = (means[name, where, kind] * ranks - means[name, "one node", kind] * 4).abs()
+                allowed = bounds[name, where, kind] * ranks + bounds[name, "one node", kind] * 4 + pairs
+                assert (apart <= allowed).all(), (name, where, kind)
                 assert where == "one node" or kind != "normal" or apart.any(), "the same ranks?"
 
 
@@ -148,6 +154,9 @@ def a_spike_changes_nothing_of_other_ranks(means: Results, content: Tensor) -> N
     """Blocks never lie on two ranks: a spike changes what its own block decodes to, which ends where the rank's part does."""
     for name in RECIPES:
         for where, (_, topology) in OVER.items():
+            if (name, where, "normal") not in means or "stochastic" in name:  # which draws anew each time
+                continue
             other = content[means[name, where, "a spike"] != means[name, where, "normal"]]
             end = SPIKE + 1 if topology.inner == 4 else 2 * (SPIKE + 1)  # of a quarter, or of a half: the first hop's
-            assert SPIKE in other and len(other) > 10 and other.max() < end, (name, where, other)
+            assert SPIKE in other and other.max() < end, (name, where, other)
+            assert topology.size == 2 or len(other) > 10, (name, where, other)  # of two ranks its own has it, which is not encoded

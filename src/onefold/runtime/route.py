@@ -252,4 +252,3 @@ class _Decoded(Pending):
             self._moving.wait()
             self._route.decode(self._full, coded)
             self._route.engine.pool.give(coded)
-

@@ -42,7 +42,9 @@ def reduction_bound(codec: Codec, parts: torch.Tensor, topology: Topology, *, st
     """
     ranks, numel = parts.shape
     if ranks != topology.size or numel % ranks:
-        raise ValueError(f"parts of shape {tuple(parts.shape)} were given, expected one for each of {topology.size} ranks, of a length they divide")
+        raise ValueError(
+            f"parts of shape {tuple(parts.shape)} were given, expected one for each of {topology.size} ranks, of a length they divide"
+        )
     parts, each = parts.double(), numel // ranks
     two = topology.inner > 1 and topology.outer > 1
     width = each * topology.outer if two else each  # of what a rank owns behind the first hop
