@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import ResidualBlock, TinyMLP, features_of
 from ranks import Outcome, outcomes_of, run_ranks
-from trials import STAGES, Case, Curve, MLPCase, assert_trains_as_ddp, compare_case, differences, fresh, train_sharded
+from trials import STAGES, Case, Curve, MLPCase, assert_trains_as_ddp, compare_case, differences, fresh, train_reference, train_sharded
 
 STALL_TIMEOUT = 2.0  # seconds, of the recipe
 #: Seconds in which every rank must have given up: its own timeout, the one of a rank that waits for it, and the notes' grace.
@@ -330,6 +330,32 @@ def shard_alone(alone: int) -> None:
         onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=STALL_TIMEOUT))
     else:
         time.sleep(PATIENCE)
+
+
+def other_branches_over_groups() -> list[str]:
+    """Ranks of one group and of two go different ways: they join each other's gathers and reductions, both hops of them."""
+    found = []
+    over: list[tuple[int, dict[str, Any]]] = [
+        (3, {"shard_group": 2}), (3, {"shard_group": 2, "optimizer_over": "all"}),
+        (3, {"group": 2, "second_copy": True}), (1, {"group": 2}),
+    ]  # fmt: skip
+    for case in (LayerDrop, ChosenByNobody):
+        expected, first = train_reference(case()), train_sharded(case(), 3, group=2)
+        found += differences(f"{case.__name__} in groups against DDP", expected, first, 1e-5, 1e-6)
+        for stage, options in over:
+            found += differences(f"{case.__name__}, stage {stage}, {options}", first, train_sharded(case(), stage, **options), 0.0, 0.0)
+    for ignoring in (0, 3):
+        alone = in_one_process(IgnoresTheTail(ignoring, None))
+        for options in ({"group": 2}, {"group": 2, "in_flight": 0, "prefetch": 2}, {"group": 2, "overlap": False}, {"shard_group": 2}):
+            actual = train_sharded(IgnoresTheTail(ignoring, None), 3, **options)
+            found += differences(f"rank {ignoring} ignores the tail, {options}", alone, actual, 1e-5, 1e-6)
+    codecs = GROUPS["everything"]
+    some = train_sharded(LayerDrop(), 3, **codecs)
+    return found + differences("with codecs, without overlap", some, train_sharded(LayerDrop(), 3, **codecs, overlap=False), 0.0, 0.0)
+
+
+def test_ranks_that_take_other_branches_over_groups_train_as_in_ddp() -> None:
+    assert run_ranks(4, other_branches_over_groups) == [[]] * 4
 
 
 @pytest.mark.parametrize("alone", [0, 1])

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -68,6 +69,8 @@ class Group:
         self.heard: dict[int, int] = {}
         self.broken: StallError | None = None
         self.imagined = False  # see [Note: one rank stands for all]
+        self.chains: deque[Chain] = deque()  # whose second moves have not begun
+        self._relaying = False
         self._counts: dict[tuple[str, int], int] = {}
         self._groups: list[Any] = []
         process_group, numbers = members(process_group)
@@ -165,6 +168,7 @@ class Group:
         for level in levels:
             if level is not None:
                 level.close()
+        self.chains.clear()
         groups, self._groups = self._groups, []
         self.control_group = self.gather_group = self.reduce_group = None  # the last reference closes the sockets
         for group in groups:
@@ -177,6 +181,7 @@ class Group:
         """Wait for `works`, and enter in the ledger how long that took. On NCCL the compute stream waits, not the host."""
         if self.broken is not None:  # the connections are closed: say again what happened rather than wait again
             raise self.broken
+        self._relay_before(place)
         start = time.perf_counter()
         try:
             if self.backend == "gloo" or place.move == "control":
@@ -188,6 +193,33 @@ class Group:
                 self._wait_on_stream(works, event)
         except RuntimeError as error:
             raise self._lost(place, time.perf_counter() - start, error) from None
+
+    def relay(self, last: Chain | None = None) -> None:
+        """Begin the second moves of all chains, or of those up to `last`. See [Note: chains go on in order] in pending.py."""
+        if self._relaying or (last is not None and last not in self.chains):
+            return
+        with self.relaying():
+            while self.chains:
+                chain = self.chains.popleft()
+                chain.begin()
+                if chain is last:
+                    break
+
+    def _relay_before(self, place: Place) -> None:
+        """Begin the second moves that others may wait for before they do what is waited for here."""
+        if place.move not in ("reduce-scatter", "all-reduce"):
+            self.relay()
+        elif own := [chain for chain in self.chains if chain.place.unit == place.unit]:
+            self.relay(own[-1])  # what is gathered behind the unit others may begin to gather once they have this reduction
+
+    @contextlib.contextmanager
+    def relaying(self) -> Iterator[None]:
+        """Inside, waits begin no second moves."""
+        before, self._relaying = self._relaying, True
+        try:
+            yield
+        finally:
+            self._relaying = before
 
     @contextlib.contextmanager
     def _launching(self, place: Place) -> Iterator[None]:
@@ -228,7 +260,7 @@ class Group:
         if self._across is not None and self._inside is not None:
             first = self.rank // self.across.size * self.across.size * shard
             low = self.across.all_gather(full[first : first + shard * self.across.size], place, unit_index, move=move)
-            return Chain(low, lambda: self.inside.all_gather(full, place, unit_index, move=move), self.device)
+            return Chain(self, low, lambda: self.inside.all_gather(full, place, unit_index, move=move))
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         nbytes = mine.numel() * mine.element_size()
         event = self._record(move, place, [(p, nbytes) for p in self._peers()], full.dtype)
@@ -353,7 +385,7 @@ class Level(Group):
         self.timeout, self.device, self.ledger, self.heard, self.imagined = (
             whole.timeout, whole.device, whole.ledger, whole.heard, whole.imagined,
         )  # fmt: skip
-        self._counts, self._groups = {}, []
+        self._counts, self._groups, self.chains = {}, [], whole.chains
         self.ranks, self.nodes = [whole.ranks[p] for p in positions], [whole.nodes[p] for p in positions]
         self.size = len(positions)
         self.rank = self.number = positions.index(whole.rank)
@@ -373,6 +405,9 @@ class Level(Group):
             self._at = [sorted(self.ranks).index(r) for r in self.ranks]
             with self._meeting():
                 self.gather_group, self.reduce_group = self._make(self.backend, self.timeout), self._make(self.backend, self.timeout)
+
+    def relay(self, last: Chain | None = None) -> None:
+        self.whole.relay(last)
 
     @property
     def broken(self) -> StallError | None:

@@ -303,10 +303,15 @@ class Reducer:
                 self._ledger(r.flat).add(GRADIENTS, -_bytes(r.total))
 
     def launch_rest(self) -> None:
-        """At the end of a backward pass: the units whose gradients did not all come take part with zeros."""
+        """At the end of a backward pass: the units whose gradients did not all come take part with zeros.
+
+        What has a hop to go goes on: this rank is about to wait for the others, and they may wait for that.
+        """
         for unit in self.units:
             unit.ready = True
         self._advance_all()
+        while self.flying and not self.flying[0].is_last:
+            self._land(self.flying.pop(0))
 
     def _advance_all(self) -> None:
         while self.turn < len(self.order):

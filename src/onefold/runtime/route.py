@@ -155,7 +155,7 @@ class Route:
             second.copy_(mine)
             return self.group.inside.all_gather(full, place, self.flat.index)
 
-        return Chain(self.group.across.all_gather(mine, place, self.flat.index), keep, full.device)
+        return Chain(self.group, self.group.across.all_gather(mine, place, self.flat.index), keep)
 
     @property
     def _own_bytes(self) -> tuple[int, int]:
@@ -186,7 +186,7 @@ class Route:
             kept.copy_(coded[a:b])
             return inner.all_gather(coded, place, self.flat.index)
 
-        return _Decoded(Chain(low, keep, full.device), self, full, coded)
+        return _Decoded(Chain(group, low, keep), self, full, coded)
 
     def _encode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
         """What this rank owns, interval by interval: each is encoded by itself, so that the bytes are the same over any groups."""
