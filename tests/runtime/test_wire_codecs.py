@@ -64,7 +64,7 @@ def every_codec(size: int, names: list[str], schedules: list[str], case: type[GP
 
 
 def over_four_ranks() -> list[dict[str, Any]]:
-    some = ["reduce, HSDP", "all", "all, fp8, with feedback"]
+    some = ["reduce, HSDP", "all, fp8, with feedback"]
     return [
         every_codec(2, list(CODECS), ["without overlap"], Run),
         every_codec(2, some, ["again", "far ahead"], Run),
@@ -73,14 +73,14 @@ def over_four_ranks() -> list[dict[str, Any]]:
 
 
 def over_six_ranks() -> list[dict[str, Any]]:
-    return [every_codec(size, ["gather, HSDP", "reduce, HSDP", "all"], ["without overlap"], Run) for size in (2, 3)]
+    return [every_codec(size, ["reduce, HSDP", "all"], ["without overlap"], Run) for size in (2, 3)]
 
 
 @pytest.mark.parametrize(("ranks", "runs"), [(4, over_four_ranks), (6, over_six_ranks)], ids=["4", "6"])
 def test_results_are_the_same_each_time_and_with_any_schedule_and_near_those_without_codecs(ranks: int, runs: Any) -> None:
     for said in (one for rank in run_ranks(ranks, runs) for one in rank):
         assert said["found"] == []
-        assert len(said["far"]) >= 3 and all(0 < far < 0.05 for far in said["far"].values()), said["far"]
+        assert len(said["far"]) >= 2 and all(0 < far < 0.05 for far in said["far"].values()), said["far"]
 
 
 def exact_values() -> list[str]:
@@ -115,10 +115,8 @@ def test_gathers_that_encoding_loses_nothing_of_change_no_bit() -> None:
 def feedback(options: dict[str, Any]) -> tuple[int, Tensor]:
     """(bytes of what encoding lost, the sum over 30 steps of reduced gradients of a constant)"""
     torch.manual_seed(0)
-    module = torch.nn.Linear(64, 64, bias=False)
-    model = onefold.shard(module, onefold.Recipe.zero(3, reduce_codec="int4", group=2, **options))
-    rank = torch.distributed.get_rank()
-    x = torch.linspace(0.01, 1.0, 64).repeat(2, 1) * (1 + rank)
+    model = onefold.shard(torch.nn.Linear(64, 64, bias=False), onefold.Recipe.zero(3, group=2, **options))
+    x = torch.linspace(0.01, 1.0, 64).repeat(2, 1) * (1 + torch.distributed.get_rank())
     total = torch.zeros_like(model.weight)
     for _ in range(30):
         model(x).sum().backward()
@@ -128,25 +126,15 @@ def feedback(options: dict[str, Any]) -> tuple[int, Tensor]:
     return held, total.detach().clone()
 
 
+def with_and_without_feedback() -> list[tuple[int, Tensor]]:
+    return [feedback(options) for options in ({}, {"reduce_codec": "int4"}, {"reduce_codec": "int4", "error_feedback": True})]
+
+
 def test_what_encoding_lost_is_fed_back() -> None:
-    exact = run_ranks(4, feedback_without_codec)
-    lost, fed = run_ranks(4, feedback, {}), run_ranks(4, feedback, {"error_feedback": True})
-    for (_, without), (nbytes, with_it), want in zip(lost, fed, exact, strict=True):
+    for (_, want), (_, without), (nbytes, with_it) in run_ranks(4, with_and_without_feedback):
         assert nbytes == 4 * (64 * 64 + 64 * 64 // 2)  # fp32: of the whole on the first hop, of the shard on the second
         far, near = (without - want).abs().max().item(), (with_it - want).abs().max().item()
         assert near < far / 5, (near, far)
-
-
-def feedback_without_codec() -> Tensor:
-    torch.manual_seed(0)
-    model = onefold.shard(torch.nn.Linear(64, 64, bias=False), onefold.Recipe.zero(3, group=2))
-    x = torch.linspace(0.01, 1.0, 64).repeat(2, 1) * (1 + torch.distributed.get_rank())
-    total = torch.zeros_like(model.weight)
-    for _ in range(30):
-        model(x).sum().backward()
-        total += model.weight.grad
-        model.weight.grad = None
-    return total.detach().clone()
 
 
 def not_finite() -> dict[tuple[str, float], list[Any]]:

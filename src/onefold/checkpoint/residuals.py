@@ -5,7 +5,7 @@ on the second. It is saved as it is, beside the optimizer's states, and given ba
 feedback begins anew: what one rank lost of its own gradients says nothing of how another's are cut. `Loaded.notes` then says so.
 
     item    kind "residual", name: the rank, state: flat buffer.first address.hop
-    value   "wire": {"ranks": 4, "inner": 2, "feedback": true, "drawn": 17}
+    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ def kept(engine: Engine) -> dict[Item, torch.Tensor]:
 
 
 def value(engine: Engine) -> dict[str, Any] | None:
-    """What the first rank says about it; None where gradients travel as they are."""
+    """What the first rank says about it; None where there is nothing to carry on."""
     summing, group = engine.reduce.summing, engine.group
-    if summing.codec is None:
-        return None
-    feedback = engine.recipe.error_feedback
-    return {"ranks": group.size, "inner": group.topology.inner, "feedback": feedback, "drawn": summing.draw}
+    out: dict[str, Any] = {}
+    if summing.codec is not None and engine.recipe.error_feedback:
+        out |= {"feedback": True, "ranks": group.size, "inner": group.topology.inner}
+    if summing.codec is not None and engine.recipe.wire_rounding == "stochastic":
+        out["drawn"] = summing.draw
+    return out or None
 
 
 class Lost:
