@@ -53,8 +53,8 @@ def decoded(by: Codec, source: torch.Tensor, dtype: torch.dtype = torch.float32,
 
 def steps(by: Blockwise, source: torch.Tensor, rounding: Stochastic | None = None) -> torch.Tensor:
     """The scale of each element's block as the bytes have it, in fp64."""
-    _, scales = by.split(encoded(by, source, rounding), source.numel())
-    return scales.double().repeat_interleave(by.block)[: source.numel()]
+    _, kept = by.split(encoded(by, source, rounding), source.numel())
+    return by.scales.read(kept).double().repeat_interleave(by.block)[: source.numel()]
 
 
 def largest_of_blocks(by: Blockwise, source: torch.Tensor) -> torch.Tensor:

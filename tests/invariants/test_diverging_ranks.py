@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import ResidualBlock, TinyMLP, features_of
 from ranks import Outcome, outcomes_of, run_ranks
-from trials import STAGES, Case, Curve, MLPCase, assert_trains_as_ddp, compare_case, differences, fresh, train_sharded
+from trials import STAGES, Case, Curve, MLPCase, assert_trains_as_ddp, compare_case, differences, fresh, train_reference, train_sharded
 
 STALL_TIMEOUT = 2.0  # seconds, of the recipe
 #: Seconds in which every rank must have given up: its own timeout, the one of a rank that waits for it, and the notes' grace.
@@ -106,13 +106,13 @@ def test_ranks_that_use_blocks_in_another_order_train_right_or_stop(case: type[C
         assert [o.value[0] for o in outcomes] == [[], []], told
 
 
-def train_until(stage: int, event: str, rank: int, step: int) -> None:
+def train_until(stage: int, event: str, rank: int, step: int, **options: Any) -> None:
     """Four steps of a small model; `event` happens to one rank at one step."""
     import onefold
 
     torch.manual_seed(0)
     model = TinyMLP()
-    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, units=(ResidualBlock,)))
+    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, units=(ResidualBlock,), **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(4):
         mine = (dist.get_rank(), index) == (rank, step)
@@ -178,6 +178,23 @@ def test_a_killed_rank_is_an_error_on_the_others(stage: int) -> None:
     assert outcomes[1].exitcode == -signal.SIGKILL, told
     for survivor in (outcomes[0], outcomes[2]):
         assert_stalled(survivor, told, 2)
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "HSDP": {"shard_group": 2},
+    "everything": {"group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4", "error_feedback": True},
+}
+
+
+@pytest.mark.parametrize(("recipe", "event"), [("HSDP", "dies"), ("everything", "runs out of batches")])
+def test_over_groups_a_rank_that_stays_away_is_an_error_on_the_others_of_both_groups(recipe: str, event: str) -> None:
+    outcomes = outcomes_of(4, train_until, 3, event, 1, 2, timeout=40.0, **GROUPS[recipe])
+    told = _told(outcomes)
+    for waiting in (outcomes[0], outcomes[2], outcomes[3]):
+        assert waiting.error == "StallError" and waiting.seconds < 2 * PATIENCE, told
+        assert "unit" in waiting.message and "step 2" in waiting.message, told
+    # The neighbour waits for the rank itself, and says so; those of the other group may wait for the neighbour.
+    assert "rank 1" in outcomes[0].message and "rank 0" in outcomes[0].message, told
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -313,6 +330,32 @@ def shard_alone(alone: int) -> None:
         onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=STALL_TIMEOUT))
     else:
         time.sleep(PATIENCE)
+
+
+def other_branches_over_groups() -> list[str]:
+    """Ranks of one group and of two go different ways: they join each other's gathers and reductions, both hops of them."""
+    found = []
+    over: list[tuple[int, dict[str, Any]]] = [
+        (3, {"shard_group": 2}), (3, {"shard_group": 2, "optimizer_over": "all"}),
+        (3, {"group": 2, "second_copy": True}), (1, {"group": 2}),
+    ]  # fmt: skip
+    for case in (LayerDrop, ChosenByNobody):
+        expected, first = train_reference(case()), train_sharded(case(), 3, group=2)
+        found += differences(f"{case.__name__} in groups against DDP", expected, first, 1e-5, 1e-6)
+        for stage, options in over:
+            found += differences(f"{case.__name__}, stage {stage}, {options}", first, train_sharded(case(), stage, **options), 0.0, 0.0)
+    for ignoring in (0, 3):
+        alone = in_one_process(IgnoresTheTail(ignoring, None))
+        for options in ({"group": 2}, {"group": 2, "in_flight": 0, "prefetch": 2}, {"group": 2, "overlap": False}, {"shard_group": 2}):
+            actual = train_sharded(IgnoresTheTail(ignoring, None), 3, **options)
+            found += differences(f"rank {ignoring} ignores the tail, {options}", alone, actual, 1e-5, 1e-6)
+    codecs = GROUPS["everything"]
+    some = train_sharded(LayerDrop(), 3, **codecs)
+    return found + differences("with codecs, without overlap", some, train_sharded(LayerDrop(), 3, **codecs, overlap=False), 0.0, 0.0)
+
+
+def test_ranks_that_take_other_branches_over_groups_train_as_in_ddp() -> None:
+    assert run_ranks(4, other_branches_over_groups) == [[]] * 4
 
 
 @pytest.mark.parametrize("alone", [0, 1])

@@ -26,7 +26,9 @@ from onefold.checkpoint.values import decode
 #: Elements compared at a time.
 BLOCK = 1 << 20
 #: What can be compared, and the kinds of tensors in each. "rest": step, scheduler, scaler, position in the data, extra.
-KINDS_OF: dict[str, tuple[str, ...]] = {"weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra",), "random": ()}
+KINDS_OF: dict[str, tuple[str, ...]] = {
+    "weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra", "residual"), "random": (),
+}  # fmt: skip
 PARTS = tuple(KINDS_OF)
 
 Advance = Callable[[int], object]
@@ -261,7 +263,7 @@ def _optimizer_values(first: Source, second: Source, names: Iterable[str]) -> It
 
 def _rest(source: FolderSource) -> dict[str, Any]:
     """What else resumes. Tensors in it are compared by themselves: here they are their numbers."""
-    keys = ("step", "scheduler", "scaler", "data", "extra", "extra_state")
+    keys = ("step", "scheduler", "scaler", "data", "extra", "extra_state", "wire")
     return {key: decode(source.state[key], lambda number: f"tensor {number}") for key in keys if source.state.get(key) is not None}  # type: ignore[arg-type,return-value]
 
 

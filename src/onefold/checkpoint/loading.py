@@ -21,6 +21,7 @@ from onefold.checkpoint.folder_source import FolderSource, compare
 from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.prefetch import Prefetched
+from onefold.checkpoint.residuals import Lost
 from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
@@ -38,6 +39,7 @@ class Loaded:
         path: its folder. step, extra: as they were given to `save`. saved_by: versions, world size, stage and recipe of the run that saved.
         data: what this rank gave as data, where each rank may have it: all had the same, or there are as many ranks as then.
         missing, unexpected: with strict=False, names that the checkpoint has not, and that the model has not.
+    notes: a sentence for each thing that could not be resumed as it was.
     """
 
     path: Path
@@ -47,6 +49,7 @@ class Loaded:
     data: Any = None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def load(
@@ -236,27 +239,26 @@ def _apply(
     fill_model(engine, fit, reading)
     if optimizers:
         fill_optimizers(engine, optimizers, reading)
-    streams, extra = 0, None
-    odd: dict[str, Any] = {}
-    given: Any = None
-    random: dict[str, Any] | None = None
+    beside, lost = _Beside(), None
     if isinstance(source, FolderSource) and reading.error is None:
         try:  # each rank reads its own: what one meets is told to all below
-            streams = sum(item.kind == "rng" for item in source.records)
-            random = _random(source, together.rank % streams) if rng and streams else None
-            extra = source.value("extra")
-            odd = source.value("extra_state") or {}
-            given = _own_data(source, together)
+            beside = _Beside.of(source, together, rng)
         except Exception as failure:
             reading.error = failure
+    if isinstance(source, FolderSource) and optimizers:
+        lost = Lost.read(engine, source, together, reading)
     _verify(together, source, reading.error)
     rules = getattr(reader, "rules", None)
     if rules is not None:
         rules.remember()  # an export goes back through them
     if isinstance(source, FolderSource):
-        _set_extra_state(model, odd)
-    if random is not None:
-        random_states.restore(random, together.rank, streams)
+        _set_extra_state(model, beside.odd)
+    if lost is not None:
+        lost.apply()
+    else:
+        engine.reduce.summing.forget()
+    if beside.random is not None:
+        random_states.restore(beside.random, together.rank, beside.streams)
     try:
         for name, thing in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
             if thing is not None:
@@ -267,7 +269,25 @@ def _apply(
     names = tuple(fit.missing), tuple(fit.unexpected)
     if not isinstance(source, FolderSource):
         return Loaded(Path(getattr(source, "folder", "")), getattr(source, "step", None), getattr(source, "extra", None), {}, None, *names)
-    return Loaded(source.folder, source.state["step"], extra, source.manifest.saved_by, given, *names)
+    notes = (lost.note,) if lost is not None and lost.note else ()
+    return Loaded(source.folder, source.state["step"], beside.extra, source.manifest.saved_by, beside.data, *names, notes)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What a checkpoint has for this rank beside weights and states; `streams`: of how many ranks it has generators."""
+
+    random: dict[str, Any] | None = None
+    streams: int = 0
+    extra: Any = None
+    odd: dict[str, Any] = field(default_factory=dict)
+    data: Any = None
+
+    @classmethod
+    def of(cls, source: FolderSource, together: Together, rng: bool) -> _Beside:
+        streams = sum(item.kind == "rng" for item in source.records)
+        random = _random(source, together.rank % streams) if rng and streams else None
+        return cls(random, streams, source.value("extra"), source.value("extra_state") or {}, _own_data(source, together))
 
 
 def _verify(together: Together, source: Source, error: Exception | None) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import onefold.checkpoint.residuals as residuals
 import onefold.checkpoint.rng as rng
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import Piece, Record, code, key_of, rank_file
@@ -84,6 +85,11 @@ def collect(
             name: {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in scalars.items()}
             for name, scalars in states.scalars.items()
         }
+        if optimizers:
+            for item, lost in residuals.kept(engine).items():
+                own.add(item, lost)
+            if first and (said := residuals.value(engine)) is not None:
+                out.values["wire"] = said
         if data is not None:
             out.values["data"] = encode(state_of(data, "data"), "data")
         text = json.dumps(encode(rng.capture(), "the random state")).encode()

@@ -7,6 +7,7 @@
 | state     | the parameter's name         | such as exp_avg  | the parameter's, or the state's own      |
 | rng       | the rank it was saved on     |                  | [bytes]                                  |
 | extra     | a number                     |                  | its own                                  |
+| residual  | the rank it was saved on     | flat.start.hop   | [elements], see residuals.py             |
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-KINDS = ("parameter", "buffer", "state", "rng", "extra")
+KINDS = ("parameter", "buffer", "state", "rng", "extra", "residual")
 
 
 @dataclass(frozen=True, order=True)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.members import backend_of, members, spelt
-from onefold.comm.pending import Chain, Pending
+from onefold.comm.pending import Chain, Chains, Pending
 from onefold.comm.stall import Place, StallError, explain
 from onefold.comm.topology import Topology, inner_of, ranks_of_a_node, sides_of
 
@@ -69,6 +69,7 @@ class Group:
         self.heard: dict[int, int] = {}
         self.broken: StallError | None = None
         self.imagined = False  # see [Note: one rank stands for all]
+        self.chains = Chains()
         self._counts: dict[tuple[str, int], int] = {}
         self._groups: list[Any] = []
         process_group, numbers = members(process_group)
@@ -166,6 +167,7 @@ class Group:
         for level in levels:
             if level is not None:
                 level.close()
+        self.chains.clear()
         groups, self._groups = self._groups, []
         self.control_group = self.gather_group = self.reduce_group = None  # the last reference closes the sockets
         for group in groups:
@@ -178,6 +180,7 @@ class Group:
         """Wait for `works`, and enter in the ledger how long that took. On NCCL the compute stream waits, not the host."""
         if self.broken is not None:  # the connections are closed: say again what happened rather than wait again
             raise self.broken
+        self.chains.relay_before(place)
         start = time.perf_counter()
         try:
             if self.backend == "gloo" or place.move == "control":
@@ -233,7 +236,7 @@ class Group:
             first = self.rank // self.across.size * self.across.size * shard
             part = plain * self.across.size // self.size
             low = self.across.all_gather(full[first : first + shard * self.across.size], place, unit_index, move=move, plain=part)
-            return Chain(low, lambda: self.inside.all_gather(full, place, unit_index, move=move, plain=plain), self.device)
+            return Chain(self, low, lambda: self.inside.all_gather(full, place, unit_index, move=move, plain=plain))
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         nbytes = mine.numel() * mine.element_size()
         event = self._record(move, place, [(p, nbytes, plain // self.size) for p in self._peers()], full.dtype)
@@ -364,7 +367,7 @@ class Level(Group):
         self.timeout, self.device, self.ledger, self.heard, self.imagined = (
             whole.timeout, whole.device, whole.ledger, whole.heard, whole.imagined,
         )  # fmt: skip
-        self._counts, self._groups = {}, []
+        self._counts, self._groups, self.chains = {}, [], whole.chains
         self.ranks, self.nodes = [whole.ranks[p] for p in positions], [whole.nodes[p] for p in positions]
         self.borders = whole.borders if len(set(self.nodes)) > 1 else ""
         self.size = len(positions)

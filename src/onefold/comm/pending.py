@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,25 +42,83 @@ class Pending:
 
 
 class Chain(Pending):
-    """A move after a move that brings what it sends. On gloo the second begins when somebody waits; on CUDA behind the first."""
+    """A move after a move that brings what it sends. On CUDA the second waits on a stream of its own.
 
-    __slots__ = ("_first", "_then")
+    [Note: chains go on in order] On gloo nobody can ask whether the first move is done, so the second begins when this rank waits for it,
+    or for anything behind it: every wait begins the second moves of the chains before it, in the order that they were made, which is the
+    same on all ranks; that of a reduction those up to its unit. So a rank that took part in a gather and went on without using it does not
+    keep the others waiting.
+    """
 
-    def __init__(self, first: Pending, then: Callable[[], Pending], device: torch.device) -> None:
+    __slots__ = ("_first", "_second", "_then")
+
+    def __init__(self, group: Group, first: Pending, then: Callable[[], Pending]) -> None:
+        self._group = group
         self._first: Pending | None = first
         self._then: Callable[[], Pending] | None = then
+        self._second: Pending | None = None
         self.place, self.event = first.place, first.event
-        if device.type == "cuda":  # the relay waits for the first move, the compute stream for the second only
-            relay = torch.cuda.Stream(device)
-            relay.wait_stream(torch.cuda.current_stream(device))
+        if group.device.type == "cuda":  # the relay waits for the first move, the compute stream for the second only
+            relay = torch.cuda.Stream(group.device)
+            relay.wait_stream(torch.cuda.current_stream(group.device))
             with torch.cuda.stream(relay):
-                first.wait()
-                second = then()
-            self._first, self._then = None, lambda: second
+                self.begin()
+        else:
+            group.chains.append(self)
+
+    def begin(self) -> None:
+        """Wait for the first move, and start the second."""
+        first, then, self._first, self._then = self._first, self._then, None, None
+        if first is not None and then is not None:
+            first.wait()
+            self._second = then()
 
     def wait(self) -> None:
-        first, then, self._first, self._then = self._first, self._then, None, None
-        if first is not None:
-            first.wait()
-        if then is not None:
-            then().wait()
+        if self._group.broken is not None:  # the second move may never have begun
+            raise self._group.broken
+        self._group.chains.relay(self)
+        second, self._second = self._second, None
+        if second is not None:
+            with self._group.chains.held():  # what is behind this one may take its time
+                second.wait()
+
+
+class Chains:
+    """The chains of a group whose second moves have not begun, in the order that they were made. See [Note: chains go on in order]."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Chain] = deque()
+        self._held = False
+
+    def append(self, chain: Chain) -> None:
+        self._waiting.append(chain)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def relay(self, last: Chain | None = None) -> None:
+        """Begin the second moves of all, or of those up to `last`."""
+        if self._held or (last is not None and last not in self._waiting):
+            return
+        with self.held():
+            while self._waiting:
+                chain = self._waiting.popleft()
+                chain.begin()
+                if chain is last:
+                    break
+
+    def relay_before(self, place: Place) -> None:
+        """Begin those that others may wait for before they do what is about to be waited for here."""
+        if place.move not in ("reduce-scatter", "all-reduce"):
+            self.relay()
+        elif own := [chain for chain in self._waiting if chain.place.unit == place.unit]:
+            self.relay(own[-1])  # what is gathered behind the unit others may begin to gather once they have this reduction
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, waits begin no second moves."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before

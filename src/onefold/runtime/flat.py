@@ -27,7 +27,7 @@ from onefold.recipe.groups import GROUP
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.home import Home
 from onefold.runtime.parameter import ShardedParameter, ShardInfo
-from onefold.runtime.route import Route, hops_of
+from onefold.runtime.route import Route, block_at_rest, hops_of
 from onefold.runtime.tiers import Tiers
 from onefold.runtime.units import Found
 
@@ -100,7 +100,8 @@ class Flat:
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         self.rank, self.size = group.rank, group.size
         sector = SECTOR if tiers and tiers.on_disk else 0
-        self.layout = FlatLayout.of([(f.names[0], f.param.shape) for f in found], group.size, sector, recipe.block)
+        block = max(recipe.block, block_at_rest(recipe) if encoded else 0)
+        self.layout = FlatLayout.of([(f.names[0], f.param.shape) for f in found], group.size, sector, block)
         self.entries = [Entry(f, s, i, self, engine) for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))]
         self.tiled = any(f.part.numel != f.param.numel() for f in found)
         self.whole_master = recipe.optimizer.placement is Placement.REPLICATED or group.size == 1

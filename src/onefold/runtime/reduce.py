@@ -154,10 +154,16 @@ class Reducer:
                 self.engine.gather.pass_by(unit)
             self._launch(unit)
             self.turn += 1
-            while len(self.flying) > self.in_flight:
+            while self._is_due():
                 self._land(self.flying.pop(0))
             while len(self.crossing) > self.in_flight:
                 self._land(self.crossing.pop(0))
+
+    def _is_due(self) -> bool:
+        """Whether to wait for the oldest reduction: too many are under way, or it has a hop to go and another unit has been sent since."""
+        if len(self.flying) > self.in_flight:
+            return True
+        return bool(self.flying) and not self.flying[0].is_last and self.flying[0].unit is not self.flying[-1].unit
 
     def _launch(self, unit: Unit) -> None:
         unit.launched = True
@@ -297,10 +303,15 @@ class Reducer:
                 self._ledger(r.flat).add(GRADIENTS, -_bytes(r.total))
 
     def launch_rest(self) -> None:
-        """At the end of a backward pass: the units whose gradients did not all come take part with zeros."""
+        """At the end of a backward pass: the units whose gradients did not all come take part with zeros.
+
+        What has a hop to go goes on: this rank is about to wait for the others, and they may wait for that.
+        """
         for unit in self.units:
             unit.ready = True
         self._advance_all()
+        while self.flying and not self.flying[0].is_last:
+            self._land(self.flying.pop(0))
 
     def _advance_all(self) -> None:
         while self.turn < len(self.order):

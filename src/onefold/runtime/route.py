@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Chain, Group, Pending, Place
-from onefold.comm.codecs import Codec, codec
+from onefold.comm.codecs import Blockwise, Codec, codec
 from onefold.layout import round_up
 from onefold.memory import GATHERED, PARAMETERS
 from onefold.recipe.groups import GROUP
@@ -156,7 +156,7 @@ class Route:
             second.copy_(mine)
             return self.group.inside.all_gather(full, place, self.flat.index)
 
-        return Chain(self.group.across.all_gather(mine, place, self.flat.index), keep, full.device)
+        return Chain(self.group, self.group.across.all_gather(mine, place, self.flat.index), keep)
 
     @property
     def _own_bytes(self) -> tuple[int, int]:
@@ -188,7 +188,7 @@ class Route:
             kept.copy_(coded[a:b])
             return inner.all_gather(coded, place, self.flat.index, plain=plain)
 
-        return _Decoded(Chain(low, keep, full.device), self, full, coded)
+        return _Decoded(Chain(group, low, keep), self, full, coded)
 
     def _encode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
         """What this rank owns, interval by interval: each is encoded by itself, so that the bytes are the same over any groups."""
@@ -213,6 +213,15 @@ def rests_encoded(found: Found, recipe: Recipe) -> bool:
     """Whether a parameter is one of the frozen weights that rest encoded: matrices, but for what is looked up in (embeddings)."""
     frozen = recipe.frozen is not None and not found.param.requires_grad and found.param.dim() >= 2
     return frozen and found.param.dtype in _LOW and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
+
+
+def block_at_rest(recipe: Recipe) -> int:
+    """Elements of a block of the frozen weights that rest encoded.
+
+    Parameters begin, and ranks are cut, at multiples of it: a block lies in one parameter on one rank, and is the same over any ranks.
+    """
+    found = codec(recipe.frozen) if recipe.frozen is not None else None
+    return found.block if isinstance(found, Blockwise) else 0
 
 
 def of_routes(engine: Engine) -> list[str]:
@@ -254,4 +263,3 @@ class _Decoded(Pending):
             self._moving.wait()
             self._route.decode(self._full, coded)
             self._route.engine.pool.give(coded)
-

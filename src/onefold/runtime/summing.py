@@ -83,6 +83,7 @@ class Summing:
         recipe = engine.recipe
         self.codec: Codec | None = codec(recipe.gradients.codec) if recipe.gradients.codec else None
         self.residuals: dict[tuple[int, int, int], torch.Tensor] = {}  # by flat buffer, first address and hop
+        self._drawn = 0  # how far the run that this one resumes was ahead of it
 
     # -- sending ---------------------------------------------------------------------------------------------------------------
 
@@ -162,18 +163,47 @@ class Summing:
         """What encoding this buffer lost so far, over its span, in fp32; made when it is first asked for."""
         if not self.engine.recipe.error_feedback:
             return None
-        key = (r.flat.index, r.span[0], r.at)
+        return self.residual((r.flat.index, r.span[0], r.at), r.span[1] - r.span[0])
+
+    def residual(self, key: tuple[int, int, int], numel: int) -> torch.Tensor:
+        """What was lost of `numel` elements, zeros at first: by flat buffer, first address and hop."""
         if key not in self.residuals:
-            self.residuals[key] = torch.zeros(r.span[1] - r.span[0], dtype=torch.float32, device=self.engine.device)
-            self.engine.memory.add(RESIDUALS, _bytes(self.residuals[key]), r.unit.name)
+            self.residuals[key] = torch.zeros(numel, dtype=torch.float32, device=self.engine.device)
+            self.engine.memory.add(RESIDUALS, _bytes(self.residuals[key]))
         return self.residuals[key]
+
+    def spans(self) -> dict[tuple[int, int, int], int]:
+        """The elements of every residual that there may come to be."""
+        found = {}
+        for flat in (flat for unit in self.engine.units for flat in unit.flats if not flat.passive):
+            for run in flat.runs:
+                span = run
+                for at, hop in enumerate(flat.hops):
+                    found[flat.index, span[0], at] = span[1] - span[0]
+                    span = overlap(span, hop.own)
+        return found
+
+    def forget(self) -> None:
+        """Nothing was lost."""
+        for lost in self.residuals.values():
+            self.engine.memory.add(RESIDUALS, -_bytes(lost))
+        self.residuals.clear()
+
+    @property
+    def draw(self) -> int:
+        """The step of the training that random bits are of, runs that were resumed counted."""
+        return self.engine.step + self._drawn
+
+    @draw.setter
+    def draw(self, step: int) -> None:
+        self._drawn = step - self.engine.step
 
     def _rounding(self, r: Reduction, address: int) -> Stochastic | None:
         """Random bits by step, rank and address: the same in a repeated run, and others for each rank, lest their errors add up."""
         if self.engine.recipe.wire_rounding != "stochastic":
             return None
         seed = (r.flat.index * 2 + r.at) * self.engine.world_size + self.engine.rank
-        return Stochastic(seed=seed, step=self.engine.step, address=address)
+        return Stochastic(seed=seed, step=self.draw, address=address)
 
     # -- landing ---------------------------------------------------------------------------------------------------------------
 

@@ -1,20 +1,22 @@
 """Codecs of the wire: flat intervals of floats as fewer bytes. Pure functions of tensors; no modules, groups or engine.
 
-| name  | bits an element, scales included | an element is off by at most            | meant for               |
-|-------|----------------------------------|-----------------------------------------|-------------------------|
-| plain | 32 or 16                         | its dtype's rounding                    | anything                |
+| name  | bits an element, scales included | an element is off by at most              | meant for               |
+|-------|----------------------------------|-------------------------------------------|-------------------------|
+| plain | 32 or 16                         | its dtype's rounding                      | anything                |
 | int8  | 8.06 (block 256)                 | half a step, 1/254 of the block's largest | gathers, stored weights |
-| fp8   | 8.06 (block 256)                 | 1/16 of itself                          | blocks of mixed sizes   |
+| fp8   | 8.06 (block 256)                 | 1/16 of itself                            | blocks of mixed sizes   |
 | int4  | 4.25 (block 64)                  | half a step, 1/14 of the block's largest  | reductions              |
-| nf4   | 4.25 (block 64)                  | 0.152 of the block's largest            | stored weights          |
+| nf4   | 4.25 (block 64)                  | 0.152 of the block's largest              | stored weights          |
 
-Scales are rounded up to bf16, which makes steps larger by less than one part in 128.
+A block's largest magnitude is kept in bf16, which changes steps by one part in 256 at most. `Codec.bound` and `reduction_bound` say how
+far a value and a sum may be off; what was decoded encodes to the same bytes again (scales.py).
 """
 
 from onefold.comm.codecs.base import Codec
 from onefold.comm.codecs.blockwise import Blockwise
+from onefold.comm.codecs.bounds import reduction_bound
 from onefold.comm.codecs.registry import CODECS, codec
 from onefold.comm.codecs.rounding import Stochastic
 from onefold.comm.codecs.stored import Encoded
 
-__all__ = ["CODECS", "Blockwise", "Codec", "Encoded", "Stochastic", "codec"]
+__all__ = ["CODECS", "Blockwise", "Codec", "Encoded", "Stochastic", "codec", "reduction_bound"]

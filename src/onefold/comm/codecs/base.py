@@ -85,6 +85,18 @@ class Codec(ABC):
         source.nan_to_num_(0.0, 0.0, 0.0)
 
     @abstractmethod
+    def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
+        """How far each element may be off once it is encoded and decoded into fp32, for any interval of these magnitudes or lesser ones.
+
+        Args:
+            magnitudes: finite, not negative, [numel] as the interval is: blocks are counted from its first element.
+            stochastic: rounding is.
+
+        Returns:
+            fp64, [numel]; no value's error is above it.
+        """
+
+    @abstractmethod
     def _encode(self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None) -> None: ...
 
     @abstractmethod

@@ -41,6 +41,9 @@ class Fp8(Blockwise):
         else:
             numbers.copy_(payload.view(torch.float8_e4m3fn))
 
+    def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
+        return torch.maximum(sizes / 8, scales * SMALLEST_STEP) * part
+
     def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
         """To a neighbour in e4m3, which conversion then leaves alone.
 

@@ -22,6 +22,9 @@ MAGIC = 1.5 * 2.0**23
 class _Integers(Blockwise):
     stochastic: ClassVar[bool] = True
 
+    def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
+        return scales * part
+
     def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
         numbers.add_(draws).clamp_(-self.top, self.top)
 

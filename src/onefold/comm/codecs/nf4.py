@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from statistics import NormalDist
 from typing import ClassVar
 
@@ -73,6 +74,9 @@ class Nf4(Blockwise):
         beyond = torch.index_select(border, 0, cell).sub_(y).view(torch.int32).bitwise_right_shift_(31)  # -1 if y is beyond, else 0
         level = torch.index_select(lower, 0, cell).sub_(beyond).view(-1, 2)
         payload.copy_(level[:, 0].add(level[:, 1], alpha=16).view(payload.shape))
+
+    def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
+        return scales * (part * max(b - a for a, b in pairwise(levels())))
 
     def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
         torch.index_select(_pairs(numbers.device), 0, payload.view(-1).to(torch.int32), out=numbers.view(-1).view(torch.float64))

@@ -27,6 +27,10 @@ class Plain(Codec):
     def encoded_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
 
+    def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
+        info = torch.finfo(self.dtype)
+        return magnitudes.double().clamp(min=info.smallest_normal) * (info.eps / 2)
+
     def _encode(self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None) -> None:
         self._values(into).copy_(source)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from onefold.comm.codecs.rounding import DRAW_STEP, HASH_FACTORS, HASH_SHIFTS, HIGH_FACTOR, Stochastic
-from onefold.comm.codecs.scales import SMALLEST
+from onefold.comm.codecs.scales import CUT, MOST, NEAREST, SMALLEST, UP, reach
 
 if TYPE_CHECKING:
     from onefold.comm.codecs.blockwise import Blockwise
@@ -24,30 +24,30 @@ _MAGIC = tl.constexpr(12582912.0)  # as in integers.py
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 _ABSOLUTE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
-_SMALLEST = tl.constexpr(SMALLEST)
+_MOST, _UP, _NEAREST, _CUT = tl.constexpr(MOST), tl.constexpr(UP), tl.constexpr(NEAREST), tl.constexpr(CUT)
 _FACTOR_0, _FACTOR_1, _HIGH = tl.constexpr(HASH_FACTORS[0]), tl.constexpr(HASH_FACTORS[1]), tl.constexpr(HIGH_FACTOR)
 _SHIFT_0, _SHIFT_1, _SHIFT_2 = tl.constexpr(HASH_SHIFTS[0]), tl.constexpr(HASH_SHIFTS[1]), tl.constexpr(HASH_SHIFTS[2])
 _DRAW_STEP = tl.constexpr(DRAW_STEP)
 
 
-def encode(codec: Blockwise, source: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor, rounding: Stochastic | None) -> int:
+def encode(codec: Blockwise, source: torch.Tensor, payload: torch.Tensor, kept: torch.Tensor, rounding: Stochastic | None) -> int:
     """See kernels.py; also runs on CPU tensors under Triton's interpreter."""
     blocks, shape = source.numel() // codec.block, _shape(codec)
     first, next_, address = (*rounding.keys, rounding.address) if rounding is not None else (0, 0, 0)
     _encode[(triton.cdiv(blocks, shape["ROWS"]),)](
-        source, payload.view(torch.int8), scales.view(torch.int16), blocks, first, next_, address,
-        PORTION=codec.scales.portion, MOST=codec.scales.most, TOP=codec.top, STOCHASTIC=rounding is not None, **shape,
+        source, payload.view(torch.int8), kept.view(torch.int16), blocks, first, next_, address,
+        PORTION=codec.scales.portion, LEAST=SMALLEST * codec.top, TOP=codec.top, STOCHASTIC=rounding is not None, **shape,
     )  # fmt: skip
     return blocks * codec.block
 
 
-def decode(codec: Blockwise, payload: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, sign: int) -> int:
+def decode(codec: Blockwise, payload: torch.Tensor, kept: torch.Tensor, into: torch.Tensor, sign: int) -> int:
     """See kernels.py; also runs on CPU tensors under Triton's interpreter."""
     blocks, shape = into.numel() // codec.block, _shape(codec)
     narrow = into.dtype != torch.float32
     _decode[(triton.cdiv(blocks, shape["ROWS"]),)](
-        payload.view(torch.int8), scales.view(torch.int16), into, blocks,
-        SIGN=sign, NARROW=narrow, LARGEST=torch.finfo(into.dtype).max, REACH=codec.scales.reach(into.dtype) if narrow else 0.0, **shape,
+        payload.view(torch.int8), kept.view(torch.int16), into, blocks, PORTION=codec.scales.portion,
+        SIGN=sign, NARROW=narrow, LARGEST=torch.finfo(into.dtype).max, REACH=reach(into.dtype), **shape,
     )  # fmt: skip
     return blocks * codec.block
 
@@ -70,6 +70,11 @@ def _load(at, here):  # type: ignore[no-untyped-def]
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
+
+
+@triton.jit
+def _scale(kept, PORTION: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (_bits(kept * PORTION) & _CUT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -100,8 +105,8 @@ def _whole(x, inverse, offsets, key, next_key, address, TOP: tl.constexpr, STOCH
 
 @triton.jit(do_not_specialize=["key", "next_key", "address"])
 def _encode(  # type: ignore[no-untyped-def]
-    source, payload, scales, blocks, key, next_key, address,
-    PORTION: tl.constexpr, MOST: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr,
+    source, payload, kept, blocks, key, next_key, address,
+    PORTION: tl.constexpr, LEAST: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -114,13 +119,13 @@ def _encode(  # type: ignore[no-untyped-def]
         largest = tl.maximum(largest, tl.max(_bits(high) & _ABSOLUTE, axis=1))
 
     finite = largest < _INFINITE
-    raw = tl.where(finite, largest, 0).to(tl.float32, bitcast=True) * PORTION
-    raw = tl.where(raw < _SMALLEST, _SMALLEST, tl.where(raw > MOST, MOST, raw))
-    up = (_bits(raw) + 0xFFFF) & -0x10000
-    tl.store(scales + rows, (tl.where(finite, up, _NAN) >> 16).to(tl.int16), mask=here)
+    raw = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
+    raw = tl.where(raw < LEAST, LEAST, tl.where(raw > _MOST, _MOST, raw))
+    rounded = (_bits(raw) + (_UP if STOCHASTIC else _NEAREST)) & -0x10000
+    tl.store(kept + rows, (tl.where(finite, rounded, _NAN) >> 16).to(tl.int16), mask=here)
 
     one = tl.full([ROWS], 1.0, tl.float32)
-    inverse = tl.div_rn(one, up.to(tl.float32, bitcast=True))
+    inverse = tl.div_rn(one, _scale(rounded.to(tl.float32, bitcast=True), PORTION))
     number = _whole(low, inverse, low_at, key, next_key, address, TOP, STOCHASTIC)
     if BLOCK != WIDTH:
         upper = _whole(high, inverse, low_at + WIDTH, key, next_key, address, TOP, STOCHASTIC)
@@ -130,29 +135,30 @@ def _encode(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _put(into, at, here, number, scale, SIGN: tl.constexpr, NARROW: tl.constexpr, LARGEST: tl.constexpr, REACH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put(into, at, here, number, largest, scale, SIGN: tl.constexpr, NARROW: tl.constexpr, LARGEST: tl.constexpr, REACH: tl.constexpr):  # type: ignore[no-untyped-def]
     value = number.to(tl.float32) * scale[:, None]
     if SIGN != 0:
         value = _load(into + at, here) + SIGN * value
     elif NARROW:
-        fits = (scale <= REACH)[:, None]
+        fits = (largest <= REACH)[:, None]
         value = tl.where(fits & (value > LARGEST), LARGEST, tl.where(fits & (value < -LARGEST), -LARGEST, value))
     tl.store(into + at, value.to(into.dtype.element_ty), mask=here[:, None])
 
 
 @triton.jit
 def _decode(  # type: ignore[no-untyped-def]
-    payload, scales, into, blocks,
-    SIGN: tl.constexpr, NARROW: tl.constexpr, LARGEST: tl.constexpr, REACH: tl.constexpr,
+    payload, kept, into, blocks,
+    PORTION: tl.constexpr, SIGN: tl.constexpr, NARROW: tl.constexpr, LARGEST: tl.constexpr, REACH: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here, column = rows < blocks, tl.arange(0, WIDTH)
-    scale = (tl.load(scales + rows, mask=here, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    largest = (tl.load(kept + rows, mask=here, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    scale = _scale(largest, PORTION)
     number = tl.load(payload + rows[:, None] * WIDTH + column[None, :], mask=here[:, None], other=0).to(tl.int32)
     at = rows[:, None] * BLOCK + column[None, :]
     if BLOCK == WIDTH:
-        _put(into, at, here, number, scale, SIGN, NARROW, LARGEST, REACH)
+        _put(into, at, here, number, largest, scale, SIGN, NARROW, LARGEST, REACH)
     else:
-        _put(into, at, here, (number & 15) - 8, scale, SIGN, NARROW, LARGEST, REACH)
-        _put(into, at + WIDTH, here, ((number >> 4) & 15) - 8, scale, SIGN, NARROW, LARGEST, REACH)
+        _put(into, at, here, (number & 15) - 8, largest, scale, SIGN, NARROW, LARGEST, REACH)
+        _put(into, at + WIDTH, here, ((number >> 4) & 15) - 8, largest, scale, SIGN, NARROW, LARGEST, REACH)

@@ -1,0 +1,110 @@
+"""What encoded gradients carry from one step to the next: what encoding lost (error feedback), and where random rounding stands.
+
+What encoding lost is each rank's own, in fp32: as long as what it encodes, which is all gradients on the first hop and a shard of them
+on the second. It is saved as it is, beside the optimizer's states, and given back to as many ranks in the same groups. On others error
+feedback begins anew: what one rank lost of its own gradients says nothing of how another's are cut. `Loaded.notes` then says so.
+
+    item    kind "residual", name: the rank, state: flat buffer.first address.hop
+    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from onefold.checkpoint.apply import Reading
+from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.source import Item
+from onefold.checkpoint.together import Together
+from onefold.runtime.engine import Engine
+
+Key = tuple[int, int, int]
+ANEW, LEFT_OUT = "error feedback begins anew", "what encoding gradients lost (error feedback) is in the checkpoint and left out"
+
+
+def kept(engine: Engine) -> dict[Item, torch.Tensor]:
+    """What encoding has lost on this rank."""
+    found = engine.reduce.summing.residuals
+    return {_item(engine, key): lost for key, lost in found.items() if lost.numel()}
+
+
+def value(engine: Engine) -> dict[str, Any] | None:
+    """What the first rank says about it; None where there is nothing to carry on."""
+    summing, group = engine.reduce.summing, engine.group
+    out: dict[str, Any] = {}
+    if summing.codec is not None and engine.recipe.error_feedback:
+        out |= {"feedback": True, "ranks": group.size, "inner": group.topology.inner}
+    if summing.codec is not None and engine.recipe.wire_rounding == "stochastic":
+        out["drawn"] = summing.draw
+    return out or None
+
+
+class Lost:
+    """What a checkpoint has for this rank. `note` is the same on every rank, "" if there is nothing to say."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.feedback = engine, engine.recipe.error_feedback and engine.recipe.gradients.codec is not None
+        self.found: dict[Key, torch.Tensor] = {}
+        self.said: dict[str, Any] = {}
+        self.note = ""
+
+    @classmethod
+    def read(cls, engine: Engine, source: FolderSource, together: Together, reading: Reading) -> Lost:
+        """Collective. What goes wrong is kept in `reading`."""
+        lost, items = cls(engine), None
+        try:
+            lost.said = source.value("wire") or {}
+            items = lost._items(source)
+        except Exception as failure:
+            reading.error = reading.error or failure
+        if lost.feedback and not all(together.all_gather(items is not None)):
+            items = None
+        try:
+            lost.found = {key: source.whole(item) for key, item in (items or {}).items()}
+        except Exception as failure:
+            reading.error = reading.error or failure
+        lost.note = lost._note(items is not None)
+        return lost
+
+    def _items(self, source: FolderSource) -> dict[Key, Item] | None:
+        """What this rank is given back; None if that is of other ranks."""
+        group, engine = self.engine.group, self.engine
+        here = self.said.get("ranks"), self.said.get("inner"), self.said.get("feedback")
+        if not self.feedback or here != (group.size, group.topology.inner, True):
+            return None
+        wanted = {_item(engine, key): (key, (numel,)) for key, numel in engine.reduce.summing.spans().items()}
+        mine = {item: tuple(s.shape) for item, s in source.items().items() if item.kind == "residual" and item.name == str(engine.rank)}
+        if any(item not in wanted or wanted[item][1] != shape for item, shape in mine.items()):
+            return None
+        return {wanted[item][0]: item for item in mine}
+
+    def _note(self, fits: bool) -> str:
+        group, said = self.engine.group, self.said
+        if not self.feedback:
+            return f"{LEFT_OUT}: this recipe has no error_feedback." if said.get("feedback") else ""
+        if not said.get("feedback"):
+            return f"{ANEW}: the checkpoint was saved without it."
+        if fits:
+            return ""
+        return (
+            f"{ANEW}: what encoding lost was kept by {said['ranks']} ranks in groups of {said['inner']}, or of other units, and cannot be "
+            f"divided anew among {group.size} in groups of {group.topology.inner}."
+        )
+
+    def apply(self) -> None:
+        """Local. What was lost before is forgotten."""
+        summing = self.engine.reduce.summing
+        summing.forget()
+        for key, lost in self.found.items():
+            summing.residual(key, lost.numel()).copy_(lost)
+        if summing.codec is not None:
+            summing.draw = self.said.get("drawn", summing.draw)
+        if self.note and self.engine.rank == 0:
+            logging.getLogger("onefold").warning(self.note)
+
+
+def _item(engine: Engine, key: Key) -> Item:
+    return Item("residual", str(engine.rank), ".".join(map(str, key)))
