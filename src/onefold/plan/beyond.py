@@ -29,7 +29,7 @@ from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.optim.behind import WAITING
 from onefold.optim.offloaded import AHEAD, BEHIND
 from onefold.plan.schema import MOVED
-from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, launches_of, moments, moments_of_slot
+from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, moments, moments_of_slot, puts_of
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.tiers import SECTOR
@@ -233,9 +233,9 @@ def _carried(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int,
     compute, master = own * d.compute.itemsize, own * d.master.itemsize
     if p is not Tier.DEVICE:
         move: Move = "up" if p is Tier.HOST else "read"
-        forward = launches_of(unit, flat, recipe, micro_batches, backward=False)
+        forward = puts_of(unit, flat, recipe, micro_batches, backward=False)
         yield Carried(move, forward * compute, "forward")
-        yield Carried(move, (launches_of(unit, flat, recipe, micro_batches) - forward) * compute, "backward")
+        yield Carried(move, (puts_of(unit, flat, recipe, micro_batches) - forward) * compute, "backward")
     if not flat.trainable:
         return
     reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
