@@ -1,4 +1,4 @@
-"""What the plan says of groups, codecs and frozen weights is what engines do: bytes by link, at rest and at peak, on four ranks of two nodes."""
+"""What the plan says of groups, codecs and frozen weights is what engines do on four ranks of two nodes: bytes by link, at rest, at peak."""
 
 from __future__ import annotations
 

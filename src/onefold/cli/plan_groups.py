@@ -32,10 +32,10 @@ def slow_links_table(plan: Plan) -> Table | None:
     slow = plan.slow_links
     if slow is None:
         return None
-    table = Table(title="on slow links: what a rank holds, a node sends to others in a step, and a step takes", title_justify="left", box=None)
-    table.pad_edge, table.padding = False, (0, 2)
+    title = "on slow links: what a rank holds, a node sends to others in a step, and a step takes"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)
     for name in ("", "", "at rest", "peak", "between nodes", "step", "waits", "fits", ""):
-        table.add_column(name, justify="right" if name not in ("",) else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     stage = None
     for row in slow.rows:
         wires, account, seconds = WIRES[row.scheme.wires], row.account, row.account.seconds

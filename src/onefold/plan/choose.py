@@ -284,7 +284,8 @@ def _relaxed(question: Question, stages: tuple[int, ...]) -> Iterator[tuple[Ques
         question = replace(question, job=replace(question.job, offload="", options=options))
         yield question, ()
     if question.job.wires:
-        yield replace(question, job=replace(question.job, options=tuple((k, v) for k, v in question.job.options if k not in WIRE_OPTIONS))), ()
+        options = tuple((k, v) for k, v in question.job.options if k not in WIRE_OPTIONS)
+        yield replace(question, job=replace(question.job, options=options)), ()
 
 
 def _more_ranks(machine: Machine, most: int = 1 << 17) -> Iterator[int]:

@@ -5,8 +5,8 @@
 
 Six ranks in groups of three, a buffer of 6 intervals: rank 0 has interval 0, rank 3 interval 1, and both the shard 0, 1.
 
-Nodes are `per_node` ranks in a row, groups are neighbours too, and either may be a part of the other: how many peers of a level are on other
-nodes is counted.
+Nodes are `per_node` ranks in a row, groups are neighbours too, and either may be a part of the other: how many peers of a level are on
+other nodes is counted.
 """
 
 from __future__ import annotations

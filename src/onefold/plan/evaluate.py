@@ -15,16 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from onefold.comm.topology import Topology
 from onefold.memory import GATHERED, IDLE, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
 from onefold.plan.activity_on_host import OnHost, on_host
 from onefold.plan.beyond import HOST, Beyond, beyond_of, moved_by
 from onefold.plan.coding import coded_bytes
 from onefold.plan.division import by_link, padded, topology_of
-from onefold.plan.formulas.states import model_states
+from onefold.plan.formulas.states import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.legs import by_level
+from onefold.plan.legs import Leg, by_level
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
@@ -98,12 +99,8 @@ def evaluate(
         held[HOST][ACTIVATIONS] = away.nbytes
     host = sum(held[HOST].values())
     sent = wire(list(units), recipe, accumulation)
-    nccl = getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
-    legs, topology = legs_of(list(units), recipe, accumulation), topology_of(recipe, machine.ranks, per_node)
-    traffic = traffic_over(legs, machine, topology, nccl=nccl)
-    links = node_links(legs, machine, topology, nccl=nccl)
-    if machine.nodes == 1 and isinstance(recipe.group, int):  # the ledger takes groups for nodes where the launcher knows of one
-        links = {k: machine.local * v for k, v in by_link(by_level(legs), topology, recipe.group, 0).items()}
+    topology = topology_of(recipe, machine.ranks, per_node)
+    traffic, links = _on_links(legs_of(list(units), recipe, accumulation), machine, recipe, topology)
     work = replace(
         _work(model, engine, activity, machine, job, scheme, traffic, accumulation),
         carried=carried,
@@ -135,7 +132,7 @@ def evaluate(
         False,
         usable,
         accumulation,
-        states_of(model, job, scheme.stage, machine.ranks),
+        states_of(model, job, scheme.stage, machine.ranks, recipe, topology.inner),
         (*activity.notes, *times.notes),
         machine.shared,
     )
@@ -143,11 +140,29 @@ def evaluate(
     return replace(found, fits=found.spare >= 0 and (machine.shared or host * local <= there.memory) and beyond.nvme * local <= there.nvme)
 
 
-def states_of(model: ModelShape, job: Job, stage: int, ranks: int) -> int:
-    """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the job's bytes per parameter."""
+def _on_links(legs: list[Leg], machine: Machine, recipe: Recipe, topology: Topology) -> tuple[list[Traffic], dict[str, int]]:
+    """(moves of a rank, bytes by link that all ranks of a node send)."""
+    nccl = getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
+    traffic = traffic_over(legs, machine, topology, nccl=nccl)
+    if machine.nodes == 1 and isinstance(recipe.group, int):  # the ledger takes groups for nodes where the launcher knows of one
+        return traffic, {k: machine.local * v for k, v in by_link(by_level(legs), topology, recipe.group, 0).items()}
+    return traffic, node_links(legs, machine, topology, nccl=nccl)
+
+
+def states_of(model: ModelShape, job: Job, stage: int, ranks: int, recipe: Recipe | None = None, group: int = 0) -> int:
+    """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the job's bytes per parameter.
+
+    Args:
+        recipe: says which kinds are divided among the `group` ranks of a group only, and whether parameters are in it besides.
+    """
     convention = job.convention
-    frozen = (model.numel - model.trainable) * convention.parameters / (ranks if stage == 3 else 1)
-    return round(model_states(model.trainable, convention, stage, ranks) + frozen)
+    rows = {"parameters": recipe.parameters, "gradients": recipe.gradients, "optimizer": recipe.optimizer} if recipe is not None else {}
+    inside = {kind for kind, row in rows.items() if row.over == GROUP}
+    frozen = (model.numel - model.trainable) * convention.parameters / ((group if "optimizer" in inside else ranks) if stage == 3 else 1)
+    copy = model.trainable * convention.parameters / group if inside == {"parameters"} else 0.0
+    inside = inside if copy == 0 else set()
+    parts = (states_by_kind(model.trainable, convention, stage, group if kind in inside else ranks)[kind] for kind in convention.by_kind())
+    return round(sum(parts) + frozen + copy)
 
 
 def usable_bytes(machine: Machine) -> int:

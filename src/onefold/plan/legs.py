@@ -1,7 +1,7 @@
 """What a rank sends in a step, by level: all ranks at once, those of its group ("inside"), or one of each group ("across").
 
-A move over groups is two legs (plan/division.py). Each leg is equal bytes to each peer of its level, so that the bytes to ranks on other nodes
-follow from who stands where. The counts are those of the traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
+A move over groups is two legs (plan/division.py). Each leg is equal bytes to each peer of its level, so that the bytes to other nodes follow
+from who stands where. The counts are those of the traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
 
 | leg                                           | of each buffer, P bytes         | how often in a step of m micro-batches            |
 |-----------------------------------------------|---------------------------------|---------------------------------------------------|
@@ -54,9 +54,8 @@ def gather_legs(flat: FlatPlan, gathers: int) -> list[Leg]:
     phase: Phase = "first forward" if flat.kept else "both"
     hops = division.copy_hops() if division.doubled else division.gather_hops(flat.whole_master)
     legs = [Leg("all-gather", True, level, gathers * peers * parts * each, gathers, phase) for level, peers, parts in hops]
-    if flat.trainable:
-        legs += [Leg("all-gather", True, level, peers * parts * each, 1, "first forward") for level, peers, parts in division.renewal_hops()]
-    return legs
+    renewals = division.renewal_hops() if flat.trainable else ()
+    return legs + [Leg("all-gather", True, level, peers * parts * each, 1, "first forward") for level, peers, parts in renewals]
 
 
 def reduction_legs(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> list[Leg]:

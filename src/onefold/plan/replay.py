@@ -16,13 +16,13 @@ the engine's: `Moment`s name the unit and the phase so that a trace can be laid 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import torch
 
-from onefold.memory import GATHERED, GRADIENTS, IDLE, REDUCTION
+from onefold.memory import GATHERED, GRADIENTS, REDUCTION
 from onefold.plan.division import Hop, padded
+from onefold.plan.holding import Buffer, Holding
 from onefold.plan.states import FlatPlan, UnitPlan, resting
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.groups import GROUP
@@ -43,25 +43,13 @@ class Moment:
 
 
 @dataclass
-class _Buffer:
-    numel: int
-    dtype: torch.dtype
-    category: str
-    pooled: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass
 class _Reduction:
     flat: FlatPlan
-    buffer: _Buffer
+    buffer: Buffer
     at: int = 0
-    sent: _Buffer | None = None
-    lent: _Buffer | None = None
-    into: _Buffer | None = None
+    sent: Buffer | None = None
+    lent: Buffer | None = None
+    into: Buffer | None = None
 
     @property
     def hop(self) -> Hop:
@@ -80,16 +68,17 @@ class _Reduction:
 class _Unit:
     plan: UnitPlan
     index: int
-    held: dict[int, _Buffer] = field(default_factory=dict)  # by number of the flat buffer
-    coded: list[_Buffer] = field(default_factory=list)  # what is on its way to them encoded
+    held: dict[int, Buffer] = field(default_factory=dict)  # by number of the flat buffer
+    coded: list[Buffer] = field(default_factory=list)  # what is on its way to them encoded
     gathered: bool = False
     claimed: bool = False
 
 
-class Replay:
+class Replay(Holding):
     """One rank's steps. `run(micro_batches)` is a step; `moments` are what was seen, `peak` the largest of them."""
 
     def __init__(self, units: list[UnitPlan], recipe: Recipe) -> None:
+        super().__init__()
         self.recipe = recipe
         self.units = [_Unit(u, i) for i, u in enumerate(units)]
         self.prefetch = recipe.prefetch if recipe.overlap else 0
@@ -98,60 +87,21 @@ class Replay:
         self.passive = all(f.passive for u in units for f in u.flats)
         self.outer = outer(units)
         self.ends_first = any(u.looks_up_only for u in units)  # the embedding is a unit of its own, so the root is a final norm or a head
-        self.now: Counter[str] = Counter()
-        self.total = 0
-        self.best: dict[str, int] = {}
-        self.best_total = 0
         self.moments: list[Moment] = []
-        self.free: dict[tuple[int, torch.dtype], int] = defaultdict(int)
-        self.grads: dict[int, _Buffer] = {}  # whole gradients kept until the boundary, by id of the flat
-        self.inside: dict[int, _Buffer] = {}  # sums inside the group that wait for it
+        self.grads: dict[int, Buffer] = {}  # whole gradients kept until the boundary, by id of the flat
+        self.inside: dict[int, Buffer] = {}  # sums inside the group that wait for it
         self.has_grad: set[int] = set()
         self.unused: set[int] = set()  # gathered ahead of their use
         for unit in units:
             for flat in unit.flats:
                 for category, nbytes in resting(flat).items():
                     self._add(category, nbytes)
-        self._high: tuple[int, dict[str, int]] = (0, {})
         self.holding = False
-
-    # -- the ledger and the pool -----------------------------------------------------------------------------------------------
-
-    def _add(self, category: str, nbytes: int) -> None:
-        self.now[category] += nbytes
-        self.total += nbytes
-        if self.total > self.best_total:
-            self.best_total, self.best = self.total, dict(self.now)
-        if hasattr(self, "_high") and self.total > self._high[0]:
-            self._high = self.total, dict(self.now)
-
-    def _take(self, numel: int, dtype: torch.dtype, category: str) -> _Buffer:
-        buffer = _Buffer(numel, dtype, category)
-        if self.free[numel, dtype]:
-            self.free[numel, dtype] -= 1
-            self._add(IDLE, -buffer.nbytes)
-        else:
-            self._drain()
-        self._add(category, buffer.nbytes)
-        return buffer
-
-    def _give(self, buffer: _Buffer) -> None:
-        self._add(buffer.category, -buffer.nbytes)
-        self.free[buffer.numel, buffer.dtype] += 1
-        self._add(IDLE, buffer.nbytes)
-
-    def _drain(self) -> None:
-        self._add(IDLE, -self.now[IDLE])
-        self.free.clear()
 
     def _moment(self, micro_batch: int, phase: str, unit: str) -> None:
         """Close a slot: its largest sum goes on record, the next slot starts from what is held now."""
         self.moments.append(Moment(micro_batch, phase, unit, {k: v for k, v in self._high[1].items() if v}))
         self._high = self.total, dict(self.now)
-
-    @property
-    def peak(self) -> dict[str, int]:
-        return {k: v for k, v in self.best.items() if v}
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
@@ -344,7 +294,7 @@ class Replay:
             r.sent = self._take(r.buffer.numel, wire, REDUCTION)
         peers = hop.size - 1
         if r.is_last and not flat.spread and hop.size > 1 and wire == flat.dtypes.sums == r.buffer.dtype:
-            r.into, peers = _Buffer(hop.own, wire, REDUCTION, pooled=False), peers - 1
+            r.into, peers = Buffer(hop.own, wire, REDUCTION, pooled=False), peers - 1
             self._add(REDUCTION, r.into.nbytes)
         if peers:
             r.lent = self._take(peers * hop.own, wire, REDUCTION)
@@ -383,7 +333,7 @@ class Replay:
             self._send(r)
             self.crossing.append(r)
 
-    def _wait_inside(self, flat: FlatPlan, total: _Buffer) -> bool:
+    def _wait_inside(self, flat: FlatPlan, total: Buffer) -> bool:
         """Before the boundary the group's sums stay; see [Note: held sums] in runtime/summing.py."""
         if (held := self.inside.pop(id(flat), None)) is not None:
             self._give(held)

@@ -47,8 +47,8 @@ def _of_nodes(question: Question, shown: Candidate) -> Iterator[str]:
     plain, less = (c.account.node_links.get("between", 0) for c in (shown, with_groups))
     way = as_recipe(scheme.stage, WIRES["groups"].options)
     yield (
-        f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB with {way}: the plan does not know how fast they "
-        "are linked, so that is yours to choose"
+        f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB with {way}: the plan does not know how fast "
+        "they are linked, so that is yours to choose"
     )
 
 

@@ -187,8 +187,8 @@ def _check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, steps: int
     codecs = [name for name in (recipe.parameters.codec, recipe.gradients.codec, recipe.frozen) if name is not None]
     if codecs:
         raise ValueError(
-            f"a simulation computes nothing, so nothing is encoded in it, and the recipe has {', '.join(codecs)}: leave codecs out. The plan "
-            "itself counts their bytes."
+            f"a simulation computes nothing, so nothing is encoded in it, and the recipe has {', '.join(codecs)}: leave codecs out. "
+            "The plan itself counts their bytes."
         )
     if recipe.group == "node":
         raise ValueError("group='node' in a simulation, which knows no nodes: give the number of ranks of one.")

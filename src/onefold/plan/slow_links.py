@@ -133,8 +133,8 @@ def _why(best: Candidate, taken: Candidate, named: Candidate | None) -> list[str
     if named is not None:
         way, stage, less = WIRES[named.scheme.wires], named.scheme.stage, 1 - _step(named) / _step(taken)
         said.append(
-            f"{named.scheme.wires} ({way.words}) would take {less:.0%} less again, {_gb(named)} between nodes; it rounds what travels, so it is "
-            f"yours to ask for: {as_recipe(stage, way.options)}, or {as_options(stage, way.options)}"
+            f"{named.scheme.wires} ({way.words}) would take {less:.0%} less again, {_gb(named)} between nodes; it rounds what travels, "
+            f"so it is yours to ask for: {as_recipe(stage, way.options)}, or {as_options(stage, way.options)}"
         )
     return said
 

@@ -30,8 +30,8 @@ from onefold.plan.hardware import Machine
 from onefold.plan.legs import Leg, Phase
 from onefold.plan.tier_times import tier_times
 
-#: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which has not been measured there; what the plain
-#: operations reach on a CPU (docs/decisions.md, Codecs).
+#: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which has not been measured there; what the
+#: plain operations reach on a CPU (docs/decisions.md, Codecs).
 CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
 _DTYPES: Mapping[str, str] = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 

@@ -95,8 +95,8 @@ def zeropp_bytes(
     return {"inside": inside * unit, "between": (forward + backward + gradients) * unit}
 
 
-#: By way of stage 3: what a node sends to others in a step of m micro-batches, in Ψ elements, with e and r what codecs leave of a gathered and
-#: of a reduced byte, and g ranks on a node.
+#: By way of stage 3: what a node sends to others in a step of m micro-batches, in Ψ elements, with e and r what codecs leave of a
+#: gathered and of a reduced byte, and g ranks on a node.
 _BORDER: Mapping[str, Callable[[int, int, float, float], float]] = {
     "pairwise": lambda m, g, e, r: m * g * (2 * e + r),
     "groups": lambda m, g, e, r: m * (2 * e + r),
@@ -128,8 +128,8 @@ def border_bytes(
     | "shard group" (HSDP, MiCS): sums exchanged once a step         | r + 1             |
     | "optimizer over all", the rest in the node                     | e + r             |
 
-    ZeRO++ prints e + r with m = 1 as 0.75Ψ in 16-bit equivalents: int8 gathers (e = 1/2), int4 reductions (r = 1/4). Each of its codecs adds
-    its scales to that. Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), section 4; Zhang et al. 2022 (MiCS, arXiv:2205.00119), section
+    ZeRO++ prints e + r with m = 1 as 0.75Ψ in 16-bit equivalents: int8 gathers (e = 1/2), int4 reductions (r = 1/4). Each codec adds its
+    scales to that. Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), section 4; Zhang et al. 2022 (MiCS, arXiv:2205.00119), section
     3.4 (two-hop gradient synchronization); Zhao et al. 2023 (FSDP), section 3.2.2.
 
     Args:
