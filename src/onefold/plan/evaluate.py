@@ -87,7 +87,7 @@ def evaluate(
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
     per_node = machine.local if machine.nodes > 1 else None
     engine = _engine(model, recipe, machine.ranks, per_node, accumulation, job.optimizer)
-    units, moments, rest = engine.units, engine.moments, dict(engine.rest)
+    moments, rest = engine.moments, dict(engine.rest)
     states = rest.get(MOMENTS, 0)
     away = on_host(activity, recipe.activations, machine.shared) if recipe.activations is not None else OnHost(activity)
     limit = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
@@ -98,14 +98,13 @@ def evaluate(
     if away.nbytes:
         held[HOST][ACTIVATIONS] = away.nbytes
     host = sum(held[HOST].values())
-    sent = wire(list(units), recipe, accumulation)
     topology = topology_of(recipe, machine.ranks, per_node)
-    traffic, links = _on_links(legs_of(list(units), recipe, accumulation), machine, recipe, topology)
+    traffic, links = _on_links(engine.legs, machine, recipe, topology)
     work = replace(
         _work(model, engine, activity, machine, job, scheme, traffic, accumulation),
         carried=carried,
         behind=recipe.step_in_backward,
-        coded_bytes=coded_bytes(units, recipe, accumulation),
+        coded_bytes=engine.coded,
     )
     times = step_times(_with_host_update(work, beyond, job), machine, software)
     account = Account(
@@ -117,7 +116,7 @@ def evaluate(
         nvme=beyond.nvme,
         beyond={tier: by for tier, by in held.items() if by},
         moved=moved_by(carried),
-        wire=sent,
+        wire=engine.wire,
         links={k: round(v / machine.local) for k, v in links.items() if v},
         node_links={k: v for k, v in links.items() if v} if machine.nodes > 1 else {},
         seconds=times.seconds,
@@ -140,7 +139,7 @@ def evaluate(
     return replace(found, fits=found.spare >= 0 and (machine.shared or host * local <= there.memory) and beyond.nvme * local <= there.nvme)
 
 
-def _on_links(legs: list[Leg], machine: Machine, recipe: Recipe, topology: Topology) -> tuple[list[Traffic], dict[str, int]]:
+def _on_links(legs: Sequence[Leg], machine: Machine, recipe: Recipe, topology: Topology) -> tuple[list[Traffic], dict[str, int]]:
     """(moves of a rank, bytes by link that all ranks of a node send)."""
     nccl = getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
     traffic = traffic_over(legs, machine, topology, nccl=nccl)
@@ -172,15 +171,18 @@ def usable_bytes(machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class _Engine:
-    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this rank's update steps on the device."""
+    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this rank's update steps on the device; `coded`:
+    bytes that encoding reads and writes."""
 
-    units: tuple[UnitPlan, ...]
     moments: tuple[Moment, ...]
     ledger: Mapping[str, int]
     rest: Mapping[str, int]
     bound: int
     stepped: int
     beyond: Beyond
+    legs: tuple[Leg, ...]
+    wire: Mapping[str, int]
+    coded: float
 
 
 @lru_cache(maxsize=256)
@@ -191,7 +193,8 @@ def _engine(model: ModelShape, recipe: Recipe, ranks: int, per_node: int | None,
     stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable and f.tiers is None for slot in f.layout.slots)
     beyond = beyond_of(units, recipe, micro_batches, optimizer)
     rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few)
-    return _Engine(tuple(units), tuple(replay.moments), replay.peak, rest, bound, stepped, beyond)
+    legs, sent, coded = legs_of(units, recipe, micro_batches), wire(units, recipe, micro_batches), coded_bytes(units, recipe, micro_batches)
+    return _Engine(tuple(replay.moments), replay.peak, rest, bound, stepped, beyond, tuple(legs), sent, coded)
 
 
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:

@@ -1,7 +1,7 @@
 """What a rank sends in a step, by level: all ranks at once, those of its group ("inside"), or one of each group ("across").
 
-A move over groups is two legs (plan/division.py). Each leg is equal bytes to each peer of its level, so that the bytes to other nodes follow
-from who stands where. The counts are those of the traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
+A move over groups is two legs (plan/division.py). Each leg is equal bytes to each peer of its level, so that the bytes to other nodes
+follow from who stands where. The counts are those of the traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
 
 | leg                                           | of each buffer, P bytes         | how often in a step of m micro-batches            |
 |-----------------------------------------------|---------------------------------|---------------------------------------------------|

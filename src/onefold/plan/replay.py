@@ -260,7 +260,7 @@ class Replay(Holding):
                 self._land_all_but(self.in_flight)
         else:
             self._own_gradients(unit)
-        if unit.gathered and unit.plan.path != "":
+        if unit.gathered:
             self._release(unit)
         self._moment(k, "backward", unit.plan.name)
 

@@ -330,6 +330,12 @@ def launches_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: i
     return 0 if flat.kept else micro_batches * (2 if again else 1)
 
 
+def reductions_of(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> int:
+    """How often a step hands sums over: at each micro-batch, or at the boundary where they wait for it whole or in the group."""
+    held = recipe.gradients.over == GROUP and len(flat.hops) > 1
+    return micro_batches if recipe.reduce_at == "micro-batch" and not held else 1
+
+
 def puts_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, backward: bool = True) -> int:
     """How often a step reads this rank's masters for a buffer that is not kept: once for what is encoded or copied, if it is trained."""
     if flat.division.gathered is not None or flat.division.doubled:
