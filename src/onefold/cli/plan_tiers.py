@@ -38,8 +38,8 @@ def _refuse_few_bytes(found: dict[str, Any], words: dict[str, Any]) -> None:
             continue
         if (nbytes := bytes_of(name, value)) < _FEWEST:
             option = f"--{name.replace('_', '-')} {words[name]}"
-            share = "a share of at most 1 such as 0.6, or " if name == "offload_optimizer" else ""
-            raise ValueError(f"{option} is {nbytes:,} byte{'s' if nbytes > 1 else ''}: expected {share}at least {_FEWEST:,}, such as 6GB.")
+            wanted = {"offload_optimizer": "give a share of at most 1 such as 0.6, or", "tile": "give a tile of"}.get(name, "give")
+            raise ValueError(f"{option} is {nbytes:,} byte{'s' if nbytes > 1 else ''}: {wanted} at least {_FEWEST:,}, such as 512MB.")
 
 
 def with_host(machine: Machine, memory: str | None, disk: str | None) -> Machine:

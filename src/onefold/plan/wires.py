@@ -46,7 +46,7 @@ WIRES: Mapping[str, Wires] = {
     "qwZ": Wires("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
     "hpZ": Wires("a second copy in each node", {"second_copy": True}),
     "qgZ": Wires("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
-    "ZeRO++": Wires("all of ZeRO++", {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}, lossy=True),
+    "ZeRO++": Wires("hpZ, qwZ and qgZ", {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}, lossy=True),
     "HSDP": Wires("divided in each node", {"shard_group": "node"}, from_stage=1),
     "hybrid": Wires("divided in each node, optimizer over all", {"shard_group": "node", "optimizer_over": "all"}),
 }
