@@ -11,6 +11,7 @@ from random_plans import gpus
 import onefold
 from onefold.comm.codecs import codec
 from onefold.plan.architectures import architecture
+from onefold.plan.auto import plan_here
 from onefold.plan.division import by_link, topology_of
 from onefold.plan.formulas import traffic
 from onefold.plan.hardware import machine
@@ -23,17 +24,14 @@ from onefold.plan.states import legs_of, units_of
 from onefold.plan.wires import WIRES
 from onefold.recipe import Recipe
 
-SLOW = ("100g", "10g", "1g")
 
-
-def of(link: str, ranks: int = 16, name: str = "gpt2-xl", **job: Any) -> Plan:
+def of(link: str, ranks: int = 16, name: str = "gpt2-medium", **job: Any) -> Plan:
     return plan(name, machine(ranks, 8, "a100-80", link), Job(seq=512, **job), largest=False)
 
 
-@pytest.mark.parametrize("link", SLOW)
-@pytest.mark.parametrize("stages", [(), (2,), (3,)])
+@pytest.mark.parametrize(("link", "stages"), [("100g", ()), ("10g", (2,)), ("1g", (3,))])
 def test_what_rounds_is_named_and_never_taken(link: str, stages: tuple[int, ...]) -> None:
-    found = plan("gpt2-xl", machine(16, 8, "a100-80", link), Job(seq=512), stages=stages, largest=False)
+    found = plan("gpt2-medium", machine(16, 8, "a100-80", link), Job(seq=512), stages=stages, largest=False)
     assert found.slow_links is not None and found.recommended is not None
     slow, best = found.slow_links, found.recommended
     plain = next(c for c in slow.rows if c.scheme == best.scheme.with_(wires=""))
@@ -47,7 +45,7 @@ def test_what_rounds_is_named_and_never_taken(link: str, stages: tuple[int, ...]
     assert Recipe.zero(**asked).gradients.codec == "int4"
 
 
-@pytest.mark.parametrize("link", SLOW)
+@pytest.mark.parametrize("link", ["100g", "1g"])
 def test_every_part_sends_less_between_nodes_than_none_of_it_and_all_of_them_least(link: str) -> None:
     slow = of(link).slow_links
     assert slow is not None
@@ -61,11 +59,19 @@ def test_every_part_sends_less_between_nodes_than_none_of_it_and_all_of_them_lea
 
 
 def test_where_links_are_fast_or_there_is_one_node_or_the_job_says_what_to_do_nothing_is_proposed() -> None:
-    fast = plan("gpt2-xl", machine(16, 8, "t4", "8x400g"), Job(seq=8192, micro_batch=4, precision="fp16"), largest=False)
-    for found in (fast, plan("gpt2-xl", machine(8, 8, "a100-80"), Job(seq=512), largest=False), of("1g", options=(("group", 4),))):
+    fast = plan("gpt2-medium", machine(16, 8, "t4", "8x400g"), Job(seq=8192, micro_batch=4, precision="fp16"), largest=False)
+    for found in (fast, plan("gpt2-medium", machine(8, 8, "a100-80"), Job(seq=512), largest=False), of("1g", options=(("group", 4),))):
         assert found.slow_links is None and found.to_json()["slow_links"] is None
         assert found.recommended is None or found.recommended.scheme.wires == ""
     assert fast.recommended is None or waiting(fast.recommended) < 0.05
+
+
+def test_where_nobody_knows_how_fast_nodes_are_linked_the_bytes_are_said_and_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    found = plan_here("gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu")
+    assert found.slow_links is None and found.recommended is not None and found.recommended.scheme.wires == ""
+    (said,) = (n for n in found.notes if n.startswith("a node sends"))
+    assert f"{found.recommended.account.node_links['between'] / 1e9:.2f} GB" in said and "Recipe.zero(1, group='node')" in said
 
 
 def test_the_ways_are_in_the_json() -> None:

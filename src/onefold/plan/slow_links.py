@@ -16,6 +16,7 @@ from typing import Any
 
 from onefold.plan.choose import Question
 from onefold.plan.evaluate import Candidate
+from onefold.plan.hardware import Machine
 from onefold.plan.wires import WIRES, as_options, as_recipe
 
 #: Share of a step that waits for communication from which on links are slow; by how much a way has to be faster to be taken, or named.
@@ -72,15 +73,25 @@ def waiting(candidate: Candidate) -> float:
 
 
 def slow_links(question: Question, best: Candidate, stages: tuple[int, ...] = ()) -> SlowLinks | None:
-    """None where links are not slow: one node, little waiting, speeds that nobody knows; or where the job says itself what to do."""
+    """None where links between nodes are not slow: one node, little waiting, slower ones inside, speeds that nobody knows; or where the job
+    says itself what to do.
+    """
     machine = question.machine
     unknown = machine.measured is None and machine.gpu.name == "here"
-    if machine.nodes < 2 or question.job.wires or unknown or waiting(best) < SLOW:
+    if machine.nodes < 2 or question.job.wires or unknown or waiting(best) < SLOW or not _between_is_slower(best, machine):
         return None
     rows = [c for stage in _stages(best, stages) for c in _rows(question, best, stage)]
     taken = _taken(best, rows)
     named = _named(taken, rows)
     return SlowLinks(tuple(rows), taken, named, tuple(_why(best, taken, named)))
+
+
+def _between_is_slower(best: Candidate, machine: Machine) -> bool:
+    """What goes between nodes takes longer than what stays inside."""
+    if machine.between is None:
+        return False
+    account = best.account
+    return account.node_links.get("between", 0) / machine.between.bandwidth > account.links.get("inside", 0) / machine.gpu.link
 
 
 def _stages(best: Candidate, stages: tuple[int, ...]) -> list[int]:
