@@ -16,11 +16,14 @@ import torch.distributed as dist
 from models import TinyMLP, features_of
 from ranks import absolute_path, run_ranks
 
+# Of the processor's time, not of the clock's, and as a share of torch's own in the same process: a busy machine slows both.
 TIMED = """
-import json, time, torch, torch.distributed
-start = time.perf_counter()
+import json, time
+start = time.process_time()
+import torch, torch.distributed
+torchs = time.process_time() - start
 import onefold
-print(json.dumps(time.perf_counter() - start))
+print(json.dumps((time.process_time() - start - torchs) / torchs))
 """
 
 WATCHED = """
@@ -66,8 +69,8 @@ def run_program(program: str, folder: Path) -> Any:
 
 def test_import_takes_little_over_torchs_own(tmp_path: Path) -> None:
     run_program(TIMED, tmp_path)  # writes the bytecode
-    seconds = min(run_program(TIMED, tmp_path) for _ in range(3))
-    assert seconds < 0.15, f"import onefold took {seconds:.3f} s beyond torch's own, at most 0.15 s are allowed"
+    share = min(run_program(TIMED, tmp_path) for _ in range(3))
+    assert share < 0.1, f"import onefold takes {share:.3f} of what torch's own import takes, at most a tenth is allowed"
 
 
 def test_import_changes_nothing_and_loads_nothing_heavy(tmp_path: Path) -> None:

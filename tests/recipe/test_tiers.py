@@ -58,6 +58,7 @@ def test_a_tier_goes_by_any_of_its_names(name: Any) -> None:
     ("value", "tier", "share", "budget"),
     [
         (0.6, H, 0.6, None),
+        ("0.6", H, 0.6, None),
         (1.0, H, 1.0, None),
         (1, H, 1.0, None),
         ("6GB", H, 1.0, 6 * 10**9),
@@ -207,7 +208,7 @@ def test_a_tier_by_no_name_is_told_those_there_are(name: str, value: Any) -> Non
         (0, "more than 0 bytes"),
         (-3, "more than 0 bytes"),
         (True, "a share such as 0.6, or a budget such as '6GB'"),
-        ("fast", "a number of bytes, or a text such as '6GB'"),
+        ("fast", "a number of bytes, or a text such as '6GB' or '512MiB'; 'cpu' and 'nvme' take all of it"),
         (("nvme",), "a tier and a share or a budget, such as ('nvme', 0.6)"),
         (("nvme", 0.5, 1), "a tier and a share or a budget"),
         (("disk", 0.5), "expected 'cpu', 'nvme'"),

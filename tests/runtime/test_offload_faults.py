@@ -172,8 +172,25 @@ def no_room(nvme: str) -> str:
 
 def test_a_run_that_will_not_fit_is_refused_before_it_begins(tmp_path: Path) -> None:
     for said in run_ranks(2, no_room, str(tmp_path)):
-        assert "rank 1, before the run" in said and "needed" in said and "1,000 are free" in said
+        assert said.startswith("rank 1, before the run: the state of") and "needed" in said and "1,000 are free" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def little_room(nvme: str) -> bool:
+    from onefold.memory.nvme import preflight
+
+    def almost_full(path: Any) -> Any:
+        return shutil._ntuple_diskusage(1 << 30, (1 << 30) - (20 << 20), 20 << 20)  # type: ignore[attr-defined]
+
+    preflight.shutil.disk_usage = almost_full  # type: ignore[assignment]
+    model = sharded(nvme)
+    before = model(tokens_of(0)).item()
+    one_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 0)
+    return bool(model(tokens_of(0)).item() < before)
+
+
+def test_a_disk_with_too_little_room_to_be_measured_still_takes_a_state_that_fits(tmp_path: Path) -> None:
+    assert run_ranks(1, little_room, str(tmp_path)) == [True]
 
 
 def computing_with_nothing(nvme: str) -> list[str]:

@@ -88,13 +88,18 @@ def read_optimizer(value: Any) -> tuple[Tier, dict[str, Any]]:
         if len(value) != 2:
             raise ValueError(f"{name}={value!r}: expected a tier and a share or a budget, such as ('nvme', 0.6).")
         tier, amount = tier_of(name, value[0]), value[1]
+    if isinstance(amount, str) and re.fullmatch(r"0?\.[0-9]+|1\.0+", amount):
+        amount = float(amount)  # a share, as text
     if isinstance(amount, bool):
         raise ValueError(f"{name}={value!r}: expected 'cpu', 'nvme', a share such as 0.6, or a budget such as '6GB'.")
     if (isinstance(amount, float) and amount <= 1) or amount == 1:
         if not 0 < amount <= 1:
             raise ValueError(f"{name}={value!r}: a share lies above 0 and is at most 1; None keeps all on the device.")
         return tier, {"offload_share": float(amount)}
-    return tier, {"offload_bytes": bytes_of(name, amount)}
+    try:
+        return tier, {"offload_bytes": bytes_of(name, amount)}
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}; 'cpu' and 'nvme' take all of it, a number from 0 to 1 a share.") from None
 
 
 def read_activations(value: Any) -> int | None:

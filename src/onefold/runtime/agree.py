@@ -58,7 +58,8 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     Raises:
         TierError: on every rank, if something did on one.
     """
-    said = f"{type(error).__name__}: {error}".encode()[:_TOLD] if error is not None else b""
+    kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "  # which the raised error is itself
+    said = f"{kind}{error}".encode()[:_TOLD] if error is not None else b""
     payload = torch.frombuffer(bytearray(said.ljust(_TOLD, b"\0")), dtype=torch.uint8)
     told = engine.group.exchange_control(payload, Place("control", "(NVMe)", engine.step, "optimizer"))
     messages = [(rank, bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore")) for rank, t in enumerate(told)]

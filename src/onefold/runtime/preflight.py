@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from onefold.memory.nvme import TierError, measure, refuse_unless_fits
+from onefold.memory.nvme import ROOM_TO_MEASURE, TierError, measure, refuse_unless_fits
 from onefold.recipe import Tier
 from onefold.recipe.moments import FORMATS
 from onefold.runtime.agree import agree_on_failure
@@ -37,6 +39,11 @@ def needed(engine: Engine) -> int:
     return total
 
 
+def _has_room(folders: Sequence[str]) -> bool:
+    """Whether measuring is worth it: a small disk that holds a small state is fast enough."""
+    return min(shutil.disk_usage(folder).free for folder in folders) >= ROOM_TO_MEASURE
+
+
 def preflight(engine: Engine) -> None:
     """Measure the disks and refuse a run that has no room on them. Collective.
 
@@ -49,7 +56,7 @@ def preflight(engine: Engine) -> None:
     mine, error = needed(engine), None
     try:
         refuse_unless_fits(engine.recipe.nvme, mine * ranks, f"the state of {ranks} rank{'s' if ranks > 1 else ''} on NVMe")
-        if engine.rank == 0:
+        if engine.rank == 0 and _has_room(engine.recipe.nvme):
             for disk in measure(engine.recipe.nvme, _SAMPLE, seconds=0.25):
                 logging.getLogger("onefold").info(
                     "NVMe %s: %.0f MB/s written, %.0f MB/s read%s; the run takes %.2f GB of %.1f GB free (with Adam's two moments).",

@@ -13,10 +13,11 @@ from onefold.memory.nvme.buffer import PAGE, page_buffer
 from onefold.memory.nvme.errors import TierError
 from onefold.memory.nvme.files import reclaim
 from onefold.memory.nvme.io import Fault, Transfer
-from onefold.memory.nvme.preflight import DiskRate, measure, refuse_unless_fits
+from onefold.memory.nvme.preflight import ROOM_TO_MEASURE, DiskRate, measure, refuse_unless_fits
 from onefold.memory.nvme.region import Region
 from onefold.memory.nvme.store import Nvme
 
 __all__ = [
-    "PAGE", "DiskRate", "Fault", "Nvme", "Region", "TierError", "Transfer", "measure", "page_buffer", "reclaim", "refuse_unless_fits",
+    "PAGE", "ROOM_TO_MEASURE", "DiskRate", "Fault", "Nvme", "Region", "TierError", "Transfer", "measure", "page_buffer",
+    "reclaim", "refuse_unless_fits",
 ]  # fmt: skip

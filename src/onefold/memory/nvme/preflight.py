@@ -20,6 +20,8 @@ from onefold.memory.nvme.files import as_paths, check_folder, reclaim
 from onefold.memory.nvme.io import Io, Piece, Transfer
 
 _BLOCK = 4 << 20
+#: Bytes that must be free for a disk to be measured.
+ROOM_TO_MEASURE = 10 * _BLOCK
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def refuse_unless_fits(paths: Sequence[str | Path] | str | Path, need: int, what
 def _measure(path: Path, nbytes: int, threads: int, seconds: float) -> DiskRate:
     check_folder(path)
     free = shutil.disk_usage(path).free
-    if free < 10 * _BLOCK:
+    if free < ROOM_TO_MEASURE:
         raise TierError(f"{path} has {free:,} bytes free, too few to measure the disk; free some space or name another folder in nvme=.")
     nbytes = rounded(min(nbytes, free // 10))
     staging = page_buffer(threads * _BLOCK)
