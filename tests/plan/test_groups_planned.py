@@ -30,17 +30,13 @@ from ranks import run_ranks
 ALL_PARTS = {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}
 #: (stage, precision, micro-batches, options of Recipe.zero). Nodes have two ranks; groups of one rank and of all are no groups.
 RECIPES: list[tuple[int, str, int, dict[str, Any]]] = [
-    (3, "bf16", 1, {}),
     (3, "fp32", 2, {"group": "node"}),
     (2, "bf16", 2, {"group": 2}),
     (1, "fp32", 2, {"group": 2}),
-    (0, "bf16", 1, {"group": 2}),
-    (3, "bf16", 1, {"group": 4}),
     (3, "bf16", 3, {"shard_group": "node"}),
     (3, "fp32", 1, {"shard_group": 2, "prefetch": 2, "in_flight": 0}),
     (3, "bf16", 2, {"shard_group": 2, "reduce_at": "boundary"}),
     (2, "bf16", 2, {"shard_group": "node"}),
-    (1, "fp32", 1, {"shard_group": 2}),
     (3, "bf16", 2, {"shard_group": "node", "optimizer_over": "all"}),
     (3, "bf16", 2, {"second_copy": True}),
     (3, "fp32", 1, {"second_copy": True, "reshard_after_forward": False}),
@@ -52,7 +48,6 @@ RECIPES: list[tuple[int, str, int, dict[str, Any]]] = [
     (2, "fp32", 1, {"reduce_codec": "int8", "group": 4}),
     (1, "bf16", 2, {"reduce_codec": "fp8"}),
     (3, "bf16", 3, {"reduce_codec": "int8", "shard_group": "node", "error_feedback": True}),
-    (3, "bf16", 2, ALL_PARTS),
     (3, "bf16", 2, {**ALL_PARTS, "error_feedback": True, "prefetch": 2, "in_flight": 4}),
     (3, "bf16", 2, {"frozen": "nf4"}),
     (3, "fp32", 1, {"frozen": "int8", "shard_group": 2}),
