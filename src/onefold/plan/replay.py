@@ -44,6 +44,7 @@ class Moment:
 
 @dataclass
 class _Reduction:
+    unit: int
     flat: FlatPlan
     buffer: Buffer
     at: int = 0
@@ -229,7 +230,9 @@ class Replay(Holding):
                 self._complete(unit, k, deferring)
         for unit in (*tail, *reversed(around)):
             self._complete(unit, k, deferring)
-        self._land_all_but(0)
+        for under_way in (self.flying, self.crossing):
+            while under_way:
+                self._land(under_way.pop(0))
         for nbytes in self.copies:  # sums that were sent on, in another dtype than the masters'
             self._add(GRADIENTS, nbytes)
         for nbytes in self.summed:
@@ -256,8 +259,11 @@ class Replay(Holding):
             if not deferring:
                 for flat in unit.plan.flats:
                     if flat.trainable and not flat.passive:
-                        self._reduce(flat)
-                self._land_all_but(self.in_flight)
+                        self._reduce(unit, flat)
+                while self._is_due():
+                    self._land(self.flying.pop(0))
+                while len(self.crossing) > self.in_flight:
+                    self._land(self.crossing.pop(0))
         else:
             self._own_gradients(unit)
         if unit.gathered:
@@ -278,8 +284,8 @@ class Replay(Holding):
             dtype = flat.dtypes.sums if deferring else flat.dtypes.wire
             self.grads[id(flat)] = self._take(flat.numel, dtype, category)
 
-    def _reduce(self, flat: FlatPlan) -> None:
-        r = _Reduction(flat, self.grads.pop(id(flat)))
+    def _reduce(self, unit: _Unit, flat: FlatPlan) -> None:
+        r = _Reduction(unit.index, flat, self.grads.pop(id(flat)))
         self._send(r)
         self.flying.append(r)
 
@@ -299,11 +305,11 @@ class Replay(Holding):
         if peers:
             r.lent = self._take(peers * hop.own, wire, REDUCTION)
 
-    def _land_all_but(self, most: int) -> None:
-        """Land what was sent first, on the first hop and then on the second, until no more than `most` are under way on each."""
-        for under_way in (self.flying, self.crossing):
-            while len(under_way) > most:
-                self._land(under_way.pop(0))
+    def _is_due(self) -> bool:
+        """Whether to wait for the oldest: too many are under way, or it has a hop to go and another unit has been sent since."""
+        if len(self.flying) > self.in_flight:
+            return True
+        return bool(self.flying) and not self.flying[0].is_last and self.flying[0].unit != self.flying[-1].unit
 
     def _land(self, r: _Reduction) -> None:
         flat, sums = r.flat, r.flat.dtypes.sums
@@ -329,7 +335,7 @@ class Replay(Holding):
         if total is None:
             self._hand_over(flat, nbytes)
         elif not self._wait_inside(flat, total):
-            r = _Reduction(flat, total, r.at + 1)
+            r = _Reduction(r.unit, flat, total, r.at + 1)
             self._send(r)
             self.crossing.append(r)
 
