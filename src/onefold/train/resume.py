@@ -170,7 +170,7 @@ def take_over(run: Run, point: Point) -> list[str]:
     loaded = load_checkpoint(point.path, model=run.model, optimizer=run.optimizer, scaler=run.scaler, data=run.order, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
         group.update(options)  # what the command line says holds; the learning rate is set at each step anyway
-    return list(getattr(loaded, "notes", ()))
+    return list(loaded.notes)
 
 
 def load(run: Run, point: Point) -> list[str]:
