@@ -53,6 +53,23 @@ options = st.fixed_dictionaries(
 )
 
 
+#: Groups of two, codecs, both, neither; some of them are for stage 3 only.
+wires = st.sampled_from(
+    (
+        {},
+        {},
+        {"group": 2},
+        {"shard_group": 2},
+        {"shard_group": 2, "optimizer_over": "all"},
+        {"group": 2, "second_copy": True},
+        {"group": 2, "gather_codec": "int8", "frozen": "nf4"},
+        {"group": 2, "reduce_codec": "int4", "error_feedback": True},
+        {"shard_group": 2, "reduce_codec": "int8"},
+        {"group": 2, "second_copy": True, "gather_codec": "int4", "reduce_codec": "fp8"},
+    )
+)
+
+
 def recipe_of(stage: int, precision: str, given: dict[str, Any]) -> Recipe | None:
     try:
         return Recipe.zero(stage, precision=precision, **given)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import activity, gpus, more_padding, options, padding, precisions, recipe_of, shapes, stages
+from random_plans import activity, gpus, more_padding, options, padding, precisions, recipe_of, shapes, stages, wires
 
 from onefold.plan.evaluate import FRAGMENTED, bound_of, evaluate
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
@@ -20,28 +20,30 @@ from onefold.recipe import Recipe
 
 FRAGMENTED_FACTOR = 1 + FRAGMENTED
 
-@given(shapes(), stages, precisions, st.integers(1, 9), st.integers(1, 3), options)
+@given(shapes(), stages, precisions, st.integers(1, 9), st.integers(1, 3), options, wires)
 @settings(max_examples=200)
 def test_the_replay_of_the_engine_never_exceeds_its_bound(
-    shape: ModelShape, stage: int, precision: str, ranks: int, micro_batches: int, given: dict[str, Any]
+    shape: ModelShape, stage: int, precision: str, ranks: int, micro_batches: int, given: dict[str, Any], over: dict[str, Any]
 ) -> None:
-    recipe = recipe_of(stage, precision, given)
+    recipe = recipe_of(stage, precision, given | over)
     if recipe is None:
         return
-    units = units_of(shape, recipe, ranks)
+    units = units_of(shape, recipe, ranks * 2 if over else ranks)
     replay = Replay(units, recipe).run(micro_batches)
     assert replay.best_total <= bound_of(units, recipe, micro_batches), (recipe.describe(), replay.peak)
     at_end = {k: v for k, v in replay.now.items() if v}
     assert at_end == {k: v for k, v in at_rest(units).items() if k != MOMENTS}
 
 
-@given(shapes(), stages, precisions, st.integers(1, 9), st.sampled_from(("", "boundary", "micro-batch")))
+@given(shapes(), stages, precisions, st.integers(1, 9), st.sampled_from(("", "boundary", "micro-batch")), wires)
 @settings(max_examples=60)
-def test_two_micro_batches_peak_as_high_as_five(shape: ModelShape, stage: int, precision: str, ranks: int, when: str) -> None:
-    recipe = recipe_of(stage, precision, {"reduce_at": when} if when else {})
+def test_two_micro_batches_peak_as_high_as_five(
+    shape: ModelShape, stage: int, precision: str, ranks: int, when: str, over: dict[str, Any]
+) -> None:
+    recipe = recipe_of(stage, precision, over | ({"reduce_at": when} if when else {}))
     if recipe is None:
         return
-    two, five = (Replay(units_of(shape, recipe, ranks), recipe).run(m).best_total for m in (2, 5))
+    two, five = (Replay(units_of(shape, recipe, ranks * 2 if over else ranks), recipe).run(m).best_total for m in (2, 5))
     assert two == five
 
 

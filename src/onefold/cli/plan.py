@@ -14,7 +14,9 @@ Reduce = Literal["auto", "micro-batch", "boundary"]
 Offload = Literal["auto", "none", "optimizer", "parameters", "optimizer-nvme", "parameters-nvme", "nvme"]
 Tier = Literal["cpu", "nvme"]
 Moments = Literal["fp32", "bf16", "int8", "fp8", "int4"]
-_MODEL, _MACHINE, _JOB, _TIERS = "What is trained", "On what", "How", "Where state rests"
+Codec = Literal["none", "int8", "fp8", "int4"]
+Stored = Literal["none", "int8", "nf4", "int4", "fp8"]
+_MODEL, _MACHINE, _JOB, _TIERS, _WIRES = "What is trained", "On what", "How", "Where state rests", "What travels, where links are slow"
 
 
 def plan_command(
@@ -97,6 +99,36 @@ def plan_command(
     step_in_backward: Annotated[
         bool, typer.Option("--step-in-backward", help="Step units behind the backward pass.", rich_help_panel=_TIERS)
     ] = False,
+    group: Annotated[
+        str | None,
+        typer.Option("--group", help="Moves go inside groups and across: node, or ranks.", show_default=False, rich_help_panel=_WIRES),
+    ] = None,
+    shard_group: Annotated[
+        str | None,
+        typer.Option("--shard-group", help="HSDP, MiCS: divided in each group.", show_default=False, rich_help_panel=_WIRES),
+    ] = None,
+    optimizer_over: Annotated[
+        Literal["none", "all"] | None,
+        typer.Option("--optimizer-over", help="With --shard-group, optimizer states.", show_default=False, rich_help_panel=_WIRES),
+    ] = None,
+    second_copy: Annotated[
+        bool, typer.Option("--second-copy", help="ZeRO++ hpZ: parameters in each group too.", rich_help_panel=_WIRES)
+    ] = False,
+    gather_codec: Annotated[
+        Codec | None, typer.Option("--gather-codec", help="ZeRO++ qwZ: of parameters.", show_default=False, rich_help_panel=_WIRES)
+    ] = None,
+    reduce_codec: Annotated[
+        Codec | None, typer.Option("--reduce-codec", help="ZeRO++ qgZ: of gradients.", show_default=False, rich_help_panel=_WIRES)
+    ] = None,
+    error_feedback: Annotated[
+        bool, typer.Option("--error-feedback", help="With --reduce-codec: keep what it loses.", rich_help_panel=_WIRES)
+    ] = False,
+    wire_rounding: Annotated[
+        Literal["nearest", "stochastic"], typer.Option("--wire-rounding", help="Of encoded gradients.", rich_help_panel=_WIRES)
+    ] = "nearest",
+    frozen: Annotated[
+        Stored | None, typer.Option("--frozen", help="What frozen matrices rest in.", show_default=False, rich_help_panel=_WIRES)
+    ] = None,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Also run the engine as one of all ranks, on fake samples of up to 128 tokens, and compare."),
@@ -108,6 +140,7 @@ def plan_command(
 
     Status 0: answered, also where nothing fits ("recommended" is null then). Status 2: the question cannot be answered.
     """
+    from onefold.cli.plan_groups import groups_asked
     from onefold.cli.plan_tiers import places_asked, with_host
     from onefold.plan.job import Job
 
@@ -123,6 +156,17 @@ def plan_command(
             tile=tile,
             moments=moments,
             step_in_backward=step_in_backward,
+        )
+        places |= groups_asked(
+            group=group,
+            shard_group=shard_group,
+            optimizer_over=optimizer_over,
+            second_copy=second_copy,
+            gather_codec=gather_codec,
+            reduce_codec=reduce_codec,
+            error_feedback=error_feedback,
+            wire_rounding=wire_rounding,
+            frozen=frozen,
         )
         if reduce_at != "auto":
             places["reduce_at"] = reduce_at

@@ -30,6 +30,8 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     candidate = plan.recommended or plan.stages[-1]
     scheme = candidate.scheme
     recipe = scheme.recipe(plan.job)
+    if recipe.group == "node":  # nobody launches a simulation on nodes
+        recipe = recipe.replace(group=plan.machine.local)
     if any(t is not Tier.DEVICE for t in (recipe.parameters.tier, recipe.optimizer.tier)) or recipe.tile is not None:
         raise ValueError(f"--simulate runs the engine with everything on the device, in one piece, not {scheme}: add --offload none.")
     return simulate(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from onefold.cli.plan_groups import slow_links_table
 from onefold.cli.plan_tiers import moves_said, tiers_table
 from onefold.cli.plan_words import count, gib, in_seconds
 from onefold.plan.evaluate import Candidate
@@ -32,6 +33,11 @@ def show(plan: Plan, console: Console | None = None) -> None:
         out.print(_recommendation(plan.recommended))
         if plan.next_steps:
             _print(out, _steps(plan, plan.recommended))
+    slow = slow_links_table(plan)
+    if slow is not None and plan.slow_links is not None:
+        _print(out, slow)
+        for sentence in plan.slow_links.why:
+            out.print(sentence)
     shown = plan.recommended or plan.stages[-1]
     placed = tiers_table(shown)
     if placed is not None:
@@ -54,12 +60,13 @@ def _stages(plan: Plan) -> Table:
     title = f"a rank holds, sends and takes, at micro-batch {like.micro_batch}, checkpointing {like.checkpointing}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
     table.add_column("", no_wrap=True)
-    apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)  # one that offloads: a column of its own
+    apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)  # one that offloads or has groups: a column of its own
     columns = (*plan.stages, best) if best is not None and apart else plan.stages
     for candidate in columns:
         mark = " ◄" if best is not None and candidate.scheme == best.scheme else ""
         off = ", offload" if candidate.scheme.offload != "none" else ""
-        table.add_column(f"stage {candidate.scheme.stage}{off}{mark}", justify="right", no_wrap=True)
+        wires = f", {candidate.scheme.wires}" if candidate.scheme.wires else ""
+        table.add_column(f"stage {candidate.scheme.stage}{off}{wires}{mark}", justify="right", no_wrap=True)
     accounts = [c.account for c in columns]
     unasked = ["–"] * (len(columns) - len(plan.stages))  # the largest are looked for as the stages are shown
     table.add_row("[bold]at rest[/bold]", *(gib(a.rest_bytes) for a in accounts))
@@ -80,6 +87,8 @@ def _stages(plan: Plan) -> Table:
     for link in ("inside", "between"):
         if any(a.links.get(link) for a in accounts):
             table.add_row(f"  {'inside a node' if link == 'inside' else 'between nodes'}", *(gib(a.links.get(link, 0)) for a in accounts))
+    if any(a.node_links.get("between") for a in accounts):
+        table.add_row("  of a node, to others", *(gib(a.node_links.get("between", 0)) for a in accounts))
     table.add_row("[bold]a step takes[/bold]", *(in_seconds(a.seconds.get("step", 0)) for a in accounts))
     for part in ("compute", "exposed communication", "optimizer", "io"):
         if any(a.seconds.get(part) for a in accounts):

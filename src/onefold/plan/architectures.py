@@ -149,7 +149,7 @@ def model_of(name: str, family: str, dims: Transformer, dtype: str = "float32") 
     first, block, last = parameters(dims)
 
     def made(named: Named, prefix: str = "") -> tuple[Parameter, ...]:
-        return tuple(Parameter(prefix + n, shape, dtype=dtype) for n, shape in named)
+        return tuple(Parameter(prefix + n, s, dtype=dtype, looked_up=named is first and len(s) == 2) for n, s in named)
 
     enough = sum(p.numel for p in made(block)) / 2
     tied = {first[0][0]} if dims.tied else set()

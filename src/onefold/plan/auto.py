@@ -145,7 +145,7 @@ def recipe_for(
         device: where it will be computed; None takes CUDA if there is any.
         options: fields of `plan.job.Job` (seq, micro_batch, of which 0 takes the largest that fits, global_batch, precision, which is
             "fp32" here unless told otherwise, checkpointing, optimizer, offload, ...) and arguments of `Recipe.zero` (reduce_at, units,
-            nvme, offload_optimizer, ...).
+            nvme, offload_optimizer, shard_group, gather_codec, ...). What rounds on the wire is taken if it is asked for, never else.
 
     Raises:
         ValueError: nothing fits (with what is nearest), an unknown option, or a figure that cannot be.

@@ -29,7 +29,7 @@ from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.optim.behind import WAITING
 from onefold.optim.offloaded import AHEAD, BEHIND
 from onefold.plan.schema import MOVED
-from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, launches_of, moments, moments_of_slot
+from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, moments, moments_of_slot, puts_of, reductions_of
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.tiers import SECTOR
@@ -94,7 +94,7 @@ def beyond_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1,
     """What the recipe keeps off the device, with `micro_batches` forward and backward passes in a step."""
     home = [(u, f) for u in units for f in u.flats if f.tiers is not None]
     flats = [f for _, f in home]
-    reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
     behind = recipe.step_in_backward and reductions == 1  # else gradients wait for the last micro-batch's
     rest = {HOST: Counter[str](), NVME: Counter[str]()}
     for flat in flats:
@@ -193,7 +193,7 @@ def _passing(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: b
 
 def _sums(flat: FlatPlan) -> torch.dtype:
     """What a flat buffer's gradients land in."""
-    return flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
+    return flat.dtypes.wire if flat.whole_master or flat.spread else flat.dtypes.sums
 
 
 def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) -> int:
@@ -233,12 +233,12 @@ def _carried(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int,
     compute, master = own * d.compute.itemsize, own * d.master.itemsize
     if p is not Tier.DEVICE:
         move: Move = "up" if p is Tier.HOST else "read"
-        forward = launches_of(unit, flat, recipe, micro_batches, backward=False)
+        forward = puts_of(unit, flat, recipe, micro_batches, backward=False)
         yield Carried(move, forward * compute, "forward")
-        yield Carried(move, (launches_of(unit, flat, recipe, micro_batches) - forward) * compute, "backward")
+        yield Carried(move, (puts_of(unit, flat, recipe, micro_batches) - forward) * compute, "backward")
     if not flat.trainable:
         return
-    reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    reductions = reductions_of(flat, recipe, micro_batches)
     yield Carried("down", reductions * own * _sums(flat).itemsize, "backward")
     behind = recipe.step_in_backward and reductions == 1
     on_disk = flat.tiers.gradients is Tier.NVME and not behind

@@ -22,6 +22,7 @@ from onefold.plan.job import CHECKPOINTING, IN_PART, OFFLOAD, PLACES, Job, Schem
 from onefold.plan.parts import smallest_share
 from onefold.plan.shapes import ModelShape
 from onefold.plan.times import Software
+from onefold.plan.wires import OPTIONS as WIRE_OPTIONS
 
 #: Where the searches for the largest end: samples of a micro-batch, blocks of a model.
 MOST_SAMPLES, MOST_BLOCKS = 4096, 1024
@@ -75,16 +76,28 @@ def rungs(job: Job, ranks: int, stages: tuple[int, ...] = (), places: Collection
                 out.append([Scheme(stage, checkpointing, offload, micro) for stage in possible])
     for scheme in (s for rung in out for s in rung if job.places):
         scheme.recipe(job)  # says what cannot be
-    return out
+    return _that_can_be(out, job) if job.wires else out
 
 
-def can_be(job: Job, stage: int) -> bool:
-    """Whether a stage can keep states where the job's own options say."""
+def _that_can_be(rungs: list[list[Scheme]], job: Job) -> list[list[Scheme]]:
+    """The rungs without the schemes that groups and codecs cannot go with. Raises ValueError where nothing is left."""
+    found = [[s for s in rung if _can_be(s, job)] for rung in rungs]
+    if not any(found):
+        next(s for rung in rungs for s in rung).recipe(job)
+    return [rung for rung in found if rung]
+
+
+def _can_be(scheme: Scheme, job: Job) -> bool:
     try:
-        job.recipe(stage)
+        scheme.recipe(job)
     except ValueError:
         return False
     return True
+
+
+def can_be(job: Job, stage: int) -> bool:
+    """Whether a stage can do what the job's own options say of tiers, groups and codecs."""
+    return _can_be(Scheme(stage), job)
 
 
 def places_on(machine: Machine) -> tuple[str, ...]:
@@ -239,9 +252,10 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
         else f"{question.model.name} does not fit: {nearest.scheme} needs {_gib(nearest.account.host)} of host and "
         f"{_gib(nearest.account.nvme)} of NVMe for each rank, more than a node has."
     ]
-    found = next((f for q, s in _relaxed(question, stages) if (f := recommend(q, s)) is not None), None)
+    found, plain = next(((f, q.job) for q, s in _relaxed(question, stages) if (f := recommend(q, s)) is not None), (None, question.job))
     if found is not None:
-        return f"{lines[0]} Here {found.scheme} with micro-batch {found.scheme.micro_batch} would fit."
+        without = "" if plain.wires == question.job.wires else f", without {', '.join(sorted(question.job.wires))},"
+        return f"{lines[0]} Here {found.scheme} with micro-batch {found.scheme.micro_batch}{without} would fit."
     kept = "none" if question.job.offload == "none" else ""
     job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload=kept)
     for ranks in _more_ranks(question.machine):
@@ -256,7 +270,7 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
 
 
 def _relaxed(question: Question, stages: tuple[int, ...]) -> Iterator[tuple[Question, tuple[int, ...]]]:
-    """The question with less and less of what was asked for: the micro-batch, the stage, the checkpointing, where states go."""
+    """The question with less and less of what was asked for: the micro-batch, the stage, the checkpointing, where states go, groups."""
     if question.job.micro_batch > 1:
         question = replace(question, job=replace(question.job, micro_batch=1))
         yield question, stages
@@ -267,7 +281,11 @@ def _relaxed(question: Question, stages: tuple[int, ...]) -> Iterator[tuple[Ques
         yield question, ()
     if question.job.offload not in ("", "none") or question.job.places:
         options = tuple((k, v) for k, v in question.job.options if k not in PLACES)
-        yield replace(question, job=replace(question.job, offload="", options=options)), ()
+        question = replace(question, job=replace(question.job, offload="", options=options))
+        yield question, ()
+    if question.job.wires:
+        options = tuple((k, v) for k, v in question.job.options if k not in WIRE_OPTIONS)
+        yield replace(question, job=replace(question.job, options=options)), ()
 
 
 def _more_ranks(machine: Machine, most: int = 1 << 17) -> Iterator[int]:

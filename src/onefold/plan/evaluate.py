@@ -15,19 +15,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from onefold.comm.topology import Topology
 from onefold.memory import GATHERED, IDLE, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
 from onefold.plan.activity_on_host import OnHost, on_host
 from onefold.plan.beyond import HOST, Beyond, beyond_of, moved_by
-from onefold.plan.formulas.states import model_states
+from onefold.plan.coding import coded_bytes
+from onefold.plan.division import by_link, padded, topology_of
+from onefold.plan.formulas.states import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
+from onefold.plan.legs import Leg, by_level
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import MOMENTS_OF, UnitPlan, at_rest, gathers_of, units_of, wire
-from onefold.plan.times import Software, Traffic, Work, links_of, step_times, traffic_of
-from onefold.recipe import Placement, Recipe, Tier
+from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, at_rest, gathers_of, legs_of, units_of, wire
+from onefold.plan.times import Software, Traffic, Work, node_links, step_times, traffic_over
+from onefold.recipe import Recipe, Tier
+from onefold.recipe.groups import GROUP
 
 #: Of what comes and goes in a step on a GPU, the share that its allocator cannot use again (blocks of other sizes). An assumption, in
 #: line with the largest models that were trained: 0.63 to 0.90 of what their states allowed.
@@ -80,8 +85,9 @@ def evaluate(
     """
     recipe = scheme.recipe(job)
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
-    engine = _engine(model, recipe, machine.ranks, accumulation, job.optimizer)
-    units, moments, rest = engine.units, engine.moments, dict(engine.rest)
+    per_node = machine.local if machine.nodes > 1 else None
+    engine = _engine(model, recipe, machine.ranks, per_node, accumulation, job.optimizer)
+    moments, rest = engine.moments, dict(engine.rest)
     states = rest.get(MOMENTS, 0)
     away = on_host(activity, recipe.activations, machine.shared) if recipe.activations is not None else OnHost(activity)
     limit = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
@@ -92,12 +98,13 @@ def evaluate(
     if away.nbytes:
         held[HOST][ACTIVATIONS] = away.nbytes
     host = sum(held[HOST].values())
-    sent = wire(list(units), recipe, accumulation)
-    nccl = getattr(machine.measured, "backend", "nccl") != "gloo"
-    kept, late = recipe.parameters.placement is Placement.REPLICATED, recipe.reduce_at == "boundary"
-    traffic = traffic_of(sent, calls_of(units, recipe, accumulation), machine, kept=kept, at_boundary=late, nccl=nccl)
+    topology = topology_of(recipe, machine.ranks, per_node)
+    traffic, links = _on_links(engine.legs, machine, recipe, topology)
     work = replace(
-        _work(model, engine, activity, machine, job, scheme, traffic, accumulation), carried=carried, behind=recipe.step_in_backward
+        _work(model, engine, activity, machine, job, scheme, traffic, accumulation),
+        carried=carried,
+        behind=recipe.step_in_backward,
+        coded_bytes=engine.coded,
     )
     times = step_times(_with_host_update(work, beyond, job), machine, software)
     account = Account(
@@ -109,8 +116,9 @@ def evaluate(
         nvme=beyond.nvme,
         beyond={tier: by for tier, by in held.items() if by},
         moved=moved_by(carried),
-        wire=sent,
-        links={k: v for k, v in links_of(traffic).items() if v},
+        wire=engine.wire,
+        links={k: round(v / machine.local) for k, v in links.items() if v},
+        node_links={k: v for k, v in links.items() if v} if machine.nodes > 1 else {},
         seconds=times.seconds,
         tiers=times.tiers if carried else {},
         tokens_per_s=times.tokens_per_s,
@@ -123,7 +131,7 @@ def evaluate(
         False,
         usable,
         accumulation,
-        states_of(model, job, scheme.stage, machine.ranks),
+        states_of(model, job, scheme.stage, machine.ranks, recipe, topology.inner),
         (*activity.notes, *times.notes),
         machine.shared,
     )
@@ -131,11 +139,29 @@ def evaluate(
     return replace(found, fits=found.spare >= 0 and (machine.shared or host * local <= there.memory) and beyond.nvme * local <= there.nvme)
 
 
-def states_of(model: ModelShape, job: Job, stage: int, ranks: int) -> int:
-    """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the job's bytes per parameter."""
+def _on_links(legs: Sequence[Leg], machine: Machine, recipe: Recipe, topology: Topology) -> tuple[list[Traffic], dict[str, int]]:
+    """(moves of a rank, bytes by link that all ranks of a node send)."""
+    nccl = getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
+    traffic = traffic_over(legs, machine, topology, nccl=nccl)
+    if machine.nodes == 1 and isinstance(recipe.group, int):  # the ledger takes groups for nodes where the launcher knows of one
+        return traffic, {k: machine.local * v for k, v in by_link(by_level(legs), topology, recipe.group, 0).items()}
+    return traffic, node_links(legs, machine, topology, nccl=nccl)
+
+
+def states_of(model: ModelShape, job: Job, stage: int, ranks: int, recipe: Recipe | None = None, group: int = 0) -> int:
+    """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the job's bytes per parameter.
+
+    Args:
+        recipe: says which kinds are divided among the `group` ranks of a group only, and whether parameters are in it besides.
+    """
     convention = job.convention
-    frozen = (model.numel - model.trainable) * convention.parameters / (ranks if stage == 3 else 1)
-    return round(model_states(model.trainable, convention, stage, ranks) + frozen)
+    rows = {"parameters": recipe.parameters, "gradients": recipe.gradients, "optimizer": recipe.optimizer} if recipe is not None else {}
+    inside = {kind for kind, row in rows.items() if row.over == GROUP}
+    frozen = (model.numel - model.trainable) * convention.parameters / ((group if "optimizer" in inside else ranks) if stage == 3 else 1)
+    copy = model.trainable * convention.parameters / group if inside == {"parameters"} else 0.0
+    inside = inside if copy == 0 else set()
+    parts = (states_by_kind(model.trainable, convention, stage, group if kind in inside else ranks)[kind] for kind in convention.by_kind())
+    return round(sum(parts) + frozen + copy)
 
 
 def usable_bytes(machine: Machine) -> int:
@@ -145,40 +171,45 @@ def usable_bytes(machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class _Engine:
-    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this rank's update steps on the device."""
+    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this rank's update steps on the device; `coded`:
+    bytes that encoding reads and writes."""
 
-    units: tuple[UnitPlan, ...]
     moments: tuple[Moment, ...]
     ledger: Mapping[str, int]
     rest: Mapping[str, int]
     bound: int
     stepped: int
     beyond: Beyond
+    legs: tuple[Leg, ...]
+    wire: Mapping[str, int]
+    coded: float
 
 
 @lru_cache(maxsize=256)
-def _engine(model: ModelShape, recipe: Recipe, ranks: int, micro_batches: int, optimizer: str) -> _Engine:
-    units = units_of(model, recipe, ranks)
+def _engine(model: ModelShape, recipe: Recipe, ranks: int, per_node: int | None, micro_batches: int, optimizer: str) -> _Engine:
+    units = units_of(model, recipe, ranks, per_node=per_node)
     few = min(micro_batches, 2)  # the others take and give what these do
     replay = Replay(units, recipe).run(few)
     stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable and f.tiers is None for slot in f.layout.slots)
     beyond = beyond_of(units, recipe, micro_batches, optimizer)
     rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few)
-    return _Engine(tuple(units), tuple(replay.moments), replay.peak, rest, bound, stepped, beyond)
+    legs, sent, coded = legs_of(units, recipe, micro_batches), wire(units, recipe, micro_batches), coded_bytes(units, recipe, micro_batches)
+    return _Engine(tuple(replay.moments), replay.peak, rest, bound, stepped, beyond, tuple(legs), sent, coded)
 
 
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:
     """Bytes that the engine's ledger never exceeds, in closed form.
 
     S + G·(prefetch + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, C the gathered units around one
-    another at most, R the largest reduction of a unit (its buffer, what is received, a copy in the wire's dtype if that differs), T all
-    gradients once they are reduced (and copied where the masters have another dtype), and as long as they are kept whole. Of what is
-    stepped off the device T has the largest alone, or all while they are all-reduced. Where parameters come from a disk, G counts once
-    more.
+    another at most, R the largest reduction of a unit (on each hop its buffer, what is received, what is sent where that is a copy), T all
+    gradients once they are reduced (and copied where the masters have another dtype), and as long as they are kept whole or held in a
+    group. Of what is stepped off the device T has the largest alone, or all while they are sent on. Where parameters come from a disk, G
+    counts once more.
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = (recipe.prefetch, recipe.in_flight) if recipe.overlap else (0, 0)
-    gathered = [sum(f.numel * f.dtypes.compute.itemsize for f in u.flats if not f.kept) for u in units]
+    gathered = [sum(_gathered(f) for f in u.flats if not f.kept) for u in units]
+    late, again = recipe.reduce_at == "boundary" and micro_batches > 1, micro_batches > 1
     names = outer(list(units))
     around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
     nested = max((sum(around.get(path, 0) for path in _enclosing(u.path)) for u in units), default=0)
@@ -186,18 +217,17 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
     for unit in units:
         one = 0
         for f in (f for f in unit.flats if f.trainable):
-            wire_bytes, sums = f.dtypes.wire.itemsize, f.dtypes.sums.itemsize
-            late = recipe.reduce_at == "boundary" and micro_batches > 1
-            one += f.numel * (2 * wire_bytes + (wire_bytes if late and wire_bytes != sums else 0))
-            one += f.layout.shard_numel * (sums if wire_bytes != sums else 0)
-            kept = f.numel * sums if late else 0
-            landed = f.dtypes.wire if f.whole_master else f.dtypes.sums
+            one += _on_its_way(f, late)
+            sums, sent_on = f.dtypes.sums.itemsize, f.whole_master or f.spread
+            held = again and recipe.gradients.over == GROUP and len(f.hops) > 1
+            kept = f.numel * sums if late else f.hops[0].own * sums if held else 0
+            landed = f.dtypes.wire if sent_on else f.dtypes.sums
             copied = f.dtypes.master.itemsize if landed != f.dtypes.master else 0
-            twice = landed.itemsize if f.whole_master else 0  # all-reduced sums wait for the end of backward
-            elements = f.numel if f.whole_master else f.layout.shard_numel
+            twice = landed.itemsize if sent_on else 0  # sums that are sent on wait for the end of backward
+            elements = f.own if sent_on else f.layout.shard_numel
             if f.tiers is None:
                 total += elements * (landed.itemsize + copied + twice)
-            elif f.whole_master and f.ranks > 1:
+            elif f.spread:
                 total += elements * landed.itemsize
             else:
                 leaving.append(elements * landed.itemsize)
@@ -207,6 +237,24 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
     fetched = any(f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.kept for u in units for f in u.flats)
     ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
     return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total + max(leaving)
+
+
+def _gathered(flat: FlatPlan) -> int:
+    """Bytes of a buffer while it is gathered: the whole, and what arrives encoded."""
+    return flat.numel * flat.dtypes.compute.itemsize + (flat.ranks * flat.each if flat.division.gathered is not None else 0)
+
+
+def _on_its_way(flat: FlatPlan, late: bool) -> int:
+    """Bytes of a reduction on all its hops; `late`: it was kept whole, in the dtype of sums."""
+    wire, sums, out = flat.dtypes.wire.itemsize, flat.dtypes.sums.itemsize, 0
+    for at, hop in enumerate(flat.hops):
+        out += hop.span * (sums if at else wire)
+        if flat.division.reduced is not None and flat.division.encodes(hop):
+            out += 2 * hop.size * padded(flat.division.reduced, hop.own)
+        else:
+            out += hop.span * (2 * wire if wire != sums and (late or at) else wire)
+        out += hop.own * sums if wire != sums or at + 1 < len(flat.hops) else 0
+    return out
 
 
 def _enclosing(path: str) -> list[str]:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
 from onefold.runtime.tiles.modules import EmbeddingTile
-from onefold.runtime.units import find_units
+from onefold.runtime.units import Found, find_units
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -48,12 +48,17 @@ def model_shape(module: nn.Module, units: Sequence[str | type] | None = None, *,
     shapes = tuple(
         UnitShape(
             spec.name or "(root)",
-            tuple(Parameter(f.names[0], tuple(f.param.shape), f.param.requires_grad, _dtype_name(f.param.dtype)) for f in spec.found),
+            tuple(_parameter(f) for f in spec.found),
             looks_up_only=_looks_up_only(spec.module),
         )
         for spec in find_units(module, units)
     )
     return ModelShape(name or type(module).__name__, shapes, transformer_of(module, seq), _active_numel(module, shapes))
+
+
+def _parameter(found: Found) -> Parameter:
+    looked_up = any(isinstance(module, nn.Embedding) for module, _ in found.places)
+    return Parameter(found.names[0], tuple(found.param.shape), found.param.requires_grad, _dtype_name(found.param.dtype), looked_up)
 
 
 def _looks_up_only(module: nn.Module) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from onefold.plan.formulas.states import Convention
+from onefold.plan.wires import OPTIONS as WIRE_OPTIONS
+from onefold.plan.wires import WIRES, given
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.checks import did_you_mean
 from onefold.recipe.moments import bytes_an_element
@@ -34,7 +36,7 @@ _IN_WORDS = {
     "nvme": "states on NVMe",
 }
 #: What may be said of a recipe beside the stage and the precision.
-RECIPE_OPTIONS = set(inspect.signature(Recipe.zero).parameters) | set(Recipe.__dataclass_fields__) | TIER_OPTIONS
+RECIPE_OPTIONS = set(inspect.signature(Recipe.zero).parameters) | set(Recipe.__dataclass_fields__) | TIER_OPTIONS | WIRE_OPTIONS
 RECIPE_OPTIONS -= {"stage", "precision", "options", "parameters", "gradients", "optimizer", "notes"}
 #: Options that say where states rest. With one of them given, the plan moves nothing more.
 PLACES = {"offload_optimizer", "offload_gradients", "offload_param"}
@@ -55,8 +57,8 @@ class Job:
         optimizer: as in `plan.states.MOMENTS_OF`.
         lora_rank: 0 trains all parameters; else adapters of this rank on every matrix of the blocks, the rest frozen.
         offload: one of `OFFLOAD`; "" lets the plan escalate to it ("none" where `options` say themselves where states rest).
-        options: further arguments of `Recipe.zero` by name (reduce_at, units, wire, offload_optimizer, nvme, tile, ...), which the plan
-            follows as the run would.
+        options: further arguments of `Recipe.zero` by name (reduce_at, units, wire, offload_optimizer, nvme, tile, shard_group,
+            gather_codec, ...), which the plan follows as the run would.
     """
 
     seq: int = 1024
@@ -116,7 +118,7 @@ class Job:
         """The recipe at a stage; `reduce_at` is taken where there is a choice (stages 0 and 1 reduce at the boundary).
 
         Args:
-            places: where states rest, as `OFFLOAD` has it; the job's own options say it where none is given.
+            places: where states rest, as `OFFLOAD` has it, and what `WIRES` has; the job's own options say it where none is given.
 
         Raises:
             ValueError: no recipe can be so at this stage.
@@ -133,6 +135,11 @@ class Job:
     def places(self) -> set[str]:
         """The options that say where states rest."""
         return {k for k, v in self.options if k in PLACES and v not in (None, "none", "device")}
+
+    @property
+    def wires(self) -> dict[str, Any]:
+        """What was said of groups, codecs and frozen weights. With any of it given, the plan adds nothing of the kind."""
+        return given(self.options)
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -186,6 +193,7 @@ class Scheme:
 
     Attributes:
         offload: one of `OFFLOAD`. share: of the units whose states leave, below 1 with `IN_PART` only.
+        wires: one of `plan.wires.WIRES`, what is done about links between nodes beside what the job says.
     """
 
     stage: int
@@ -193,8 +201,11 @@ class Scheme:
     offload: str = "none"
     micro_batch: int = 1
     share: float = 1.0
+    wires: str = ""
 
     def __post_init__(self) -> None:
+        if self.wires not in WIRES:
+            raise ValueError(f"wires {self.wires!r}: expected one of {', '.join(map(repr, WIRES))}.")
         if self.stage not in PLACEMENTS_OF_STAGE:
             raise ValueError(f"stage {self.stage!r}: expected 0, 1, 2 or 3.")
         if self.offload not in OFFLOAD:
@@ -215,13 +226,18 @@ class Scheme:
         whole = dict(OFFLOAD[self.offload])
         return whole if self.share == 1 else {"offload_optimizer": (whole["offload_optimizer"], self.share)}
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Arguments of `Recipe.zero` beside the job's own."""
+        return self.places | dict(WIRES[self.wires].options)
+
     def recipe(self, job: Job) -> Recipe:
         """What `onefold.shard` executes; `SOMEWHERE` stands for folders on NVMe that the job does not name.
 
         Raises:
             ValueError: no recipe can keep states where the job's own options say, at this stage.
         """
-        return job.recipe(self.stage, **self.places)
+        return job.recipe(self.stage, **self.asked)
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}"]
@@ -229,4 +245,6 @@ class Scheme:
             parts.append(f"{self.checkpointing} checkpointing")
         if self.offload != "none":
             parts.append(f"{f'{self.share:.3g} of the ' if self.share < 1 else ''}{_IN_WORDS[self.offload]}")
+        if self.wires:
+            parts.append(WIRES[self.wires].words)
         return ", ".join(parts)

@@ -34,7 +34,9 @@ from onefold.plan.choose import (
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
 from onefold.plan.job import SOMEWHERE, Job, Scheme
+from onefold.plan.said import said_of
 from onefold.plan.shapes import ModelShape
+from onefold.plan.slow_links import SlowLinks, slow_links
 from onefold.plan.subject import subject_of
 from onefold.plan.times import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
@@ -48,6 +50,7 @@ class Plan:
         stages: one candidate a stage, 0 to 3, as the job is asked (or at the recommendation's checkpointing and micro-batch); those alone
             that can keep states where the job says.
         recommended: what to run, None if nothing fits; `why_not` says what is nearest then.
+        slow_links: where nodes hang on slow links, every way to send less between them; None where they do not.
         next_steps: what the steps of the ladder behind the recommendation would buy.
         largest_micro_batch: samples that fit, by stage; 0 where none does.
         largest_model: parameters of the deepest model of this width that fits, by stage.
@@ -65,6 +68,7 @@ class Plan:
     source: str
     why_not: str
     notes: tuple[str, ...]
+    slow_links: SlowLinks | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -119,6 +123,7 @@ class Plan:
             "stages": [_candidate_json(c) for c in self.stages],
             "recommended": _candidate_json(self.recommended) if self.recommended else None,
             "recipe": self._recipe_json(),
+            "slow_links": self.slow_links.to_json() if self.slow_links is not None else None,
             "next_steps": [_candidate_json(c) for c in self.next_steps],
             "largest_micro_batch": dict(self.largest_micro_batch),
             "largest_model": dict(self.largest_model),
@@ -137,7 +142,7 @@ class Plan:
         except ValueError:  # on the machine that is planned for there will be one
             folders = ()
         options.pop("nvme", None)
-        options |= scheme.places | ({"nvme": folders} if folders else {})
+        options |= scheme.asked | ({"nvme": folders} if folders else {})
         sums = COMPUTE_DTYPES[self.job.accumulate]
         asked = {"stage": scheme.stage, "precision": self.job.precision, "accumulate_dtype": sums, **options}
         return {name: _plain(value) for name, value in asked.items()}
@@ -158,6 +163,7 @@ def _candidate_json(c: Candidate) -> dict[str, Any]:
         "checkpointing": c.scheme.checkpointing,
         "offload": c.scheme.offload,
         "share": c.scheme.share,
+        "wires": c.scheme.wires,
         "micro_batch": c.scheme.micro_batch,
         "accumulation": c.accumulation,
         "fits": c.fits,
@@ -199,8 +205,10 @@ def plan(
     question = Question(shape, activities, machine, job, software)
     best = recommend(question, stages)
     like = best.scheme if best is not None else rungs(job, machine.ranks, stages)[0][0]
-    columns = [_column(s, like, job) for s in (0, 1, 2, 3) if not job.places or can_be(job, s)]
+    columns = [_column(s, like, job) for s in (0, 1, 2, 3) if not (job.places or job.wires) or can_be(job, s)]
     shown = tuple(question.answer(scheme) for scheme in columns)
+    slow = slow_links(question, best, stages) if best is not None else None
+    best = slow.taken if slow is not None else best
     micro, models = {}, {}
     for candidate in shown if largest else ():
         scheme = candidate.scheme
@@ -220,8 +228,12 @@ def plan(
         largest_model=models,
         source=subject.source,
         why_not="" if best is not None else cannot_fit(question, stages),
-        notes=(_convention(job), *_slow(job, machine), *subject.notes, *shown[0].notes, *_ends(shape, sizes, models)),
-    )
+        notes=(
+            _convention(job), *_slow(job, machine), *subject.notes, *said_of(question, best or shown[-1]), *shown[0].notes,
+            *_ends(shape, sizes, models),
+        ),
+        slow_links=slow,
+    )  # fmt: skip
 
 
 def _column(stage: int, like: Scheme, job: Job) -> Scheme:
@@ -235,10 +247,13 @@ def _column(stage: int, like: Scheme, job: Job) -> Scheme:
 def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) -> list[Candidate]:
     """The steps of the ladder behind the recommendation, at its micro-batch, each of which saves more than those before it."""
     out: list[Candidate] = []
-    micro = best.scheme.micro_batch
+    micro, wires = best.scheme.micro_batch, best.scheme.wires
     order = [candidate.scheme.with_(micro_batch=micro) for candidate in ladder(question, stages)]
-    for later in order[order.index(best.scheme) + 1 :]:
-        found = question.answer(later)
+    for later in order[order.index(best.scheme.with_(wires="")) + 1 :]:
+        try:
+            found = question.answer(later.with_(wires=wires))
+        except ValueError:  # that way cannot be with states elsewhere
+            found = question.answer(later)
         if found.account.peak_bytes < min([best.account.peak_bytes, *(c.account.peak_bytes for c in out)]):
             out.append(found)
     return out

@@ -4,6 +4,9 @@
     backward   take n | arrival: reduction buffer | parts | land: gradients, give | ...
     boundary   (moments, gradients) ──► gradients dropped
 
+Over groups a reduction lands twice: the sums of the first hop travel on, or are held in the group until the boundary. What travels encoded
+has a buffer of bytes beside the whole while it is on its way.
+
 Where state rests off the device its gradients leave as they land, and where parameters are read from a disk one unit more has its buffer.
 
 It mirrors runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state (orders learned, every unit used once in each
@@ -13,14 +16,16 @@ the engine's: `Moment`s name the unit and the phase so that a trace can be laid 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import torch
 
-from onefold.memory import GATHERED, GRADIENTS, IDLE, REDUCTION
+from onefold.memory import GATHERED, GRADIENTS, REDUCTION
+from onefold.plan.division import Hop, padded
+from onefold.plan.holding import Buffer, Holding
 from onefold.plan.states import FlatPlan, UnitPlan, resting
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.groups import GROUP
 
 
 @dataclass(frozen=True)
@@ -38,39 +43,42 @@ class Moment:
 
 
 @dataclass
-class _Buffer:
-    numel: int
-    dtype: torch.dtype
-    category: str
-    pooled: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass
 class _Reduction:
     flat: FlatPlan
-    buffer: _Buffer
-    sent: _Buffer | None
-    lent: _Buffer | None
-    into: _Buffer | None
+    buffer: Buffer
+    at: int = 0
+    sent: Buffer | None = None
+    lent: Buffer | None = None
+    into: Buffer | None = None
+
+    @property
+    def hop(self) -> Hop:
+        return self.flat.hops[self.at]
+
+    @property
+    def encodes(self) -> bool:
+        return self.flat.division.encodes(self.hop)
+
+    @property
+    def is_last(self) -> bool:
+        return self.at + 1 == len(self.flat.hops)
 
 
 @dataclass
 class _Unit:
     plan: UnitPlan
     index: int
-    held: dict[int, _Buffer] = field(default_factory=dict)  # by number of the flat buffer
+    held: dict[int, Buffer] = field(default_factory=dict)  # by number of the flat buffer
+    coded: list[Buffer] = field(default_factory=list)  # what is on its way to them encoded
     gathered: bool = False
     claimed: bool = False
 
 
-class Replay:
+class Replay(Holding):
     """One rank's steps. `run(micro_batches)` is a step; `moments` are what was seen, `peak` the largest of them."""
 
     def __init__(self, units: list[UnitPlan], recipe: Recipe) -> None:
+        super().__init__()
         self.recipe = recipe
         self.units = [_Unit(u, i) for i, u in enumerate(units)]
         self.prefetch = recipe.prefetch if recipe.overlap else 0
@@ -79,58 +87,22 @@ class Replay:
         self.passive = all(f.passive for u in units for f in u.flats)
         self.outer = outer(units)
         self.ends_first = any(u.looks_up_only for u in units)  # the embedding is a unit of its own, so the root is a final norm or a head
-        self.now: Counter[str] = Counter()
-        self.total = 0
-        self.best: dict[str, int] = {}
-        self.best_total = 0
         self.moments: list[Moment] = []
-        self.free: dict[tuple[int, torch.dtype], int] = defaultdict(int)
-        self.grads: dict[int, _Buffer] = {}  # whole gradients kept until the boundary, by id of the flat
+        self.grads: dict[int, Buffer] = {}  # whole gradients kept until the boundary, by id of the flat
+        self.inside: dict[int, Buffer] = {}  # sums inside the group that wait for it
         self.has_grad: set[int] = set()
+        self.units_of = {id(flat): i for i, unit in enumerate(units) for flat in unit.flats}
         self.unused: set[int] = set()  # gathered ahead of their use
         for unit in units:
             for flat in unit.flats:
                 for category, nbytes in resting(flat).items():
                     self._add(category, nbytes)
-        self._high: tuple[int, dict[str, int]] = (0, {})
-
-    # -- the ledger and the pool -----------------------------------------------------------------------------------------------
-
-    def _add(self, category: str, nbytes: int) -> None:
-        self.now[category] += nbytes
-        self.total += nbytes
-        if self.total > self.best_total:
-            self.best_total, self.best = self.total, dict(self.now)
-        if hasattr(self, "_high") and self.total > self._high[0]:
-            self._high = self.total, dict(self.now)
-
-    def _take(self, numel: int, dtype: torch.dtype, category: str) -> _Buffer:
-        buffer = _Buffer(numel, dtype, category)
-        if self.free[numel, dtype]:
-            self.free[numel, dtype] -= 1
-            self._add(IDLE, -buffer.nbytes)
-        else:
-            self._drain()
-        self._add(category, buffer.nbytes)
-        return buffer
-
-    def _give(self, buffer: _Buffer) -> None:
-        self._add(buffer.category, -buffer.nbytes)
-        self.free[buffer.numel, buffer.dtype] += 1
-        self._add(IDLE, buffer.nbytes)
-
-    def _drain(self) -> None:
-        self._add(IDLE, -self.now[IDLE])
-        self.free.clear()
+        self.holding = False
 
     def _moment(self, micro_batch: int, phase: str, unit: str) -> None:
         """Close a slot: its largest sum goes on record, the next slot starts from what is held now."""
         self.moments.append(Moment(micro_batch, phase, unit, {k: v for k, v in self._high[1].items() if v}))
         self._high = self.total, dict(self.now)
-
-    @property
-    def peak(self) -> dict[str, int]:
-        return {k: v for k, v in self.best.items() if v}
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
@@ -140,7 +112,9 @@ class Replay:
         for k in range(micro_batches):
             last = k + 1 == micro_batches
             self._forward(k)
-            self._backward(k, deferring=not last and self.recipe.reduce_at == "boundary", last=last)
+            deferring = not last and self.recipe.reduce_at == "boundary"
+            self.holding = not last and not deferring and self.recipe.gradients.over == GROUP
+            self._backward(k, deferring)
         self._moment(micro_batches - 1, "step", "(optimizer)")
         self._add(GRADIENTS, -self.now[GRADIENTS])
         self.has_grad.clear()
@@ -152,7 +126,7 @@ class Replay:
         return [u for u in self.units if not u.plan.kept]
 
     def _forward(self, k: int) -> None:
-        self.cursor = self._order()
+        self.cursor, self.renewing = self._order(), k == 0
         open_units: list[_Unit] = []
         for unit in self.units:
             while open_units and not open_units[-1].plan.encloses(unit.plan):
@@ -176,6 +150,7 @@ class Replay:
             del self.cursor[: self.cursor.index(unit) + 1]
         if not unit.gathered:
             self._launch(unit)
+        self._arrive(unit)
         if unit.claimed:
             return
         unit.claimed = True
@@ -187,12 +162,27 @@ class Replay:
                 self._launch(following)
                 ahead += 1
         if self.from_disk and self.cursor and not self.cursor[0].gathered:
-            self._hold(self.cursor[0], [i for i, f in enumerate(self.cursor[0].plan.flats) if _on_disk(f)])
+            self._hold(self.cursor[0], [i for i, f in enumerate(self.cursor[0].plan.flats) if _on_disk(f) and self._reads(f)])
 
     def _launch(self, unit: _Unit) -> None:
         unit.gathered = True
         self.unused.add(unit.index)
-        self._hold(unit, [i for i, f in enumerate(unit.plan.flats) if not f.kept])
+        for i, flat in enumerate(unit.plan.flats):
+            if not flat.kept:
+                self._hold(unit, [i])
+                if flat.division.gathered is not None:
+                    unit.coded.append(self._take(flat.ranks * flat.each, torch.uint8, GATHERED))
+
+    def _arrive(self, unit: _Unit) -> None:
+        """What came encoded is decoded."""
+        coded, unit.coded = unit.coded, []
+        for buffer in coded:
+            self._give(buffer)
+
+    def _reads(self, flat: FlatPlan) -> bool:
+        """Whether a gather begins with the masters: where something is kept of them, only the first after a step."""
+        keeps = flat.division.gathered is not None or flat.division.doubled
+        return not keeps or (self.renewing and flat.trainable)
 
     def _hold(self, unit: _Unit, which: list[int]) -> None:
         """Take the buffers that are not held yet."""
@@ -202,6 +192,7 @@ class Replay:
                 unit.held[i] = self._take(flat.numel, flat.dtypes.compute, GATHERED)
 
     def _release(self, unit: _Unit) -> None:
+        self._arrive(unit)
         unit.gathered = unit.claimed = False
         self.unused.discard(unit.index)
         held, unit.held = unit.held, {}
@@ -210,10 +201,12 @@ class Replay:
 
     # -- backward --------------------------------------------------------------------------------------------------------------
 
-    def _backward(self, k: int, deferring: bool, last: bool) -> None:
+    def _backward(self, k: int, deferring: bool) -> None:
         self.flying: list[_Reduction] = []
+        self.crossing: list[_Reduction] = []  # on a further hop
         self.summed: list[int] = []
         self.copies: list[int] = []
+        self.renewing = False
         order = _backwards(self.units)
         self.cursor = [u for u in order if not u.plan.kept and not u.plan.looks_up_only]
         around: list[_Unit] = []
@@ -237,9 +230,8 @@ class Replay:
                 self._complete(unit, k, deferring)
         for unit in (*tail, *reversed(around)):
             self._complete(unit, k, deferring)
-        while self.flying:
-            self._land(self.flying.pop(0))
-        for nbytes in self.copies:  # all-reduced sums in another dtype than the masters'
+        self._land_all_but(0)
+        for nbytes in self.copies:  # sums that were sent on, in another dtype than the masters'
             self._add(GRADIENTS, nbytes)
         for nbytes in self.summed:
             self._add(GRADIENTS, -nbytes)
@@ -266,11 +258,10 @@ class Replay:
                 for flat in unit.plan.flats:
                     if flat.trainable and not flat.passive:
                         self._reduce(flat)
-                while len(self.flying) > self.in_flight:
-                    self._land(self.flying.pop(0))
+                self._land_all_but(self.in_flight)
         else:
             self._own_gradients(unit)
-        if unit.gathered and unit.plan.path != "":
+        if unit.gathered:
             self._release(unit)
         self._moment(k, "backward", unit.plan.name)
 
@@ -289,47 +280,84 @@ class Replay:
             self.grads[id(flat)] = self._take(flat.numel, dtype, category)
 
     def _reduce(self, flat: FlatPlan) -> None:
-        buffer = self.grads.pop(id(flat))
-        sent = None
-        if buffer.dtype != flat.dtypes.wire:
-            sent = self._take(buffer.numel, flat.dtypes.wire, REDUCTION)
-        in_place = not flat.whole_master and flat.ranks > 1 and flat.dtypes.wire == flat.dtypes.sums
-        shard, peers = flat.layout.shard_numel, flat.ranks - 1
-        into = lent = None
-        if in_place:
-            into, peers = _Buffer(shard, flat.dtypes.wire, REDUCTION, pooled=False), peers - 1
-            self._add(REDUCTION, into.nbytes)
+        r = _Reduction(flat, self.grads.pop(id(flat)))
+        self._send(r)
+        self.flying.append(r)
+
+    def _send(self, r: _Reduction) -> None:
+        flat, hop, wire = r.flat, r.hop, r.flat.dtypes.wire
+        if r.encodes:
+            assert flat.division.reduced is not None
+            nbytes = hop.size * padded(flat.division.reduced, hop.own)
+            r.sent, r.lent = (self._take(nbytes, torch.uint8, REDUCTION) for _ in range(2))
+            return
+        if r.buffer.dtype != wire:
+            r.sent = self._take(r.buffer.numel, wire, REDUCTION)
+        peers = hop.size - 1
+        if r.is_last and not flat.spread and hop.size > 1 and wire == flat.dtypes.sums == r.buffer.dtype:
+            r.into, peers = Buffer(hop.own, wire, REDUCTION, pooled=False), peers - 1
+            self._add(REDUCTION, r.into.nbytes)
         if peers:
-            lent = self._take(peers * shard, flat.dtypes.wire, REDUCTION)
-        self.flying.append(_Reduction(flat, buffer, sent, lent, into))
+            r.lent = self._take(peers * hop.own, wire, REDUCTION)
+
+    def _land_all_but(self, most: int) -> None:
+        """Land what was sent first, on the first hop and then on the second, until no more than `most` are under way on each.
+
+        What has a hop to go is landed once another unit has been sent.
+        """
+        flying = self.flying
+        while len(flying) > most or (flying and not flying[0].is_last and self._unit_of(flying[0]) != self._unit_of(flying[-1])):
+            self._land(flying.pop(0))
+        while len(self.crossing) > most:
+            self._land(self.crossing.pop(0))
+
+    def _unit_of(self, r: _Reduction) -> int:
+        return self.units_of[id(r.flat)]
 
     def _land(self, r: _Reduction) -> None:
-        flat = r.flat
-        if r.sent is not None:
-            self._give(r.sent)
+        flat, sums = r.flat, r.flat.dtypes.sums
+        sent, total, nbytes = r.sent, None, 0
+        if sent is not None and not r.encodes:
+            self._give(sent)
+            sent = None
         if r.into is not None:
             nbytes = r.into.nbytes
             self._add(REDUCTION, -nbytes)
             self._add(GRADIENTS, nbytes)
+        elif not r.is_last:
+            total = self._take(r.hop.own, sums, REDUCTION)
         else:
-            dtype = flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
-            numel = flat.numel if flat.whole_master else flat.layout.shard_numel
-            nbytes = numel * dtype.itemsize
+            dtype = _landed(flat)
+            nbytes = (flat.own if flat.spread else r.hop.own) * dtype.itemsize
             self._add(GRADIENTS, nbytes)
-            if dtype != flat.dtypes.sums:
-                self._give(self._take(flat.layout.shard_numel, flat.dtypes.sums, REDUCTION))
-        if r.lent is not None:
-            self._give(r.lent)
-        self._give(r.buffer)
-        self._hand_over(flat, nbytes)
+            if dtype != sums:
+                self._give(self._take(r.hop.own, sums, REDUCTION))
+        for buffer in (r.lent, sent, r.buffer):
+            if buffer is not None:
+                self._give(buffer)
+        if total is None:
+            self._hand_over(flat, nbytes)
+        elif not self._wait_inside(flat, total):
+            r = _Reduction(flat, total, r.at + 1)
+            self._send(r)
+            self.crossing.append(r)
+
+    def _wait_inside(self, flat: FlatPlan, total: Buffer) -> bool:
+        """Before the boundary the group's sums stay; see [Note: held sums] in runtime/summing.py."""
+        if (held := self.inside.pop(id(flat), None)) is not None:
+            self._give(held)
+        if self.holding:
+            self.inside[id(flat)] = self._take(total.numel, total.dtype, GRADIENTS)
+            self._give(total)
+        return self.holding
 
     def _hand_over(self, flat: FlatPlan, nbytes: int) -> None:
         """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added to it."""
-        whole = flat.whole_master and flat.ranks > 1  # all-reduced sums are handed over at the end of backward
+        whole = flat.spread  # sums that were sent on are handed over at the end of backward
         if flat.tiers is not None:  # they leave the device
             self.summed.append(nbytes) if whole else self._add(GRADIENTS, -nbytes)
             return
-        dtype = flat.dtypes.wire if flat.whole_master else flat.dtypes.sums
+        dtype = _landed(flat)
         if id(flat) in self.has_grad:
             self.summed.append(nbytes) if whole else self._add(GRADIENTS, -nbytes)
             return
@@ -342,6 +370,11 @@ class Replay:
             else:
                 self._add(GRADIENTS, copied)
             self.summed.append(nbytes)
+
+
+def _landed(flat: FlatPlan) -> torch.dtype:
+    """What sums are in when they are handed over."""
+    return flat.dtypes.wire if flat.whole_master or flat.spread else flat.dtypes.sums
 
 
 def _on_disk(flat: FlatPlan) -> bool:

@@ -47,7 +47,9 @@ class Account:
         beyond: the same by tier ("host", "nvme") and category; {} where only the sums are known.
         moved: bytes of a step between tiers, by `MOVED`.
         wire: payload bytes sent in a step, by move.
-        links: the same bytes by link, "inside" a node and "between" nodes.
+        links: the same bytes by link, "inside" a node and "between" nodes, as the traffic ledger counts them; but a gather over all ranks
+            on NCCL is planned as the ring that it is, of which the ledger, which knows peers only, counts more between nodes.
+        node_links: those of all ranks of a node; {} on one node.
         seconds: of a step, by `SECONDS`; what waits for tiers is "io".
         tiers: seconds of a step by `TIER_SECONDS`; {} where nothing rests off the device (and in a measurement).
         tokens_per_s: of all ranks together.
@@ -64,6 +66,7 @@ class Account:
     moved: Mapping[str, int] = field(default_factory=dict)
     wire: Mapping[str, int] = field(default_factory=dict)
     links: Mapping[str, int] = field(default_factory=dict)
+    node_links: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     tiers: Mapping[str, float] = field(default_factory=dict)
     tokens_per_s: float = 0.0

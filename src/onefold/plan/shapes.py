@@ -9,12 +9,16 @@ from math import prod
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its name, logical shape and the dtype it comes in ("float32"); `trainable` is its requires_grad."""
+    """One parameter: its name, logical shape and the dtype it comes in ("float32"); `trainable` is its requires_grad.
+
+    `looked_up`: an embedding's, the head's too if they are tied. It never rests encoded.
+    """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
     dtype: str = "float32"
+    looked_up: bool = False
 
     @property
     def numel(self) -> int:

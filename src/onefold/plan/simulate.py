@@ -149,7 +149,7 @@ def simulate(
         ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody knows.
         RuntimeError: a process group is there already.
     """
-    _check(ranks, rank, micro_batches, steps, optimizer)
+    _check(recipe, ranks, rank, micro_batches, steps, optimizer)
     module, shape, units, source = _subject(model, recipe)
     begun, integers = time.perf_counter(), Integers()
     recipe = dataclasses.replace(recipe, units=units)
@@ -183,7 +183,15 @@ def simulate(
 _MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
 
 
-def _check(ranks: int, rank: int, micro_batches: int, steps: int, optimizer: str) -> None:
+def _check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, steps: int, optimizer: str) -> None:
+    codecs = [name for name in (recipe.parameters.codec, recipe.gradients.codec, recipe.frozen) if name is not None]
+    if codecs:
+        raise ValueError(
+            f"a simulation computes nothing, so nothing is encoded in it, and the recipe has {', '.join(codecs)}: leave codecs out. "
+            "The plan itself counts their bytes."
+        )
+    if recipe.group == "node":
+        raise ValueError("group='node' in a simulation, which knows no nodes: give the number of ranks of one.")
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"a simulation of {ranks} ranks: expected 1 to {MOST_RANKS}.")
     if not 0 <= rank < ranks:

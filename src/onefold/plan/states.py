@@ -12,6 +12,21 @@ With P the bytes of a unit's flat buffer (padding included), N ranks, by placeme
 In fp32 the masters are (a slice of) the parameters themselves at stages 0 to 2. Frozen parameters have neither masters nor moments and
 rest in the compute dtype. The rows are read from the recipe; no stage is asked for.
 
+With groups of G of the N ranks (plan/division.py), and e bytes of each byte left by a codec, × (G−1)/G inside and (N−G)/NG across:
+
+| recipe (stage 3)          | beside the above at rest     | sent inside a group         | sent across groups              |
+|---------------------------|------------------------------|-----------------------------|---------------------------------|
+| groups                    |                              | 3m·P                        | 3m·P                            |
+| `shard_group`             | masters, moments: 1/G        | 3m·P                        | 2P, once                        |
+| … `optimizer_over="all"`  | parameters (compute): P/G    | 3m·P                        | 2P, once                        |
+| `second_copy`             | parameters (compute): P/G    | 3m·P                        | P once, m·P                     |
+| `gather_codec`            | e·P/N (with the copy: e·P/G) | e·P for P of each gather    | e·P for P of each gather        |
+| `reduce_codec`            | feedback: 4 bytes a sum      | e·P for P of each reduction | e·P for P of each reduction     |
+| `frozen` (matrices)       | e·P/N instead of P/N         | e·P for P of each gather    | e·P for P of each gather        |
+
+Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), section 4; Zhang et al. 2022 (MiCS, arXiv:2205.00119), section 3; Zhao et al. 2023
+(PyTorch FSDP), section 3.2.2.
+
 Of a flat buffer whose state rests off the device (`FlatPlan.tiers`) only what is computed with stays here: all of it where it is kept
 whole, this rank's interval where it is gathered, nothing where parameters rest elsewhere too. The rest is counted in plan/beyond.py.
 """
@@ -19,21 +34,26 @@ whole, this rank's interval where it is gathered, nothing where parameters rest 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from onefold.layout import FlatLayout, Slot, overlap
-from onefold.memory import MASTERS, PARAMETERS
+from onefold.memory import MASTERS, PARAMETERS, RESIDUALS
+from onefold.plan.division import Division, Hop, padded, position_of, topology_of
+from onefold.plan.legs import Leg, gather_legs, merged, reduction_legs
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.recipe import Placement, Recipe, Tier
+from onefold.recipe.groups import GROUP
 from onefold.recipe.moments import bytes_of_moments
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.flat import Dtypes
+from onefold.runtime.route import block_at_rest
 from onefold.runtime.tiers import Tiers, leaving_of_sizes
 
+_LOW = ("float32", "bfloat16", "float16")
 #: fp32 tensors of the parameter's size that an optimizer keeps for each trained element.
 MOMENTS_OF = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0}
 
@@ -42,14 +62,14 @@ MOMENTS_OF = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "rmsprop": 1,
 class FlatPlan:
     """One flat buffer of a unit on one rank of N, in integers: what `runtime.flat.Flat` is in tensors.
 
-    `tiers` are those of a buffer whose state rests off the device, None for any other. `format` is what Adam's moments rest in, None for
-    the masters' dtype.
+    `division` says which part is this rank's and how parts travel. `tiers` are those of a buffer whose state rests off the device, None
+    for any other. `format` is what Adam's moments rest in, None for the masters' dtype.
     """
 
     layout: FlatLayout
     dtypes: Dtypes
     trainable: bool
-    rank: int
+    division: Division
     ranks: int
     whole_master: bool
     passive: bool
@@ -63,11 +83,29 @@ class FlatPlan:
 
     @property
     def interval(self) -> tuple[int, int]:
-        return self.layout.interval(self.rank)
+        return self.layout.interval(self.division.position)
 
     @property
     def owned(self) -> tuple[int, int]:
-        return (0, self.numel) if self.whole_master else self.interval
+        if self.whole_master:
+            return 0, self.numel
+        return self.division.shard(self.layout.shard_numel) if self.division.over_group else self.interval
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """Of a reduction of its gradients."""
+        return self.division.hops(self.layout.shard_numel, self.whole_master)
+
+    @property
+    def spread(self) -> bool:
+        """Sums go on to who holds them too."""
+        return self.ranks > 1 and self.owned != self.interval
+
+    @property
+    def each(self) -> int:
+        """Bytes of one interval in a gather."""
+        name, numel = self.division.gathered, self.layout.shard_numel
+        return padded(name, numel) if name is not None else numel * self.dtypes.compute.itemsize
 
     @property
     def shared(self) -> bool:
@@ -106,43 +144,72 @@ class UnitPlan:
         return self is not other and (self.path == "" or other.path.startswith(self.path + "."))
 
 
-def units_of(model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0) -> list[UnitPlan]:
-    """The units as the engine lays them out."""
+def units_of(model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0, per_node: int | None = None) -> list[UnitPlan]:
+    """The units as the engine lays them out.
+
+    Args:
+        per_node: ranks of a node, for recipes with group="node"; None is all.
+
+    Raises:
+        ValueError: no such rank, or groups that do not divide the ranks.
+    """
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}: expected at least one rank, and a rank below their number.")
     away = leaving_of_sizes([sum(p.numel for p in u.parameters if p.trainable) for u in model.units], recipe, ranks)
-    return [_unit(u, recipe, ranks, rank, index in away) for index, u in enumerate(model.units)]
+    topology = topology_of(recipe, ranks, per_node)
+    plain = Division(topology, position_of(topology, rank), feedback=recipe.error_feedback)
+    return [_unit(u, recipe, plain, index in away) for index, u in enumerate(model.units)]
 
 
-def _unit(unit: UnitShape, recipe: Recipe, ranks: int, rank: int, away: bool) -> UnitPlan:
-    groups: dict[tuple[str, bool], list[Parameter]] = {}
+def _unit(unit: UnitShape, recipe: Recipe, plain: Division, away: bool) -> UnitPlan:
+    groups: dict[tuple[str, bool, bool], list[Parameter]] = {}
     for p in unit.parameters:
         low = p.dtype if p.dtype not in ("bfloat16", "float16") else "float32"
-        groups.setdefault((low, p.trainable), []).append(p)
+        groups.setdefault((low, p.trainable, rests_encoded(p, recipe)), []).append(p)
     flats = tuple(
-        _flat(group, trainable, recipe, ranks, rank, Tiers.of(trainable, recipe) if away else None)
-        for (_, trainable), group in groups.items()
+        _flat(group, trainable, recipe, replace(plain, stored=encoded), Tiers.of(trainable, recipe) if away and not encoded else None)
+        for (_, trainable, encoded), group in groups.items()
     )
     return UnitPlan(unit.name, "" if unit.name == "(root)" else unit.name, flats, unit.looks_up_only)
 
 
-def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, ranks: int, rank: int, tiers: Tiers | None) -> FlatPlan:
+def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
+    """Whether it is one of the frozen weights that rest encoded; see runtime/route.py."""
+    return recipe.frozen is not None and not p.trainable and len(p.shape) >= 2 and p.dtype in _LOW and not p.looked_up
+
+
+def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, division: Division, tiers: Tiers | None) -> FlatPlan:
+    ranks, stored = division.topology.size, division.stored
     dtypes = Dtypes.of(getattr(torch, parameters[0].dtype), trainable, recipe)
-    passive = ranks == 1 and tiers is None and all(getattr(torch, p.dtype) == dtypes.compute == dtypes.master for p in parameters)
-    alone = ranks == 1 and (dtypes.compute == dtypes.master if tiers is None else tiers.parameters is Tier.DEVICE)
+    same = all(getattr(torch, p.dtype) == dtypes.compute == dtypes.master for p in parameters)
+    passive = ranks == 1 and tiers is None and not stored and same
+    alone = ranks == 1 and not stored and (dtypes.compute == dtypes.master if tiers is None else tiers.parameters is Tier.DEVICE)
+    kept = recipe.parameters.placement is Placement.REPLICATED or passive or alone
+    block = max(recipe.block, block_at_rest(recipe) if stored else 0)
     return FlatPlan(
-        layout=_layout(
-            tuple((p.name, p.shape) for p in parameters), ranks, SECTOR if tiers is not None and tiers.on_disk else 0, recipe.block
-        ),
+        layout=_layout(tuple((p.name, p.shape) for p in parameters), ranks, SECTOR if tiers is not None and tiers.on_disk else 0, block),
         dtypes=dtypes,
         trainable=trainable,
-        rank=rank,
+        division=_divided(division, dtypes, kept, recipe),
         ranks=ranks,
         whole_master=recipe.optimizer.placement is Placement.REPLICATED or ranks == 1,
         passive=passive,
-        kept=recipe.parameters.placement is Placement.REPLICATED or passive or alone,
+        kept=kept,
         tiers=tiers,
         format=recipe.moments,
+    )
+
+
+def _divided(plain: Division, dtypes: Dtypes, kept: bool, recipe: Recipe) -> Division:
+    inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
+    low = str(dtypes.compute).removeprefix("torch.") in _LOW
+    travels = plain.topology.size > 1 or plain.stored
+    return replace(
+        plain,
+        over_group=recipe.optimizer.over == GROUP,
+        doubled=inside and not plain.stored and not kept and plain.topology.outer > 1,
+        gathered=(recipe.frozen if plain.stored else recipe.parameters.codec) if low and travels and not kept else None,
+        reduced=recipe.gradients.codec if dtypes.sums == torch.float32 else None,
     )
 
 
@@ -160,7 +227,7 @@ def at_rest(units: list[UnitPlan], optimizer: str = "adamw") -> dict[str, int]:
     Raises:
         ValueError: the optimizer is not in `MOMENTS_OF`.
     """
-    out = {PARAMETERS: 0, MASTERS: 0, MOMENTS: 0}
+    out = {PARAMETERS: 0, MASTERS: 0, RESIDUALS: 0, MOMENTS: 0}
     for flat in _flats(units):
         for category, nbytes in resting(flat).items():
             out[category] += nbytes
@@ -169,17 +236,36 @@ def at_rest(units: list[UnitPlan], optimizer: str = "adamw") -> dict[str, int]:
 
 
 def resting(flat: FlatPlan) -> dict[str, int]:
-    """Bytes of parameters and masters of one flat buffer on the device; mirrors `Flat.resting_bytes`."""
+    """Bytes of parameters, masters and error feedback of one flat buffer on the device; mirrors `Flat.resting_bytes`."""
+    out = {PARAMETERS: copied(flat), RESIDUALS: residuals(flat)}
+    full = flat.numel * flat.dtypes.compute.itemsize
     if flat.tiers is not None:
         here = flat.numel if flat.kept else flat.own if flat.tiers.parameters is Tier.DEVICE else 0
-        return {PARAMETERS: here * flat.dtypes.compute.itemsize} if here else {}
-    if flat.passive:
-        return {PARAMETERS: flat.layout.content * flat.dtypes.compute.itemsize}
-    full = flat.numel * flat.dtypes.compute.itemsize
-    if flat.shared:
-        return {PARAMETERS: full}
-    out = {MASTERS: flat.own * flat.dtypes.master.itemsize}
-    return out | ({PARAMETERS: full} if flat.kept else {})
+        out[PARAMETERS] += here * flat.dtypes.compute.itemsize
+    elif flat.passive:
+        out[PARAMETERS] = flat.layout.content * flat.dtypes.compute.itemsize
+    elif flat.shared:
+        out[PARAMETERS] = full
+    elif not flat.division.stored:
+        out[MASTERS] = flat.own * flat.dtypes.master.itemsize
+        out[PARAMETERS] += full if flat.kept else 0
+    return {k: v for k, v in out.items() if v}
+
+
+def copied(flat: FlatPlan) -> int:
+    """Bytes of what is kept to gather from beside the masters: a second copy, the own part encoded, or frozen weights at rest."""
+    division = flat.division
+    if division.gathered is not None:
+        parts = division.topology.outer if division.doubled else flat.own // max(flat.layout.shard_numel, 1)
+        return parts * flat.each
+    return division.topology.outer * flat.each if division.doubled else 0
+
+
+def residuals(flat: FlatPlan) -> int:
+    """Bytes of what encoding its gradients lost, for each hop."""
+    if not (flat.trainable and flat.division.feedback):
+        return 0
+    return sum(hop.span * torch.float32.itemsize for hop in flat.hops if flat.division.encodes(hop))
 
 
 def moments(flat: FlatPlan, optimizer: str) -> int:
@@ -208,25 +294,26 @@ def wire(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> dict[
 
     All but the last micro-batch run under `onefold.no_sync`. Every unit is used once in each pass.
     """
+    out = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    for leg in legs_of(units, recipe, micro_batches):
+        out[leg.move] += leg.nbytes
+    return {k: v for k, v in out.items() if v}
+
+
+def legs_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> list[Leg]:
+    """The same by level, kind of move and phase.
+
+    Raises:
+        ValueError: less than one micro-batch.
+    """
     if micro_batches < 1:
         raise ValueError(f"{micro_batches} micro-batches: expected at least 1.")
-    out = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
-    reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    found = []
     for unit in units:
-        for flat in unit.flats:
-            if flat.ranks == 1:
-                continue
-            peers = flat.ranks - 1
-            shard = flat.layout.shard_numel
-            gathers = gathers_of(unit, flat, recipe, micro_batches)
-            out["all-gather"] += gathers * shard * flat.dtypes.compute.itemsize * peers
-            if flat.trainable:
-                each = shard * peers * flat.dtypes.wire.itemsize
-                if flat.whole_master:
-                    out["all-reduce"] += 2 * each * reductions
-                else:
-                    out["reduce-scatter"] += each * reductions
-    return {k: v for k, v in out.items() if v}
+        for flat in (f for f in unit.flats if f.ranks > 1):
+            found += gather_legs(flat, gathers_of(unit, flat, recipe, micro_batches))
+            found += reduction_legs(flat, recipe, micro_batches) if flat.trainable else []
+    return merged(found)
 
 
 def gathers_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int) -> int:
@@ -241,6 +328,19 @@ def launches_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: i
     """How often a step makes the whole of a buffer that is not kept, over the wire or not; with `backward=False` in forward passes only."""
     again = backward and recipe.reshard_after_forward and not unit.looks_up_only
     return 0 if flat.kept else micro_batches * (2 if again else 1)
+
+
+def reductions_of(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> int:
+    """How often a step hands sums over: at each micro-batch, or at the boundary where they wait for it whole or in the group."""
+    held = recipe.gradients.over == GROUP and len(flat.hops) > 1
+    return micro_batches if recipe.reduce_at == "micro-batch" and not held else 1
+
+
+def puts_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, backward: bool = True) -> int:
+    """How often a step reads this rank's masters for a buffer that is not kept: once for what is encoded or copied, if it is trained."""
+    if flat.division.gathered is not None or flat.division.doubled:
+        return int(flat.trainable)
+    return launches_of(unit, flat, recipe, micro_batches, backward)
 
 
 def _flats(units: list[UnitPlan]) -> Iterator[FlatPlan]:

@@ -48,6 +48,11 @@ def lists_of_tiles(module: nn.Module) -> set[int]:
     return {id(m.tiles) for m in module.modules() if isinstance(m, Tiled)}
 
 
+def is_in_tiles(model: ModelShape) -> bool:
+    """Whether some weight of a shape is in tiles."""
+    return any(".tiles." in unit.name for unit in model.units)
+
+
 def shape_in_tiles(model: ModelShape, recipe: Recipe) -> ModelShape:
     """A shape with its matrices above the recipe's tile in units of their own, `NAME.tiles.0` and so on.
 

@@ -1,8 +1,9 @@
 """Seconds of a step from FLOPs and bytes: the time model.
 
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
-                   on a calibrated machine what its operations cost N ranks together (`onefold.plan.costs`) ÷ step_share
-    communication  per move: the slower of its two links, + calls × hops × hop_seconds
+                   on a calibrated machine what its operations cost N ranks together (`onefold.plan.costs`) ÷ step_share;
+                   and what encoding and decoding read and write (`onefold.plan.coding`)
+    communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over groups is two, each on its level
     exposed        what communication is left over when `overlap` of the compute beside it is used up; never less than the ends:
                    the first gather and the last reduction of each micro-batch have nothing to hide behind
     optimizer      bytes that the update moves ÷ memory bandwidth
@@ -20,15 +21,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from onefold.comm.topology import Topology
 from onefold.plan.beyond import Carried
 from onefold.plan.costs import Kernels
+from onefold.plan.division import elsewhere
 from onefold.plan.hardware import Machine
+from onefold.plan.legs import Leg, Phase
 from onefold.plan.tier_times import tier_times
 
-#: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch; "both" is all compute.
-Phase = Literal["forward", "backward", "both", "first forward", "last backward", "boundary"]
+#: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which has not been measured there; what the
+#: plain operations reach on a CPU (docs/decisions.md, Codecs).
+CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
 _DTYPES: Mapping[str, str] = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -126,7 +130,8 @@ class Traffic:
         if self.ranks <= 1 or not (self.nbytes and self.calls):
             return 0.0
         if machine.measured is not None:
-            once = machine.measured.seconds_for(self.move, math.ceil(self.nbytes / self.calls), self.ranks)
+            # All ranks of the machine move at the same time, in however many groups.
+            once = machine.measured.seconds_for(self.move, math.ceil(self.nbytes / self.calls), machine.ranks)
             return self.calls * once / software.move_share
         inside = self.inside / (machine.gpu.link * software.link_share)
         between = self.between * machine.local / (machine.between.bandwidth * software.link_share) if machine.between else 0.0
@@ -151,23 +156,48 @@ def traffic_of(
         kept: whole parameters are kept (stages 0 to 2), so that gathers refresh them once, behind the first forward pass.
         at_boundary: gradients are reduced behind the last backward pass only.
     """
-    gather = Traffic.ring if nccl else Traffic.pairwise
     reduction: Phase = "last backward" if at_boundary else "backward"
+    gathered, summed, both = (wire.get(move, 0) for move in ("all-gather", "reduce-scatter", "all-reduce"))
+    legs = [
+        Leg("all-gather", True, "all", gathered, calls.get("all-gather", 0), "first forward" if kept else "both"),  # type: ignore[arg-type]
+        Leg("reduce-scatter", False, "all", summed, calls.get("reduce-scatter", 0), reduction),  # type: ignore[arg-type]
+        Leg("all-reduce", False, "all", both / 2, calls.get("all-reduce", 0), reduction),  # type: ignore[arg-type]
+        Leg("all-reduce", True, "all", both / 2, calls.get("all-reduce", 0), reduction),  # type: ignore[arg-type]
+    ]
+    return traffic_over([leg for leg in legs if leg.nbytes], machine, nccl=nccl)
+
+
+def traffic_over(
+    legs: Sequence[Leg], machine: Machine, topology: Topology | None = None, *, nccl: bool = True, rank: int = 0
+) -> list[Traffic]:
+    """Legs as moves of a rank on links. Over all ranks gathers are rings on NCCL and pairwise on gloo, and reductions are pairwise; between
+    groups, and inside one, both come to the same bytes on each link.
+
+    Args:
+        topology: the groups; None where there are none.
+    """
     moves = []
-    if wire.get("all-gather"):
-        moves.append(gather("all-gather", wire["all-gather"], calls["all-gather"], machine, "first forward" if kept else "both"))
-    if wire.get("reduce-scatter"):
-        moves.append(Traffic.pairwise("reduce-scatter", wire["reduce-scatter"], calls["reduce-scatter"], machine, reduction))
-    if wire.get("all-reduce"):
-        half, times = wire["all-reduce"] / 2, calls["all-reduce"]
-        moves.append(Traffic.pairwise("reduce-scatter", half, times, machine, reduction))
-        moves.append(gather("all-gather", half, times, machine, reduction))
+    for leg in legs:
+        move = "all-gather" if leg.gathers else "reduce-scatter"
+        if topology is None or leg.level == "all":
+            way = Traffic.ring if leg.gathers and nccl else Traffic.pairwise
+            moves.append(way(move, leg.nbytes, leg.calls, machine, leg.phase))
+            continue
+        peers, far = elsewhere(topology, machine.local if machine.nodes > 1 else None, rank, leg.level)
+        between = leg.nbytes * far / peers
+        moves.append(Traffic(move, leg.nbytes - between, between, leg.calls, peers, peers + 1, leg.phase))
     return moves
 
 
 def links_of(traffic: Sequence[Traffic]) -> dict[str, int]:
     """Bytes by link as an `Account` holds them: of one rank, the mean over the ranks of a node."""
     return {"inside": round(sum(t.inside for t in traffic)), "between": round(sum(t.between for t in traffic))}
+
+
+def node_links(legs: Sequence[Leg], machine: Machine, topology: Topology, *, nccl: bool = True) -> dict[str, int]:
+    """Bytes by link that all ranks of the first node send."""
+    found = [links_of(traffic_over(legs, machine, topology, nccl=nccl, rank=rank)) for rank in range(machine.local)]
+    return {link: sum(one[link] for one in found) for link in ("inside", "between")}
 
 
 @dataclass(frozen=True)
@@ -189,6 +219,7 @@ class Work:
         hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at that shape.
         kernels: what runs in all passes of the step, where that was traced: a calibrated machine knows what each part of it costs.
         handed: elements of gradients that the engine takes over, all micro-batches together.
+        coded_bytes: read and written by encoding and decoding.
     """
 
     flops: float
@@ -211,6 +242,7 @@ class Work:
     micro_tokens: int = 0
     kernels: Kernels | None = None
     handed: float = 0.0
+    coded_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -295,6 +327,7 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     soft = software or measured_software(work, machine)
     compute = compute_seconds(work, machine, soft)
     exposed, communication, left = exposed_seconds(work, compute, machine, soft)
+    compute += work.coded_bytes / (machine.gpu.memory_bandwidth * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU))
     tiers = tier_times(work, machine, left)
     optimizer = _device_update(work, machine) + tiers.update
     step = compute + exposed + optimizer + tiers.io

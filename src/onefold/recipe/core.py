@@ -20,6 +20,7 @@ import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
 from onefold.recipe.groups import GROUP, NODE, check_groups, read_groups
+from onefold.recipe.groups import OPTIONS as GROUP_OPTIONS
 from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.tiers import OPTIONS, UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
 
@@ -220,7 +221,7 @@ class Recipe:
         options |= fields | more
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            hint = did_you_mean(unknown[0], _OPTIONS | OPTIONS | _GROUP_OPTIONS)
+            hint = did_you_mean(unknown[0], _OPTIONS | OPTIONS | GROUP_OPTIONS)
             raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {hint}")
         compute = COMPUTE_DTYPES[precision]
         p, g, o = PLACEMENTS_OF_STAGE[stage]
@@ -345,7 +346,6 @@ class Recipe:
 
 
 _ROWS = ("parameters", "gradients", "optimizer")
-_GROUP_OPTIONS = {"shard_group", "optimizer_over", "second_copy", "gather_codec", "reduce_codec"}
 _OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in (*_ROWS, "reduce_at", "notes")}
 
 

@@ -38,6 +38,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe
 
+#: Arguments of `Recipe.zero` that are columns of its rows; the others of the table are fields.
+OPTIONS = frozenset(("shard_group", "optimizer_over", "second_copy", "gather_codec", "reduce_codec"))
 ALL, GROUP = "all", "group"
 NODE = "node"
 CODECS = ("int8", "fp8", "int4", "nf4")

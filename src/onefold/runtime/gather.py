@@ -253,13 +253,13 @@ class Gatherer:
 
     def fetch(self, unit: Unit) -> None:
         """Start reading what this rank will send of the unit, if that lies on a disk."""
-        if unit.state is not State.SHARDED or not any(f.home is not None and f.home.rest is None for f in unit.flats):
+        homes = [(f, f.home) for f in unit.flats if f.home is not None and f.home.rest is None and f.route.reads_masters]
+        if unit.state is not State.SHARDED or not homes:
             return
         unit.move(State.FETCHING, self.engine.step)
-        for flat in unit.flats:
-            if flat.home is not None and flat.home.rest is None:
-                self._buffer(unit, flat)
-                flat.home.fetch()
+        for flat, home in homes:
+            self._buffer(unit, flat)
+            home.fetch()
 
     def wait(self, unit: Unit) -> None:
         if unit.state is not State.GATHERING:

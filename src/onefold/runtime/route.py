@@ -111,6 +111,11 @@ class Route:
         """Bytes kept between steps, by category."""
         return {} if self.second is None else {PARAMETERS: self.second.numel() * self.second.element_size()}
 
+    @property
+    def reads_masters(self) -> bool:
+        """The next gather begins with this rank's masters, not with what is kept of them."""
+        return not (self.fresh and self.second is not None)
+
     def moved(self) -> None:
         """The masters have new values."""
         self.fresh = self.stored  # where they are stored, `store` is how they get them

@@ -213,7 +213,7 @@ def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
 
 def _states(shape: ModelShape, asked: Asked, stage: int) -> int:
     recipe = asked.recipe(stage)
-    units = units_of(shape, recipe, asked.ranks)
+    units = units_of(shape, recipe, asked.ranks, per_node=asked.local_ranks)
     gradients = sum(f.own * f.dtypes.sums.itemsize for u in units for f in u.flats if f.trainable and f.tiers is None)
     host = beyond_of(units, recipe).host if asked.device == "cpu" else 0
     return sum(at_rest(units).values()) + gradients + host

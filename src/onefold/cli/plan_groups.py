@@ -1,0 +1,55 @@
+"""What `onefold plan` says of groups, codecs and links between nodes: its options as arguments of `Recipe.zero`, and the table of ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from onefold.cli.plan_words import gib, in_seconds
+from onefold.plan.planner import Plan
+from onefold.plan.wires import WIRES
+
+
+def groups_asked(**words: Any) -> dict[str, Any]:
+    """Arguments of `Recipe.zero` from the options of the command line, by their names; what was not given is None or False.
+
+    Raises:
+        ValueError: a group that is neither "node" nor a number of ranks.
+    """
+    found = {name: value for name, value in words.items() if value not in (None, False, "none", "nearest")}
+    for name in ("group", "shard_group"):
+        if name in found and found[name] != "node":
+            text = str(found[name]).strip()
+            if not text.isdecimal() or int(text) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {text}: expected node, or a number of ranks, 1 or more.")
+            found[name] = int(text)
+    return found
+
+
+def slow_links_table(plan: Plan) -> Table | None:
+    """Every way to send less between nodes; None where links are not slow."""
+    slow = plan.slow_links
+    if slow is None:
+        return None
+    title = "on slow links: what a rank holds, a node sends to others in a step, and a step takes"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)
+    for name in ("", "", "at rest", "peak", "between nodes", "step", "waits", "fits", ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    stage = None
+    for row in slow.rows:
+        wires, account, seconds = WIRES[row.scheme.wires], row.account, row.account.seconds
+        marks = [word for word, is_so in (("◄", row is slow.taken), ("rounds", wires.lossy), ("to ask for", row is slow.named)) if is_so]
+        table.add_row(
+            f"stage {row.scheme.stage}" if row.scheme.stage != stage else "",
+            f"{row.scheme.wires}: {wires.words}" if row.scheme.wires else "plain",
+            gib(account.rest_bytes),
+            gib(account.peak_bytes),
+            gib(account.node_links.get("between", 0)),
+            in_seconds(seconds["step"]),
+            in_seconds(seconds["exposed communication"]),
+            "yes" if row.fits else "no",
+            ", ".join(marks),
+        )
+        stage = row.scheme.stage
+    return table

@@ -1,0 +1,44 @@
+"""What encoding and decoding cost a step: bytes of memory that they read and write.
+
+    gathers      the own interval once after a step: read in the compute dtype, written encoded; the whole each time: read encoded, written
+    reductions   on each hop what goes to others: read, written encoded; what comes from them: read encoded, added to fp32 sums
+    feedback     what is sent once more, read and written in fp32
+
+They are done where the model is computed, so nothing hides them (Wang et al. 2023, ZeRO++, section 3.4, fuses them into the kernels of the
+moves). What share of a copy's speed they reach stands in `onefold.plan.times`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onefold.plan.legs import hop_bytes
+from onefold.plan.states import FlatPlan, UnitPlan, launches_of, puts_of
+from onefold.recipe import Recipe
+from onefold.recipe.groups import GROUP
+
+_FP32 = 4
+
+
+def coded_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
+    """Bytes of memory read and written in a step, by one rank."""
+    total = 0.0
+    for unit in units:
+        for flat in unit.flats:
+            low = flat.dtypes.compute.itemsize
+            if flat.division.gathered is not None:
+                part = flat.layout.shard_numel * low + flat.each
+                total += launches_of(unit, flat, recipe, micro_batches) * flat.ranks * part + puts_of(unit, flat, recipe, 1) * part
+            if flat.trainable and flat.division.reduced is not None:
+                total += _reduced(flat, recipe, micro_batches)
+    return total
+
+
+def _reduced(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
+    times, total = micro_batches if recipe.reduce_at == "micro-batch" else 1, 0.0
+    for hop in (h for h in flat.hops if flat.division.encodes(h)):
+        times = 1 if hop.level == "across" and recipe.gradients.over == GROUP else times
+        coded = hop_bytes(flat, hop)
+        each = hop.own * flat.dtypes.wire.itemsize + 2 * coded + 2 * _FP32 * hop.own
+        total += times * (hop.size - 1) * (each + (4 * _FP32 * hop.own if flat.division.feedback else 0))
+    return total
