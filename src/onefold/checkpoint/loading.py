@@ -239,18 +239,10 @@ def _apply(
     fill_model(engine, fit, reading)
     if optimizers:
         fill_optimizers(engine, optimizers, reading)
-    streams, extra = 0, None
-    lost: Lost | None = None
-    odd: dict[str, Any] = {}
-    given: Any = None
-    random: dict[str, Any] | None = None
+    beside, lost = _Beside(), None
     if isinstance(source, FolderSource) and reading.error is None:
         try:  # each rank reads its own: what one meets is told to all below
-            streams = sum(item.kind == "rng" for item in source.records)
-            random = _random(source, together.rank % streams) if rng and streams else None
-            extra = source.value("extra")
-            odd = source.value("extra_state") or {}
-            given = _own_data(source, together)
+            beside = _Beside.of(source, together, rng)
         except Exception as failure:
             reading.error = failure
     if isinstance(source, FolderSource) and optimizers:
@@ -260,13 +252,13 @@ def _apply(
     if rules is not None:
         rules.remember()  # an export goes back through them
     if isinstance(source, FolderSource):
-        _set_extra_state(model, odd)
+        _set_extra_state(model, beside.odd)
     if lost is not None:
         lost.apply()
     else:
         engine.reduce.summing.forget()
-    if random is not None:
-        random_states.restore(random, together.rank, streams)
+    if beside.random is not None:
+        random_states.restore(beside.random, together.rank, beside.streams)
     try:
         for name, thing in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
             if thing is not None:
@@ -278,7 +270,24 @@ def _apply(
     if not isinstance(source, FolderSource):
         return Loaded(Path(getattr(source, "folder", "")), getattr(source, "step", None), getattr(source, "extra", None), {}, None, *names)
     notes = (lost.note,) if lost is not None and lost.note else ()
-    return Loaded(source.folder, source.state["step"], extra, source.manifest.saved_by, given, *names, notes)
+    return Loaded(source.folder, source.state["step"], beside.extra, source.manifest.saved_by, beside.data, *names, notes)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What a checkpoint has for this rank beside weights and states; `streams`: of how many ranks it has generators."""
+
+    random: dict[str, Any] | None = None
+    streams: int = 0
+    extra: Any = None
+    odd: dict[str, Any] = field(default_factory=dict)
+    data: Any = None
+
+    @classmethod
+    def of(cls, source: FolderSource, together: Together, rng: bool) -> _Beside:
+        streams = sum(item.kind == "rng" for item in source.records)
+        random = _random(source, together.rank % streams) if rng and streams else None
+        return cls(random, streams, source.value("extra"), source.value("extra_state") or {}, _own_data(source, together))
 
 
 def _verify(together: Together, source: Source, error: Exception | None) -> None:

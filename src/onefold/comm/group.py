@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -36,7 +35,7 @@ import torch.distributed as dist
 
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.members import backend_of, members, spelt
-from onefold.comm.pending import Chain, Pending
+from onefold.comm.pending import Chain, Chains, Pending
 from onefold.comm.stall import Place, StallError, explain
 from onefold.comm.topology import Topology, inner_of, nodes_of, ranks_of_a_node
 
@@ -69,8 +68,7 @@ class Group:
         self.heard: dict[int, int] = {}
         self.broken: StallError | None = None
         self.imagined = False  # see [Note: one rank stands for all]
-        self.chains: deque[Chain] = deque()  # whose second moves have not begun
-        self._relaying = False
+        self.chains = Chains()
         self._counts: dict[tuple[str, int], int] = {}
         self._groups: list[Any] = []
         process_group, numbers = members(process_group)
@@ -181,7 +179,7 @@ class Group:
         """Wait for `works`, and enter in the ledger how long that took. On NCCL the compute stream waits, not the host."""
         if self.broken is not None:  # the connections are closed: say again what happened rather than wait again
             raise self.broken
-        self._relay_before(place)
+        self.chains.relay_before(place)
         start = time.perf_counter()
         try:
             if self.backend == "gloo" or place.move == "control":
@@ -193,33 +191,6 @@ class Group:
                 self._wait_on_stream(works, event)
         except RuntimeError as error:
             raise self._lost(place, time.perf_counter() - start, error) from None
-
-    def relay(self, last: Chain | None = None) -> None:
-        """Begin the second moves of all chains, or of those up to `last`. See [Note: chains go on in order] in pending.py."""
-        if self._relaying or (last is not None and last not in self.chains):
-            return
-        with self.relaying():
-            while self.chains:
-                chain = self.chains.popleft()
-                chain.begin()
-                if chain is last:
-                    break
-
-    def _relay_before(self, place: Place) -> None:
-        """Begin the second moves that others may wait for before they do what is waited for here."""
-        if place.move not in ("reduce-scatter", "all-reduce"):
-            self.relay()
-        elif own := [chain for chain in self.chains if chain.place.unit == place.unit]:
-            self.relay(own[-1])  # what is gathered behind the unit others may begin to gather once they have this reduction
-
-    @contextlib.contextmanager
-    def relaying(self) -> Iterator[None]:
-        """Inside, waits begin no second moves."""
-        before, self._relaying = self._relaying, True
-        try:
-            yield
-        finally:
-            self._relaying = before
 
     @contextlib.contextmanager
     def _launching(self, place: Place) -> Iterator[None]:
@@ -405,9 +376,6 @@ class Level(Group):
             self._at = [sorted(self.ranks).index(r) for r in self.ranks]
             with self._meeting():
                 self.gather_group, self.reduce_group = self._make(self.backend, self.timeout), self._make(self.backend, self.timeout)
-
-    def relay(self, last: Chain | None = None) -> None:
-        self.whole.relay(last)
 
     @property
     def broken(self) -> StallError | None:

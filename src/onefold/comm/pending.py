@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,8 +76,49 @@ class Chain(Pending):
     def wait(self) -> None:
         if self._group.broken is not None:  # the second move may never have begun
             raise self._group.broken
-        self._group.relay(self)
+        self._group.chains.relay(self)
         second, self._second = self._second, None
         if second is not None:
-            with self._group.relaying():  # what is behind this one may take its time
+            with self._group.chains.held():  # what is behind this one may take its time
                 second.wait()
+
+
+class Chains:
+    """The chains of a group whose second moves have not begun, in the order that they were made. See [Note: chains go on in order]."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Chain] = deque()
+        self._held = False
+
+    def append(self, chain: Chain) -> None:
+        self._waiting.append(chain)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def relay(self, last: Chain | None = None) -> None:
+        """Begin the second moves of all, or of those up to `last`."""
+        if self._held or (last is not None and last not in self._waiting):
+            return
+        with self.held():
+            while self._waiting:
+                chain = self._waiting.popleft()
+                chain.begin()
+                if chain is last:
+                    break
+
+    def relay_before(self, place: Place) -> None:
+        """Begin those that others may wait for before they do what is about to be waited for here."""
+        if place.move not in ("reduce-scatter", "all-reduce"):
+            self.relay()
+        elif own := [chain for chain in self._waiting if chain.place.unit == place.unit]:
+            self.relay(own[-1])  # what is gathered behind the unit others may begin to gather once they have this reduction
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, waits begin no second moves."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
