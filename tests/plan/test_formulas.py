@@ -84,11 +84,25 @@ def test_each_part_of_zeropp_saves_something_between_nodes(numel: int, m: int) -
     assert traffic.zeropp_bytes(numel, m)["between"] == pytest.approx(plain / 4)
 
 
+@given(numels, st.integers(1, 64), st.integers(1, 64), micro_batches, st.floats(0.1, 1), st.floats(0.1, 1))
+def test_groups_never_send_more_over_a_nodes_border_and_copies_inside_it_less(
+    numel: int, node: int, nodes: int, m: int, gathered: float, reduced: float
+) -> None:
+    sent = {way: traffic.border_bytes(numel, way, node, nodes, 2, m, gathered=gathered, reduced=reduced) for way in traffic.BORDERS}
+    assert sent["optimizer over all"] <= sent["second copy"] <= sent["groups"] <= sent["pairwise"] * (1 + 1e-12)
+    assert sent["pairwise"] == pytest.approx(node * sent["groups"])
+    assert (max(sent.values()) == 0) == (nodes == 1)
+    plain = traffic.border_bytes(numel, "shard group", node, nodes)
+    assert plain == pytest.approx(node * traffic.between_groups(numel, node, node * nodes))
+
+
 def test_an_unknown_scheme_and_a_group_that_does_not_divide_get_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"'zero-4'.*'zero-3'"):
         traffic.volume("zero-4")
     with pytest.raises(ValueError, match="does not divide"):
         traffic.between_groups(1, 3, 8)
+    with pytest.raises(ValueError, match=r"'hsdp'.*'shard group'"):
+        traffic.border_bytes(1, "hsdp", 8, 2)
 
 
 dims = st.builds(

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from random_plans import gpus
+from random_plans import GIB, gpus
 
 import onefold
 from onefold.comm.codecs import codec
@@ -136,6 +136,12 @@ def test_what_the_job_asks_for_is_what_is_planned() -> None:
         of("10g", options=(("shard_group", 3),))
     with pytest.raises(ValueError, match="needs sharded parameters: stage 3"):
         plan("gpt2", machine(16, 8), Job(options=(("second_copy", True),)), stages=(2,))
+
+
+def test_what_fits_nowhere_in_groups_is_told_where_it_fits_without_them() -> None:
+    asked = Job(seq=64, checkpointing="none", offload="none", options=(("shard_group", 1),))
+    found = plan(1e8, gpus(8, 1.7 * GIB), asked, largest=False)
+    assert found.recommended is None and ", without shard_group, would fit" in found.why_not, found.why_not
 
 
 def test_what_changes_nothing_is_said() -> None:

@@ -24,8 +24,9 @@ def show(plan: Plan, console: Console | None = None) -> None:
     active = f", {count(plan.model.active_numel)} active" if plan.model.active_numel != plan.model.numel else ""
     out.print(f"[bold]{plan.model.name}[/bold]: {count(plan.model.numel)} parameters{active}, {count(plan.model.trainable)} trained")
     batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
+    wires = "".join(f", {name}={value!r}" for name, value in job.wires.items())
     device = f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}), {machine.local} a node"
-    out.print(f"on {device}; {job.precision}, {job.seq} tokens a sample, {batch}, {job.optimizer}; activations {plan.source}")
+    out.print(f"on {device}; {job.precision}, {job.seq} tokens a sample, {batch}, {job.optimizer}{wires}; activations {plan.source}")
     _print(out, _stages(plan))
     if plan.recommended is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")

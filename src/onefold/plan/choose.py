@@ -254,15 +254,15 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     ]
     found, plain = next(((f, q.job) for q, s in _relaxed(question, stages) if (f := recommend(q, s)) is not None), (None, question.job))
     if found is not None:
-        without = "" if plain.wires == question.job.wires else f", without {', '.join(sorted(question.job.wires))},"
-        return f"{lines[0]} Here {found.scheme} with micro-batch {found.scheme.micro_batch}{without} would fit."
+        return f"{lines[0]} Here {found.scheme} with micro-batch {found.scheme.micro_batch}{_less(question.job, plain)} would fit."
     kept = "none" if question.job.offload == "none" else ""
     job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload=kept)
-    for ranks in _more_ranks(question.machine):
-        there = replace(question, machine=_on(question.machine, ranks), job=job)
-        least = replace(there, job=replace(job, checkpointing="full")) if blocks_of(question.model) else there  # what needs least, first
+    jobs = (job, _without_wires(job)) if job.wires else (job,)
+    for asked, ranks in ((asked, ranks) for asked in jobs for ranks in _more_ranks(question.machine)):
+        there = replace(question, machine=_on(question.machine, ranks), job=asked)
+        least = replace(there, job=replace(asked, checkpointing="full")) if blocks_of(question.model) else there  # what needs least, first
         if any(c.fits for c in ladder(least)) and (found := recommend(there)) is not None:
-            lines.append(f"On {ranks} devices {found.scheme} with micro-batch 1 would fit.")
+            lines.append(f"On {ranks} devices {found.scheme} with micro-batch 1{_less(job, asked)} would fit.")
             break
     else:
         lines.append("No number of devices would do: one unit is too large. Take smaller units, a shorter --seq or a larger device.")
@@ -284,8 +284,17 @@ def _relaxed(question: Question, stages: tuple[int, ...]) -> Iterator[tuple[Ques
         question = replace(question, job=replace(question.job, offload="", options=options))
         yield question, ()
     if question.job.wires:
-        options = tuple((k, v) for k, v in question.job.options if k not in WIRE_OPTIONS)
-        yield replace(question, job=replace(question.job, options=options)), ()
+        yield replace(question, job=_without_wires(question.job)), ()
+
+
+def _without_wires(job: Job) -> Job:
+    return replace(job, options=tuple((k, v) for k, v in job.options if k not in WIRE_OPTIONS))
+
+
+def _less(asked: Job, answered: Job) -> str:
+    """What of groups and codecs an answer leaves out, in words."""
+    left_out = sorted(set(asked.wires) - set(answered.wires))
+    return f", without {', '.join(left_out)}," if left_out else ""
 
 
 def _more_ranks(machine: Machine, most: int = 1 << 17) -> Iterator[int]:

@@ -15,17 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from onefold.comm.topology import Topology
 from onefold.memory import GATHERED, IDLE, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
 from onefold.plan.activity_on_host import OnHost, on_host
 from onefold.plan.beyond import HOST, Beyond, beyond_of, moved_by
 from onefold.plan.coding import coded_bytes
-from onefold.plan.division import by_link, padded, topology_of
+from onefold.plan.division import padded, topology_of
 from onefold.plan.formulas.states import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.legs import Leg, by_level
+from onefold.plan.legs import Leg
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
@@ -99,7 +98,9 @@ def evaluate(
         held[HOST][ACTIVATIONS] = away.nbytes
     host = sum(held[HOST].values())
     topology = topology_of(recipe, machine.ranks, per_node)
-    traffic, links = _on_links(engine.legs, machine, recipe, topology)
+    nccl = getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
+    traffic = traffic_over(engine.legs, machine, topology, nccl=nccl)
+    links = node_links(engine.legs, machine, topology, nccl=nccl)
     work = replace(
         _work(model, engine, activity, machine, job, scheme, traffic, accumulation),
         carried=carried,
@@ -137,15 +138,6 @@ def evaluate(
     )
     local, there = machine.local, machine.host
     return replace(found, fits=found.spare >= 0 and (machine.shared or host * local <= there.memory) and beyond.nvme * local <= there.nvme)
-
-
-def _on_links(legs: Sequence[Leg], machine: Machine, recipe: Recipe, topology: Topology) -> tuple[list[Traffic], dict[str, int]]:
-    """(moves of a rank, bytes by link that all ranks of a node send)."""
-    nccl = getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
-    traffic = traffic_over(legs, machine, topology, nccl=nccl)
-    if machine.nodes == 1 and isinstance(recipe.group, int):  # the ledger takes groups for nodes where the launcher knows of one
-        return traffic, {k: machine.local * v for k, v in by_link(by_level(legs), topology, recipe.group, 0).items()}
-    return traffic, node_links(legs, machine, topology, nccl=nccl)
 
 
 def states_of(model: ModelShape, job: Job, stage: int, ranks: int, recipe: Recipe | None = None, group: int = 0) -> int:
