@@ -216,7 +216,7 @@ def test_a_measurement_is_saved_printed_and_leaves_nothing_behind(place: Place) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143)])
 def test_a_signal_ends_it_with_everything_it_started(place: Place, number: signal.Signals, status: int) -> None:
     process = place.start("--calibrate", "--ranks", "2")
     until(lambda: len(place.processes("doctor_rank")) == 2)

@@ -82,6 +82,8 @@ def test_every_option_reaches_the_plan() -> None:
     assert base["machine"] | {"bytes": 0} == {"gpu": "a100-40", "ranks": 8, "per_node": 4, "bytes": 0}
     assert base["stages"][1]["account"]["links"]["between"] > 0
 
+    plain = ("gpt2-xl", "--gpus", "8", "--gpu", "a100-40")  # one node: nothing is said of slow links
+
     def peak(*more: str) -> int:
         return Account.from_json(said(*plain, *more)["stages"][1]["account"]).peak_bytes
 

@@ -151,7 +151,7 @@ def assert_stalled(outcome: Outcome, told: str, step: int) -> None:
         assert word in outcome.message, f"the error does not name {word!r}: {told}"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_missing_batch_on_one_rank_is_an_error_on_the_one_that_waits(stage: int) -> None:
     outcomes = outcomes_of(2, train_until, stage, "runs out of batches", 1, 2, timeout=40.0)
     told = _told(outcomes)

@@ -190,7 +190,7 @@ def own_network(command: list[str]) -> subprocess.CompletedProcess[str]:
     pytest.skip("no right to a network namespace of its own: loopback counters would count other programs too")
 
 
-@pytest.mark.parametrize(("stage", "micro_batches"), [(0, 1), (1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "micro_batches"), [(2, 2), (3, 1)])
 def test_the_loopback_interface_carries_the_bytes_of_the_formula(stage: int, micro_batches: int) -> None:
     program = str(Path(__file__).parent / "loopback.py")
     done = own_network([sys.executable, program, str(stage), str(micro_batches)])
