@@ -129,7 +129,7 @@ def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(tmp_pa
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["--cases", "bert"], "smollm2, scratch, qlora"),
+        (["--cases", "bert"], "smollm2, qlora, scratch"),
         (["--sides", "zero"], "qwz"),
         (["--ranks", "3"], "divides --ranks"),
         (["--steps", "0"], "steps=0"),
