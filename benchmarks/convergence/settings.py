@@ -106,7 +106,8 @@ _TWO: dict[str, Any] = {"precision": "bf16", "ranks": 2, "ranks_a_node": 1, "ste
 CASES: dict[str, Case] = {
     "smollm2": Case("SmolLM2-135M, fine-tuned", "smollm2", "auto", micro_batch=1, lr=5e-5, limit=0.01, sides=ZEROPP, **_TWO),
     "qlora": Case(
-        "SmolLM2-135M, LoRA of rank 16 around a frozen base", "smollm2", "auto", micro_batch=1, lr=5e-4, limit=0.02, sides=QLORA, lora=16, **_TWO
+        "SmolLM2-135M, LoRA of rank 16 around a frozen base", "smollm2", "auto", micro_batch=1, lr=5e-4, limit=0.02, sides=QLORA,
+        lora=16, **_TWO,
     ),
     "scratch": Case(
         "a Llama of 20M parameters, from scratch", "llama:20m", "bytes", steps=500, seq=64, micro_batch=1, lr=1e-3, limit=0.01,
