@@ -150,8 +150,8 @@ class Session:
                     "rows": [row.to_json() for row in summary.summarize(self.cases[name], runs)],
                     "runs": [run.to_json() for run in runs],
                 }
-                for name, runs in self.runs.items()
-                if runs
+                for name in CASES
+                if (runs := self.runs.get(name))
             },
         }
 
