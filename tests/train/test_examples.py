@@ -104,3 +104,18 @@ def test_one_process_trains_a_folder_of_weights_in_less_memory_than_its_state_ta
     state, above = float(out.split(" GB of state")[0].split()[-1]) * 1e9, float(out.split(" MiB above")[0].split()[-1]) * 2**20
     assert 0 < above < 0.6 * state, f"{above / 1e6:.0f} MB for {state / 1e6:.0f} MB of state"
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_the_qlora_example_holds_its_base_in_four_bits_and_saves_adapters_that_peft_opens(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2)
+    LlamaForCausalLM(shape).save_pretrained(str(tmp_path / "in"))
+    out = forked("qlora.py", str(tmp_path / "in"), str(tmp_path / "out"))
+    first, last = out.split("loss ")[1].split(";")[0].split(" -> ")
+    assert float(last) < 0.8 * float(first)
+    parameters, held = (int(out.split(before)[1].split()[0].replace(",", "")) for before in ("; of ", "holds "))
+    assert held < 0.25 * 4 * parameters / 2, "fp32 would be 4 bytes a parameter, half of it on this rank"
+    opened = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(str(tmp_path / "in")), str(tmp_path / "out"))
+    assert any(p.abs().max() > 0 for n, p in opened.named_parameters() if "lora_B" in n)
