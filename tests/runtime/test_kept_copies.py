@@ -1,4 +1,4 @@
-"""What is kept to gather from, whole, as a second copy or encoded, follows every write to the masters; ranks agree on where nodes end."""
+"""What is kept to gather from, whole, as a second copy or encoded, follows every write to the masters; so does what encoding lost."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "second copy": {"stage": 3, "group": 2, "second_copy": True},
     "second copy, encoded": {"stage": 3, "group": 2, "second_copy": True, "gather_codec": "int8", "precision": "bf16"},
     "encoded": {"stage": 3, "shard_group": 2, "optimizer_over": "all", "gather_codec": "int8"},
+    "since forward": {"stage": 3, "group": 2, "reshard_after_forward": False},
     "on the host": {"stage": 3, "group": 2, "gather_codec": "int8", "offload_param": "cpu", "offload_optimizer": "cpu"},
 }
 
@@ -27,7 +28,7 @@ def sharded(options: dict[str, Any]) -> nn.Module:
 
 
 def output(model: nn.Module) -> list[float]:
-    with torch.no_grad():
+    with torch.set_grad_enabled(any(p.requires_grad for p in model.parameters())):  # no backward pass follows
         return model(features_of(torch.distributed.get_rank(), 4, 7)).flatten().tolist()
 
 
@@ -83,9 +84,21 @@ def on_uneven_nodes() -> tuple[int, bool]:
     return onefold.engine_of(model).group.topology.outer, all(p.grad is not None for p in model.parameters() if p.numel())
 
 
-def both() -> tuple[list[tuple[str, str]], tuple[int, bool]]:
-    return after_writes(), on_uneven_nodes()
+def thawed() -> bool:
+    """Whether error feedback goes on where other parameters are trained than before."""
+    model = sharded({"stage": 3, "group": 2, "reduce_codec": "int8", "error_feedback": True})
+    weights = [p for name, p in model.named_parameters() if name.endswith("up.weight")]
+    for trained in (False, True, False, True):
+        for weight in weights:
+            weight.requires_grad_(trained)
+        model(features_of(1, 4, 7)).square().mean().backward()
+        norm = onefold.clip_grad_norm_(model, 1.0)
+    return 0 < norm.item() < 100
+
+
+def both() -> tuple[list[tuple[str, str]], tuple[int, bool], bool]:
+    return after_writes(), on_uneven_nodes(), thawed()
 
 
 def test_what_is_kept_follows_every_write_and_ranks_agree_on_where_nodes_end() -> None:
-    assert run_ranks(4, both) == [([], (1, True))] * 4
+    assert run_ranks(4, both) == [([], (1, True), True)] * 4

@@ -339,12 +339,14 @@ class Engine:
         trained = self.stepped or (self.reduced_since_gather and not self.optimizer_seen)
         self.stepped = self.reduced_since_gather = False
         for unit in self.units:
-            for flat in unit.flats if unit.kept or any(f.route.second is not None for f in unit.flats) else ():
+            looked_at = unit.kept or not self.recipe.reshard_after_forward or any(f.route.second is not None for f in unit.flats)
+            for flat in unit.flats if looked_at else ():
                 versions = sum(written(e.param) for e in flat.entries)
                 moved = versions != flat.versions or (trained and bool(flat.runs))
                 flat.versions, flat.stale = versions, flat.kept and (flat.stale or moved)
                 if moved:
                     flat.route.moved()
+                    self._let_go(unit)
             if unit.kept:
                 self._make_stale(unit)
                 if unit.state is State.STALE:
@@ -360,8 +362,14 @@ class Engine:
                 flat.route.moved()
                 if flat.home is not None:
                     flat.home.touched()
+            self._let_go(unit)
             if unit.kept:
                 self._make_stale(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        """A forward pass that no backward pass followed may have left the unit gathered, of masters that have new values now."""
+        if not unit.kept and not unit.away and not unit.depth and not self.backward_open:
+            self.gather.release(unit)
 
     def _make_stale(self, unit: Unit) -> None:
         self.gather.wait(unit)
