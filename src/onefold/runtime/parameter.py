@@ -127,7 +127,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def _seen(param: Any) -> torch.Tensor:
-    """`.data`, which is written to with no trace on the parameter's own version counter: all views given out share one that `written` reads."""
+    """`.data`: writes to it leave the parameter's own version counter alone, so all that are given out share one that `written` reads."""
     now, known = param.data, param.__dict__.get("_onefold_data")
     if known is None or known.dtype != now.dtype or (known.data_ptr(), known.shape) != (now.data_ptr(), now.shape):
         param.__dict__["_onefold_written"] = written(param) - param._version  # what the view before counted
