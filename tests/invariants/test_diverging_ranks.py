@@ -337,7 +337,8 @@ def other_branches_over_groups() -> list[str]:
     found = []
     over: list[tuple[int, dict[str, Any]]] = [
         (3, {"shard_group": 2}), (3, {"shard_group": 2, "optimizer_over": "all"}),
-        (3, {"group": 2, "second_copy": True}), (1, {"group": 2}),
+        (3, {"group": 2, "second_copy": True}), (1, {"group": 2}), (3, {"group": 2, "second_copy": True, "reshard_after_forward": False}),
+        (3, {"group": 2, "reshard_after_forward": False}),
     ]  # fmt: skip
     for case, others in ((LayerDrop, over), (ChosenByNobody, over[2:3])):
         expected, first = train_reference(case()), train_sharded(case(), 3, group=2)

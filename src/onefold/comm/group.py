@@ -74,29 +74,34 @@ class Group:
         self._groups: list[Any] = []
         process_group, numbers = members(process_group)
         self.size = len(numbers)
-        self.topology = Topology(self.size, inner_of(inner, numbers, ranks_of_a_node()))
-        self.ranks = [numbers[i] for i in self.topology.order]
-        self.nodes, self.borders = sides_of(self.ranks, ranks_of_a_node(), inner, self.topology)
-        self.name = spelt(numbers)
-        self._at = self.topology.order  # the communicators' own numbers of the positions
+        self.ranks, self.name = numbers, spelt(numbers)
         self.rank, self.number = 0, 0
         self._inside: Level | None = None
         self._across: Level | None = None
-        if self.size == 1:
-            return
-        self.rank = self.ranks.index(dist.get_rank())
-        self.number = numbers.index(dist.get_rank())
-        self.backend = backend_of(process_group, device)
-        self.imagined = self.backend == "fake"
+        per_node = ranks_of_a_node()
+        if inner != "node":
+            Topology(self.size, inner_of(inner, numbers, None))  # refused before anything is made
+        if self.size > 1:
+            self.number = numbers.index(dist.get_rank())
+            self.backend = backend_of(process_group, device)
+            self.imagined = self.backend == "fake"
         if self.imagined:
             self.control_group = None
-        else:
+        elif self.size > 1:
             with self._meeting():
                 self.control_group = self._make("gloo", timeout)
                 if self.backend == "gloo":
                     self.gather_group = self.reduce_group = self.control_group
                 else:
                     self.gather_group, self.reduce_group = self._make(self.backend, timeout), self._make(self.backend, timeout)
+            per_node = self._agreed(per_node)
+        self.topology = Topology(self.size, inner_of(inner, numbers, per_node))
+        self.ranks = [numbers[i] for i in self.topology.order]
+        self.nodes, self.borders = sides_of(self.ranks, per_node, inner, self.topology)
+        self._at = self.topology.order  # the communicators' own numbers of the positions
+        if self.size == 1:
+            return
+        self.rank = self.ranks.index(dist.get_rank())
         levels = self.topology.inside(self.rank), self.topology.across(self.rank)
         self._inside, self._across = (None if len(at) == self.size else Level(self, at) for at in levels)
 
@@ -109,6 +114,16 @@ class Group:
     def across(self) -> Group:
         """The ranks that hold in other groups what this rank holds in its own; all, where groups have one rank."""
         return self._across or self
+
+    def _agreed(self, per_node: int | None) -> int | None:
+        """`per_node` if all ranks were told the same; None where nodes have unequal numbers of ranks, of which some may seem to divide."""
+        said = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        start = time.perf_counter()
+        try:
+            dist.all_gather(said, torch.tensor([per_node or 0]), group=self.control_group)
+        except RuntimeError as error:
+            raise self._alone(time.perf_counter() - start, "shard()", error) from None
+        return per_node if len({int(t) for t in said}) == 1 else None
 
     def communicator(self, timeout: float) -> Any:
         """One more gloo communicator over the same ranks, for messages of the host that may wait `timeout` seconds. Collective."""
@@ -143,7 +158,7 @@ class Group:
         if self.size == dist.get_world_size() or known is None:
             yield
             return
-        me, store, name = dist.get_rank(), dist.distributed_c10d._get_default_store(), f"onefold/groups/{self.ranks}/"
+        me, store, name = dist.get_rank(), dist.distributed_c10d._get_default_store(), f"onefold/groups/{sorted(self.ranks)}/"
         turn = store.add(f"{name}turns/{me}", 1)  # the same on every rank, since each comes here as often as the others
         used = int(store.get(f"{name}used/{me}")) if turn > 1 else 0
         store.set(f"{name}{turn}/{me}", str(max(len(known), used)))

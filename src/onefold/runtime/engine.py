@@ -38,7 +38,7 @@ from onefold.runtime.flat import Dtypes, Entry, Flat
 from onefold.runtime.gather import Gatherer, tensors_in
 from onefold.runtime.kept import gradient_bytes, show_kept, take_kept
 from onefold.runtime.moved import Moves, Pass
-from onefold.runtime.parameter import ForwardDepth, whole_sight
+from onefold.runtime.parameter import ForwardDepth, whole_sight, written
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.route import rests_encoded
 from onefold.runtime.spans import Span, Spans
@@ -270,8 +270,8 @@ class Engine:
         self.structure.look(everywhere=self.step < 2)
         if self.step < 2:
             check_not_wrapped(self.units[0].module())
+        self._mark_stale()  # by what was trainable when the optimizer stepped
         self.follow_trainable()
-        self._mark_stale()
         if torch.is_grad_enabled() and self.open_graphs == 0:
             for u in self.units:
                 u.calls = 0
@@ -339,12 +339,14 @@ class Engine:
         trained = self.stepped or (self.reduced_since_gather and not self.optimizer_seen)
         self.stepped = self.reduced_since_gather = False
         for unit in self.units:
-            for flat in unit.flats if unit.kept or any(f.route.second is not None for f in unit.flats) else ():
-                versions = sum(e.param._version for e in flat.entries)
+            looked_at = unit.kept or not self.recipe.reshard_after_forward or any(f.route.second is not None for f in unit.flats)
+            for flat in unit.flats if looked_at else ():
+                versions = sum(written(e.param) for e in flat.entries)
                 moved = versions != flat.versions or (trained and bool(flat.runs))
                 flat.versions, flat.stale = versions, flat.kept and (flat.stale or moved)
                 if moved:
                     flat.route.moved()
+                    self._let_go(unit)
             if unit.kept:
                 self._make_stale(unit)
                 if unit.state is State.STALE:
@@ -360,8 +362,14 @@ class Engine:
                 flat.route.moved()
                 if flat.home is not None:
                     flat.home.touched()
+            self._let_go(unit)
             if unit.kept:
                 self._make_stale(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        """A forward pass that no backward pass followed may have left the unit gathered, of masters that have new values now."""
+        if not unit.kept and not unit.away and not unit.depth and not self.backward_open:
+            self.gather.release(unit)
 
     def _make_stale(self, unit: Unit) -> None:
         self.gather.wait(unit)

@@ -90,6 +90,7 @@ class Gatherer:
         self.cursor: Cursor | None = None
         self.backward_cursor: Cursor | None = None
         self.unwanted: list[Unit] = []
+        self.let_go = False  # a unit of this pass was released although the recipe keeps them: a re-entrant checkpoint gathers it again
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         self.prefetch = engine.recipe.prefetch if engine.recipe.overlap else 0
         self.from_disk = any(flat.home is not None and flat.home.rest is None for unit in self.sharded for flat in unit.flats)
@@ -98,6 +99,7 @@ class Gatherer:
     # -- passes ----------------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, is_root: bool) -> None:
+        self.let_go = False
         if self.sharded:
             self.cursor = Cursor(self.forward_order) if is_root else None
             self.forward_log = []
@@ -117,10 +119,11 @@ class Gatherer:
             for index in self.cursor.rest():
                 self.join(self.units[index])
         self.cursor = None
-        keep = torch.is_grad_enabled() and not self.engine.recipe.reshard_after_forward and not aborted
+        keep = self._keeps and not aborted
         for unit in self.sharded:
             unit.sticky = False
-            if unit.state is not State.SHARDED and not (keep and unit.claimed) and not self.engine.backward_open:
+            # What was joined and not used is kept too: in the backward pass either all ranks have a unit or none.
+            if unit.state is not State.SHARDED and not (keep and (unit.claimed or not self.let_go)) and not self.engine.backward_open:
                 self.release(unit)
         self.unwanted.clear()
         self.engine.pool.drain()
@@ -128,7 +131,8 @@ class Gatherer:
     def begin_backward(self) -> None:
         self.backward_log = []
         # The order is that of passes over the whole model; after passes over a part of it units are gathered on demand.
-        self.backward_cursor = Cursor(self.backward_order) if self.engine.root_graphs else None
+        order = [index for index in self.backward_order if self.units[index].away]  # what all ranks kept nobody gathers
+        self.backward_cursor = Cursor(order) if self.engine.root_graphs else None
 
     def join_rest_of_backward(self) -> None:
         """At the end of a backward pass: join what other ranks may still gather."""
@@ -143,6 +147,11 @@ class Gatherer:
                 self.release(unit)
         self.unwanted.clear()
         self.engine.pool.drain()
+
+    @property
+    def _keeps(self) -> bool:
+        """Units stay gathered between this forward pass and its backward pass."""
+        return torch.is_grad_enabled() and not self.engine.recipe.reshard_after_forward
 
     # -- one unit --------------------------------------------------------------------------------------------------------------
 
@@ -197,6 +206,8 @@ class Gatherer:
 
     def _reap(self, inside: Unit | None) -> None:
         """Drop what was joined and not used; in a backward pass not what lies around the unit in use: its turn may yet come."""
+        if inside is None and self._keeps:
+            return
         around = [u for u in self.unwanted if inside is not None and u.encloses(inside)]
         for unit in self.unwanted:
             if not unit.claimed and not unit.away and unit not in around:
@@ -299,8 +310,9 @@ class Gatherer:
             self.cursor.at += 1
             unit.claimed = False
             return
-        if torch.is_grad_enabled() and not self.engine.recipe.reshard_after_forward:
+        if self._keeps:
             return
+        self.let_go = True
         if any(storage_of(t) in self.by_storage for t in tensors_in(output)):
             unit.sticky = True  # until the end of the pass
             return

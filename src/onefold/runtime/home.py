@@ -29,6 +29,7 @@ from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.hollow import hollow
+from onefold.runtime.parameter import written
 from onefold.runtime.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class Home:
         """Anybody may write to host masters: bring what gathers read up to date if somebody did."""
         if self.on_disk or self.rest is None or not self.numel:
             return
-        versions = sum(e.param._version for e in self.flat.entries)
+        versions = sum(written(e.param) for e in self.flat.entries)
         if versions != self._versions:
             self._versions = versions
             self.stepped(0, self.numel, self.shown)

@@ -93,6 +93,8 @@ class ShardedParameter(nn.Parameter):
                 return seen_hollow(func(*args, **kwargs), f"parameter {args[0].__dict__['onefold'].name!r}")
             if func in _NEEDS_SHAPE and any(info.sharded for info in infos(args, kwargs)):
                 raise _error(args, kwargs, func)
+            if func == _DATA:
+                return _seen(args[0])
             if func == _GRAD and _asked_by_clip_grad_norm() and args[0].__dict__["onefold"].sharded:
                 raise ShardedParameterError(
                     "torch.nn.utils.clip_grad_norm_ would see only this rank's interval of each gradient, and clip differently on "
@@ -122,6 +124,22 @@ class ShardedParameter(nn.Parameter):
             return f"ShardedParameter({info!r}, on NVMe or encoded)"
         with whole_sight():
             return f"ShardedParameter({info!r}, local={self.data!r})"
+
+
+def _seen(param: Any) -> torch.Tensor:
+    """`.data`: writes to it leave the parameter's own version counter alone, so all that are given out share one that `written` reads."""
+    now, known = param.data, param.__dict__.get("_onefold_data")
+    if known is None or known.dtype != now.dtype or (known.data_ptr(), known.shape) != (now.data_ptr(), now.shape):
+        param.__dict__["_onefold_written"] = written(param) - param._version  # what the view before counted
+        param.__dict__["_onefold_data"] = known = now
+    return known.detach()
+
+
+def written(param: torch.Tensor) -> int:
+    """How often the memory of an optimizer's parameter was written to, as far as counters tell: also through `.data`."""
+    known = param.__dict__.get("_onefold_data")
+    through = 0 if known is None else known._version + param.__dict__["_onefold_written"]
+    return param._version + through
 
 
 def refuse_pickling(name: str | None) -> NoReturn:
@@ -198,7 +216,7 @@ def _error(args: Any, kwargs: Any, func: Any) -> ShardedParameterError:
 
 
 _T: Any = torch.Tensor
-_GRAD, _DEVICE = _T.grad.__get__, _T.device.__get__
+_GRAD, _DEVICE, _DATA = _T.grad.__get__, _T.device.__get__, _T.data.__get__
 
 
 def _getters(*names: str) -> set[Any]:

@@ -242,7 +242,7 @@ def of_routes(engine: Engine) -> list[str]:
         if idle:
             said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
     if recipe.group is not None and asked_for and engine.group.topology.outer == 1 < engine.world_size:
-        node = "the launcher says that all are on one node, or nothing of nodes (LOCAL_WORLD_SIZE)"
+        node = "the launcher says that all are on one node, or that nodes are uneven, or nothing of nodes (LOCAL_WORLD_SIZE)"
         why = node if recipe.group == "node" else "they are all"
         said.append(
             f"group={recipe.group!r} makes one group of the {engine.world_size} ranks ({why}): nothing is divided inside groups only."

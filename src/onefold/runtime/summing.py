@@ -166,11 +166,20 @@ class Summing:
         return self.residual((r.flat.index, r.span[0], r.at), r.span[1] - r.span[0])
 
     def residual(self, key: tuple[int, int, int], numel: int) -> torch.Tensor:
-        """What was lost of `numel` elements, zeros at first: by flat buffer, first address and hop."""
-        if key not in self.residuals:
-            self.residuals[key] = torch.zeros(numel, dtype=torch.float32, device=self.engine.device)
-            self.engine.memory.add(RESIDUALS, _bytes(self.residuals[key]))
-        return self.residuals[key]
+        """What was lost of `numel` elements, zeros at first: by flat buffer, first address and hop.
+
+        Where more or fewer elements travel from that address on (parameters were frozen, or are trained again), what both have stays.
+        """
+        known = self.residuals.get(key)
+        if known is None or known.numel() != numel:
+            found = torch.zeros(numel, dtype=torch.float32, device=self.engine.device)
+            if known is not None:
+                both = min(numel, known.numel())
+                found[:both] = known[:both]
+                self.engine.memory.add(RESIDUALS, -_bytes(known))
+            self.residuals[key] = known = found
+            self.engine.memory.add(RESIDUALS, _bytes(known))
+        return known
 
     def spans(self) -> dict[tuple[int, int, int], int]:
         """The elements of every residual that there may come to be."""

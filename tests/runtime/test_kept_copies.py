@@ -1,0 +1,104 @@
+"""What is kept to gather from, whole, as a second copy or encoded, follows every write to the masters; so does what encoding lost."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+import onefold
+from models import TinyMLP, features_of
+from ranks import run_ranks
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "whole": {"stage": 1},
+    "second copy": {"stage": 3, "group": 2, "second_copy": True},
+    "second copy, encoded": {"stage": 3, "group": 2, "second_copy": True, "gather_codec": "int8", "precision": "bf16"},
+    "encoded": {"stage": 3, "shard_group": 2, "optimizer_over": "all", "gather_codec": "int8"},
+    "since forward": {"stage": 3, "group": 2, "reshard_after_forward": False},
+    "on the host": {"stage": 3, "group": 2, "gather_codec": "int8", "offload_param": "cpu", "offload_optimizer": "cpu"},
+}
+
+
+def sharded(options: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    return onefold.shard(TinyMLP(), onefold.Recipe.zero(**options, stall_timeout=10.0))
+
+
+def output(model: nn.Module) -> list[float]:
+    with torch.set_grad_enabled(any(p.requires_grad for p in model.parameters())):  # no backward pass follows
+        return model(features_of(torch.distributed.get_rank(), 4, 7)).flatten().tolist()
+
+
+def stepped_and_frozen(model: nn.Module) -> None:
+    """A fused step leaves no mark on version counters, and what was trained is frozen before anything is gathered."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model(features_of(1, 4, 7)).square().mean().backward()
+    optimizer.step()
+    model.requires_grad_(False)
+
+
+def averages_swapped_in(model: nn.Module) -> None:
+    """As averaging libraries do it."""
+    for param, average in [(p, p.detach() * 0.3) for p in model.parameters()]:
+        param.data.copy_(average)
+
+
+def written_by_a_view_kept_since(model: nn.Module) -> None:
+    views = [p.data for p in model.parameters()]
+    output(model)
+    for view in views:
+        view.view(-1).mul_(0.5)
+
+
+def only_read_on_one_rank(model: nn.Module) -> None:
+    if torch.distributed.get_rank() == 0:
+        assert all(p.data.norm() >= 0 for p in model.parameters())
+
+
+WRITES = (stepped_and_frozen, averages_swapped_in, written_by_a_view_kept_since, only_read_on_one_rank)
+
+
+def after_writes() -> list[tuple[str, str]]:
+    """(recipe, write) after which a model computes with other values than a fresh one of its masters."""
+    behind = []
+    for name, options in RECIPES.items():
+        for write in WRITES:
+            model = sharded(options)
+            before = output(model)
+            write(model)
+            now, fresh = output(model), sharded(options)
+            onefold.load_full_state_dict(fresh, onefold.full_state_dict(model))
+            if now != output(fresh) or (now == before) != (write is only_read_on_one_rank):
+                behind.append((name, write.__name__))
+    return behind
+
+
+def on_uneven_nodes() -> tuple[int, bool]:
+    """(groups, whether it trains) where nodes have three ranks and one: one of a rank seems to divide four, one of three does not."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if torch.distributed.get_rank() == 3 else "3"
+    model = sharded({"stage": 3, "second_copy": True, "reduce_codec": "int8"})
+    model(features_of(1, 4, 7)).square().mean().backward()
+    return onefold.engine_of(model).group.topology.outer, all(p.grad is not None for p in model.parameters() if p.numel())
+
+
+def thawed() -> bool:
+    """Whether error feedback goes on where other parameters are trained than before."""
+    model = sharded({"stage": 3, "group": 2, "reduce_codec": "int8", "error_feedback": True})
+    weights = [p for name, p in model.named_parameters() if name.endswith("up.weight")]
+    for trained in (False, True, False, True):
+        for weight in weights:
+            weight.requires_grad_(trained)
+        model(features_of(1, 4, 7)).square().mean().backward()
+        norm = onefold.clip_grad_norm_(model, 1.0)
+    return 0 < norm.item() < 100
+
+
+def both() -> tuple[list[tuple[str, str]], tuple[int, bool], bool]:
+    return after_writes(), on_uneven_nodes(), thawed()
+
+
+def test_what_is_kept_follows_every_write_and_ranks_agree_on_where_nodes_end() -> None:
+    assert run_ranks(4, both) == [([], (1, True), True)] * 4
