@@ -57,7 +57,7 @@ def run_program(program: str, folder: Path) -> Any:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": absolute_path()},
+        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPATH": absolute_path()},
         capture_output=True,
         text=True,
         timeout=60,
