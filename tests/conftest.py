@@ -48,17 +48,23 @@ SLOW_FILES = {
 
 # Files of many combinations of the same few properties: a run takes every n-th test of each, by a hash of its name; `--all` all of them.
 SAMPLED = {
+    "benchmarks/test_peers.py": 2,
+    "checkpoint/test_huggingface.py": 2,
     "checkpoint/test_tiles_checkpoint.py": 2,
+    "cli/test_plan_command.py": 2,
     "integrations/test_deepspeed_offload.py": 2,
     "memory/test_activations.py": 4,
     "memory/test_nvme_folder.py": 3,
     "observe/test_report_in_browser.py": 2,
+    "optim/test_clipping_and_scaling.py": 2,
+    "optim/test_elementwise_optimizers.py": 2,
     "plan/test_code.py": 3,
     "plan/test_matrix.py": 3,
     "plan/test_replay.py": 2,
     "plan/test_simulate.py": 4,
     "plan/test_trace.py": 2,
     "runtime/test_activation_offload.py": 6,
+    "runtime/test_micro_batches.py": 2,
     "runtime/test_odd_parameters.py": 2,
     "runtime/test_offload.py": 2,
     "runtime/test_state_dicts.py": 2,
