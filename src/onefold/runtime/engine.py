@@ -26,7 +26,7 @@ from torch import nn
 
 from onefold.comm import Group, Place
 from onefold.layout import round_up
-from onefold.memory import GRADIENTS, MemoryLedger, Pool, storage_of
+from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.groups import GROUP
 from onefold.recipe.tiers import SECTOR
@@ -38,12 +38,13 @@ from onefold.runtime.flat import Dtypes, Entry, Flat
 from onefold.runtime.gather import Gatherer, tensors_in
 from onefold.runtime.kept import gradient_bytes, show_kept, take_kept
 from onefold.runtime.moved import Moves, Pass
-from onefold.runtime.parameter import ForwardDepth, whole_sight, written
+from onefold.runtime.parameter import ForwardDepth, whole_sight
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.route import rests_encoded
 from onefold.runtime.spans import Span, Spans
+from onefold.runtime.stale import all_moved, look_for_writes
 from onefold.runtime.tiers import Tiers, leaving
-from onefold.runtime.unit import State, Unit
+from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec
 
 
@@ -270,7 +271,7 @@ class Engine:
         self.structure.look(everywhere=self.step < 2)
         if self.step < 2:
             check_not_wrapped(self.units[0].module())
-        self._mark_stale()  # by what was trainable when the optimizer stepped
+        look_for_writes(self)  # by what was trainable when the optimizer stepped
         self.follow_trainable()
         if torch.is_grad_enabled() and self.open_graphs == 0:
             for u in self.units:
@@ -334,49 +335,9 @@ class Engine:
                         entry.hooked = True
                         entry.compute.register_post_accumulate_grad_hook(_arrival(weakref.ref(self), weakref.ref(entry)))
 
-    def _mark_stale(self) -> None:
-        """Kept copies are stale once the masters moved: an optimizer stepped, or somebody wrote to them."""
-        trained = self.stepped or (self.reduced_since_gather and not self.optimizer_seen)
-        self.stepped = self.reduced_since_gather = False
-        for unit in self.units:
-            looked_at = unit.kept or not self.recipe.reshard_after_forward or any(f.route.second is not None for f in unit.flats)
-            for flat in unit.flats if looked_at else ():
-                versions = sum(written(e.param) for e in flat.entries)
-                moved = versions != flat.versions or (trained and bool(flat.runs))
-                flat.versions, flat.stale = versions, flat.kept and (flat.stale or moved)
-                if moved:
-                    flat.route.moved()
-                    self._let_go(unit)
-            if unit.kept:
-                self._make_stale(unit)
-                if unit.state is State.STALE:
-                    for flat in unit.flats:
-                        flat.refreshed = self.moves.count if flat.stale else flat.refreshed  # by the refresh that follows
-
     def make_stale(self) -> None:
         """The masters have been written to: every kept copy is out of date."""
-        self.moves.all_of(self.entries)
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.stale = True
-                flat.route.moved()
-                if flat.home is not None:
-                    flat.home.touched()
-            self._let_go(unit)
-            if unit.kept:
-                self._make_stale(unit)
-
-    def _let_go(self, unit: Unit) -> None:
-        """A forward pass that no backward pass followed may have left the unit gathered, of masters that have new values now."""
-        if not unit.kept and not unit.away and not unit.depth and not self.backward_open:
-            self.gather.release(unit)
-
-    def _make_stale(self, unit: Unit) -> None:
-        self.gather.wait(unit)
-        for flat in unit.flats:
-            flat.stale = flat.stale and not flat.passive and not _is_its_master(flat)
-        if unit.state is State.GATHERED and any(flat.stale for flat in unit.flats):
-            unit.move(State.STALE, self.step)
+        all_moved(self)
 
     def _sync_buffers(self) -> None:
         """Running statistics follow rank 0's, as in DDP."""
@@ -502,8 +463,3 @@ def _arrival(engine: weakref.ref[Engine], entry: weakref.ref[Entry]) -> Any:
             e.reduce.arrived(x)
 
     return hook
-
-
-def _is_its_master(flat: Flat) -> bool:
-    """The kept copy is the master itself on every rank (stage 0 in one dtype): it cannot be stale."""
-    return flat.whole_master and flat.full is not None and storage_of(flat.full) == storage_of(flat.master)

@@ -1,0 +1,73 @@
+"""When masters have new values: which copies of them are out of date.
+
+    master ──┬── the whole that rests here (stages 0 to 2)                   ► made anew before it is used
+             ├── a second copy, or the own part encoded (runtime/route.py)   ► made anew by the next gather
+             └── a gathered unit that no backward pass came for              ► let go
+
+Masters move when an optimizer steps, when somebody writes to a parameter (its version counters tell), and when the engine writes itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from onefold.memory import storage_of
+from onefold.runtime.flat import Flat
+from onefold.runtime.parameter import written
+from onefold.runtime.unit import State, Unit
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+
+def look_for_writes(engine: Engine) -> None:
+    """Kept copies are stale once the masters moved: an optimizer stepped, or somebody wrote to them."""
+    trained = engine.stepped or (engine.reduced_since_gather and not engine.optimizer_seen)
+    engine.stepped = engine.reduced_since_gather = False
+    for unit in engine.units:
+        looked_at = unit.kept or not engine.recipe.reshard_after_forward or any(f.route.second is not None for f in unit.flats)
+        for flat in unit.flats if looked_at else ():
+            versions = sum(written(e.param) for e in flat.entries)
+            moved = versions != flat.versions or (trained and bool(flat.runs))
+            flat.versions, flat.stale = versions, flat.kept and (flat.stale or moved)
+            if moved:
+                flat.route.moved()
+                _let_go(engine, unit)
+        if unit.kept:
+            _note(engine, unit)
+            if unit.state is State.STALE:
+                for flat in unit.flats:
+                    flat.refreshed = engine.moves.count if flat.stale else flat.refreshed  # by the refresh that follows
+
+
+def all_moved(engine: Engine) -> None:
+    """The engine, or a load, has written to the masters: every copy is out of date."""
+    engine.moves.all_of(engine.entries)
+    for unit in engine.units:
+        for flat in unit.flats:
+            flat.stale = True
+            flat.route.moved()
+            if flat.home is not None:
+                flat.home.touched()
+        _let_go(engine, unit)
+        if unit.kept:
+            _note(engine, unit)
+
+
+def _let_go(engine: Engine, unit: Unit) -> None:
+    """A forward pass that no backward pass followed may have left the unit gathered, of masters that have new values now."""
+    if not unit.kept and not unit.away and not unit.depth and not engine.backward_open:
+        engine.gather.release(unit)
+
+
+def _note(engine: Engine, unit: Unit) -> None:
+    engine.gather.wait(unit)
+    for flat in unit.flats:
+        flat.stale = flat.stale and not flat.passive and not _is_its_master(flat)
+    if unit.state is State.GATHERED and any(flat.stale for flat in unit.flats):
+        unit.move(State.STALE, engine.step)
+
+
+def _is_its_master(flat: Flat) -> bool:
+    """The kept copy is the master itself on every rank (stage 0 in one dtype): it cannot be stale."""
+    return flat.whole_master and flat.full is not None and storage_of(flat.full) == storage_of(flat.master)
