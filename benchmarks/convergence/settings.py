@@ -21,11 +21,13 @@ class Side:
         note: what it is.
         arguments: of `Recipe.zero`, beside stage 3 and group="node".
         seed: added to the seed of the data's order; the reference's with another is a yardstick for what a difference means.
+        nudge: every initial weight is multiplied by 1 + nudge x a normal random number: the same training but for what is chaotic in it.
     """
 
     note: str
     arguments: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    nudge: float = 0.0
 
 
 _ALL = {"gather_codec": "int8", "second_copy": True, "reduce_codec": "int4"}
@@ -42,13 +44,14 @@ SIDES: dict[str, Side] = {
     "frozen-int8": Side("frozen matrices rest and travel in int8", {"frozen": "int8"}),
     "frozen-nf4": Side("frozen matrices rest and travel in nf4", {"frozen": "nf4"}),
     "frozen-int4": Side("frozen matrices rest and travel in int4", {"frozen": "int4"}),
+    "nudged": Side("the reference from weights moved by a millionth of themselves: a yardstick, what chance makes of it", nudge=1e-6),
     "other-order": Side("the reference on the same samples in another order: a yardstick, not a candidate", seed=1),
 }
 """Every side, in the order in which they run."""
 
-ZEROPP = ("plain", "qwz", "hpz", "qgz", "all", "all-feedback", "other-order")
-QLORA = ("plain", "frozen-int8", "frozen-nf4", "other-order")
-YARDSTICKS = ("other-order",)
+ZEROPP = ("plain", "qwz", "hpz", "qgz", "all", "all-feedback", "nudged", "other-order")
+QLORA = ("plain", "frozen-int8", "frozen-nf4", "nudged", "other-order")
+YARDSTICKS = ("nudged", "other-order")
 """Sides without a verdict."""
 
 

@@ -39,6 +39,15 @@ def adapted(module: nn.Module, rank: int, seed: int) -> nn.Module:
     return wrapped
 
 
+def nudged(module: nn.Module, by: float, seed: int) -> None:
+    """Multiply every weight that is here by 1 + `by` x a normal random number."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if not parameter.is_meta:
+                parameter.mul_(1.0 + by * torch.randn(parameter.shape, generator=generator))
+
+
 def held_out_loss(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> float:
     """Mean loss a token of the first `case.held_out` held-out samples, as the model computes here and now. Collective."""
     total = counted = 0.0
@@ -77,6 +86,8 @@ def train(case: Case, name: str, ranks: Ranks, patience: float) -> dict[str, Any
     assert loaded.tokenizer is not None
     data = load_data(case.data, loaded.tokenizer, case.seq, case.seed, HELD_OUT_SHARE)
     module = adapted(loaded.module, case.lora, case.seed) if case.lora else loaded.module
+    if side.nudge:
+        nudged(module, side.nudge, case.seed)
     whole = sum(p.numel() for p in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     without_decay = names_without_decay(module)

@@ -59,7 +59,7 @@ def made_up(side: str, *held_out: float, masters: float | None = None, sent: flo
 
 def test_two_ranks_train_each_side_on_the_same_samples() -> None:
     lora = replace(TINY, lora=4, steps=2, every=2)
-    asked = [(side, TINY, side) for side in ("plain", "hpz", "qgz", "all")]
+    asked = [(side, TINY, side) for side in ("plain", "hpz", "qgz", "all", "nudged")]
     asked += [(f"lora {side}", lora, side) for side in ("plain", "frozen-nf4")]
     first, second = run_ranks(2, trained_sides, asked)
     plain, hpz, qgz, everything = (first[side] for side in ("plain", "hpz", "qgz", "all"))
@@ -70,6 +70,8 @@ def test_two_ranks_train_each_side_on_the_same_samples() -> None:
     assert plain["held_out"][-1][1] < 0.9 * plain["held_out"][0][1], plain["held_out"]
     assert hpz["losses"] == plain["losses"], "a second copy changes no bit"
     assert qgz["losses"][0] == plain["losses"][0] and qgz["losses"][2:] != plain["losses"][2:], "a step's gradients come after its loss"
+    apart = [abs(a / b - 1) for a, b in zip(first["nudged"]["losses"], plain["losses"], strict=True)]
+    assert 0 < max(apart) < 1e-4, "a millionth of each weight"
     assert plain["masters"] is None and abs(everything["masters"] / everything["held_out"][-1][1] - 1) < 0.02
     assert everything["between_bytes"] < 0.25 * plain["between_bytes"], "a quarter once for twice a whole, and an eighth"
     adapters, nf4 = first["lora plain"], first["lora frozen-nf4"]
