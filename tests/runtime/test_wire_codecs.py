@@ -137,6 +137,45 @@ def test_what_encoding_lost_is_fed_back() -> None:
         assert near < far / 5, (near, far)
 
 
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.a(x).sum() + self.b(y).sum()
+
+
+def after_a_step_left_out(scales: bool) -> float:
+    """The largest gradient after a step in which one rank's was 10,000 times as large in one unit, and infinite in the other."""
+    torch.manual_seed(0)
+    model = onefold.shard(Two(), onefold.Recipe.zero(3, group=2, reduce_codec="int4", error_feedback=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = onefold.GradScaler(model, init_scale=4.0, enabled=scales)
+    norm = 0.0
+    for step in range(3):
+        x = y = torch.linspace(0.1, 1.0, 64).repeat(2, 1) * (1 + torch.distributed.get_rank())
+        if step == 1 and torch.distributed.get_rank() == 3:
+            x, y = x * 1e4, y * math.inf
+        scaler.scale(model(x, y)).backward()
+        scaler.unscale_(optimizer)
+        if not scales or step == 2:
+            norm = onefold.clip_grad_norm_(model, math.inf, math.inf).item()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return norm
+
+
+def with_a_scaler_and_without() -> list[float]:
+    return [after_a_step_left_out(scales) for scales in (True, False)]
+
+
+def test_what_encoding_lost_of_a_step_that_is_left_out_does_not_reach_the_next_one() -> None:
+    for norms in run_ranks(4, with_a_scaler_and_without):
+        assert all(4.0 < norm < 6.0 for norm in norms), norms  # 5, and what 4 bits lose
+
+
 def not_finite() -> dict[tuple[str, float], list[Any]]:
     """An infinite or undefined gradient of one rank, through encoded reductions: what each rank sees of it, for each codec."""
     seen: dict[tuple[str, float], list[Any]] = {}
