@@ -83,6 +83,38 @@ def test_results_are_the_same_each_time_and_with_any_schedule_and_near_those_wit
         assert len(said["far"]) >= 2 and all(0 < far < 0.05 for far in said["far"].values()), said["far"]
 
 
+class Compiled(Run):
+    """The whole model, of one block; what is compiled breaks at the hooks, and a gather is of the values of each step all the same."""
+
+    fast: Any = None
+    steps = 2
+
+    def build(self) -> torch.nn.Module:
+        return TinyGPT(depth=1)
+
+    def loss(self, model: torch.nn.Module, batch: Tensor) -> Tensor:
+        if self.fast is None:
+            self.fast = torch.compile(model, backend="eager")
+            with pytest.raises(ValueError, match="around a sharded model"):
+                onefold.engine_of(self.fast)
+        return self.fast(batch)
+
+
+class Uncompiled(Compiled):
+    def loss(self, model: torch.nn.Module, batch: Tensor) -> Tensor:
+        return model(batch)
+
+
+def compiled_and_not() -> list[str]:
+    options = {**CODECS["all"], "group": 1}
+    return differences("compiled", train_sharded(Uncompiled(), 3, **options), train_sharded(Compiled(), 3, **options), 0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_a_model_compiled_as_a_whole_gives_the_same_bits() -> None:
+    assert run_ranks(2, compiled_and_not) == [[]] * 2
+
+
 def exact_values() -> list[str]:
     """Where encoding loses nothing: weights that are whole steps of their blocks' scales."""
 
