@@ -1,6 +1,6 @@
 """Onefold on a CUDA machine, one GPU being enough: `python benchmarks/gpu.py`.
 
-Six questions, each answered in fresh processes:
+Seven questions, each answered in fresh processes:
 
 1. Same numbers? Several ranks over gloo share the GPU (NCCL refuses that); the losses of Onefold's stages, of DDP and
    of one process on the whole batch are compared.
@@ -12,6 +12,7 @@ Six questions, each answered in fresh processes:
 4. What does state on the host or on NVMe cost, beside plain PyTorch, FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-Offload, and
 5. how large a model does each of them train on this GPU? See benchmarks/offload/on_gpu.py. DeepSpeed takes part if it is installed.
 6. Are codecs as quick as memory, and do their kernels write what plain operations write? See benchmarks/codecs.py.
+7. Do groups and codecs train the same with streams as without? See benchmarks/wires/on_gpu.py.
 
 Prints its tables last; writes gpu.json and the traces (chrome://tracing) to --output.
 Without a GPU it says so and exits 0.
@@ -23,6 +24,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -44,9 +46,10 @@ from benchmarks.offload.traced import profile
 from benchmarks.offload.worker import Ledgers
 from benchmarks.peers import adapters, launch, model, probes, summary, worker
 from benchmarks.peers.settings import Setting
+from benchmarks.wires import sides as in_groups
 
 SCHEMA = "onefold-gpu/1"
-CHAPTERS = ("numbers", "alone", "overlap", "offload", "largest", "codecs")
+CHAPTERS = ("numbers", "alone", "overlap", "offload", "largest", "codecs", "groups")
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
 
 
@@ -77,12 +80,20 @@ def measure(job: dict[str, Any], setting: Setting, path: Path, rank: int) -> dic
     peer, whole_batch, cuda = job["peer"], job.get("whole_batch_of", 0), setting.device == "cuda"
     how = {"disk": job.get("disk"), "own_adam": job.get("own_adam", False)}
     sides.prepare(peer, setting.device)
+    if "ranks_a_node" in job:
+        os.environ["LOCAL_WORLD_SIZE"] = str(job["ranks_a_node"])  # as a launcher would say where nodes end
     backend = "none" if peer == "plain" else join(setting, path, rank)
-    sides.touch(peer, setting, **how)
+    if "ranks_a_node" not in job:  # there memory is not what is asked
+        sides.touch(peer, setting, **how)
     synchronize(setting)
     on_host = probes.resident_mib()
     baseline = torch.cuda.memory_allocated() / 2**20 if cuda else on_host
-    trainer = sides.build(peer, setting, model.build(setting.model, device=setting.device), **how)
+    whole = model.build(setting.model, device=setting.device)
+    numel = sum(p.numel() for p in whole.parameters())
+    if "ranks_a_node" in job:
+        trainer = in_groups.build(peer, setting, whole, job["ranks_a_node"], **job.get("changes", {}))
+    else:
+        trainer = sides.build(peer, setting, whole, **how)
     ledgers = Ledgers(trainer)
 
     def batches(step: int) -> list[adapters.Batch]:
@@ -119,7 +130,10 @@ def measure(job: dict[str, Any], setting: Setting, path: Path, rank: int) -> dic
         "host_mib": probes.difference(probes.peak_resident_mib(), on_host),
         "held": ledgers.held(),
         "moved": ledgers.moved(),
+        "numel": numel,
     }
+    if "ranks_a_node" in job:
+        result["between_bytes"] = trainer.onefold.engine_of(trainer.model).traffic.by_link()["between"]
     if peer.startswith("onefold"):
         result["observed"] = observed(trainer, data[-1])
     if job.get("trace"):
@@ -348,11 +362,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA device: nothing was measured")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
-    from benchmarks import codecs  # these two are made of what is above
+    from benchmarks import codecs  # these three are made of what is above
     from benchmarks.offload import on_gpu
+    from benchmarks.wires import on_gpu as groups
 
     chapters = {"numbers": same_numbers, "alone": alone, "overlap": hidden, "offload": on_gpu.offload, "largest": on_gpu.largest}
-    chapters["codecs"] = codecs.chapter
+    chapters |= {"codecs": codecs.chapter, "groups": groups.chapter}
     tables, outcomes = [], {}
     with contextlib.suppress(KeyboardInterrupt):  # what is complete by then is written and shown
         for name in options.only:

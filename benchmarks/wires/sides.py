@@ -11,8 +11,8 @@ from benchmarks.peers.settings import Setting
 from benchmarks.wires.settings import SIDES
 
 
-def build(name: str, setting: Setting, model: nn.Module, ranks_a_host: int) -> Any:
-    """The side around `model`, which holds whole fp32 weights on every rank.
+def build(name: str, setting: Setting, model: nn.Module, ranks_a_host: int, **changes: Any) -> Any:
+    """The side around `model`, which holds whole fp32 weights on every rank; `changes` replace some of its arguments.
 
     Raises:
         ValueError: the name is unknown or its side has no recipe.
@@ -20,7 +20,7 @@ def build(name: str, setting: Setting, model: nn.Module, ranks_a_host: int) -> A
     side = SIDES.get(name)
     if side is None or side.arguments is None:
         raise ValueError(f"There is no side {name!r} that could be built; `settings.SIDES` lists them.")
-    arguments = dict(side.arguments)
+    arguments = side.arguments | changes
     if side.family == "onefold":
         return adapters.Onefold(setting, model, arguments.pop("stage"), **arguments)
     if side.family == "deepspeed":

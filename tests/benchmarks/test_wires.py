@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -20,9 +21,11 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.peers import model
 from benchmarks.peers.settings import Setting
-from benchmarks.wires import cli, counters, hosts, launch, report, summary
+from benchmarks.wires import cli, counters, hosts, launch, on_gpu, report, summary
 from benchmarks.wires.settings import SIDES, Link, available, chosen, read_rate
 from benchmarks.wires.summary import Run
+
+from benchmarks import gpu
 
 SLOW = Link(100e6)
 TINY = Setting(model="gpt-tiny", tokens=32, precision="bf16", ranks=4, warmup=1, steps=2)
@@ -201,3 +204,21 @@ def test_a_turn_that_fails_or_takes_too_long_is_told_and_ends(permitted: None, t
     late = launch.run_side("ddp", TINY, SLOW, 1, python=python("echo waiting; sleep 600"), timeout=0.5)
     assert late.status == "timeout" and "last said: waiting" in late.error
     assert {child.name() for child in psutil.Process().children(recursive=True)}.isdisjoint({"unshare", "nsenter", "sleep"})
+
+
+def test_the_chapter_of_the_gpu_benchmark_fails_where_streams_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def run(name: str, setting: Setting, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+        changes = more.get("changes", {})
+        asked.append((name, changes.get("overlap", True)))
+        losses = [3.0, 2.5 if changes and name == "hsdp" else 2.0]
+        return {"status": "ok", "ranks": [{"losses": losses, "between_bytes": 6 * 75, "numel": 100}] * setting.ranks}
+
+    monkeypatch.setattr(gpu, "run", run)
+    table, outcomes = on_gpu.chapter(argparse.Namespace(precisions=["bf16"], device="cpu"))
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert list(rows) == list(on_gpu.RECIPES) and set(asked) == {(n, True) for n in on_gpu.RECIPES} | {(n, False) for n in on_gpu.TWICE}
+    assert rows["zeropp"] == ["bf16", "2.000000", "0.0e+00", "the same bits", "0.750", "0.375"]
+    assert rows["hsdp"][3] == "DIFFERS" and [o["status"] for o in outcomes].count("differs") == 1
+    assert set(on_gpu.RECIPES) <= set(SIDES) and "groups" in gpu.CHAPTERS
