@@ -220,6 +220,22 @@ def test_the_keys_of_zeropp_become_groups_and_codecs() -> None:
     assert Recipe.from_deepspeed({"zero_optimization": {**zero, "stage": 2}}) == Recipe.zero(2)
 
 
+@pytest.mark.parametrize(
+    ("zero", "more", "pattern"),
+    [
+        ({"zero_hpz_partition_size": 3}, {}, r"zero_hpz_partition_size=3 does not divide 4 ranks: choose 1, 2, 4\."),
+        ({"zero_hpz_partition_size": math.inf}, {}, "zero_hpz_partition_size=inf: expected a whole number"),
+        ({"zero_quantized_gradients": True}, {"data_types": {"grad_accum_dtype": "bf16"}}, "leave grad_accum_dtype out"),
+        ({"zero_quantized_nontrainable_weights": True, "offload_param": {"device": "cpu"}}, {}, "leave one of them out"),
+    ],
+)
+def test_keys_of_zeropp_that_cannot_be_are_refused_in_the_files_words(zero: dict[str, Any], more: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        read_deepspeed({"zero_optimization": {"stage": 3, **zero}, **more}, world_size=4)
+    below = {**zero, "stage": 2, "zero_hpz_partition_size": 3}  # where they do nothing
+    assert read_deepspeed({"zero_optimization": below, **more}, world_size=4).without_effect
+
+
 def test_unknown_keys_are_listed_and_comments_are_no_misspellings() -> None:
     config = read_deepspeed({"my_project": {"x": 1}, "comment": "c", "_stage": 1, "zero_optimization": {"speed": 9}})
     assert config.unknown == ("my_project", "comment", "_stage", "zero_optimization.speed")

@@ -167,6 +167,15 @@ def test_below_stage_3_it_is_refused() -> None:
         onefold.Recipe.zero(3, frozen="int3")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_rests_encoded_cannot_be_trained_later_and_that_is_said_before_anything_is_computed(precision: str) -> None:
+    model = base(frozen="int8", precision=precision)
+    trained(model, steps=1)
+    model.blocks[1].mlp[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'blocks\.1\.mlp\.0\.weight' was frozen .* so it rests encoded"):
+        model(tokens_of(0))
+
+
 def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="leave accumulate_dtype out"):
         onefold.Recipe.zero(3, reduce_codec="int4", accumulate_dtype=torch.bfloat16)

@@ -83,6 +83,38 @@ def test_results_are_the_same_each_time_and_with_any_schedule_and_near_those_wit
         assert len(said["far"]) >= 2 and all(0 < far < 0.05 for far in said["far"].values()), said["far"]
 
 
+class Compiled(Run):
+    """The whole model, of one block; what is compiled breaks at the hooks, and a gather is of the values of each step all the same."""
+
+    fast: Any = None
+    steps = 2
+
+    def build(self) -> torch.nn.Module:
+        return TinyGPT(depth=1)
+
+    def loss(self, model: torch.nn.Module, batch: Tensor) -> Tensor:
+        if self.fast is None:
+            self.fast = torch.compile(model, backend="eager")
+            with pytest.raises(ValueError, match="around a sharded model"):
+                onefold.engine_of(self.fast)
+        return self.fast(batch)
+
+
+class Uncompiled(Compiled):
+    def loss(self, model: torch.nn.Module, batch: Tensor) -> Tensor:
+        return model(batch)
+
+
+def compiled_and_not() -> list[str]:
+    options = {**CODECS["all"], "group": 1}
+    return differences("compiled", train_sharded(Uncompiled(), 3, **options), train_sharded(Compiled(), 3, **options), 0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_a_model_compiled_as_a_whole_gives_the_same_bits() -> None:
+    assert run_ranks(2, compiled_and_not) == [[]] * 2
+
+
 def exact_values() -> list[str]:
     """Where encoding loses nothing: weights that are whole steps of their blocks' scales."""
 
@@ -135,6 +167,45 @@ def test_what_encoding_lost_is_fed_back() -> None:
         assert nbytes == 4 * (64 * 64 + 64 * 64 // 2)  # fp32: of the whole on the first hop, of the shard on the second
         far, near = (without - want).abs().max().item(), (with_it - want).abs().max().item()
         assert near < far / 5, (near, far)
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.a(x).sum() + self.b(y).sum()
+
+
+def after_a_step_left_out(scales: bool) -> float:
+    """The largest gradient after a step in which one rank's was 10,000 times as large in one unit, and infinite in the other."""
+    torch.manual_seed(0)
+    model = onefold.shard(Two(), onefold.Recipe.zero(3, group=2, reduce_codec="int4", error_feedback=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = onefold.GradScaler(model, init_scale=4.0, enabled=scales)
+    norm = 0.0
+    for step in range(3):
+        x = y = torch.linspace(0.1, 1.0, 64).repeat(2, 1) * (1 + torch.distributed.get_rank())
+        if step == 1 and torch.distributed.get_rank() == 3:
+            x, y = x * 1e4, y * math.inf
+        scaler.scale(model(x, y)).backward()
+        scaler.unscale_(optimizer)
+        if not scales or step == 2:
+            norm = onefold.clip_grad_norm_(model, math.inf, math.inf).item()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return norm
+
+
+def with_a_scaler_and_without() -> list[float]:
+    return [after_a_step_left_out(scales) for scales in (True, False)]
+
+
+def test_what_encoding_lost_of_a_step_that_is_left_out_does_not_reach_the_next_one() -> None:
+    for norms in run_ranks(4, with_a_scaler_and_without):
+        assert all(4.0 < norm < 6.0 for norm in norms), norms  # 5, and what 4 bits lose
 
 
 def not_finite() -> dict[tuple[str, float], list[Any]]:

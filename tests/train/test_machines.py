@@ -24,7 +24,9 @@ from started_runs import (
     wait_until,
 )
 
+from onefold.train.config import resolve
 from onefold.train.loop import Row
+from onefold.train.worker import otherwise, unlike
 
 #: Steps of some 0.1 s, so that waiting for machines does not take thousands of them; a constant rate, whatever their number.
 SLOWLY = {**JOB, "model": "small_lm:unhurried", "steps": 2000, "save_every": 5, "schedule": "constant", "warmup": 0, "stage": 1}
@@ -90,3 +92,11 @@ def test_a_run_loses_a_machine_goes_on_alone_takes_it_back_and_lets_it_leave(tmp
     assert [row["step"] for row in found] == list(range(1, len(found) + 1)) and rows[-1]["steps"] == len(found)
     undisturbed = {**SLOWLY, "model": "small_lm:plain", "steps": len(found), "output": str(tmp_path / "undisturbed")}
     assert [row["loss"] for row in found] == pytest.approx(losses_on(alone(), **undisturbed), rel=1e-5)
+
+
+def test_options_that_differ_between_machines_are_told_but_for_those_of_a_machine() -> None:
+    first = resolve({**JOB, "nproc": 2, "output": "run", "gather_codec": "int8"})
+    second = resolve({**JOB, "nproc": 1, "output": "run", "gather_codec": "int4", "local_addr": "127.0.0.2", "second_copy": True})
+    told = otherwise(["", "", *[unlike(second, first)] * 2])
+    assert told.endswith("they follow rank 0: --second-copy True -> False, --gather-codec int4 -> int8 (ranks 2, 3)"), told
+    assert otherwise([unlike(first, first), unlike(first.model_copy(update={"nproc": 1, "output": None}), first)]) == ""

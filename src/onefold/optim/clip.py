@@ -60,6 +60,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
     with whole_sight(), torch.no_grad():
         engine.optimizer_is_stepping()
         total = _total_norm(engine, own_gradients(engine), p)
+        engine.reduce.summing.forget_if(~torch.isfinite(total))
         scale = (limit / (total + 1e-6)).clamp(max=1.0)
         grads, away = in_memory(engine, (e.param for e in engine.entries))
         # On the host a look at the number saves a pass over all gradients; on a device looking would cost a synchronization.

@@ -46,4 +46,5 @@ class GradScaler(torch.amp.GradScaler):
                 home.scale_by(inv_scale)
             place = Place("control", "(overflow check)", engine.step, "optimizer")
             found.fill_(engine.group.gather_values(found, place).max())
+            engine.reduce.summing.forget_if(found)
         return {engine.device: found}

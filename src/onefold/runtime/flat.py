@@ -253,6 +253,11 @@ class Flat:
             wanted = entry.param.requires_grad
             if wanted != entry.active:
                 changed = True
+                if wanted and self.route.stored:
+                    raise ValueError(
+                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it rests encoded, and cannot be trained "
+                        "now. Leave requires_grad=True while calling shard() and freeze it afterwards, or leave frozen out of the recipe."
+                    )
                 if wanted and self.frozen_low:
                     raise ValueError(
                         f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it rests in {self.dtypes.master} without "

@@ -198,6 +198,14 @@ class Summing:
             self.engine.memory.add(RESIDUALS, -_bytes(lost))
         self.residuals.clear()
 
+    def forget_if(self, bad: torch.Tensor) -> None:
+        """Nothing was lost, if the gradients were not finite (`bad`, a scalar, is not 0).
+
+        Their step is left out. What encoding their finite numbers lost may be huge all the same, and must not reach the next step.
+        """
+        if self.residuals and bool(bad):
+            self.forget()
+
     @property
     def draw(self) -> int:
         """The step of the training that random bits are of, runs that were resumed counted."""

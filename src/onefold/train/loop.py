@@ -124,6 +124,8 @@ class _Loop:
         verdict = self.nonfinite.judge(step, told.loss, norm, lambda: self._where(step, generators))
         if verdict is Verdict.ROLLBACK:
             return self._roll_back(step)
+        if verdict is Verdict.SKIP:
+            self.engine.reduce.summing.forget()  # finding out where went through the bad step once more
         begun = time.perf_counter()
         _update(run, apply=verdict is Verdict.APPLY)
         self._update_s = time.perf_counter() - begun

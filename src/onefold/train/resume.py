@@ -204,7 +204,7 @@ def differences(run: Run, point: Point) -> list[str]:
     now = kept_beside(run, {}, 0)["options"]
     known = [name for name in now if name in before or name in OPTIONS]  # a checkpoint from before these had none of them
     usual = {name: TrainConfig.model_fields[name].default for name in OPTIONS}
-    pairs = [(name, _said((usual | before)[name]), _said(now[name])) for name in known]
+    pairs = [(name, shown((usual | before)[name]), shown(now[name])) for name in known]
     changed = [f"--{name.replace('_', '-')} {old} -> {new}" for name, old, new in pairs if old != new]
     if changed:
         said.append("options that have changed since: " + ", ".join(changed))
@@ -213,5 +213,6 @@ def differences(run: Run, point: Point) -> list[str]:
     return said
 
 
-def _said(value: Any) -> str:
+def shown(value: Any) -> str:
+    """An option's value, as on the command line."""
     return "none" if value is None else str(value)

@@ -37,6 +37,10 @@ from onefold.train.wires import TOTALS
 
 #: Seconds in which a rank that stops with the others waits whether its own machine is asked to end as well.
 LINGER = 5.0
+#: Options that each machine has for itself.
+OF_A_MACHINE = frozenset(
+    ("nproc", "device", "grace", "max_restarts", "nnodes", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "local_addr")
+)
 
 
 class Rank:
@@ -44,6 +48,7 @@ class Rank:
 
     Attributes:
         stop: what it was asked. neighbours: who notices that a rank has gone, None for a lone rank. doing: for people.
+        otherwise: a sentence about ranks that were told other options.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -52,6 +57,7 @@ class Rank:
         self.stop = StopSignal(self.number, int(os.environ.get("LOCAL_RANK", 0)), seconds_of(config.grace))
         self.neighbours: Neighbours | None = None
         self.doing = "joining the other ranks"
+        self.otherwise = ""
         self.run: Run | None = None
         self.stop.last_words = self._tell_who_has_gone
 
@@ -137,7 +143,8 @@ def run_rank(config: TrainConfig) -> int:
         (count,) = ranks.most(resume.restarts())
         restarted: bool = ranks.from_first(count > 0 or resume.made_since(config, started_at()))
         if CONTROL not in os.environ or config.nodes[1] > 1:
-            config = _from_first(ranks, lambda: with_output(config, restarted))
+            given, config = config, _from_first(ranks, lambda: with_output(config, restarted))
+            me.otherwise = otherwise(ranks.gather(unlike(given, config)))
         code = _run(config, ranks, me, restarted)
         if me.neighbours is not None:
             me.neighbours.close()
@@ -146,6 +153,24 @@ def run_rank(config: TrainConfig) -> int:
     except Exception as error:
         me.fail(error)
         raise
+
+
+def unlike(given: TrainConfig, taken: TrainConfig) -> str:
+    """Options of this machine that give way to those of the first rank's, "" if there are none."""
+    left_open = OF_A_MACHINE | ({"output"} if given.output is None else set())
+    names = [name for name in TrainConfig.model_fields if name not in left_open]
+    pairs = [(name, resume.shown(getattr(given, name)), resume.shown(getattr(taken, name))) for name in names]
+    return ", ".join(f"--{name.replace('_', '-')} {mine} -> {its}" for name, mine, its in pairs if mine != its)
+
+
+def otherwise(said: list[str]) -> str:
+    """A sentence for what each rank says of `unlike`."""
+    parts = [f"{text} (rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))})" for text, who in _alike(said) if text]
+    return f"not all ranks were told the same options; they follow rank 0: {'; '.join(parts)}" if parts else ""
+
+
+def _alike(said: list[str]) -> list[tuple[str, list[int]]]:
+    return [(text, [rank for rank, other in enumerate(said) if other == text]) for text in dict.fromkeys(said)]
 
 
 def _from_first(ranks: Ranks, make: Callable[[], Any]) -> Any:
@@ -231,7 +256,7 @@ class Log:
 
 def _about_starting(run: Run, me: Rank) -> list[str]:
     """What a reader should know about how this start came to be."""
-    config, said = run.config, []
+    config, said = run.config, [me.otherwise]
     if resume.restarts():
         said.append(f"restart {resume.restarts()} of at most {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}")
     if me.neighbours is None and run.ranks.world_size > 1:

@@ -125,12 +125,12 @@ ZERO: Section = {
     "override_module_apply": _flag(inert=_INTERNAL),
     "enable_sanity_checks": _flag(inert=_INTERNAL),
     "zenflow": Key("section", later=_ZENFLOW),
-    "zero_hpz_partition_size": _count(),
+    "zero_hpz_partition_size": Key("count", low=0),
     "zero_quantized_weights": _flag(),
     "zero_quantized_nontrainable_weights": _flag(),
     "zero_quantized_gradients": _flag(),
     "zeropp_loco_param": Key("section", later=_REMOVED),
-    "mics_shard_size": Key("count", low=-1, later=_REMOVED),
+    "mics_shard_size": Key("count", low=-1, later=f"{_REMOVED}; Recipe.zero(3, shard_group=...) has it"),
     "mics_hierarchical_params_gather": _flag(later=_REMOVED),
 }
 
@@ -254,7 +254,9 @@ TOP: Section = {
     "managed_gradient_accumulation": Key("flag"),
     "torch_autocast": Key("section", later="enable bf16 or fp16, or enter torch.autocast in the model's forward"),
     "compile": Key("section", later="call torch.compile on the blocks yourself: remove it"),
-    "weight_quantization": Key("any", later="quantized weights are not built yet: remove it"),
+    "weight_quantization": Key(
+        "any", later="frozen weights rest quantized with zero_optimization.zero_quantized_nontrainable_weights: remove it"
+    ),
     "data_efficiency": Key("section", later="curricula and data routing are not part of Onefold: remove it"),
     "hybrid_engine": Key("section", later="use onefold.full_params(model) around generate() instead: remove it"),
     "pipeline": Key("section", later=_PARALLEL),

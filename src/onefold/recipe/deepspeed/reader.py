@@ -173,7 +173,8 @@ def read_deepspeed(
         )
     if parts["bf16"].get("bf16_optimizer_states") and not parts["bf16"].get("enabled"):
         read.without_effect.append(("bf16.bf16_optimizer_states", "bf16.enabled is not true"))
-    arguments = _recipe_arguments(top, zero, parts) | read_tiers(read, zero, top.get("aio", {})) | read_groups(read, zero)
+    arguments = _recipe_arguments(top, zero, parts) | read_tiers(read, zero, top.get("aio", {}))
+    arguments |= read_groups(read, zero, arguments, world_size)
     if "gradient_clipping" not in top:
         read.remarks.append(
             "gradient_clipping is not set: no clipping (DeepSpeed 0.19.8 would clip to norm 1.0); write it to choose"
