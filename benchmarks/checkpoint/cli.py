@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.checkpoint import disk, report, summary
 from benchmarks.checkpoint.settings import LIGHT, NOTES, PEERS, WAYS, Counts, Turn, peers_turns, pretrained_turns
 from benchmarks.checkpoint.summary import Run
+from benchmarks.kept import keep
 from benchmarks.peers import adapters, launch
 from benchmarks.peers.model import SHAPES, count_parameters
 from benchmarks.peers.settings import Setting
@@ -162,11 +163,7 @@ class Session:
     def write(self, finished: bool) -> dict[str, Any]:
         """Results so far as JSON and Markdown; each file is replaced whole."""
         o, result = self.options, self.document(finished)
-        o.output.mkdir(parents=True, exist_ok=True)
-        for ending, text in (("json", json.dumps(result, indent=1) + "\n"), ("md", report.to_markdown(result))):
-            part = o.output / f".{o.name}.{ending}.part"
-            part.write_text(text)
-            part.replace(o.output / f"{o.name}.{ending}")
+        keep(result, report.to_markdown(result), o.output, o.name)
         return result
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.convergence import report, summary
 from benchmarks.convergence.settings import CASES, SIDES, Case, chosen
 from benchmarks.convergence.summary import Run
+from benchmarks.kept import keep
 from benchmarks.peers.launch import ROOT, run_ranks
 from benchmarks.peers.report import essence
 from benchmarks.peers.summary import machine, versions
@@ -158,11 +159,7 @@ class Session:
     def write(self, *, finished: bool) -> dict[str, Any]:
         """Results so far as JSON, Markdown and PNG; each file is replaced whole."""
         options, result = self.options, self.document(finished=finished)
-        options.output.mkdir(parents=True, exist_ok=True)
-        for ending, text in (("json", json.dumps(result, indent=1) + "\n"), ("md", report.to_markdown(result))):
-            part = options.output / f".{options.name}.{ending}.part"
-            part.write_text(text)
-            part.replace(options.output / f"{options.name}.{ending}")
+        keep(result, report.to_markdown(result), options.output, options.name)
         report.plot(result, options.output / f"{options.name}.png")
         return result
 

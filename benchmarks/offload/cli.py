@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint.disk import file_system
+from benchmarks.kept import keep
 from benchmarks.offload import alone, large, report, summary
 from benchmarks.offload.settings import NOTES, SIDES, applies, chosen
 from benchmarks.offload.summary import Run
@@ -211,11 +212,7 @@ class Session:
     def write(self, *, finished: bool) -> dict[str, Any]:
         """Results so far as JSON and Markdown; each file is replaced whole."""
         options, result = self.options, self.document(finished=finished)
-        options.output.mkdir(parents=True, exist_ok=True)
-        for ending, text in (("json", json.dumps(result, indent=1)), ("md", report.to_markdown(result))):
-            part = options.output / f".{options.name}.{ending}.part"
-            part.write_text(text)
-            part.replace(options.output / f"{options.name}.{ending}")
+        keep(result, report.to_markdown(result), options.output, options.name)
         return result
 
     def measure_large(self, disk: Path) -> None:

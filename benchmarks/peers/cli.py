@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kept import keep
 from benchmarks.peers import adapters, launch, report, summary
 from benchmarks.peers.launch import Run
 from benchmarks.peers.model import SHAPES, count_parameters
@@ -145,11 +146,7 @@ def write(options: argparse.Namespace, comparisons: Sequence[Comparison], *, fin
     """Results so far as JSON, Markdown and PNG; each file is replaced whole."""
     measured = [c for c in comparisons if c.runs]
     result = document(options, measured, finished=finished)
-    options.output.mkdir(parents=True, exist_ok=True)
-    for ending, text in (("json", json.dumps(result, indent=1)), ("md", report.to_markdown(result))):
-        part = options.output / f".{options.name}.{ending}.part"
-        part.write_text(text)
-        part.replace(options.output / f"{options.name}.{ending}")
+    keep(result, report.to_markdown(result), options.output, options.name)
     if finished:
         report.plot(result, options.output / f"{options.name}.png")
     return result

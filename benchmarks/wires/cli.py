@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kept import keep
 from benchmarks.peers import adapters
 from benchmarks.peers.launch import ROOT, interpreter_has
 from benchmarks.peers.model import SHAPES, count_parameters
@@ -176,11 +177,7 @@ class Session:
     def write(self, *, finished: bool) -> dict[str, Any]:
         """Results so far as JSON, Markdown and PNG; each file is replaced whole."""
         options, result = self.options, self.document(finished=finished)
-        options.output.mkdir(parents=True, exist_ok=True)
-        for ending, text in (("json", json.dumps(result, indent=1)), ("md", report.to_markdown(result))):
-            part = options.output / f".{options.name}.{ending}.part"
-            part.write_text(text)
-            part.replace(options.output / f"{options.name}.{ending}")
+        keep(result, report.to_markdown(result), options.output, options.name)
         if finished:
             report.plot(result, options.output / f"{options.name}.png")
         return result

@@ -158,7 +158,8 @@ def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None
     assert "There is no peer 'no-such-peer'" in run.error
 
 
-def test_a_rank_leaves_what_it_measured_and_nothing_else() -> None:
+def test_a_rank_leaves_what_it_measured_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a place of its own: tests beside this one make such folders too
     before = folders_of_runs()
     run = launch.run_peer("onefold-3", replace(TINY, ranks=1), 1, timeout=120)
     assert run.status == "ok", run.error
