@@ -1,9 +1,14 @@
 # make train   an environment of its own, then `onefold train`      make test       the tests (all)
 # make check   ruff and mypy                                        make test-fast  the tests that take seconds
-# make bench   Onefold beside its peers                             make clean      removes the environment
+# make bench   Onefold beside its peers                             make habits     writes docs/habits.md from what its tests find
+# make clean   removes the environment
 #
 # ARGS is handed on:      make train ARGS="--steps 10 --stage 3"    make test ARGS="tests/train -x"
 # PIP_ARGS goes to pip:   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"  (a smaller torch)
+#
+# make test-all         every test, and then test-processors
+# make test-processors  the tests of equal bits, with torch, oneDNN and MKL held to fewer instructions as on other processors (BITS="FILE" for less)
+# make test-load        the tests of processes, ten times each while busy loops take the cores (hours; ARGS="--times 2 FILE" for less)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 # One thread a rank in tests: what is compared is exactness, and the ranks share the cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: train test test-all test-fast check bench clean
+.PHONY: train test test-all test-fast check bench habits clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.train
@@ -33,6 +38,27 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	@$(BROWSER)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --all $(ARGS)
+	@$(MAKE) --no-print-directory test-processors ARGS=
+
+# Stand-ins for other processors. The last one gives products of each shape bits of their own (tests/products_by_shape.py).
+PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 \
+	ONEFOLD_TEST_PRODUCTS=by-shape
+# What promises equal bits, or is compared within rounding: stages, schedules, groups, tiers, tiles, activations, moments, checkpoints.
+BITS := tests/test_ranks.py tests/invariants tests/optim tests/memory/test_activations.py \
+	$(addprefix tests/runtime/test_,activation_offload.py groups_offloaded.py kept_copies.py micro_batches.py offload.py odd_models.py tiles.py) \
+	$(addprefix tests/checkpoint/test_,groups_checkpoint.py moments_checkpoint.py offloaded_states.py tiles_checkpoint.py) \
+	$(addprefix tests/train/test_,resume.py run.py tiers_of_a_run.py)
+
+test-processors: $(VENV)/.dev
+	@failed=; for processor in $(PROCESSORS); do \
+		echo "$$processor"; \
+		env $$processor $(TEST_ENV) $(BIN)/python -m pytest -q -n 4 $(BITS) $(ARGS) || failed="$$failed $$processor"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed with$$failed"; exit 1; fi
+
+.PHONY: test-processors test-load
+test-load: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python tests/under_load.py $(ARGS)
 
 test-fast: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
@@ -40,6 +66,9 @@ test-fast: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/mypy
+
+habits: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m tests.habits write
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.peers $(ARGS)

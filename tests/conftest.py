@@ -23,6 +23,10 @@ sys.path.insert(0, str(TESTS))
 if importlib.util.find_spec("onefold") is None:
     sys.path.insert(0, str(TESTS.parent / "src"))
 
+import products_by_shape  # `make test-processors` sets what it looks at
+
+products_by_shape.install()
+
 # Files whose tests start processes by the dozen or trace whole models: they take minutes together, so `make test-fast` leaves them out.
 SLOW_FILES = {
     "benchmarks": ["test_checkpoint_benchmark.py", "test_ledgers_benchmark.py", "test_peers.py", "test_wires.py"],
@@ -30,19 +34,22 @@ SLOW_FILES = {
                    "test_moments_checkpoint.py", "test_reshard_and_diff.py"],
     "cli": ["test_checkpoint_command.py", "test_doctor_command.py", "test_plan_command.py", "test_plan_simulate_command.py",
             "test_train_command.py"],
+    "habits": ["test_habits.py"],
     "integrations": ["test_deepspeed.py"],
     "invariants": ["test_diverging_ranks.py", "test_import.py", "test_nothing_left_behind.py", "test_wire_bytes.py"],
     "observe": ["test_measured.py", "test_ranks_observed.py", "test_report_command.py", "test_report_in_browser.py",
                 "test_what_a_run_leaves.py"],
     "memory": ["test_activations.py", "test_nvme_folder.py"],
-    "optim": ["test_moments.py"],
+    "optim": ["test_ema.py", "test_moments.py", "test_whole_states.py"],
     "plan": ["test_code.py", "test_matrix.py", "test_measure.py", "test_planned_for.py", "test_planner.py", "test_replay.py",
              "test_simulate.py", "test_trace.py", "test_trace_shortcuts.py"],
-    "runtime": ["test_activation_offload.py", "test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py",
-                "test_offload.py",
+    "runtime": ["test_activation_offload.py", "test_buffers.py", "test_differentiate.py", "test_gradient_hooks.py", "test_meta_first.py",
+                "test_micro_batches.py", "test_odd_loops.py", "test_odd_models.py", "test_odd_parameters.py", "test_offload.py",
+                "test_operators.py", "test_precision.py",
                 "test_state_dicts.py", "test_tiles.py",
-                "test_transformers_architectures.py"],
-    "train": ["test_examples.py", "test_machines.py", "test_run.py", "test_survival.py"],
+                "test_transformers_architectures.py", "test_unsharded.py"],
+    "train": ["test_claim.py", "test_early.py", "test_examples.py", "test_machines.py", "test_run.py", "test_starts.py",
+              "test_survival.py"],
 }  # fmt: skip
 
 

@@ -102,3 +102,27 @@ def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
     if a.keys() != b.keys():
         return sorted(a.keys() ^ b.keys())
     return [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8))]
+
+
+def unlike(found: Any, want: Any, path: str = "", tolerance: float = 0.0) -> list[str]:
+    """Where two state dicts differ: keys, types, shapes, dtypes, values."""
+    if isinstance(want, torch.Tensor):
+        if not isinstance(found, torch.Tensor) or type(found) is not torch.Tensor:
+            return [f"{path}: {type(found).__name__} is no plain tensor"]
+        if (found.shape, found.dtype) != (want.shape, want.dtype):
+            return [f"{path}: {tuple(found.shape)} {found.dtype} for {tuple(want.shape)} {want.dtype}"]
+        same = torch.equal(found, want) if not tolerance else torch.allclose(found, want, rtol=tolerance, atol=tolerance)
+        return [] if same else [f"{path}: values differ by {(found.float() - want.float()).abs().max().item()}"]
+    if isinstance(want, dict):
+        if not isinstance(found, dict) or list(found) != list(want):
+            return [f"{path}: keys {list(found)} for {list(want)}"]
+        return [line for key in want for line in unlike(found[key], want[key], f"{path}/{key}", tolerance)]
+    if isinstance(want, (list, tuple)):
+        if len(found) != len(want):
+            return [f"{path}: {len(found)} for {len(want)}"]
+        return [line for i, (a, b) in enumerate(zip(found, want, strict=True)) for line in unlike(a, b, f"{path}/{i}", tolerance)]
+    return [] if found == want else [f"{path}: {found} for {want}"]
+
+
+def close(a: list[float], b: list[float]) -> bool:
+    return torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-4)

@@ -33,10 +33,15 @@ from typing import Any
 
 #: Imported once, by the fork server. A name that cannot be imported is passed over there and met again in the rank.
 PRELOADED = [
-    "pytest", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.checkpoint", "onefold", "ranks", "trials",
+    "pytest", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.checkpoint", "onefold.shard", "ranks",
+    "trials",
 ]  # fmt: skip
+#: Seconds that ranks may take; more than any test needs on a busy machine, since it only bounds a hang.
+TIMEOUT = 300.0
 #: Seconds that the other ranks get to finish by themselves once one rank has failed.
 GRACE = 5.0
+#: Seconds that ranks that have answered get to end by themselves. Only a rank that hangs in its exit takes them.
+LEAVING = 60.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -88,7 +93,7 @@ class Outcome:
     exitcode: int | None = None
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list[Any]:
     """Return [function(*args, **kwargs) on rank 0, on rank 1, ...].
 
     Raises:
@@ -106,7 +111,7 @@ def outcomes_of(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = TIMEOUT,
     grace: float | None = None,
     process_group: bool = True,
     **kwargs: Any,
@@ -149,7 +154,8 @@ def _collect(readers: list[Any], processes: list[Any], timeout: float, grace: fl
                 deadline = min(deadline, time.monotonic() + grace)
     for rank in waiting:
         outcomes[rank] = Outcome(rank, error="killed", message=f"no result within {timeout:.0f} s (or {grace} s after a failure)")
-    _reap(processes, patience=2.0)
+        processes[rank].kill()
+    _reap(processes, patience=LEAVING)
     return [_with_exitcode(outcomes[rank], processes[rank].exitcode) for rank in sorted(outcomes)]
 
 
@@ -183,6 +189,9 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from products_by_shape import install
+
+    install()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     begin = time.monotonic()

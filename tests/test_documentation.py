@@ -92,11 +92,6 @@ class Model(nn.Module):
         return SimpleNamespace(loss=self.gpt(input_ids))
 
 
-def my_init(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        nn.init.normal_(parameter, std=0.02)
-
-
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens_of(seed)} for seed in range(count)]
 
@@ -130,7 +125,7 @@ class Given(dict[str, Any]):
             "MyModel": lambda: Model,
             "config": SimpleNamespace,
             "recipe": lambda: onefold.Recipe.zero(3),
-            "my_init": lambda: my_init,
+            "state": lambda: Model().state_dict(),
             "batch": lambda: batches(1)[0],
             "loader": lambda: batches(3),
             "micro_batches": lambda: batches(3),

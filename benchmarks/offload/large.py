@@ -127,9 +127,10 @@ def _moved(pid: int) -> int:
 
 def _allocated(states: Path) -> int:
     total = 0
-    for path in states.rglob("*"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            total += path.stat().st_blocks * 512
+    for folder, folders, files in os.walk(states):  # which passes over a folder that is gone meanwhile
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                total += os.stat(os.path.join(folder, name)).st_blocks * 512
     return total
 
 

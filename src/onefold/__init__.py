@@ -1,31 +1,49 @@
 """Onefold: PyTorch training with every byte of training state held once.
 
 model = onefold.shard(model, onefold.Recipe.zero(stage=3))
-optim = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+optim = torch.optim.AdamW(model.parameters(), lr=3e-4)
 loss = model(batch).loss; loss.backward()
 onefold.clip_grad_norm_(model, 1.0)
 optim.step(); optim.zero_grad()
+
+[Note: names are loaded when they are first asked for] torch takes seconds to import. The command `onefold` must tell of a misspelt option,
+and end on Ctrl-C, before that. So this file imports nothing; `_FROM` says where each name comes from.
 """
 
-from typing import Any
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from onefold.comm import StallError
-from onefold.memory.nvme import TierError
-from onefold.optim import GradScaler
-from onefold.recipe import Placement, Recipe, Row, Tier
-from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
-from onefold.shard import clip_grad_norm_, engine_of, full_params, full_state_dict, load_full_state_dict, no_sync, shard
+if TYPE_CHECKING:
+    from onefold.comm import StallError
+    from onefold.memory.nvme import TierError
+    from onefold.optim import GradScaler
+    from onefold.recipe import Placement, Recipe, Row, Tier
+    from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
+    from onefold.runtime.unset import UnsetError
+    from onefold.shard import clip_grad_norm_, engine_of, full_params, full_state_dict, keep_gathered, load_full_state_dict, no_sync, shard
+    from onefold.unsharded import unsharded
 
 __version__ = "0.1.0"
-#: Loaded when they are first asked for: training alone needs none of them.
-_LAZY = {
+#: {module of this package: its names that are the package's, too}.
+_FROM = {
+    "comm": ("StallError",),
+    "memory.nvme": ("TierError",),
+    "optim": ("GradScaler",),
+    "recipe": ("Placement", "Recipe", "Row", "Tier"),
+    "runtime": ("Engine", "ShardedParameter", "ShardedParameterError"),
+    "runtime.unset": ("UnsetError",),
+    "shard": (
+        "clip_grad_norm_", "engine_of", "full_params", "full_state_dict", "keep_gathered", "load_full_state_dict", "no_sync", "shard",
+    ),
+    "unsharded": ("unsharded",),
     "checkpoint": ("Checkpointer", "CheckpointError", "load", "load_async", "save", "save_async"),
     "checkpoint.adapters": ("load_adapters", "save_adapters"),
     "checkpoint.dcp": ("dcp_state_dict",),
     "checkpoint.export": ("export",),
     "checkpoint.huggingface": ("load_pretrained",),
 }
-_ROOMS = ("checkpoint", "observe", "plan")
+_ROOMS = ("checkpoint", "ema", "observe", "plan")
 
 __all__ = [
     "CheckpointError",
@@ -40,14 +58,17 @@ __all__ = [
     "StallError",
     "Tier",
     "TierError",
+    "UnsetError",
     "checkpoint",
     "clip_grad_norm_",
     "dcp_state_dict",
+    "ema",
     "engine_of",
     "export",
     "full_params",
     "full_state_dict",
     "initialize",
+    "keep_gathered",
     "load",
     "load_adapters",
     "load_async",
@@ -60,6 +81,7 @@ __all__ = [
     "save_adapters",
     "save_async",
     "shard",
+    "unsharded",
 ]
 
 
@@ -68,10 +90,16 @@ def __getattr__(name: str) -> Any:
 
     if name in _ROOMS:
         return importlib.import_module(f"onefold.{name}")
-    for room, names in _LAZY.items():
+    for module, names in _FROM.items():
         if name in names:
-            return getattr(importlib.import_module(f"onefold.{room}"), name)
+            found = getattr(importlib.import_module(f"onefold.{module}"), name)
+            globals()[name] = found
+            return found
     raise AttributeError(f"module 'onefold' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -79,3 +107,14 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     from onefold.integrations.deepspeed import initialize as build
 
     return build(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    """Whoever imports the module `onefold.shard` would have it bound here under that name, which is its function's; so with `unsharded`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in ("shard", "unsharded") and isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, name) if own else value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -13,23 +13,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.comm import Place
+from onefold.comm import Group, Place
 from onefold.comm.members import members
-from onefold.optim import clip_grad_norm, require_torchao, unwatch, watch
+from onefold.optim import clip_grad_norm, held_elsewhere, require_torchao, unwatch, watch
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
-from onefold.runtime import state
+from onefold.recipe.tiers import bytes_of
+from onefold.runtime import resident, state
+from onefold.runtime.buffers import from_rank_0
 from onefold.runtime.engine import Engine
-from onefold.runtime.hooks import guard_state_dict, install, install_on_part, statistics_of
+from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
 from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.parameter import ShardedParameter
+from onefold.runtime.precision import of_precision
 from onefold.runtime.preflight import preflight
-from onefold.runtime.registry import engine_of, is_sharded, register
+from onefold.runtime.registry import engine_of, is_sharded, mend, register
 from onefold.runtime.route import of_routes
 from onefold.runtime.tiers import of_leaving
 from onefold.runtime.tiles.cut import Cut, initializing, with_tiles
 from onefold.runtime.tiles.modules import Tile
 from onefold.runtime.units import UnitSpec, find_units
+from onefold.runtime.unset import is_marked, without_value
 
 if TYPE_CHECKING:
     from onefold.checkpoint.huggingface import Weights
@@ -80,16 +84,19 @@ def shard(
             raise ValueError(
                 f"module {name!r} inside this model belongs to another sharded model already: shard the whole model once, alone."
             )
-    where = _device(module, device)
+    held = held_elsewhere(module)  # by an optimizer, perhaps
+    mend(module)
+    where, init_given = _device(module, device), init
     wanted = units if units is not None else recipe.units
     brought = _open(weights, module, where, init)
     coming = brought.coming if brought is not None else set()
     with Cut(module, recipe) as cut:  # weights above recipe.tile; as it was if anything below raises
         coming, init = with_tiles(module, coming), initializing(init)
         specs = find_units(module, wanted)
-        unset: list[str] = []
+        unset: list[tuple[str, nn.Module, str]] = []
 
-        alone = len(members(group)[1]) == 1
+        alone = (group.size if isinstance(group, Group) else len(members(group)[1])) == 1
+        _refuse_max_norm(module, alone)
         stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE  # else it leaves unit by unit, never whole
         if alone and stays and has_meta(module) and (brought is None or brought.error is None):
             for spec in specs:
@@ -104,11 +111,14 @@ def shard(
         values = _rank_0_needs_values(engine, module)
         for spec, unit in zip(specs, engine.units, strict=True):
             unset += materialize(spec, specs, where, init, module, values, coming)
-            state.lay_out(engine, unit, coming)
-        _refuse_unset([name for name in unset if name not in coming])
-    engine.group.broadcast([b for b in module.buffers() if b is not None], Place("state", "buffers", 0, "state"))
-
-    engine.buffers = statistics_of(module) if recipe.sync_buffers else []
+            without = without_value(engine, unit, coming) if values or engine.world_size == 1 else set()
+            state.lay_out(engine, unit, coming | without)
+            for entry in unit.entries:
+                if entry.slot.name in without:
+                    engine.unset.add(entry)
+    from_rank_0(engine, list(module.buffers()), "state")
+    engine.buffers.find(module, recipe)
+    _note_unset(engine, [row for row in unset if row[0] not in coming], specs, module)
     engine.start()
     if not engine.passive or recipe.activations is not None:  # on one rank activations alone need the hooks
         for spec, unit in zip(specs, engine.units, strict=True):
@@ -119,13 +129,14 @@ def shard(
             install_on_part(engine, inner)
         for part in module.modules():
             guard_state_dict(engine, part)
-    watch(engine)
+    watch(engine, held)
     if engine.rank == 0:
         sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
-        for note in (*recipe.notes, *cut.notes, *of_leaving(sizes, recipe, engine.world_size), *of_routes(engine)):
+        notes = [*recipe.notes, *of_precision(engine), *cut.notes, *of_leaving(sizes, recipe, engine.world_size), *of_routes(engine)]
+        for note in (*notes, *engine.unset.notes()):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
-    weakref.finalize(module, _close, engine)
+    engine.given, engine.finalizer = (group, wanted, init_given), weakref.finalize(module, _close, engine)
     if brought is not None:
         with contextlib.closing(brought):
             brought.pour(engine, module)
@@ -150,6 +161,26 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     They take no gradients. With `write=True` changes made inside are kept on leaving; rank 0's are everybody's.
     """
     with state.full_params(engine_of(module), write):
+        yield module
+
+
+@contextlib.contextmanager
+def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator[nn.Module]:
+    """Inside, passes without gradients (generating, evaluating) leave whole units gathered, in the compute dtype. Collective.
+
+    As many units as fit into `limit` are gathered once and stay, first in the order of the forward pass; the others are gathered and
+    released in each pass as ever. They are let go on leaving, before a pass with gradients, and when parameters change; the next pass
+    without gradients gathers them again. Where all units stay, ranks may make different numbers of passes inside. Else all ranks must make
+    the same number (transformers: `generate(..., synced_gpus=True)`), or a `StallError` says that they did not.
+
+    Args:
+        limit: bytes on each rank, as a number or a text such as "8GB"; None for all units.
+
+    Raises:
+        ValueError: `limit` is no number of bytes.
+        RuntimeError: it was entered inside a pass of the model, or inside itself.
+    """
+    with resident.keep_gathered(engine_of(module), None if limit is None else bytes_of("limit", limit)):
         yield module
 
 
@@ -187,13 +218,25 @@ def _open(weights: str | os.PathLike[str] | None, module: nn.Module, device: tor
     return Weights(weights, module, device, makes_up=init is not None)
 
 
-def _refuse_unset(buffers: list[str]) -> None:
-    if buffers:
-        raise ValueError(
-            f"this model has buffers on the meta device that neither reset_parameters() nor _init_weights() nor init gave a value: "
-            f"{', '.join(map(repr, buffers[:5]))}. Give shard(..., init=function) a function that initializes one module in place, its "
-            "buffers as well, or build such modules in memory."
-        )
+def _refuse_max_norm(module: nn.Module, alone: bool) -> None:
+    """Raise ValueError for embeddings that change their own rows by what this rank looks up."""
+    for name, inner in module.named_modules() if not alone else ():
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
+            raise ValueError(
+                f"{name!r} has max_norm={inner.max_norm}: it renormalizes the rows that a rank looks up, in its forward pass, so that "
+                "ranks would come to have different weights. Leave max_norm out and renormalize after optimizer.step(), under "
+                "torch.no_grad(): `w.mul_((max_norm / w.norm(dim=1, keepdim=True)).clamp(max=1))`."
+            )
+
+
+def _note_unset(engine: Engine, unset: list[tuple[str, nn.Module, str]], specs: list[UnitSpec], module: nn.Module) -> None:
+    """Remember what has no value, and let it be used by nobody: see runtime/unset.py."""
+    inside = {id(m): unit for spec, unit in zip(specs, engine.units, strict=True) for _, m in modules_of(spec, specs)}
+    for name, owner, key in unset:
+        if is_marked(owner._buffers[key]):  # type: ignore[arg-type]
+            engine.unset.add_buffer(name, owner, key, inside.get(id(owner), engine.units[0]))
+    if engine.unset:
+        guard_unset(engine, module)
 
 
 def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights: bool) -> None:
@@ -223,7 +266,7 @@ def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weight
 
 def _rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
     """Whether rank 0's model is on the meta device, so that its weights have to be made up (the same answer on every rank)."""
-    mine = any(p.is_meta for p in module.parameters())
+    mine = has_meta(module)
     payload = torch.tensor([mine], dtype=torch.uint8)
     return bool(engine.group.exchange_control(payload, Place("control", "(start)", 0, "state"))[0].item())
 

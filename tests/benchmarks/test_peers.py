@@ -153,7 +153,7 @@ def test_an_unknown_peer_is_a_wrong_command_line() -> None:
 
 
 def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None:
-    run = launch.run_peer("no-such-peer", TINY, 1, timeout=120)
+    run = launch.run_peer("no-such-peer", TINY, 1, timeout=600)
     assert run.status == "failed"
     assert "There is no peer 'no-such-peer'" in run.error
 
@@ -161,7 +161,7 @@ def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None
 def test_a_rank_leaves_what_it_measured_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a place of its own: tests beside this one make such folders too
     before = folders_of_runs()
-    run = launch.run_peer("onefold-3", replace(TINY, ranks=1), 1, timeout=120)
+    run = launch.run_peer("onefold-3", replace(TINY, ranks=1), 1, timeout=600)
     assert run.status == "ok", run.error
     assert len(run.ranks) == 1 and len(run.ranks[0]["losses"]) == 3 and len(run.ranks[0]["step_s"]) == 2
     assert folders_of_runs() <= before, "a temporary folder was left behind"

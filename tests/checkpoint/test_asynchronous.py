@@ -42,7 +42,7 @@ class Gate:
         module.write_tensors = self._write  # type: ignore[assignment]
 
     def _write(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._open.wait(30.0)
+        assert self._open.wait(300.0)
         return self._real(*args, **kwargs)
 
     def release(self) -> None:
@@ -67,7 +67,7 @@ def behind(root: str) -> dict[str, Any]:
         early = saving.done, Path(root, "a").exists()
     finally:
         gate.remove()
-    path = saving.wait(60.0)
+    path = saving.wait(300.0)
     again, states = start(3, seed=9)
     onefold.load(path, model=again, optimizer=states)
     return {"ahead": ahead, "again": [step(again, states, number) for number in range(2, 5)], "early": early}
@@ -169,7 +169,7 @@ def test_loading_ahead_changes_nothing_before_it_is_waited_for(tmp_path: Path) -
     before = onefold.full_state_dict(other)
     loading = onefold.load_async(tmp_path / "a", model=other, optimizer=states)
     assert all(torch.equal(v, before[k]) for k, v in onefold.full_state_dict(other).items())
-    assert loading.wait(60.0).step == 1
+    assert loading.wait(300.0).step == 1
     assert step(other, states, 1) == expected
 
 
@@ -253,7 +253,7 @@ def talking(root: str) -> dict[str, Any]:
         newest = checkpoints.latest()
         ahead = onefold.load_async(f"{root}/step-00000300", model=model, optimizer=optimizer)
         checkpoints.save(150, optimizer=optimizer)  # of a branch that began further back
-        loaded = ahead.wait(30.0)
+        loaded = ahead.wait(300.0)
         onefold.save(f"{root}/best", model=model)
         checkpoints.save(160, optimizer=optimizer)
     return {"newest": newest.name if newest else "", "loaded": loaded.step, "left": sorted(p.name for p in Path(root).iterdir())}
@@ -285,7 +285,7 @@ def goes_home(root: str) -> None:
     module.write_tensors = slow  # type: ignore[assignment]
     saving = onefold.save_async(f"{root}/last", model=model, optimizer=optimizer, step=1)
     dist.destroy_process_group()
-    saving.wait(30.0)
+    saving.wait(300.0)
 
 
 def test_a_save_outlives_the_process_groups(tmp_path: Path) -> None:

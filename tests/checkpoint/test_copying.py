@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from models import TinyGPT, tokens_of
 from ranks import run_ranks
 
-HELD = 0.5  # seconds that a copy is held up for
+HELD = 0.3  # seconds
 
 
 def trained(stage: int, ranks: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -33,16 +33,22 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad()
 
 
-def hold_copies() -> None:
+def hold_copies() -> threading.Event:
+    """Copies begin when the event is set, or `HELD` seconds after somebody began to wait for one."""
     from onefold.checkpoint.copying import Copying
 
-    real = Copying.run
+    release, run, wait = threading.Event(), Copying.run, Copying.wait
 
     def late(self: Copying) -> Any:
-        time.sleep(HELD)
-        return real(self)
+        assert release.wait(120.0), "nobody waited for the copy"
+        return run(self)
 
-    Copying.run = late  # type: ignore[method-assign]
+    def waited_for(self: Copying) -> None:
+        threading.Timer(HELD, release.set).start()
+        wait(self)
+
+    Copying.run, Copying.wait = late, waited_for  # type: ignore[method-assign]
+    return release
 
 
 def of_one_moment(stage: int, folder: str) -> dict[str, Any]:
@@ -53,9 +59,9 @@ def of_one_moment(stage: int, folder: str) -> dict[str, Any]:
     want = onefold.full_state_dict(model)
     moment = [t.clone() for s in optimizer.state.values() for t in s.values()]
     saving = onefold.save_async(folder, model=model, optimizer=optimizer, step=1)
-    stalled = saving.stall_s
+    stalled, before = saving.stall_s, saving._copying._done.is_set()
     step(model, optimizer, 1)  # waits for the copy, and then writes to what was copied
-    waited = saving.stall_s
+    waited, after = saving.stall_s, saving._copying._done.is_set()
     step(model, optimizer, 2)
     saving.wait()
     onefold.load(folder, model=model, optimizer=optimizer)
@@ -63,6 +69,7 @@ def of_one_moment(stage: int, folder: str) -> dict[str, Any]:
     states = [t for s in optimizer.state.values() for t in s.values()]
     return {
         "same": all(torch.equal(want[n], got[n]) for n in want) and all(map(torch.equal, moment, states)),
+        "copied": (before, after),
         "stalled": stalled,
         "waited": waited,
     }
@@ -72,20 +79,21 @@ def of_one_moment(stage: int, folder: str) -> dict[str, Any]:
 def test_the_copy_is_taken_behind_the_training_and_is_of_one_moment(stage: int, ranks: int, tmp_path: Path) -> None:
     for seen in run_ranks(ranks, of_one_moment, stage, str(tmp_path / "c")):
         assert seen["same"]
-        assert seen["stalled"] < HELD < seen["waited"] + 0.4, "the call does not wait for the copy, the step does"
-        assert seen["waited"] > seen["stalled"]
+        assert seen["copied"] == (False, True), "the call does not wait for the copy, the step does"
+        assert seen["waited"] >= seen["stalled"] + 0.9 * HELD, "and what it waited is told"
 
 
 def written_meanwhile(folder: str, how: str) -> tuple[str, bool]:
     import onefold
 
-    hold_copies()
+    release = hold_copies()
     model, optimizer = trained(3, 2)
     saving = onefold.save_async(folder, model=model, optimizer=optimizer, step=1)
     if how == "by hand":
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(0.5)
+        release.set()
     else:
         with onefold.full_params(model, write=True):
             for param in model.parameters():

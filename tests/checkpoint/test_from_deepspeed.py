@@ -187,7 +187,7 @@ def test_a_plain_loop_goes_on_as_well(ahead: bool, made: Path) -> None:
     model = onefold.shard(Tiny(), onefold.Recipe.zero(2))
     optimizer = torch.optim.AdamW(model.groups(), lr=9.0)
     if ahead:
-        onefold.load_async(folder / "saved", model=model, optimizer=optimizer).wait(60.0)
+        onefold.load_async(folder / "saved", model=model, optimizer=optimizer).wait(300.0)
     else:
         onefold.load(folder / "saved", model=model, optimizer=optimizer)
     assert [g["lr"] for g in optimizer.param_groups] == facts(folder)["rates"]

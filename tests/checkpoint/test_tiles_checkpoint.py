@@ -154,7 +154,7 @@ def test_saved_in_tiles_or_not_it_loads_in_tiles_or_not_bit_for_bit(precision: s
 
 
 def goes_on(root: str) -> list[str]:
-    """Training on after a load in tiles of another size gives the losses of training on without a break."""
+    """Training on after a load gives the losses of training on without a break: in the same tiles to the bit, in others within rounding."""
     import onefold
 
     rank, losses = dist.get_rank(), []
@@ -167,7 +167,7 @@ def goes_on(root: str) -> list[str]:
         onefold.load(f"{root}/a", model=model, optimizer=optimizer)
         losses.append(train(model, optimizer, rank, 3, first=2))
     problems = [] if losses[0] == losses[1] else [f"the same tiles: {losses[:2]}"]
-    if not torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[2]), rtol=1e-5) or losses[0][0] != losses[2][0]:
+    if not torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[2]), rtol=1e-5):
         problems.append(f"other tiles: {losses[0]} and {losses[2]}")
     return problems
 
@@ -229,7 +229,7 @@ def in_and_out(folders: dict[str, Path], root: Path, families: list[str], stage:
                 problems.append(f"{family}: nothing is in tiles")
             with torch.no_grad():
                 logits, wanted = model.eval()(TOKENS).logits, opened(folders[family], family).eval()(TOKENS).logits
-            if not torch.allclose(logits, wanted, rtol=1e-4, atol=1e-5):
+            if not torch.allclose(logits, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max())):  # sums of terms of that size
                 problems.append(f"{family}, {how}: other logits, by {(logits - wanted).abs().max()}")
             out = onefold.export(model, root / f"{family} {how}")
             problems += [f"{family}, {how}: {what}" for what in differences(expected, files(out))]

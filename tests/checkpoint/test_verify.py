@@ -8,15 +8,19 @@ import random
 import shutil
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from saved import Run, Tokenizer, copied
 
+import onefold
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.crc import combine, crc32
+from onefold.checkpoint.inspect import glance
 from onefold.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
@@ -202,3 +206,48 @@ def test_tensors_beyond_memory_are_read_through_small_buffers(tmp_path: Path) ->
     tracemalloc.stop()
     assert verdict.problems == [] and verdict.nbytes > 4 * count
     assert peak < 40 << 20, f"{peak / 2**20:.0f} MiB"
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The manifest with a change, and the right checksum of it."""
+    body = json.loads((folder / MANIFEST).read_text())
+    change(body)
+    text = json.dumps(body).encode()
+    (folder / MANIFEST).write_bytes(text)
+    (folder / CHECKSUM).write_text(checksum_line(text))
+
+
+@pytest.mark.parametrize("way", ["..", "absolute", "link", "state", "folder link"])
+def test_nothing_outside_the_folder_is_read_though_every_hash_is_right(whole: Path, tmp_path: Path, way: str) -> None:
+    """A file of tensors, or state.json, lies beside the checkpoint, bytes and hashes as they should be."""
+    folder, outside = copied(whole, tmp_path / "checkpoint"), tmp_path / "outside"
+    name = "state.json" if way == "state" else "rank-00001.safetensors"
+    outside.mkdir()
+    (folder / name).rename(outside / name)
+    if way in ("link", "state"):
+        (folder / name).symlink_to(outside / name)
+        said = "is a symbolic link that leads out of the checkpoint"
+    else:
+        there = {"..": f"../outside/{name}", "absolute": str(outside / name), "folder link": f"inside/{name}"}[way]
+
+        def change(body: dict[str, Any]) -> None:
+            body["files"][there] = body["files"].pop(name)
+            body["tensor_files"] = [there if n == name else n for n in body["tensor_files"]]
+
+        rewritten(folder, change)
+        said = "is not inside the checkpoint's folder"
+        if way == "folder link":
+            (folder / "inside").symlink_to(outside)
+            said = "is a symbolic link that leads out of the checkpoint"
+    with pytest.raises(CheckpointError, match=said):
+        run = Run(seed=2, steps=0)
+        onefold.load(folder, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
+    with pytest.raises(CheckpointError, match=said):
+        reshard(folder, tmp_path / "resharded", 1)
+    assert any(said in str(problem) for problem in verify(folder)), verify(folder)
+    assert said in glance(folder).wrong
+
+
+def test_a_checkpoint_may_itself_be_reached_by_a_link(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "newest").symlink_to(whole)
+    assert verify(tmp_path / "newest") == [] and not glance(tmp_path / "newest").wrong

@@ -126,7 +126,7 @@ def onto_disks_that_take_nothing(full: str, read_only: str) -> dict[str, str]:
     for name, folder in (("full", full), ("read-only", read_only)):
         place = Path(folder)
         said[f"{name}: save"] = said_by(onefold.save, place / "a", model=model, optimizer=optimizer)
-        said[f"{name}: save_async"] = said_by(lambda p=place: onefold.save_async(p / "b", model=model, optimizer=optimizer).wait(60.0))
+        said[f"{name}: save_async"] = said_by(lambda p=place: onefold.save_async(p / "b", model=model, optimizer=optimizer).wait(300.0))
         said[f"{name}: export"] = said_by(export, model, place / "c")
         said[f"{name}: Checkpointer"] = said_by(keep_one, place / "d", model, optimizer)
         model(tokens_of(4)).backward()
@@ -195,7 +195,7 @@ def test_a_forked_child_neither_keeps_the_lock_nor_takes_it_away(tmp_path: Path)
         Lock(tmp_path / "lock")
     sleeper = os.fork()
     if sleeper == 0:
-        time.sleep(30.0)
+        time.sleep(300.0)
         os._exit(0)
     lock.release()
     Lock(tmp_path / "lock").release()
@@ -239,10 +239,10 @@ def test_a_killed_save_leaves_the_previous_one_and_its_litter_goes_at_the_next_s
     import onefold
 
     began = time.monotonic()
-    first, second = outcomes_of(2, killed_while_saving, str(tmp_path), timeout=60.0)
+    first, second = outcomes_of(2, killed_while_saving, str(tmp_path))
     assert second.exitcode == -signal.SIGKILL
     assert first.error == "CheckpointError" and "lost the other ranks" in first.message, first
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 120.0  # of the 300 that its collectives may take
     model, optimizer = start()
     loaded = onefold.load(tmp_path / "a", model=model, optimizer=optimizer)
     assert loaded.step == 1
@@ -302,12 +302,12 @@ def misunderstandings(root: str) -> dict[str, Any]:
 
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = onefold.shard(Odd(), onefold.Recipe.zero(3, stall_timeout=2.0))
+    model = onefold.shard(Odd(), onefold.Recipe.zero(3, stall_timeout=60.0))
     model.seen += 7
     onefold.save(f"{root}/odd", model=model)
     whole = onefold.full_state_dict(model)
     torch.manual_seed(9)
-    other = onefold.shard(Odd(), onefold.Recipe.zero(1, stall_timeout=2.0))
+    other = onefold.shard(Odd(), onefold.Recipe.zero(1, stall_timeout=5.0))
     onefold.load(f"{root}/odd", model=other)
     found = onefold.full_state_dict(other)
     out: dict[str, Any] = {
@@ -326,8 +326,11 @@ def misunderstandings(root: str) -> dict[str, Any]:
             onefold.save(f"{root}/y", model=other)
         except onefold.StallError as error:
             out["alone"] = str(error)
+        Path(root, "given up").touch()
     else:
-        time.sleep(6.0)
+        until = time.monotonic() + 120.0
+        while not Path(root, "given up").exists() and time.monotonic() < until:
+            time.sleep(0.05)
     return out
 
 
@@ -341,4 +344,4 @@ def test_a_rank_that_calls_something_else_or_nothing_is_told(tmp_path: Path) -> 
     assert "rank 0 called load while rank 1 called save" in first["crossed"]
     assert "rank 1 called save while rank 0 called load" in second["crossed"]
     assert "waiting in control of unit '(save)'" in first["alone"], first["alone"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["odd"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["given up", "odd"]

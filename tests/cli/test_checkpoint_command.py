@@ -104,6 +104,25 @@ def test_inspect_says_what_a_checkpoint_holds(first: Path) -> None:
     assert "blocks.0.mlp.0.weight" not in text
 
 
+def test_every_command_takes_the_output_folder_of_a_run(root: Path, tmp_path: Path) -> None:
+    """As the README shows it: the checkpoints are in OUTPUT/checkpoints, and `OUTPUT` is what a user has typed before."""
+    run = tmp_path / "run"
+    copied(root, run / "checkpoints")
+    assert said("inspect", run)["checkpoints"] == said("inspect", run / "checkpoints")["checkpoints"] != []
+    assert [c["problems"] for c in said("verify", run)["checkpoints"]] == [[], []]
+    assert said("diff", run, run / "checkpoints" / "step-00000003")["equal"]
+    assert said("reshard", run, tmp_path / "two", "--ranks", 2)["source"] == str(run / "checkpoints" / "step-00000003")
+    injured(root / "step-00000002", run / "checkpoints" / "step-00000004")
+    assert not said("verify", run, status=1)["whole"]
+
+    kept_none = tmp_path / "kept none"
+    (kept_none / "model").mkdir(parents=True)
+    for name in ("train.yaml", "metrics.jsonl"):
+        (kept_none / name).touch()
+    for name in ("inspect", "verify"):
+        assert "has kept no checkpoint; --save-every N keeps some. Its model is in" in refused(name, kept_none)
+
+
 def test_inspect_lists_tensors_when_asked_and_those_of_a_name(first: Path) -> None:
     text = command("inspect", first, "--tensors").stdout
     for words in ("blocks.0.mlp.0.weight", "[80, 20]", "head.weight", "rank-00000.safetensors"):

@@ -190,7 +190,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := condition():
@@ -202,7 +202,7 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 @pytest.mark.slow
 def test_a_measurement_is_saved_printed_and_leaves_nothing_behind(place: Place) -> None:
     process = place.start("--calibrate", "--quick", "--ranks", "2,1", "--json", program=SMALLEST)
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     found = Calibration.load(place.folder / "doctor.json")
     assert json.loads(out)["calibration"] == json.loads((place.folder / "doctor.json").read_text())
@@ -212,7 +212,7 @@ def test_a_measurement_is_saved_printed_and_leaves_nothing_behind(place: Place) 
         assert times[0] > 0 and times == sorted(times), (move, times)
     assert found.disk is not None and found.disk.folder == str(place.folder)
     assert place.files() == ["doctor.json"]
-    assert place.processes() == []
+    until(lambda: not place.processes())
 
 
 @pytest.mark.slow
@@ -221,11 +221,11 @@ def test_a_signal_ends_it_with_everything_it_started(place: Place, number: signa
     process = place.start("--calibrate", "--ranks", "2")
     until(lambda: len(place.processes("doctor_rank")) == 2)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == status, err
     assert f"stopped by {number.name}; nothing was measured." in err and "Traceback" not in err
     assert place.files() == []
-    assert place.processes() == []
+    until(lambda: not place.processes())
 
 
 @pytest.mark.slow
@@ -233,11 +233,11 @@ def test_a_rank_that_dies_is_told_of(place: Place) -> None:
     process = place.start("--calibrate", "--ranks", "2", "--json")
     ranks = until(lambda: len(found := place.processes("doctor_rank")) == 2 and found)
     os.kill(ranks[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "was ended by SIGKILL" in json.loads(out)["message"] and "was ended by SIGKILL" in err
     assert place.files() == []
-    assert place.processes() == []
+    until(lambda: not place.processes())
 
 
 @pytest.mark.slow
@@ -245,6 +245,6 @@ def test_ranks_do_not_outlive_a_killed_command(place: Place) -> None:
     process = place.start("--calibrate", "--ranks", "2")
     until(lambda: len(place.processes("doctor_rank")) == 2)
     process.kill()
-    process.communicate(timeout=60)
-    until(lambda: not place.processes(), 30.0)
+    process.communicate(timeout=300)
+    until(lambda: not place.processes())
     assert not (place.folder / "doctor.json").exists()

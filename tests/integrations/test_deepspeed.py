@@ -349,10 +349,49 @@ def test_wrong_calls_are_sentences() -> None:
             engine.step()
     with pytest.raises(AttributeError, match="neither the engine nor its Net has"):
         _ = engine.no_such_thing
-    bare, *others = onefold.initialize(model=build(), config={"train_batch_size": 4})
-    assert others == [None, None, None]
+
+
+def test_a_model_that_is_only_evaluated_needs_no_optimizer() -> None:
+    bare, *others = onefold.initialize(model=build().eval(), config={"train_batch_size": 4})
+    assert others == [None, None, None] and bare(batch(0, 0)).shape == (4, 3)
     with pytest.raises(RuntimeError, match="needs an optimizer"):
         bare.backward(bare(batch(0, 0)).mean())
+
+
+AUTO = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": 0.0}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+}  # fmt: skip
+
+
+def test_auto_is_refused_at_once_with_what_to_give_in_place_of_it() -> None:
+    """The file of a Hugging Face Trainer: every value that it would fill in is named, and those that only tune are not."""
+    with pytest.raises(ValueError, match="the Hugging Face Trainer does that from its own arguments") as told:
+        onefold.initialize(model=build(), config=AUTO)
+    for words in (
+        '"optimizer.params.lr": the learning rate, such as 5e-5', '"gradient_clipping"', '"bf16.enabled": true or false',
+        '"train_micro_batch_size_per_gpu": samples', '"scheduler.params.warmup_num_steps"', '"optimizer.params.betas"',
+    ):  # fmt: skip
+        assert words in str(told.value), (words, told.value)
+    assert "bucket_size" not in str(told.value) and "weight_decay" not in str(told.value)
+    with pytest.raises(ValueError, match=r'"bf16\.enabled": true or false.*$') as told:
+        onefold.Recipe.from_deepspeed(AUTO)
+    assert "optimizer.params.lr" not in str(told.value), "that is no part of a recipe"
+
+
+def test_auto_that_something_else_decides_is_no_question() -> None:
+    """A batch size that follows from the others, fp16 beside bf16, an optimizer and a schedule that are passed."""
+    settled = {**AUTO, "train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0, "bf16": {"enabled": True}}
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = onefold.initialize(
+        model=model, config=settled, optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer)
+    )
+    assert engine.train_micro_batch_size_per_gpu() == 4 and engine.config.precision == "bf16"
+    assert onefold.Recipe.from_deepspeed(settled) == onefold.Recipe.zero(1, precision="bf16")
 
 
 @pytest.mark.parametrize(
@@ -368,6 +407,7 @@ def test_wrong_calls_are_sentences() -> None:
             "not one of the model",
         ),
         ({"config": {"train_batch_size": 4, "scheduler": {"type": "WarmupLR"}}}, "no optimizer"),
+        ({"config": {"train_batch_size": 4}}, r"initialize was given none\. Write one, as in .*AdamW.* call model\.eval\(\) before"),
         ({"config": {"train_batch_size": 4}, "dist_init_required": True}, "start with torchrun"),
     ],
 )

@@ -23,6 +23,7 @@ start = time.process_time()
 import torch, torch.distributed
 torchs = time.process_time() - start
 import onefold
+onefold.shard, onefold.Recipe  # names are loaded when they are first asked for
 print(json.dumps((time.process_time() - start - torchs) / torchs))
 """
 
@@ -47,6 +48,7 @@ def snapshot():
 
 before, modules = snapshot(), set(sys.modules)
 import onefold
+onefold.shard, onefold.Recipe, onefold.StallError
 after = snapshot()
 changed = sorted(k for k in before if before[k] != after.get(k)) + sorted(set(after) - set(before))
 print(json.dumps({"changed": changed, "new": sorted({m.split(".")[0] for m in set(sys.modules) - modules})}))
@@ -60,7 +62,7 @@ def run_program(program: str, folder: Path) -> Any:
         env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPATH": absolute_path()},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", f"importing onefold says: {done.stderr}"
@@ -69,7 +71,11 @@ def run_program(program: str, folder: Path) -> Any:
 
 def test_import_takes_little_over_torchs_own(tmp_path: Path) -> None:
     run_program(TIMED, tmp_path)  # writes the bytecode
-    share = min(run_program(TIMED, tmp_path) for _ in range(2))
+    share = 1.0
+    for _ in range(6):  # processor time too is longer beside others, so the least counts
+        share = min(share, run_program(TIMED, tmp_path))
+        if share < 0.1:
+            break
     assert share < 0.1, f"import onefold takes {share:.3f} of what torch's own import takes, at most a tenth is allowed"
 
 
@@ -89,6 +95,22 @@ def test_import_changes_nothing_and_loads_nothing_heavy(tmp_path: Path) -> None:
         "numpy.f2py",
     }
     assert not heavy & set(seen["new"]), f"importing onefold loads {sorted(heavy & set(seen['new']))}"
+
+
+LAZY = """
+import json, sys
+import onefold
+torch_came_with_it = "torch" in sys.modules
+from onefold.shard import engine_of  # the module has the name of its function
+import onefold.shard
+print(json.dumps([torch_came_with_it, callable(onefold.shard), onefold.shard.__name__, sorted(set(onefold.__all__) - set(dir(onefold))),
+                  [n for n in onefold.__all__ if not hasattr(onefold, n)], onefold.engine_of is engine_of]))
+"""
+
+
+def test_import_by_itself_loads_no_torch_and_every_name_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    """The command tells of a wrong option, and ends on Ctrl-C, before torch is imported."""
+    assert run_program(LAZY, tmp_path) == [False, True, "shard", [], [], True]
 
 
 def test_everything_promised_is_exported() -> None:

@@ -180,13 +180,13 @@ def own_network(command: list[str]) -> subprocess.CompletedProcess[str]:
     script = 'ip link set lo up && exec "$@"'
     for unshare in (["unshare", "-n"], ["unshare", "-rn"]):
         try:
-            probe = subprocess.run([*unshare, "sh", "-c", script, "sh", "true"], capture_output=True, timeout=20)
+            probe = subprocess.run([*unshare, "sh", "-c", script, "sh", "true"], capture_output=True, timeout=60)
         except FileNotFoundError:
             pytest.skip("there is no `unshare`: loopback counters would count other programs too")
         if probe.returncode == 0:
             whole = [*unshare, "sh", "-c", script, "sh", *command]
             environment = {**os.environ, "PYTHONPATH": absolute_path()}
-            return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=120)
+            return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=300)
     pytest.skip("no right to a network namespace of its own: loopback counters would count other programs too")
 
 

@@ -269,7 +269,7 @@ def blocked(store: Nvme, op: str) -> threading.Event:
 
     def fault(doing: str, region: str, offset: int, nbytes: int) -> None:
         if doing == op:
-            assert go.wait(30)
+            assert go.wait(300.0)
 
     store.fault = fault
     return go
@@ -285,7 +285,7 @@ def test_a_read_of_what_is_being_written_waits_for_it(store: Nvme):
     assert reader.is_alive()
     assert store.read_bytes == 0
     go.set()
-    reader.join(30)
+    reader.join(300.0)
     assert torch.equal(into, numbered(4096))
 
 
@@ -299,7 +299,7 @@ def test_a_write_over_what_is_being_read_waits_for_it(store: Nvme):
     writer.join(0.2)
     assert writer.is_alive()
     go.set()
-    writer.join(30)
+    writer.join(300.0)
     reading.wait()
     assert torch.equal(into, numbered(4096))
 
@@ -342,7 +342,7 @@ def test_free_waits_for_what_is_under_way(store: Nvme):
     freeing.join(0.2)
     assert freeing.is_alive()
     go.set()
-    freeing.join(30)
+    freeing.join(300.0)
     assert writing.done()
 
 

@@ -58,23 +58,23 @@ def test_a_store_that_is_forgotten_takes_its_folder_with_it(tmp_path: Path):
 @pytest.mark.parametrize("end", ["pass", "raise SystemExit(3)", "raise ValueError('a fault of the program')"])
 def test_a_program_that_never_closes_its_store_ends_and_leaves_nothing(tmp_path: Path, end: str):
     process = started(tmp_path, end)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == {"pass": 0, "raise SystemExit(3)": 3}.get(end, 1), errors
     assert not any(tmp_path.iterdir())
     assert "Exception ignored" not in errors, errors
 
 
 def test_after_a_kill_the_next_start_removes_what_was_left_and_only_that(tmp_path: Path):
-    killed, living = started(tmp_path, "time.sleep(60)"), started(tmp_path, "sys.stdin.read()")
+    killed, living = started(tmp_path, "time.sleep(600)"), started(tmp_path, "sys.stdin.read()")
     try:
         os.kill(killed.pid, signal.SIGKILL)
-        killed.communicate(timeout=60)
+        killed.communicate(timeout=300)
         assert len(os.listdir(tmp_path)) == 2, "a killed process leaves its folder"
         with Nvme([tmp_path], name="next") as store:
             left = {path.name.split("-")[2] for path in tmp_path.iterdir()}
             assert left == {str(os.getpid()), str(living.pid)}
             assert store.folders[0].exists()
-        _, errors = living.communicate("go on", timeout=60)
+        _, errors = living.communicate("go on", timeout=300)
         assert living.returncode == 0, errors
         assert not any(tmp_path.iterdir())
     finally:
@@ -97,9 +97,9 @@ def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_when_its_parent_
             sys.exit(0)   # a grandchild that ends as programs do, with everything that runs at an exit
         os.wait()
         print("child", os.getpid(), flush=True)
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
-    time.sleep(60)
+    time.sleep(600)
     """
     process = started(tmp_path, fork.lstrip())
     assert process.stdout is not None
@@ -112,13 +112,13 @@ def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_when_its_parent_
         assert sorted(os.listdir(folder)) == [DATA, LOCK], "the child has closed and ended, the parent lives"
         assert reclaim(tmp_path) == []
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
+        process.wait(300)
         assert reclaim(tmp_path) == [folder], "the child lives, and holds nothing"
     finally:
         process.kill()
         if child:
             os.kill(child, signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 def test_many_starts_at_once_remove_all_that_is_dead_and_none_of_each_other(tmp_path: Path):

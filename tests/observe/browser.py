@@ -63,11 +63,12 @@ def opened(browser: Any, path: Path, width: int, scheme: str = "light") -> Itera
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
     try:
         seen = Opened(context.new_page())
+        seen.page.set_default_timeout(300_000)  # ms; it only bounds a hang
         seen.page.on("console", lambda m: seen.problems.append(f"{m.type}: {m.text}") if m.type in ("error", "warning") else None)
         seen.page.on("pageerror", lambda error: seen.problems.append(f"uncaught: {error}"))
         seen.page.on("request", lambda r: seen.requests.append(r.url) if not r.url.startswith("data:") else None)
         seen.page.goto(path.resolve().as_uri())
-        seen.page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
+        seen.page.wait_for_selector(DRAWN, state="attached")
         yield seen
     finally:
         context.close()

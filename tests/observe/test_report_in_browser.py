@@ -110,7 +110,7 @@ def test_a_window_that_is_made_narrow_and_wide_again_keeps_fitting(browser: Any,
     with opened(browser, report, 1280) as seen:
         for width in (400, 760, 1280):
             seen.page.set_viewport_size({"width": width, "height": 900})
-            seen.page.wait_for_function(SETTLED, timeout=30_000)
+            seen.page.wait_for_function(SETTLED)
             assert_fits(seen.page)
         assert seen.problems == []
 

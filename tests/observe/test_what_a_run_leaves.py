@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
          "--steps", str(STEPS), "--nproc", str(RANKS), "--stage", "3", "--micro-batch", "2", "--eval-every", "0", "--sample-tokens", "0",
          "--tensorboard", "--trace", "2:3", "--torch-profiler", "--output", "run", "--json"],
         cwd=folder, env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}, check=False,
-        text=True, capture_output=True, timeout=180,
+        text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "run"

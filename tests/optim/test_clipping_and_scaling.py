@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models import TinyMLP, features_of
+from onefold.runtime.interval import local_part
 from ranks import run_ranks
 from trials import STAGES, MLPCase, differences, fresh, train_reference, train_sharded
 
@@ -71,27 +72,27 @@ def test_every_rank_gets_the_same_norm(stage: int) -> None:
     assert len(set(run_ranks(3, same_norm_everywhere, stage))) == 1
 
 
-def clip_with_torch(stage: int) -> tuple[str, str]:
+def clip_with_torch(stage: int, norm_type: float) -> list[str]:
+    """torch's own clipping at a stage against the same on whole gradients in DDP: where they differ."""
     import onefold
 
     case = MLPCase()
     model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=10.0))
-    case.loss(model, case.batch(0, 0)).backward()
-    try:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    reference = nn.parallel.DistributedDataParallel(fresh(case))
+    found = []
+    for m in (reference, model):
+        case.loss(m, case.batch(torch.distributed.get_rank(), 0)).backward()
+        norm = nn.utils.clip_grad_norm_(m.parameters(), 0.01, norm_type)
+        found.append([norm, *(p.grad.norm() for p in m.parameters())])
+        nn.utils.clip_grad_value_(m.parameters(), 1e-5)
+        found[-1] += [p.grad.abs().max() for p in m.parameters()]
+    return [f"{a.item()} and {b.item()}" for a, b in zip(*found, strict=True) if not torch.allclose(a, b, rtol=1e-5)]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_torchs_own_clipping_is_refused_on_sharded_gradients(stage: int) -> None:
-    for kind, message in run_ranks(2, clip_with_torch, stage):
-        assert kind == "ShardedParameterError" and "onefold.clip_grad_norm_" in message, (kind, message)
-
-
-def test_torchs_own_clipping_works_where_gradients_are_whole() -> None:
-    assert run_ranks(2, clip_with_torch, 0) == [("", "")] * 2
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_torchs_own_clipping_is_that_of_whole_gradients(stage: int, norm_type: float) -> None:
+    assert run_ranks(3, clip_with_torch, stage, norm_type) == [[], [], []]
 
 
 class Poisoned(MLPCase):
@@ -118,7 +119,7 @@ class Poisoned(MLPCase):
         self.scaler.step(optimizer)
         self.scaler.update()
         self.scales.append(self.scaler.get_scale())
-        self.weights.append([p.detach().clone() for p in model.parameters()])
+        self.weights.append([local_part(p).clone() for p in model.parameters()])
         return loss.item()
 
 

@@ -124,7 +124,7 @@ def test_values_take_the_forms_that_users_write() -> None:
     }  # fmt: skip
     assert Recipe.zero(**config.recipe_arguments).gradients.wire is torch.float32
     assert read_deepspeed({"zero_optimization": True}).stage == 1
-    assert read_deepspeed({}).recipe_arguments == {"stage": 0, "precision": "fp32"}
+    assert read_deepspeed({}).recipe_arguments == {"stage": 0, "precision": None}
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_every_key_of_the_sections_is_read_or_listed_with_its_reason() -> None:
     assert all(len(reason) > 30 for reason in listed.values())
     assert config.unknown == () and config.left_auto == ()
     assert config.recipe_arguments == {
-        "stage": 3, "precision": "fp32", "offload_optimizer": ("nvme", 0.5), "offload_param": "nvme", "nvme": ["/nvme"],
+        "stage": 3, "precision": None, "offload_optimizer": ("nvme", 0.5), "offload_param": "nvme", "nvme": ["/nvme"],
         "chunk": 99_999_744, "nvme_threads": 32,
     }  # fmt: skip
     assert Recipe.zero(**config.recipe_arguments).notes == ()
@@ -134,7 +134,7 @@ def test_the_size_that_divides_nothing_leaves_the_chunk_as_it_is(size: float) ->
 
 def test_what_is_about_nvme_alone_is_listed_where_nothing_rests_there() -> None:
     config = zero(offload_optimizer={"device": "cpu", "nvme_path": "/nvme"}, sub_group_size=1e8, aio={"queue_depth": 16, "use_gds": True})
-    assert config.recipe_arguments == {"stage": 3, "precision": "fp32", "offload_optimizer": "cpu"}
+    assert config.recipe_arguments == {"stage": 3, "precision": None, "offload_optimizer": "cpu"}
     paths = {path for path, _ in config.without_effect}
     assert paths == {"zero_optimization.offload_optimizer.nvme_path", "zero_optimization.sub_group_size", "aio"}
     refused("did you mean 'queue_depth'", aio={"queue_dept": 16})

@@ -15,7 +15,7 @@ from models import TinyMLP
 from onefold import Placement, Recipe, Row
 
 R, S = Placement.REPLICATED, Placement.SHARDED
-SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs", "sync_buffers")
+SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs")
 COUNTS = ("prefetch", "in_flight")
 BOOLEANS_ONLY = (1, 0, "yes", "False", None)
 COUNTS_ONLY = (-1, 1.0, "2", True, None)
@@ -42,7 +42,7 @@ def test_the_four_stages_are_three_placements(stage: int) -> None:
     assert recipe.stage == stage
 
 
-@pytest.mark.parametrize("precision", ["fp8", "bfloat16", "FP32", torch.bfloat16, None], ids=repr)
+@pytest.mark.parametrize("precision", ["fp8", "bfloat16", "FP32", torch.bfloat16, 16, True], ids=repr)
 def test_an_unknown_precision_is_told_the_known_ones(precision: Any) -> None:
     said = refusal(stage=2, precision=precision)
     assert f"precision={precision!r}" in said and all(known in said for known in ("fp32", "bf16", "fp16"))
@@ -167,7 +167,7 @@ def test_an_option_without_effect_ends_in_one_note(stage: int, options: dict[str
 def test_options_that_apply_end_in_no_note() -> None:
     options = {"prefetch": 2, "reshard_after_forward": False, "in_flight": 3, "units": ["blocks.0"], "stall_timeout": 5}
     assert Recipe.zero(3, precision="bf16", reduce_at="boundary", wire=torch.float32, sync_buffers=False, **options).notes == ()
-    assert Recipe.zero(1, in_flight=1, cast_inputs=True, wire=torch.bfloat16).notes == ()
+    assert Recipe.zero(1, precision="bf16", in_flight=1, cast_inputs=True, wire=torch.bfloat16).notes == ()
 
 
 def test_notes_are_logged_once_and_shown_with_the_recipe(caplog: pytest.LogCaptureFixture) -> None:
@@ -225,7 +225,42 @@ def test_only_the_wire_may_have_no_dtype(name: str) -> None:
 def test_a_precision_by_another_name_is_told_its_own(precision: Any) -> None:
     said = refusal(stage=2, precision=precision)
     meant = {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float16": "fp16", "torch.float32": "fp32"}.get(str(precision))
-    assert f"precision={precision!r}" in said and (f"Did you mean {meant!r}?" if meant else "of fp32, bf16, fp16.") in said
+    assert f"precision={precision!r}" in said and (f"Did you mean {meant!r}?" if meant else "of fp32, bf16, fp16, or None") in said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_without_a_precision_the_recipe_names_no_dtype_to_compute_in(stage: int) -> None:
+    recipe = Recipe.zero(stage)
+    assert recipe == Recipe.zero(stage, precision=None) != Recipe.zero(stage, precision="fp32")
+    assert recipe.compute_dtype is recipe.parameters.dtype is recipe.gradients.wire is None
+    assert recipe.master_dtype == recipe.sums_dtype == torch.float32
+    rows = {line.split()[0]: line.split()[1:] for line in recipe.describe().splitlines()[1:4]}
+    placement = {3: "sharded"}.get(stage, "replicated")
+    assert rows["parameters"] == [placement, "device", "model's", "-" if stage == 0 else "model's"]
+    assert rows["gradients"][2:] == ["float32", "model's"] and rows["optimizer"][2:] == ["float32", "-"]
+    assert Recipe.zero(stage, wire=torch.float32).in_words("gradients") == ("float32", "float32")
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_casting_inputs_means_nothing_where_the_model_computes_as_it_is(value: bool) -> None:
+    (note,) = Recipe.zero(3, cast_inputs=value).notes
+    assert f"cast_inputs={value} has no effect" in note and "precision=None" in note
+    assert Recipe.zero(3, cast_inputs=True, precision="fp16").notes == ()
+
+
+def test_only_parameters_may_have_no_dtype_of_the_recipe() -> None:
+    row = Row(S, torch.float32)
+    assert Recipe(Row(S, None), row, row).compute_dtype is None
+    for name, rows in (("gradients", (row, Row(S, None), row)), ("optimizer", (row, row, Row(S, None)))):
+        with pytest.raises(ValueError, match=f"{name}.dtype=None"):
+            Recipe(*rows)
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", "all", "Norms", None], ids=repr)
+def test_buffers_follow_all_or_those_of_norms_or_not(value: Any) -> None:
+    said = refusal(stage=3, sync_buffers=value)
+    assert f"sync_buffers={value!r}" in said and all(word in said for word in ("True", "'norms'", "False"))
+    assert [Recipe.zero(3, sync_buffers=known).sync_buffers for known in (True, "norms", False)] == [True, "norms", False]
 
 
 def test_rows_and_what_they_are_made_of_are_checked() -> None:
@@ -269,7 +304,7 @@ LATER: list[tuple[Recipe, str, tuple[str, ...]]] = [
     (Recipe.zero(1).replace(prefetch=1), "replaced by what it was", ("prefetch=1", "stage 1")),
     (Recipe(Row(R, torch.float32), *[Row(S, torch.float32)] * 2, prefetch=3), "by rows", ("prefetch=3", "stage 2")),
     (Recipe.zero(2, overlap=False, prefetch=2), "for two reasons", ("prefetch=2", "stage 2")),
-    (Recipe.zero(3, cast_inputs=False), "without casts", ("cast_inputs=False", "fp32")),
+    (Recipe.zero(3, precision="fp32", cast_inputs=False), "without casts", ("cast_inputs=False", "fp32")),
     (Recipe.zero(0, elementwise_optimizer=True), "with whole parameters", ("elementwise_optimizer=True", "stage 0")),
 ]
 

@@ -14,7 +14,7 @@ from ranks import run_ranks
 def shard_over(group: Any, stage: int = 3) -> None:
     import onefold
 
-    onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=5.0), group=group)
+    onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=60.0), group=group)
 
 
 def refusals() -> dict[str, str]:

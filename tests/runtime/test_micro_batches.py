@@ -138,7 +138,7 @@ def change_kept_gradients(mode: str) -> dict[str, str]:
     for how, change in CHANGES.items():
         for then in ("a micro-batch", "a step"):
             case = GPTCase()
-            model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=5.0, units=(), **options))
+            model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, units=(), **options))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with onefold.no_sync(model):
                 case.loss(model, case.batch(0, 0)).backward()
@@ -190,7 +190,7 @@ def change_rows_of_others(mode: str, how: str) -> tuple[str, float]:
 
     stage, options = MODES[mode]
     torch.manual_seed(0)
-    model = onefold.shard(Rows(), onefold.Recipe.zero(stage, stall_timeout=5.0, units=(), **options))
+    model = onefold.shard(Rows(), onefold.Recipe.zero(stage, stall_timeout=60.0, units=(), **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.arange(100, 104) if torch.distributed.get_rank() == 0 else torch.arange(0, 4)
     with onefold.no_sync(model):
@@ -227,7 +227,7 @@ def step_on_kept_gradients(mode: str) -> tuple[str, list[str]]:
 
     def steps(mistaken: bool) -> tuple[str, Any]:
         case, said = MLPCase(), ""
-        model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=5.0, **options))
+        model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, **options))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with onefold.no_sync(model):
             case.loss(model, case.batch(0, 0)).backward()
@@ -338,12 +338,12 @@ def break_then_start_afresh(stage: int, options: dict[str, Any]) -> list[str]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return [case.step(model, optimizer, torch.distributed.get_rank(), step) for step in (first, first + 1)]
 
-    model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=5.0, **options), units=case.units)
+    model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, **options), units=case.units)
     two(model, 0)
     weights = onefold.full_state_dict(model)
     case.fail(model, torch.distributed.get_rank())
     continued = two(model, 2)
-    again = onefold.shard(case.build(), onefold.Recipe.zero(stage, stall_timeout=5.0, **options), units=case.units)
+    again = onefold.shard(case.build(), onefold.Recipe.zero(stage, stall_timeout=60.0, **options), units=case.units)
     onefold.load_full_state_dict(again, weights or None)
     started = two(again, 2)
     found = [] if continued == started else [f"losses {continued}, of a fresh start {started}"]

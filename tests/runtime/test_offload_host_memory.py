@@ -35,7 +35,7 @@ def slowest_case(arrivals: dict[str, int]) -> None:
 
     def patient(self: Behind, flat: Any) -> None:
         arrivals["stepped"] += 1
-        wanted, until = min(arrivals["stepped"] + WAITING, arrivals["of"]), time.monotonic() + 10
+        wanted, until = min(arrivals["stepped"] + WAITING, arrivals["of"]), time.monotonic() + 60
         while arrivals["landed"] < wanted and time.monotonic() < until:
             time.sleep(0.0005)
         step(self, flat)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.comm.codecs import codec, reduction_bound
 from onefold.comm.topology import Topology
+from onefold.runtime.interval import local_part
 from ranks import run_ranks
 
 SHAPES = ((37, 11), (300,), (64, 70), (5,), (1, 1000))
@@ -86,7 +87,7 @@ def reduced() -> tuple[Found, list[tuple[int, int]], dict[str, int]]:
                 for entry in flat.entries:
                     a, b = flat.local(entry)
                     if a < b:
-                        found[name, where, kind][a] = entry.param.grad.clone()
+                        found[name, where, kind][a] = local_part(entry.param.grad).clone()
                     entry.param.grad = None
     return found, slots, lengths
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models import TinyGPT, TinyMLP, features_of, tokens_of
+from onefold.runtime.interval import local_part
 from ranks import run_ranks
 from trials import STAGES
 
@@ -18,7 +19,7 @@ def sharded(stage: int, model: nn.Module | None = None, precision: str = "fp32",
     import onefold
 
     torch.manual_seed(0)
-    recipe = onefold.Recipe.zero(stage, precision=precision, stall_timeout=5.0, **options)
+    recipe = onefold.Recipe.zero(stage, precision=precision, stall_timeout=60.0, **options)
     return onefold.shard(TinyMLP() if model is None else model, recipe)
 
 
@@ -121,7 +122,7 @@ def sixteen_bits(stage: int, forward_between: bool) -> tuple[str, list[float]]:
                 loss_of(model, 2)
         if said := said_by(loss.backward):
             return said, []
-        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        grads.append([local_part(p.grad).clone() for p in model.parameters() if p.grad is not None])
     return said, [(a - b).abs().max().item() for a, b in zip(*grads, strict=True) if a.numel()]
 
 

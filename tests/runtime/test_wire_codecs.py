@@ -13,6 +13,7 @@ import onefold
 from invariants.test_same_numbers import Run as Accumulating
 from models import TinyGPT, tokens_of
 from onefold.memory import RESIDUALS
+from onefold.runtime.interval import local_part
 from ranks import run_ranks
 from trials import GPTCase, differences, train_sharded
 
@@ -155,7 +156,7 @@ def feedback(options: dict[str, Any]) -> tuple[int, Tensor]:
         total += model.weight.grad
         model.weight.grad = None
     held = onefold.engine_of(model).memory.now().get(RESIDUALS, 0)
-    return held, total.detach().clone()
+    return held, local_part(total).clone()
 
 
 def with_and_without_feedback() -> list[tuple[int, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from onefold.train.prepare import prepare
 from onefold.train.ranks import Ranks
 
 SOURCE = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
-STEPS = 150  # of some 10 ms: long enough to be hit in the middle
+STEPS = 250  # of some 10 ms: long enough to be hit in the middle, also by a test that has to wait for its turn
 JOB: dict[str, Any] = {
     "model": "small_lm:dropping", "tokenizer": "bytes", "seq": 64, "device": "cpu", "steps": STEPS, "save_every": 10, "eval_every": 0,
     "global_batch": 4, "micro_batch": 2, "seed": 3, "lr": 1e-3,
@@ -53,13 +54,16 @@ def started(folder: Path, *arguments: str, temporary: str = "tmp") -> Iterator[s
     finally:
         if process.poll() is None:
             process.kill()  # the agent and its ranks follow
-            process.communicate(timeout=30)
+            process.communicate(timeout=300)
 
 
 def a_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that the system gives to no connection by itself (those begin at 32768), so that it is still free when it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for(process: subprocess.Popen[str], wanted: Callable[[Row], bool]) -> list[Row]:
@@ -77,8 +81,8 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     wait_for(process, lambda row: row["event"] == "step" and row["step"] >= step)
 
 
-def wait_until(wanted: Callable[[], object], seconds: float = 60.0) -> float:
-    """Seconds until `wanted()` is true; fails after `seconds`."""
+def wait_until(wanted: Callable[[], object], seconds: float = 120.0) -> float:
+    """Seconds until `wanted()` is true; fails after `seconds`, which only bound a hang: a busy machine takes its time."""
     begun = time.monotonic()
     while not wanted():
         assert time.monotonic() - begun < seconds, f"not within {seconds} s"
@@ -120,8 +124,11 @@ def kill_all_of(temporary: Path) -> None:
 
 
 def left_behind(temporary: Path) -> list[str]:
-    """Files and processes."""
-    return [*(str(p) for p in temporary.iterdir()), *processes_of(temporary).values()]
+    """Files and processes; what is being ended gets its time."""
+    patience = time.monotonic() + 30
+    while (found := [*(str(p) for p in temporary.iterdir()), *processes_of(temporary).values()]) and time.monotonic() < patience:
+        time.sleep(0.1)
+    return found
 
 
 def rows_of(folder: Path) -> list[Row]:

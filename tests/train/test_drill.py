@@ -31,7 +31,7 @@ def test_the_drill_of_the_docs_runs_as_printed(tmp_path: Path) -> None:
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=240
+        ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + (tmp_path / "first.log").read_text()[-2000:]
     assert re.search(r"\d+ parameters", done.stdout)

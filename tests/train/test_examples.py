@@ -24,7 +24,7 @@ def under_torchrun(folder: Path, name: str) -> str:
     program = [f"--log-dir={folder}", str(ROOT / "examples" / name)]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

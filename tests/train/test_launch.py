@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +15,8 @@ from onefold.train.config import resolve
 from onefold.train.errors import TrainError
 from onefold.train.launch import child_environment, from_slurm, joins, ranks_to_start, torchrun_arguments
 from onefold.train.machine import physical_cores
+from onefold.train.stop import CONTROL
+from ranks import run_ranks
 
 
 def test_a_process_with_a_rank_joins_and_one_without_starts_ranks() -> None:
@@ -62,3 +69,35 @@ def test_torchrun_gets_a_rendezvous_of_its_own_on_one_machine_and_the_users_on_s
             torchrun_arguments(resolve({k: v for k, v in several.items() if k != name}), 2)
     with pytest.raises(TrainError, match="--output"):
         torchrun_arguments(resolve({"nnodes": 2, "rdzv_endpoint": "a:29500"}), 2)
+
+
+def agent_whose_torchrun_raises(kind: str, folder: str) -> tuple[int, str]:
+    from torch.distributed import DistStoreError, run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from onefold.train import agent
+
+    failed = {
+        "a machine goes": DistStoreError("wait timeout after 60000ms, keys: /torchelastic/assigned_ranks/1\nmore of it"),
+        "the end while it tells of a failed rank": ChildFailedError.__new__(ChildFailedError),
+    }
+
+    def fails(asked: Any) -> None:
+        raise failed[kind]
+
+    def interrupted(self: Any) -> Any:
+        raise SignalException("the launcher ends it", signal.SIGQUIT)
+
+    run.run = fails  # type: ignore[assignment]
+    ChildFailedError.get_first_failure = interrupted  # type: ignore[method-assign]
+    os.environ[CONTROL] = folder
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return agent.quietly(["-m", "nothing"]), said.getvalue()
+
+
+def test_the_agent_ends_with_a_sentence_or_without_a_word_whatever_torchrun_raises(tmp_path: Path) -> None:
+    ((status, said),) = run_ranks(1, agent_whose_torchrun_raises, "a machine goes", str(tmp_path))
+    assert status == 1 and said.count("\n") == 1 and "lost each other while they met (wait timeout" in said, said
+    ((status, said),) = run_ranks(1, agent_whose_torchrun_raises, "the end while it tells of a failed rank", str(tmp_path))
+    assert (status, said) == (128 + signal.SIGQUIT, "")

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from onefold.train import resume
+from onefold.train.batch import micro_batch_that_divides
 from onefold.train.config import resolve
 from onefold.train.data import Packed
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
-from onefold.train.order import DataOrder, fingerprint_of, micro_batch_that_divides
+from onefold.train.order import DataOrder, fingerprint_of
 from onefold.train.output import Board, Metrics, with_output
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks

@@ -14,7 +14,8 @@ from onefold.train.config import resolve
 from onefold.train.errors import TrainError
 from onefold.train.export import export
 from onefold.train.loop import Row, train
-from onefold.train.models import check_model_name, load_model, model_shape, smollm2_path
+from onefold.train.model_names import check_model_name, smollm2_path
+from onefold.train.models import load_model, model_shape
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.sample import sample

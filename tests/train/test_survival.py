@@ -63,17 +63,17 @@ def test_a_run_loses_any_rank_at_any_moment_and_goes_on_with_the_losses_of_one_t
     with started(tmp_path, *options(several)) as process:
         wait_for_step(process, 25)
         survivor, first = pid_of(temporary, 0), kill(temporary, 1)  # in a step
-        wait_until(lambda: not runs(survivor), 10.0)
+        wait_until(lambda: not runs(survivor))
         wait_for(process, going_on)
         wait_until(lambda: list(checkpoints.glob(".step-*.unfinished")))
         survivor, second = pid_of(temporary, 1), kill(temporary, 0)  # in a save; it is who meets the others, too
-        wait_until(lambda: not runs(survivor), 10.0)
+        wait_until(lambda: not runs(survivor))
         wait_until(lambda: pid_of(temporary, 1) not in (survivor, 0) and runs(pid_of(temporary, 1)))
         kill(temporary, 1)  # before the first step
         notes = wait_for(process, going_on)
         wait_for_step(process, 40)
         process.send_signal(signal.SIGUSR1)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
 
     # the kills: who went and where the other stood is told, and the run goes on without a hand
     for rank, pid in ((1, first), (0, second)):
@@ -112,6 +112,10 @@ def going_on(row: Row) -> bool:
 # -- the ranks' ring -----------------------------------------------------------------------------------------------------------
 
 
+#: Seconds: two at most on an idle machine. A rank that learned of it by waiting for the others would take its timeout, 30 minutes.
+HEARD = 60.0
+
+
 def notice_a_kill(victim: int) -> tuple[list[int], float, int]:
     """(ranks that this one learned have gone, seconds it took, process of the first of them) while nobody waits for anybody."""
     ranks = this_rank()
@@ -122,7 +126,7 @@ def notice_a_kill(victim: int) -> tuple[list[int], float, int]:
     if ranks.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.monotonic()
-    while not heard and time.monotonic() - begun < 10:
+    while not heard and time.monotonic() - begun < HEARD:
         time.sleep(0.01)
     took = time.monotonic() - begun
     ring.close()
@@ -130,14 +134,14 @@ def notice_a_kill(victim: int) -> tuple[list[int], float, int]:
 
 
 def test_every_rank_learns_within_seconds_which_rank_has_gone_though_it_waits_for_nobody() -> None:
-    outcomes = outcomes_of(4, notice_a_kill, 2, timeout=30)
+    outcomes = outcomes_of(4, notice_a_kill, 2)
     assert outcomes[2].exitcode == -signal.SIGKILL
     values = [o.value for o in outcomes if o.rank != 2]
     assert [gone for gone, _, _ in values] == [[2]] * 3, outcomes
-    assert all(took < 10 for _, took, _ in values) and len({pid for _, _, pid in values}) == 1
+    assert all(took < HEARD for _, took, _ in values) and len({pid for _, _, pid in values}) == 1
 
 
-def compute_for_a_minute(victim: int, folder: str) -> None:
+def compute_for_minutes(victim: int, folder: str) -> None:
     """A rank of `onefold train` that waits for nobody: all it does is compute."""
     ranks = this_rank()
     sys.stderr = Path(folder, f"said-by-{ranks.rank}").open("w")  # noqa: SIM115, the process's own to its end
@@ -147,14 +151,14 @@ def compute_for_a_minute(victim: int, folder: str) -> None:
     if ranks.rank == victim:
         Path(folder, "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60.0)
+    time.sleep(4 * HEARD)
 
 
-def test_a_rank_that_computes_when_another_goes_says_so_and_ends_within_ten_seconds(tmp_path: Path) -> None:
-    victim, survivor = outcomes_of(2, compute_for_a_minute, 0, str(tmp_path), timeout=30)
+def test_a_rank_that_computes_when_another_goes_says_so_and_ends_though_it_waits_for_nobody(tmp_path: Path) -> None:
+    victim, survivor = outcomes_of(2, compute_for_minutes, 0, str(tmp_path))
     assert victim.exitcode == -signal.SIGKILL and survivor.exitcode == 1, survivor
     said = tmp_path / "said-by-1"
-    assert said.stat().st_mtime - (tmp_path / "killed").stat().st_mtime < 10.0
+    assert said.stat().st_mtime - (tmp_path / "killed").stat().st_mtime < HEARD
     for words in ("rank 0 (process ", "has gone", "rank 1 ends while computing: it cannot go on alone"):
         assert words in said.read_text(), said.read_text()
 
@@ -177,15 +181,23 @@ def test_ranks_that_leave_with_a_word_have_not_gone() -> None:
 # -- signals -------------------------------------------------------------------------------------------------------------------
 
 
-def asked_of(folder: str, arm: bool, numbers: list[int], grace: float = 30.0, wait: float = 0.3) -> tuple[int, bool]:
+def asked_of(folder: str, arm: bool, numbers: list[int], grace: float, ends: bool) -> tuple[int, bool]:
     os.environ[CONTROL] = folder
-    stop = StopSignal(0, 0, grace)
+    stop, arrived = StopSignal(0, 0, grace), []
+    act = stop._arrived
+
+    def noted(number: int) -> None:
+        act(number)
+        arrived.append(number)
+
+    stop._arrived = noted  # type: ignore[method-assign]
     if arm:
         stop.arm()
-    for number in numbers:
+    for count, number in enumerate(numbers, 1):
         os.kill(os.getpid(), number)
-        time.sleep(0.05)
-    time.sleep(wait)
+        wait_until(lambda count=count: len(arrived) == count)  # on a thread of its own, whenever that gets its turn
+    if ends:
+        time.sleep(60.0)  # it is ended meanwhile
     return int(stop.asked), (Path(folder) / "training").exists()
 
 
@@ -201,7 +213,8 @@ def asked_of(folder: str, arm: bool, numbers: list[int], grace: float = 30.0, wa
     ],
 )
 def test_what_a_signal_asks_of_a_rank(tmp_path: Path, arm: bool, numbers: list[int], grace: float, found: Any) -> None:
-    (outcome,) = outcomes_of(1, asked_of, str(tmp_path), arm, numbers, grace, timeout=20, process_group=False)
+    ends = not isinstance(found, tuple)
+    (outcome,) = outcomes_of(1, asked_of, str(tmp_path), arm, numbers, grace, ends, process_group=False)
     assert (outcome.value if outcome.value is not None else outcome.exitcode) == found, outcome
 
 
@@ -214,7 +227,7 @@ def ends_in_time(folder: str) -> int:
 
 
 def test_save_before_ends_a_run_by_itself_with_a_checkpoint_and_status_0(tmp_path: Path) -> None:
-    (outcome,) = outcomes_of(1, ends_in_time, str(tmp_path), timeout=60, process_group=False)
+    (outcome,) = outcomes_of(1, ends_in_time, str(tmp_path), process_group=False)
     done = json.loads((tmp_path / "said").read_text().splitlines()[-1])
     assert outcome.value == 0, outcome
     assert done["event"] == "done" and done["stopped"] and done["why"] == "--save-before" and 0 < done["steps"] < 10**6, done
@@ -245,7 +258,7 @@ def one_rank_is_slow_then_wrong(output: str) -> tuple[list[str], list[Row], str]
 
     def after_block_1(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         if ranks.rank == 1:
-            time.sleep(0.05)
+            time.sleep(0.2)  # far more than what a busy machine keeps either rank waiting
         return output * float("nan") if ranks.rank == 1 and len(rows) == WINDOW + 2 else output
 
     model: Any = run.model
@@ -276,9 +289,10 @@ def goes_back(ranks: Ranks | None, output: str) -> tuple[list[int], list[float],
     went_back: list[int] = []
     under_way: list[bool] = []
 
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.2 + 0.2 * ranks.rank)
-        return write(*args, **kwargs)
+    def slowly(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if "step-00000008" in str(path) and ranks.rank == ranks.world_size - 1:
+            wait_until(lambda: under_way)
+        return write(path, *args, **kwargs)
 
     def spoiled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         if ranks.rank < ranks.world_size - 1 or len(rows) != 8 or went_back:

@@ -92,8 +92,10 @@ def fill_model(engine: Engine, fit: Fit, reading: Reading) -> None:
                 reading.masters(unit, flat, wanted)
                 for w in wanted if flat.passive else ():
                     torch.autograd.graph.increment_version(w.entry.param)  # a backward pass over what was there before must not go on
-        reading.buffers({Item("buffer", name): tensor for name, tensor in fit.buffers.items() if Item("buffer", name) in items})
+        buffers = {Item("buffer", name): tensor for name, tensor in fit.buffers.items() if Item("buffer", name) in items}
+        reading.buffers(buffers)
         engine.make_stale()
+        engine.unset.given({*fit.found, *(item.name for item in buffers)})
 
 
 def load_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> tuple[list[str], list[str]]:

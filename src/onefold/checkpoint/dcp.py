@@ -144,6 +144,7 @@ class ModelState(_State):
                         "read has no place. Leave it out of the dict that DCP loads, and set it yourself."
                     )
             self.engine.make_stale()
+            self.engine.unset.given({name for name in (*places, *mine) if _clean(name) in state})
 
 
 class OptimizerState(_State):

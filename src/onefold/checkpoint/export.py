@@ -26,6 +26,7 @@ from onefold.checkpoint.folder import flush_file, in_words
 from onefold.checkpoint.folder_source import FolderSource, compare
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
 from onefold.checkpoint.huggingface import each_rank
+from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.on_disk import OnDisk, held
 from onefold.checkpoint.pieces import shares
 from onefold.checkpoint.saving import check_moment
@@ -83,6 +84,8 @@ def export(
         CheckpointError: on every rank: there is something at `folder`, no room, no permission.
     """
     engine = engine_of(model)
+    engine.unset.look(engine)
+    engine.unset.refuse("export() would write")
     outline = Outline.of(model)
     if dtype == "master":
         outline.dtypes |= masters(engine)
@@ -312,9 +315,12 @@ def _first_dtype(outline: Outline) -> torch.dtype:
 
 
 def _copy(near: Path, names: Iterable[str], folder: Path) -> None:
+    """A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its folder."""
+    whole = (near / MANIFEST).is_file()
     for name in names:
-        if (near / name).is_file():
-            shutil.copyfile(near / name, folder / name)
+        path = path_in(near, name) if whole else near / name
+        if path.is_file():
+            shutil.copyfile(path, folder / name)
 
 
 def _say_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -27,6 +27,8 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
 
 OWNER = "owner"
+#: The folder of checkpoints in the output folder of `onefold train`.
+OF_RUN = "checkpoints"
 #: Seconds in which a folder without an owner may be one whose owner is about to lock it.
 YOUNG = 60.0
 #: Seconds after which an unfinished folder is litter where the file system cannot tell who holds it.
@@ -230,6 +232,22 @@ def latest(root: Path | str) -> Path | None:
     """The checkpoint of the greatest step in folder `root` whose manifest is sound; None if there is none."""
     found = [(step, folder.name, folder) for step, folder in checkpoints(Path(root)) if step >= 0]
     return max(found)[2] if found else None
+
+
+def of_run(path: Path) -> Path:
+    """`path`, or the folder of checkpoints in it where `path` is a run's output folder.
+
+    Raises:
+        CheckpointError: the run kept none.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    if (path / OF_RUN).is_dir():
+        return path / OF_RUN
+    if (path / "train.yaml").is_file() and (path / "metrics.jsonl").is_file():
+        model = f" Its model is in {path / 'model'}." if (path / "model").is_dir() else ""
+        raise CheckpointError(f"the run in {path} has kept no checkpoint; --save-every N keeps some.{model}")
+    return path
 
 
 def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:

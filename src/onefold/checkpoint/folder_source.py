@@ -14,7 +14,7 @@ import torch
 
 from onefold.checkpoint.crc import joined
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.manifest import STATE, Manifest, Record, key_of, read_manifest
+from onefold.checkpoint.manifest import STATE, Manifest, Record, key_of, path_in, read_manifest
 from onefold.checkpoint.source import Item, Stored
 from onefold.checkpoint.tensorfile import DTYPES, TensorFile
 from onefold.checkpoint.values import decode
@@ -59,7 +59,7 @@ class FolderSource:
     def state(self) -> dict[str, Any]:
         """state.json, its checksum verified."""
         if self._state is None:
-            path = self.folder / STATE
+            path = path_in(self.folder, STATE)
             try:
                 text = path.read_bytes()
             except FileNotFoundError:
@@ -122,13 +122,14 @@ class FolderSource:
         if name not in self._files:
             while len(self._files) >= OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            if not (self.folder / name).exists():
-                raise DamagedCheckpoint(f"{self.folder / name} is missing: the checkpoint is not whole any more.")
-            file = TensorFile(self.folder / name)
+            path = path_in(self.folder, name)
+            if not path.exists():
+                raise DamagedCheckpoint(f"{path} is missing: the checkpoint is not whole any more.")
+            file = TensorFile(path)
             record = self.manifest.files.get(name)
             if record is None or hashlib.sha256(file.head).hexdigest() != record.sha256:
                 file.close()
-                raise DamagedCheckpoint(f"{self.folder / name} is damaged: its header is not the one in the manifest.")
+                raise DamagedCheckpoint(f"{path} is damaged: its header is not the one in the manifest.")
             self._files[name] = file
         return self._files[name]
 

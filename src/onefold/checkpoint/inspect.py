@@ -9,7 +9,7 @@ from typing import Any
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, read_manifest
+from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, path_in, read_manifest
 from onefold.checkpoint.source import KINDS, Item, Source
 from onefold.checkpoint.tensorfile import CODES, numel_of
 from onefold.checkpoint.verify import is_like_a_checkpoint
@@ -207,7 +207,11 @@ def glance(folder: Path) -> Listed:
         return Listed(folder, wrong=str(error))
     wrong = []
     for name, recorded in manifest.files.items():
-        path = folder / name
+        try:
+            path = path_in(folder, name)
+        except CheckpointError as error:
+            wrong.append(str(error))
+            continue
         size = path.stat().st_size if path.is_file() else -1
         if size != recorded.nbytes:
             wrong.append(f"{name} is missing" if size < 0 else f"{name} has {size} bytes and should have {recorded.nbytes}")

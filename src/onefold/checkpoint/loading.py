@@ -16,7 +16,7 @@ from onefold.checkpoint.apply import Fit, Reading, fill_model, fill_optimizers, 
 from onefold.checkpoint.background import Background, settle
 from onefold.checkpoint.deepspeed import DeepSpeedSource, is_deepspeed
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import checkpoints, latest
+from onefold.checkpoint.folder import checkpoints, latest, of_run
 from onefold.checkpoint.folder_source import FolderSource, compare
 from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
 from onefold.checkpoint.manifest import MANIFEST
@@ -26,6 +26,7 @@ from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
 from onefold.checkpoint.values import decode
+from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import beside_parameters
@@ -81,6 +82,7 @@ def load(
     if model is None:
         return _without_model(Path(path), optimizer, scheduler, scaler, data)
     engine = engine_of(model)
+    refuse_changes(engine, "load")
     meet(engine, "load")
     settle(engine)
     source = _open(engine, Path(path))
@@ -130,6 +132,7 @@ def load_async(
     """
     begun = time.perf_counter()
     engine = engine_of(model)
+    refuse_changes(engine, "load_async")
     meet(engine, "load_async")
     settle(engine)
     source = _open(engine, Path(path))
@@ -160,6 +163,7 @@ def source_of(path: Path) -> Source:
     if (path / MANIFEST).exists():
         return FolderSource(path)
     if path.is_dir():
+        path = of_run(path)
         newest = latest(path)
         if newest is not None:
             return FolderSource(newest)
@@ -175,7 +179,8 @@ def source_of(path: Path) -> Source:
             return HuggingFaceSource(path)
     what = "a file" if path.is_file() else "a folder without a checkpoint" if path.is_dir() else "nothing"
     raise CheckpointError(
-        f"{path} is {what}; expected a checkpoint that onefold.save wrote, a folder of them, a DeepSpeed or a Hugging Face folder."
+        f"{path} is {what}; expected a checkpoint that onefold.save wrote, a folder of them, a run's output folder, a DeepSpeed or a "
+        "Hugging Face folder."
     )
 
 

@@ -6,6 +6,9 @@
 Nothing in it depends on how many ranks, which stage or which tier it was saved from: who loads cuts the pieces anew. The checker in
 `Record.__post_init__` verifies that the pieces of a tensor tile it. The manifest's own SHA-256 lies beside it, in the form that
 `sha256sum -c manifest.sha256` reads.
+
+[Note: nothing outside the folder] A checkpoint may come from anywhere, and a checksum proves only that its parts belong together. So
+`path_in` is the one way from a name to a file: a name that leaves the folder, by itself or through a symbolic link, is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
@@ -42,6 +45,32 @@ def key_of(item: Item, start: int) -> str:
 
 def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
+
+
+def path_in(folder: Path, name: str) -> Path:
+    """The file `name` of the checkpoint in `folder`; see [Note: nothing outside the folder].
+
+    Raises:
+        CheckpointError: it lies elsewhere.
+    """
+    _refuse_outside(name, folder / MANIFEST)
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(
+            f"{path} is a symbolic link that leads out of the checkpoint, to {path.resolve()}: only files inside its folder are read. Copy "
+            "the checkpoint with its links followed (cp -rL)."
+        )
+    return path
+
+
+def _refuse_outside(name: Any, where: Path) -> None:
+    """Raises: CheckpointError: `name` is no plain name below the folder."""
+    plain = isinstance(name, str) and bool(name) and "\0" not in name and "\\" not in name
+    if not plain or PurePosixPath(name).is_absolute() or not {"..", "."}.isdisjoint(name.split("/")):
+        raise CheckpointError(
+            f"{where} names the file {name!r}, which is not inside the checkpoint's folder: only what is inside is read. "
+            "Onefold did not write this checkpoint; do not use it."
+        )
 
 
 @dataclass(frozen=True)
@@ -131,6 +160,8 @@ class Manifest:
                     f"this Onefold reads versions up to {VERSION}. Install a later Onefold to read it."
                 )
             names = body["tensor_files"]
+            for name in (*names, *body["files"]):
+                _refuse_outside(name, where)
             records = tuple(
                 Record(
                     Item(t["kind"], t["name"], t.get("state", "")),
@@ -166,7 +197,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: there is none, it is damaged, or from a later version.
     """
-    path, check = folder / MANIFEST, folder / CHECKSUM
+    path, check = path_in(folder, MANIFEST), path_in(folder, CHECKSUM)
     try:
         text = path.read_bytes()
         line = check.read_bytes()

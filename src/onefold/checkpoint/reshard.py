@@ -23,7 +23,7 @@ import torch
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Unfinished, flush_file, in_words
 from onefold.checkpoint.folder_source import FolderSource, compare
-from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, FileRecord, Manifest, Piece, Record, key_of, rank_file, write_manifest
+from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, FileRecord, Manifest, Piece, Record, key_of, path_in, rank_file, write_manifest
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CHUNK, DTYPES, Planned, numel_of, write_tensors
 from onefold.layout import FlatLayout
@@ -127,12 +127,11 @@ def _read(source: FolderSource, record: Record, start: int, stop: int, advance: 
 
 def _copy(source: Path, folder: Path, name: str, recorded: FileRecord) -> FileRecord:
     """A file as it is, its checksum verified on the way."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{source / MANIFEST} lists {name!r}, which is no file of the checkpoint.")
+    path = path_in(source, name)
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     try:
-        with (source / name).open("rb") as old, (folder / name).open("xb") as new:
+        with path.open("rb") as old, (folder / name).open("xb") as new:
             while block := old.read(CHUNK):
                 digest.update(block)
                 new.write(block)

@@ -29,6 +29,7 @@ from onefold.checkpoint.manifest import STATE, FileRecord, Manifest, rank_file, 
 from onefold.checkpoint.parts import Parts, collect, planned, records, report, saved_by, values_of
 from onefold.checkpoint.tensorfile import TensorFile, write_tensors
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
+from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
 
@@ -65,6 +66,7 @@ def save(
         CheckpointError: on every rank; nothing is left of the new one, nothing has happened to an older one.
     """
     engine = engine_of(model)
+    refuse_changes(engine, "save")
     work = _begin(engine, path, model, optimizer, scheduler, scaler, data, extra, step, tokenizer, overwrite, copy=False)
     work()
     return Path(path)
@@ -98,6 +100,7 @@ def save_async(
     """
     begun = time.perf_counter()
     engine = engine_of(model)
+    refuse_changes(engine, "save")
     work = _begin(engine, path, model, optimizer, scheduler, scaler, data, extra, step, tokenizer, overwrite, copy=True)
     if engine.on_disk:
         work()
@@ -119,9 +122,11 @@ def _begin(
     together, target = Together.of(engine), Path(path).absolute()
     error: Exception | None = None
     parts, place, copying = Parts(), None, None
+    engine.unset.look(engine)
     try:
         step = step_of(step)
         check_moment(engine, "save", optimizer)
+        engine.unset.refuse("save() would write")
         engine.beyond.check()
         parts = collect(engine, model, optimizers_of(optimizer), scheduler, scaler, data, extra)
         copying = Copying(engine, parts) if copy else None

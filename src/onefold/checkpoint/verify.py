@@ -22,7 +22,19 @@ from pathlib import Path
 from onefold.checkpoint.crc import crc32, joined
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import OWNER, in_words
-from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, VERSION, FileRecord, Manifest, Piece, Record, checksum_line, key_of
+from onefold.checkpoint.manifest import (
+    CHECKSUM,
+    MANIFEST,
+    STATE,
+    VERSION,
+    FileRecord,
+    Manifest,
+    Piece,
+    Record,
+    checksum_line,
+    key_of,
+    path_in,
+)
 from onefold.checkpoint.tensorfile import CHUNK, DTYPES, LARGEST_HEADER, Entry, numel_of
 
 #: Bytes of a tensor that one thread checks at a time.
@@ -142,7 +154,10 @@ def _manifest(verdict: Verdict) -> Manifest | None:
 
 def _small(verdict: Verdict, name: str) -> bytes | None:
     try:
-        data = (verdict.folder / name).read_bytes()
+        data = path_in(verdict.folder, name).read_bytes()
+    except CheckpointError as error:
+        verdict.add(name, "", str(error))
+        return None
     except FileNotFoundError:
         verdict.add(name, "", "it is missing.")
         return None
@@ -195,12 +210,15 @@ def _is_later(text: bytes) -> bool:
 
 
 def _check_file(verdict: Verdict, name: str, recorded: FileRecord, inside: list[tuple[Record, Piece]], reader: _Reader) -> None:
-    path = verdict.folder / name
     try:
+        path = path_in(verdict.folder, name)
         size = path.stat().st_size
         if not path.is_file():
             verdict.add(name, "", "it is a folder; expected a file.")
             return
+    except CheckpointError as error:
+        verdict.add(name, "", str(error))
+        return
     except FileNotFoundError:
         names = ", ".join(str(r.item) for r, _ in inside[:3])
         holds = f" It holds a part of {len(inside)} tensors: {names}{', ...' if len(inside) > 3 else ''}." if inside else ""

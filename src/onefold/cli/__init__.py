@@ -1,14 +1,23 @@
-"""Room `cli`: the command `onefold`."""
+"""Room `cli`: the command `onefold`.
+
+    main ─► interrupt (Ctrl-C ends at once) ─► options, what can be told without torch ─► torch and the rest of Onefold
+"""
 
 from __future__ import annotations
 
 import sys
+
+from onefold.train.interrupt import listen
 
 NEEDED = ("typer", "rich", "pydantic", "yaml")
 
 
 def main() -> None:
     """Entry point of the console script."""
+    listen()
+    from onefold.train.quiet import quiet_third_parties
+
+    quiet_third_parties()
     try:
         from onefold.cli.app import app
     except ModuleNotFoundError as error:

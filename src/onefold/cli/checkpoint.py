@@ -26,7 +26,9 @@ app = typer.Typer(
 
 Path_ = Annotated[
     Path,
-    typer.Argument(metavar="PATH", help="A checkpoint, or a folder of checkpoints, of which the newest is taken.", show_default=False),
+    typer.Argument(
+        metavar="PATH", help="A checkpoint, a folder of them or a run's output folder; of several the newest.", show_default=False
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of words and tables.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the target, once the new one is whole.")]
@@ -47,7 +49,9 @@ def inspect_command(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="A checkpoint of Onefold, DeepSpeed or Hugging Face; a folder of them is listed.", show_default=False
+            metavar="PATH",
+            help="A checkpoint of Onefold, DeepSpeed or Hugging Face; a folder of them, or a run's output folder, is listed.",
+            show_default=False,
         ),
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="Also a line for every tensor.")] = False,
@@ -56,11 +60,13 @@ def inspect_command(
 ) -> None:  # fmt: skip
     """Say what a checkpoint holds: step, versions, ranks it was saved with, tensors, optimizer groups, what resumes. Reads no tensor.
 
-    A folder of checkpoints is listed instead, the newest first, with those that are not whole.
+    A folder of checkpoints, or a run's output folder, is listed instead, the newest first, with those that are not whole.
     """
+    from onefold.checkpoint.folder import of_run
     from onefold.checkpoint.inspect import listed, summarize
 
     with _told(as_json):
+        path = of_run(path)
         found = [] if (path / "manifest.json").exists() else listed(path)
         if found:
             if as_json:
@@ -82,7 +88,10 @@ def inspect_command(
 @app.command("verify")
 def verify_command(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them, each of which is verified.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A checkpoint; or a folder of them, or a run's output folder: each is verified.", show_default=False
+        ),
     ],
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -90,9 +99,11 @@ def verify_command(
 
     Exit status 1 if anything is damaged or missing. Files that do not belong to the checkpoint are mentioned only.
     """
+    from onefold.checkpoint.folder import of_run
     from onefold.checkpoint.verify import examine, is_like_a_checkpoint
 
     with _told(as_json):
+        path = path if is_like_a_checkpoint(path) else of_run(path)
         inside = sorted(p for p in path.iterdir() if not p.name.startswith(".") and is_like_a_checkpoint(p)) if path.is_dir() else []
         folders = [path] if is_like_a_checkpoint(path) or not inside else inside
         verdicts = []
@@ -217,11 +228,15 @@ def diff_command(
 @contextlib.contextmanager
 def _told(as_json: bool) -> Iterator[None]:
     """What a person can mend ends in one sentence and status 2; Ctrl-C in status 130, with nothing left behind."""
+    import onefold.checkpoint.diff
+    import onefold.checkpoint.reshard  # noqa: F401, torch is imported before Ctrl-C becomes an exception
     from onefold.checkpoint.errors import CheckpointError
     from onefold.checkpoint.folder import in_words
+    from onefold.train.interrupt import interruptible
 
     try:
-        yield
+        with interruptible():
+            yield
     except KeyboardInterrupt:
         print("stopped by SIGINT; nothing was written.", file=sys.stderr)
         raise typer.Exit(130) from None

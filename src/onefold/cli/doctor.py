@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from onefold.cli.doctor_ranks import MeasurementError, Stopped
-from onefold.plan.calibrate import Calibration, CalibrationError, default_path
-from onefold.train.errors import TrainError
+from onefold.train.interrupt import interruptible
+
+if TYPE_CHECKING:
+    from onefold.plan.calibrate import Calibration
 
 
 def doctor_command(
@@ -41,11 +42,17 @@ def doctor_command(
 
     With --calibrate also measure what they can do. `onefold plan --here` predicts with these figures.
     """
+    from onefold.cli.doctor_facts import facts  # noqa: F401, imports torch: from here on a Ctrl-C finds nothing half imported
+    from onefold.cli.doctor_ranks import MeasurementError, Stopped
+    from onefold.plan.calibrate import CalibrationError
+    from onefold.train.errors import TrainError
+
     try:
         only = [name for name, given in (("--ranks", ranks), ("--disk", disk), ("--quick", quick)) if given]
         if only and not calibrate:
             raise CalibrationError(f"{' and '.join(only)} say{'s' if len(only) == 1 else ''} how to measure: add --calibrate.")
-        _doctor(calibrate, as_json, output, device, ranks, disk, quick)
+        with interruptible():
+            _doctor(calibrate, as_json, output, device, ranks, disk, quick)
     except Stopped as stop:
         _tell(f"stopped by {stop}; nothing was measured.", as_json, "Stopped")
         raise typer.Exit(128 + stop.number) from None
@@ -62,6 +69,7 @@ def doctor_command(
 
 def _doctor(calibrate: bool, as_json: bool, output: Path | None, device: str, ranks: str | None, disk: Path | None, quick: bool) -> None:
     from onefold.cli.doctor_facts import facts
+    from onefold.plan.calibrate import default_path
 
     found = facts(device)
     path = output or default_path()
@@ -93,6 +101,8 @@ def _doctor(calibrate: bool, as_json: bool, output: Path | None, device: str, ra
 
 def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
     """The calibration that is there, and what is to be said about it. One that was asked for by name must be good."""
+    from onefold.plan.calibrate import Calibration, CalibrationError
+
     try:
         found = Calibration.load(path)
     except CalibrationError as error:

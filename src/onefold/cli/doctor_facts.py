@@ -9,11 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from onefold.memory.host import free_host_memory
 from onefold.plan.calibrate import default_path
 from onefold.plan.identity import cpu_name, total_host_memory, usable_cpus
 from onefold.train.config import resolve
 from onefold.train.launch import ranks_to_start
-from onefold.train.machine import free_host_memory, physical_cores
+from onefold.train.machine import physical_cores
 
 PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
 

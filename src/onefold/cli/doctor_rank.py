@@ -15,7 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from onefold.train.stop import follow_parent
+from onefold.train.quiet import quiet_third_parties
+from onefold.train.stop import end_with_parent
 
 JOB, RESULT = "job.json", "result.json"
 #: Seconds that ranks wait for each other at the start, while each imports torch.
@@ -24,11 +25,10 @@ MEETING = 120.0
 
 def main(folder: Path, rank: int) -> None:
     """Measure with the other ranks. Ends this process by itself: a process group in the middle of something would be waited for."""
-    follow_parent()
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
-        if os.getppid() != job["parent"]:  # it ended while this process imported torch
-            os._exit(1)
+        end_with_parent(job["parent"])
+        quiet_third_parties()
         _measure(folder, rank, job)
     except BaseException:
         traceback.print_exc()

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onefold.cli.doctor_rank import JOB, RESULT
-from onefold.plan.sizes import Sizes
 from onefold.train.launch import child_environment, noted_signals
+
+if TYPE_CHECKING:
+    from onefold.plan.sizes import Sizes
 
 #: Seconds between two looks at the ranks.
 INTERVAL = 0.05

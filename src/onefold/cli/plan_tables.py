@@ -26,7 +26,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
     batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
     wires = "".join(f", {name}={value!r}" for name, value in job.wires.items())
     device = f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}), {machine.local} a node"
-    out.print(f"on {device}; {job.precision}, {job.seq} tokens a sample, {batch}, {job.optimizer}{wires}; activations {plan.source}")
+    out.print(f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{wires}; activations {plan.source}")
     _print(out, _stages(plan))
     if plan.recommended is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import sys
+import time
 import types
 import typing
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic.fields import FieldInfo
 
-from onefold.train.config import TrainConfig, resolve
+from onefold.train.claim import Claim, run_of
+from onefold.train.config import TrainConfig, read_options
 from onefold.train.errors import TrainError
+from onefold.train.stop import end_with_parent
 
 #: The option that opens each panel of the help, in the order of `TrainConfig`.
 PANELS = {
@@ -43,6 +46,8 @@ def train(**given: Any) -> None:
     try:
         code = _train(given, config_file)
     except TrainError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(1.0)  # what holds here holds on the first rank of this machine, too: torchrun ends this one when that has spoken
         if as_json:
             print(json.dumps({"event": "error", "kind": "TrainError", "message": str(error)}))
         print(f"error: {error}", file=sys.stderr)
@@ -51,22 +56,24 @@ def train(**given: Any) -> None:
 
 
 def _train(given: dict[str, Any], config_file: Path | None) -> int:
+    """See `onefold.train.early` for the order: what can be told without torch is told before torch is imported."""
+    from onefold.train.early import check_batch, check_early
     from onefold.train.launch import from_slurm, joins, launch
-    from onefold.train.models import check_model_name
-    from onefold.train.output import with_output
-    from onefold.train.tiers import refuse_without_folder
 
-    config = resolve(given, config_file)
-    check_model_name(config.model)
-    refuse_without_folder(config)
+    config = read_options(given, config_file)
+    check_early(config)
     for name, value in from_slurm(os.environ).items():
         os.environ.setdefault(name, value)
-    if joins(os.environ):
-        from onefold.train.worker import run_rank
+    if not joins(os.environ):
+        return launch(config)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun, and of no use without it
+        end_with_parent()
+    check_batch(config, int(os.environ["WORLD_SIZE"]))
+    claim = Claim.take(Path(config.output), run_of(config, os.environ)) if config.output is not None else None
+    config.check_recipe()
+    from onefold.train.worker import run_rank
 
-        return run_rank(config)
-    # On several machines the first rank of all decides about the folder, which may be in use by the time that others come.
-    return launch(with_output(config) if config.nodes[1] == 1 else config)
+    return run_rank(config, claim)
 
 
 def _option(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:

@@ -39,7 +39,7 @@ from onefold.comm.pending import Chain, Chains, Pending
 from onefold.comm.stall import Place, StallError, explain
 from onefold.comm.topology import Topology, inner_of, ranks_of_a_node, sides_of
 
-_KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5}
+_KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5, "call": 6}
 Parts = Sequence[tuple[int, torch.Tensor]]
 
 
@@ -283,15 +283,18 @@ class Group:
             return self._all_to_all(sends, recvs, place, event)
         return self._pairwise(sends, recvs, place, unit_index, move, event)
 
-    def exchange_control(self, payload: torch.Tensor, place: Place) -> list[torch.Tensor]:
-        """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank order. Waits."""
+    def exchange_control(self, payload: torch.Tensor, place: Place, kind: str = "control") -> list[torch.Tensor]:
+        """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank order. Waits.
+
+        `kind`: messages of two kinds never meet ("call": a collective that the user calls, which may come at any time).
+        """
         if self.size == 1:
             return [payload]
         if self.imagined:
             return [payload] * self.size
         parts = [payload if r == self.rank else torch.empty_like(payload) for r in range(self.size)]
         self.ledger.control_bytes += payload.numel() * (self.size - 1)
-        tag = self._tag("control", payload.numel())  # messages of another length are another kind: they never meet
+        tag = self._tag(kind, payload.numel())  # messages of another length are another kind: they never meet
         with self._launching(place):
             works = [dist.irecv(parts[p], group=self.control_group, group_src=self._at[p], tag=tag) for p in self._peers()]
             works += [dist.isend(payload, group=self.control_group, group_dst=self._at[p], tag=tag) for p in self._peers()]
@@ -299,18 +302,17 @@ class Group:
         return parts
 
     def gather_values(self, value: torch.Tensor, place: Place) -> torch.Tensor:
-        """One number of every rank: a one-element tensor becomes [size], in rank order. On NCCL without waiting on the host."""
-        if self.size == 1:
-            return value.reshape(1)
-        if self.imagined:
-            return value.reshape(1).expand(self.size)
+        """A few numbers of every rank: [...] becomes [size, ...], in rank order. On NCCL without waiting on the host."""
+        shape = (self.size, *value.shape)
+        if self.size == 1 or self.imagined:
+            return value.expand(shape)
         if self.backend == "gloo":
-            payload = value.detach().cpu().reshape(1).view(torch.uint8)
-            return torch.cat(self.exchange_control(payload, place)).view(value.dtype).to(value.device)
-        out = torch.empty(self.size, dtype=value.dtype, device=value.device)
-        self.ledger.control_bytes += value.element_size() * (self.size - 1)
+            payload = value.detach().cpu().reshape(-1).view(torch.uint8)
+            return torch.cat(self.exchange_control(payload, place)).view(value.dtype).view(shape).to(value.device)
+        out = torch.empty(shape, dtype=value.dtype, device=value.device)
+        self.ledger.control_bytes += value.numel() * value.element_size() * (self.size - 1)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(out, value.reshape(1).contiguous(), group=self.reduce_group)
+        gather(out.view(-1), value.reshape(-1).contiguous(), group=self.reduce_group)
         return out
 
     def broadcast(self, tensors: list[torch.Tensor], place: Place) -> None:

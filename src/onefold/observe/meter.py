@@ -20,6 +20,7 @@ from torch import nn
 
 from onefold.observe.tiers import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
 from onefold.plan.schema import MOMENTS
+from onefold.runtime.parameter import whole_sight
 from onefold.runtime.registry import engine_of
 
 Number = float | int | torch.Tensor
@@ -160,7 +161,8 @@ class Meter:
 
     def _moments_now(self) -> dict[str, int]:
         state = self.optimizer.state
-        key = (len(state), sum(len(s) for s in state.values()))
+        with whole_sight():
+            key = (len(state), sum(len(s) for s in state.values()))
         if key != self._moments_of:  # the walk over all states is worth it only when there are new ones
             self._moments, self._moments_of = moments_by_tier(self.optimizer, self.engine), key
         return self._moments

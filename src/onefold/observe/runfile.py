@@ -93,10 +93,11 @@ def recipe_table(recipe: Recipe) -> tuple[RecipeRow, ...]:
     rows = []
     for state, label in (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer states")):
         row = getattr(recipe, state)
-        wire = str(row.wire).removeprefix("torch.") if row.wire is not None else "–"
+        rests, wire = recipe.in_words(state)
+        wire = wire or "–"
         wire += f" as {row.codec}" if row.codec else ""
         placement = row.placement.value + (" in each group" if row.over == GROUP else "")
-        rows.append(RecipeRow(label, placement, row.tier.value, str(row.dtype).removeprefix("torch."), wire))
+        rows.append(RecipeRow(label, placement, row.tier.value, rests, wire))
     return tuple(rows)
 
 

@@ -31,13 +31,15 @@ def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of memory behind all tensors in the optimizer's state, each storage once, whatever tier they are on."""
-    return _bytes(optimizer.state.values())
+    with whole_sight():
+        return _bytes(optimizer.state.values())
 
 
 def moments_by_tier(optimizer: torch.optim.Optimizer, engine: Engine) -> dict[str, int]:
     """The same on the device and on the host; none is 0."""
     away = {id(e.param) for e in engine.entries if e.flat.home is not None}
-    states = list(optimizer.state.items())
+    with whole_sight():
+        states = list(optimizer.state.items())
     parts = {DEVICE: [s for p, s in states if id(p) not in away], HOST: [s for p, s in states if id(p) in away]}
     return {tier: nbytes for tier, found in parts.items() if (nbytes := _bytes(found))}
 

@@ -4,5 +4,9 @@ from onefold.optim.clip import clip_grad_norm
 from onefold.optim.codec import require_torchao
 from onefold.optim.scaler import GradScaler
 from onefold.optim.watch import refuse_unless_elementwise, unwatch, watch
+from onefold.optim.whole_state import held_elsewhere, load_local_state_dict, local_state_dict
 
-__all__ = ["GradScaler", "clip_grad_norm", "refuse_unless_elementwise", "require_torchao", "unwatch", "watch"]
+__all__ = [
+    "GradScaler", "clip_grad_norm", "held_elsewhere", "load_local_state_dict", "local_state_dict", "refuse_unless_elementwise",
+    "require_torchao", "unwatch", "watch",
+]  # fmt: skip

@@ -108,7 +108,7 @@ class Behind:
         if engine is None or engine.failure is not None:
             return
         try:
-            with whole_sight(), torch.no_grad():
+            with whole_sight(), torch.no_grad():  # in this thread alone; the main thread goes on seeing faces
                 engine.about_to_write()
                 engine.beyond.lane.wait()
                 for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():

@@ -66,6 +66,43 @@ class Codec:
         codes.copy_(found[: codes.numel()])
         scales.copy_(scale)
 
+    def encode_again(self, values: torch.Tensor, signed: bool, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """As `encode`, but values that `decode` has given get codes and scales that decode to the same bits.
+
+        The greatest magnitude of a block need not be its scale any more: -1 is no value of the signed maps, and 448 × scale was rounded. So
+        scales about the magnitude over each value that it may have been decoded from are tried.
+        """
+        f = self.format
+        self.encode(values, signed, codes, scales)
+        blocks = torch.nn.functional.pad(values, (0, scales.numel() * f.block - values.numel())).view(-1, f.block)
+        differ = (self.decode(codes, scales, values.numel(), signed) != values).nonzero().view(-1) // f.block
+        todo = differ.unique()
+        if not todo.numel():
+            return
+        blocks, greatest = blocks[todo], blocks[todo].abs().amax(-1)
+        tops = [torch.finfo(f.dtype).max] if f.name == "fp8" else self._tables[signed][0].abs().sort(descending=True).values[:3].tolist()
+        found, scale = torch.zeros(blocks.shape, dtype=torch.uint8, device=values.device), scales[todo]
+        done = torch.zeros(len(todo), dtype=torch.bool, device=values.device)
+        for top in tops:
+            for steps in range(-2, 3):
+                tried = (greatest / top).view(torch.int32).add(steps).view(torch.float32)
+                divided = (blocks / tried.view(-1, 1)).reshape(-1)
+                if f.name == "fp8":
+                    new = divided.to(f.dtype).view(torch.uint8).view(blocks.shape)
+                    again = new.view(f.dtype).float() * tried.view(-1, 1)
+                else:
+                    new = self._nearest(divided.clamp(-1, 1), signed).view(blocks.shape)
+                    again = self._tables[signed][0][new.int()] * tried.view(-1, 1)
+                right = (again == blocks).all(-1) & ~done
+                found[right], scale[right], done = new[right], tried[right], done | right
+        todo, found = todo[done], found[done]
+        scales[todo] = scale[done]
+        if f.grain == 2:
+            found = (found[:, ::2] << 4) | found[:, 1::2]
+        where = (todo.view(-1, 1) * (f.block // f.grain) + torch.arange(f.block // f.grain, device=values.device)).view(-1)
+        inside = where < codes.numel()
+        codes.view(torch.uint8)[where[inside]] = found.reshape(-1)[inside]
+
     def _nearest(self, scaled: torch.Tensor, signed: bool) -> torch.Tensor:
         """The codes, uint8, of values from -1 to 1."""
         _, lowest, boundary = self._tables[signed]

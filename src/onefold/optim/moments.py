@@ -254,12 +254,13 @@ def _put_back(how: Rests, piece: Piece, stand_in: nn.Parameter, state: dict[str,
     return {key: value for key, value in state.items() if key not in SIGNED}
 
 
-def pack(how: Rests, piece: Piece, key: str, value: torch.Tensor, step: torch.Tensor) -> None:
-    """The fp32 moment `value`, [n], into the parts of `piece`."""
+def pack(how: Rests, piece: Piece, key: str, value: torch.Tensor, step: torch.Tensor, again: bool = False) -> None:
+    """The fp32 moment `value`, [n], into the parts of `piece`. `again`: it may have been packed before, and is to come out as it was."""
     format = how.of(piece.entry)
     if format.packed:
         codes, scales = (piece.parts[name] for name in format.keys(key))
-        how.codec(format, value.device).encode(value, SIGNED[key], codes, scales)
+        codec = how.codec(format, value.device)
+        (codec.encode_again if again else codec.encode)(value, SIGNED[key], codes, scales)
     elif piece.parts[key].data_ptr() != value.data_ptr():
         piece.parts[key].copy_(_rounded(how, piece, key, value, step, format.dtype))
 
@@ -325,7 +326,7 @@ def adopted(optimizer: Optimizer, how: Rests, entry: Entry, group: dict[str, Any
     piece = Piece(entry, place(entry), parts[next(iter(parts))], parts[next(iter(parts))], parts, {}, False)
     for key in moments_of(group):
         if any(name in there for format in FORMATS.values() for name in format.keys(key)):
-            pack(replace(how, seed=None), piece, key, unpacked(how, there, key, n), torch.zeros(()))
+            pack(replace(how, seed=None), piece, key, unpacked(how, there, key, n), torch.zeros(()), again=True)
     return parts
 
 

@@ -129,7 +129,7 @@ def let_go(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
     """Drop the gradients in memory of those `entries` of `flat` that have been stepped."""
     before = sum(unique_bytes(e.param.grad for e in flat.entries))
     for entry in entries:
-        entry.param.grad = None
+        entry.param.grad, entry.graded_elsewhere = None, False
     after = sum(unique_bytes(e.param.grad for e in flat.entries))  # another optimizer's lie in the same memory
     engine.beyond.host.add(GRADIENTS, after - before)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from onefold.comm import Place
 from onefold.optim.clip import by_device, in_memory
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import whole_sight
@@ -31,10 +30,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         engine = self._engine
-        if engine.recipe.step_in_backward:
-            raise ValueError("step_in_backward=True steps gradients before they can be unscaled: leave that option out with a GradScaler.")
         with whole_sight(), torch.no_grad():
-            engine.optimizer_is_stepping()
             grads, away = in_memory(engine, (p for group in optimizer.param_groups for p in group["params"]))
             found = torch.zeros((), dtype=torch.float32, device=engine.device)
             for on_one in by_device(grads):
@@ -44,7 +40,5 @@ class GradScaler(torch.amp.GradScaler):
             for home in away:
                 found += not home.finite()
                 home.scale_by(inv_scale)
-            place = Place("control", "(overflow check)", engine.step, "optimizer")
-            found.fill_(engine.group.gather_values(found, place).max())
-            engine.reduce.summing.forget_if(found)
+            engine.agree_on_overflow(found)
         return {engine.device: found}

@@ -6,6 +6,11 @@ Before that: an optimizer whose update of one element depends on others (a facto
 on something else when it is given intervals. It is recognised by trying it: the update of a small matrix must equal, bit for bit,
 the update of its elements cut into pieces. After: kept copies of the parameters are stale.
 
+[Note: bare parameters] For the time of the step sharded parameters are plain `nn.Parameter`s over this rank's elements (their class is
+changed, the objects stay): optimizers see plain intervals, choose their fast implementations, and pay nothing for attributes. Outside
+they keep the face of the whole, for hooks of the user's own around the step and inside a closure too. A step that raises never comes to
+its end: what holds the step's arguments (`_Arguments`) goes with it, and gives the faces back.
+
 torch's own step hooks are used; they are registered while an engine lives and removed with the last one.
 """
 
@@ -18,22 +23,27 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import onefold.optim.whole_state as whole_state
+from onefold.optim import whole
 from onefold.optim.behind import Behind
 from onefold.optim.moments import torchao_format
 from onefold.optim.offloaded import step_apart, stepped_apart
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.operators import Stepping
+from onefold.runtime.parameter import bare, face, whole_sight
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
 _aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor | None]]] = weakref.WeakKeyDictionary()
+_bare: weakref.WeakKeyDictionary[Optimizer, weakref.ref[_Bare]] = weakref.WeakKeyDictionary()
 _verdicts: weakref.WeakKeyDictionary[Optimizer, str | None] = weakref.WeakKeyDictionary()
 
 
-def watch(engine: Engine) -> None:
-    """Look around the steps of optimizers over this engine's parameters, until it closes."""
+def watch(engine: Engine, held: bool = True) -> None:
+    """Look around the steps of optimizers over this engine's parameters, until it closes. `held`: there may be some already."""
     _engines.add(engine)
+    whole_state.follow(engine, held)
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_first))
         _handles.append(register_optimizer_step_post_hook(_after))
@@ -72,6 +82,9 @@ def _with_passive(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dic
 
 def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What may be stepped here has to wait for what the user has hung before the optimizer's steps: torch calls that after us."""
+    after: Any = optimizer._optimizer_step_post_hooks
+    if after and not any(hook is _faced for hook in after.values()):  # the user's own see what code outside a step sees
+        after.move_to_end(optimizer.register_step_post_hook(_faced).id, last=False)
     own = optimizer._optimizer_step_pre_hooks
     for key in [key for key, hook in own.items() if hook is _before]:
         del own[key]
@@ -83,6 +96,7 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with whole_sight():
+        whole_state.meet_at_step(optimizer)
         for engine in [e for e in _engines if e.passive and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
             mine = {id(entry.param) for entry in engine.entries}
             if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
@@ -91,9 +105,10 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                     engine.tell_failure()
         _show_again(optimizer)  # a step that raised never came to its end
         found = _entries_of(optimizer)
+        whole.seen.add(optimizer)
         apart = {engine: stepped_apart(optimizer, engine, entries) for engine, entries in _with_passive(optimizer, found).items()}
         away = any(engine.at_home or apart[engine] for engine in apart)
-    changed = _after_closure(args, kwargs) if away else None
+    changed = _after_closure(args, kwargs) if away else _faced_closure(optimizer, args, kwargs)
     with whole_sight():
         for engine in found:
             engine.optimizer_is_stepping()
@@ -112,7 +127,40 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                 _aside.setdefault(optimizer, []).extend((p, p.grad) for p in gone)
                 for param in gone:
                     param.grad = None
-    return changed
+        if not found:
+            return changed
+        args, kwargs = changed if changed is not None else (args, kwargs)
+        return _Arguments.of(args, _Bare([e.param for entries in found.values() for e in entries])), kwargs
+
+
+class _Bare:
+    """Parameters that are plain ones until `end`, or until nobody holds this any more. See [Note: bare parameters]."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        Stepping.depth += 1
+        bare(params)
+
+    def end(self) -> None:
+        params, self.params = self.params, []
+        if params:
+            Stepping.depth -= 1
+            face(params)
+
+    __del__ = end
+
+
+class _Arguments(tuple[Any, ...]):
+    """The arguments of a step. They live as long as its frame does."""
+
+    state: _Bare
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], state: _Bare) -> _Arguments:
+        out = cls(args)
+        out.state = state
+        _bare[args[0]] = weakref.ref(state)
+        return out
 
 
 def _is_cut(engine: Engine) -> bool:
@@ -130,6 +178,31 @@ def _after_closure(args: Any, kwargs: Any) -> Any:
     return (args[0],), {**kwargs, "closure": lambda: loss}
 
 
+def _faced_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """A closure that computes with parameters as code outside the step sees them."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+
+    def faced() -> Any:
+        state = _bare.get(optimizer, lambda: None)()
+        params = list(state.params) if state is not None else []
+        face(params)
+        try:
+            return closure()
+        finally:
+            bare(params)
+
+    return ((args[0], faced), kwargs) if "closure" not in kwargs else (args, {**kwargs, "closure": faced})
+
+
+def _faced(optimizer: Optimizer, *_: Any) -> None:
+    """The step has ended: the first of the hooks behind it."""
+    state = _bare.pop(optimizer, lambda: None)()
+    if state is not None:
+        state.end()
+
+
 def _show_again(optimizer: Optimizer) -> None:
     """The gradients that were put aside are `.grad` again."""
     for param, grad in _aside.pop(optimizer, ()):
@@ -138,10 +211,12 @@ def _show_again(optimizer: Optimizer) -> None:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _faced(optimizer)
     with whole_sight():
         _show_again(optimizer)
         for engine, entries in _entries_of(optimizer).items():
             engine.optimizer_has_stepped(entries)
+        whole_state.show_states(optimizer)
 
 
 def refuse_unless_elementwise(optimizer: Optimizer) -> None:

@@ -144,15 +144,16 @@ def recipe_for(
         batch, loss: as of `onefold.plan`.
         device: where it will be computed; None takes CUDA if there is any.
         options: fields of `plan.job.Job` (seq, micro_batch, of which 0 takes the largest that fits, global_batch, precision, which is
-            "fp32" here unless told otherwise, checkpointing, optimizer, offload, ...) and arguments of `Recipe.zero` (reduce_at, units,
-            nvme, offload_optimizer, shard_group, gather_codec, ...). What rounds on the wire is taken if it is asked for, never else.
+            None here unless told otherwise: as the model is, checkpointing, optimizer, offload, ...) and arguments of `Recipe.zero`
+            (reduce_at, units, nvme, offload_optimizer, shard_group, gather_codec, ...). What rounds on the wire is taken if it is asked
+            for, never else.
 
     Raises:
         ValueError: nothing fits (with what is nearest), an unknown option, or a figure that cannot be.
     """
     if "stage" in options:
         raise ValueError(f"Recipe.auto chooses the stage; for stage {options['stage']} write Recipe.zero({options['stage']}, ...).")
-    job = Job.of({"precision": "fp32", "checkpointing": "none", **options}, "Recipe.auto")
+    job = Job.of({"precision": None, "checkpointing": "none", **options}, "Recipe.auto")
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     local = min(ranks, torch.cuda.device_count() if where.type == "cuda" else ranks)

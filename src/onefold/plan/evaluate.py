@@ -310,7 +310,7 @@ def _work(
         flops=flops,
         traffic=tuple(traffic),
         model_flops=per_token * tokens,
-        precision=job.precision,
+        precision=job.computes,
         tokens=float(tokens * machine.ranks),
         micro_batches=accumulation,
         forward_share=activity.forward_flops / activity.flops if activity.flops else 1 / 3,

@@ -30,11 +30,11 @@ class Faked:
 
 
 @contextmanager
-def faked(module: nn.Module, dtype: torch.dtype, integers: Integers) -> Iterator[Faked]:
+def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> Iterator[Faked]:
     """Inside (and inside a FakeTensorMode), `module` holds fake tensors on the CPU; afterwards its own, untouched.
 
     Args:
-        dtype: what parameters in fp32, bf16 or fp16 become. Buffers keep their dtype, as the engine keeps it.
+        dtype: what parameters in fp32, bf16 or fp16 become (None: they stay). Buffers keep their dtype, as the engine keeps it.
         integers: learns the contents of integer buffers that are not on the meta device.
     """
     out = Faked()
@@ -44,7 +44,7 @@ def faked(module: nn.Module, dtype: torch.dtype, integers: Integers) -> Iterator
     def fake(t: torch.Tensor) -> torch.Tensor:
         if id(t) not in seen:
             is_param = isinstance(t, nn.Parameter)
-            kind = dtype if is_param and t.dtype in _CAST else t.dtype
+            kind = dtype if dtype is not None and is_param and t.dtype in _CAST else t.dtype
             new: torch.Tensor = torch.empty_strided(t.size(), t.stride(), dtype=kind)
             if is_param:
                 new = nn.Parameter(new, requires_grad=t.requires_grad)

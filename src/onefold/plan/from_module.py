@@ -130,11 +130,12 @@ def _active_numel(module: nn.Module, units: Sequence[UnitShape]) -> int:
 # -- from a name -------------------------------------------------------------------------------------------------------------------
 
 
-def module_of(source: str | Path) -> nn.Module:
+def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
     """The model that `source` names, on the meta device: never allocated, however large.
 
     Args:
         source: a folder with a config.json, the config.json itself, or `package.module:factory` (called without arguments).
+        as_it_is: a config's model keeps the dtype that the config names; else it is fp32, from which a plan follows the recipe.
 
     Raises:
         ValueError: there is no such thing, or it makes no module; the message says what was looked for.
@@ -143,17 +144,17 @@ def module_of(source: str | Path) -> nn.Module:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"{source}: this folder has no config.json, so it is no Hugging Face model.")
-        return _from_config(path / "config.json")
+        return _from_config(path / "config.json", as_it_is)
     if path.is_file():
         if path.suffix != ".json":
             raise ValueError(f"{source}: expected a config.json, its folder, or package.module:factory.")
-        return _from_config(path)
+        return _from_config(path, as_it_is)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(source)):
         return _from_factory(str(source))
     raise ValueError(f"{source}: there is no such folder or file, and it is not package.module:factory. Nothing is downloaded.")
 
 
-def _from_config(path: Path) -> nn.Module:
+def _from_config(path: Path, as_it_is: bool) -> nn.Module:
     try:
         import transformers
     except ModuleNotFoundError:
@@ -172,7 +173,7 @@ def _from_config(path: Path) -> nn.Module:
         raise ValueError(f"{path}: transformers {transformers.__version__} has no model_type {kind!r}. {hint}")
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-        return _build(_class_for(config), config)
+        return _build(_class_for(config), config, as_it_is)
     except ValueError:
         raise
     except Exception as error:  # whatever a config's values break in the model's own code
@@ -192,12 +193,12 @@ def _class_for(config: Any) -> Any:
     raise ValueError(f"transformers has no model class for {type(config).__name__}.")
 
 
-def _build(kind: Any, config: Any) -> nn.Module:
+def _build(kind: Any, config: Any, as_it_is: bool = False) -> nn.Module:
     with _quietly(), torch.device("meta"), _without_init():
         module = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
     if hasattr(module, "tie_weights"):
         module.tie_weights()  # left out with the initialization
-    if module.dtype not in (torch.float32, torch.float64):  # a plan starts from full precision and follows the recipe from there
+    if not as_it_is and module.dtype not in (torch.float32, torch.float64):  # a plan follows the recipe from there
         module = module.float()
     return module.train()
 

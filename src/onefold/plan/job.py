@@ -51,7 +51,8 @@ class Job:
     Attributes:
         seq: tokens of a sample. micro_batch: samples that one rank computes at once; 0 lets the plan take the largest that fits.
         global_batch: samples of a step over all ranks; 0 is one micro-batch a rank.
-        precision: "fp32", "bf16" or "fp16".
+        precision: "fp32", "bf16" or "fp16"; None computes as the model is.
+        model_dtype: what most of the model's weights are in, which a plan finds out where `precision` is None.
         checkpointing: "none", "selective" (every second block) or "full"; "" lets the plan escalate to it.
         accumulate: dtype in which gradients are summed and rest, "fp32" unless told otherwise.
         optimizer: as in `plan.states.MOMENTS_OF`.
@@ -64,13 +65,14 @@ class Job:
     seq: int = 1024
     micro_batch: int = 1
     global_batch: int = 0
-    precision: str = "bf16"
+    precision: str | None = "bf16"
     accumulate: str = "fp32"
     checkpointing: str = ""
     optimizer: str = "adamw"
     lora_rank: int = 0
     offload: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    model_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
         from onefold.plan.states import MOMENTS_OF
@@ -80,7 +82,8 @@ class Job:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more.")
         for name, known in (
-            ("precision", tuple(COMPUTE_DTYPES)),
+            ("precision", (None, *COMPUTE_DTYPES)),
+            ("model_dtype", tuple(COMPUTE_DTYPES)),
             ("accumulate", tuple(COMPUTE_DTYPES)),
             ("checkpointing", ("", *CHECKPOINTING)),
             ("offload", ("", *OFFLOAD)),
@@ -106,7 +109,7 @@ class Job:
         Raises:
             ValueError: a name that is neither's, said of `asker` with the nearest known one; a value that cannot be.
         """
-        own = {f.name for f in fields(cls)} - {"options"}
+        own = {f.name for f in fields(cls)} - {"options", "model_dtype"}
         unknown = sorted(set(given) - own - RECIPE_OPTIONS)
         if unknown:
             near = did_you_mean(unknown[0], own | RECIPE_OPTIONS)
@@ -132,6 +135,11 @@ class Job:
         return Recipe.zero(stage, precision=self.precision, **{"accumulate_dtype": accumulate, **given})
 
     @property
+    def computes(self) -> str:
+        """The precision of the matrix products: the one asked for, or that of most of the model's weights."""
+        return self.precision or self.model_dtype
+
+    @property
     def places(self) -> set[str]:
         """The options that say where states rest."""
         return {k for k, v in self.options if k in PLACES and v not in (None, "none", "device")}
@@ -149,9 +157,9 @@ class Job:
     @property
     def convention(self) -> Convention:
         """Bytes of a trained parameter by kind of state, as the recipe's rows have them."""
-        rows = self.recipe(3)
-        copy = rows.optimizer.dtype.itemsize if rows.compute_dtype != rows.optimizer.dtype else 0
-        return Convention(rows.compute_dtype.itemsize, rows.gradients.dtype.itemsize, copy + self.moment_bytes)
+        rows, computed = self.recipe(3), COMPUTE_DTYPES[self.computes]
+        copy = rows.master_dtype.itemsize if computed != rows.master_dtype else 0
+        return Convention(computed.itemsize, rows.sums_dtype.itemsize, copy + self.moment_bytes)
 
     @property
     def moment_bytes(self) -> float:
@@ -160,7 +168,7 @@ class Job:
 
         rows, count = self.recipe(3), MOMENTS_OF[self.optimizer]
         if rows.moments is None:
-            return count * rows.optimizer.dtype.itemsize
+            return count * rows.master_dtype.itemsize
         return round(bytes_an_element(rows.moments, count), 3)
 
     @property

@@ -199,6 +199,7 @@ def plan(
     """
     job = job or Job()
     subject = subject_of(model, job, batch, loss, machine)
+    job = subject.job
     if not subject.repeats and not job.checkpointing:
         job = replace(job, checkpointing="none")  # there are no blocks to recompute
     shape, activities = subject.shape, subject.activities
@@ -262,10 +263,10 @@ def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) ->
 def _slow(job: Job, machine: Machine) -> tuple[str, ...]:
     """A note where the device has no units for the precision."""
     rates = machine.gpu.rates
-    if job.precision in rates or machine.gpu.name == "here":
+    if job.computes in rates or machine.gpu.name == "here":
         return ()
-    other = "; --precision fp16 would run at its own rate" if job.precision == "bf16" and "fp16" in rates else ""
-    return (f"{machine.gpu.title or machine.gpu.name} has no {job.precision}: seconds are at its fp32 rate{other}",)
+    other = "; --precision fp16 would run at its own rate" if job.computes == "bf16" and "fp16" in rates else ""
+    return (f"{machine.gpu.title or machine.gpu.name} has no {job.computes}: seconds are at its fp32 rate{other}",)
 
 
 def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) -> tuple[str, ...]:
@@ -281,7 +282,7 @@ def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) 
 def _convention(job: Job) -> str:
     rows, found, kept = job.recipe(3), job.convention, job.moment_bytes
     return (
-        f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients ({_name(rows.gradients.dtype)}) + "
+        f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients ({_name(rows.sums_dtype)}) + "
         f"{found.optimizer - kept:g} master weights + {kept:g} {job.optimizer} states = {found.total:g}; gradients are gone between steps"
     )
 

@@ -33,7 +33,7 @@ from onefold.plan.fake import fake_batch, passing_as_real
 from onefold.plan.from_module import _quietly, model_shape, module_of
 from onefold.plan.recompute import Checkpointing, checkpointed
 from onefold.plan.replay import Replay
-from onefold.plan.schema import MOMENTS, Account
+from onefold.plan.schema import MOMENTS, MOVES, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.stand_in import code_of, stand_in
 from onefold.plan.states import at_rest, units_of, wire
@@ -215,7 +215,7 @@ def _subject(model: Any, recipe: Recipe) -> tuple[nn.Module, ModelShape, tuple[s
             return code, dataclasses.replace(model_shape(code), name=architecture(str(model)).name), None, _CODE
         model = architecture(str(model))
     if isinstance(model, str | Path):
-        model = module_of(model)
+        model = module_of(model, as_it_is=recipe.compute_dtype is None)
     if isinstance(model, ModelShape):
         module, names = stand_in(model)
         return module, model, tuple(names), _STAND_IN
@@ -341,7 +341,12 @@ def _steps(twin: nn.Module, engine: Any, batch: Any, answers: Any, loss: Any, op
     engine.memory.record = False
     held = [t for state in stepper.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     rest = left | {MOMENTS: sum(t.numel() * t.element_size() for t in held)}
-    return Account(rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=engine.traffic.by_move())
+    return Account(rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=_wire(engine))
+
+
+def _wire(engine: Any) -> dict[str, int]:
+    """What parameters and gradients sent. Buffers that follow rank 0's are the model's own, and no recipe makes them fewer."""
+    return {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in MOVES}
 
 
 def _call(module: nn.Module, batch: Any) -> Any:

@@ -49,7 +49,7 @@ from onefold.recipe import Placement, Recipe, Tier
 from onefold.recipe.groups import GROUP
 from onefold.recipe.moments import bytes_of_moments
 from onefold.recipe.tiers import SECTOR
-from onefold.runtime.flat import Dtypes
+from onefold.runtime.flat import Dtypes, grouped_as
 from onefold.runtime.route import block_at_rest
 from onefold.runtime.tiers import Tiers, leaving_of_sizes
 
@@ -162,10 +162,9 @@ def units_of(model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0, per_n
 
 
 def _unit(unit: UnitShape, recipe: Recipe, plain: Division, away: bool) -> UnitPlan:
-    groups: dict[tuple[str, bool, bool], list[Parameter]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool], list[Parameter]] = {}
     for p in unit.parameters:
-        low = p.dtype if p.dtype not in ("bfloat16", "float16") else "float32"
-        groups.setdefault((low, p.trainable, rests_encoded(p, recipe)), []).append(p)
+        groups.setdefault((grouped_as(getattr(torch, p.dtype), recipe), p.trainable, rests_encoded(p, recipe)), []).append(p)
     flats = tuple(
         _flat(group, trainable, recipe, replace(plain, stored=encoded), Tiers.of(trainable, recipe) if away and not encoded else None)
         for (_, trainable, encoded), group in groups.items()

@@ -12,7 +12,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +33,8 @@ from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.plan.stretch import stretched
 from onefold.plan.tiled import in_tiles, shape_in_tiles
 from onefold.plan.trace import trace, trace_at
-from onefold.recipe import COMPUTE_DTYPES
+from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.runtime.buffers import Buffers
 
 #: The note of a plan with adapters.
 _LORA = "LoRA: activations are those of training everything, which adapters need less than"
@@ -48,6 +49,8 @@ _AS_CODE = (
 )
 #: Parameters up to which a plan is asked for: ten times the largest that the papers name.
 MOST_PARAMETERS = 1e15
+#: Bytes of buffers from which on a plan says that they are sent.
+_HEAVY_BUFFERS = 1 << 20
 #: Families of the table that look positions up, so that no sample can be longer than their table.
 _LEARNED_POSITIONS = ("gpt", "gpt2")
 
@@ -57,12 +60,14 @@ class Subject:
     """A model as a plan sees it.
 
     Attributes:
+        job: as it was asked, with the model's dtype where that decides what is computed in.
         activities: of a micro-batch under a checkpointing.
         another: the activities of the same model with another number of blocks.
         source: where the activities come from. notes: what had to be assumed.
         repeats: whether there are blocks to recompute.
     """
 
+    job: Job
     shape: ModelShape
     activities: Activities
     another: Callable[[ModelShape], Activities]
@@ -86,10 +91,12 @@ def subject_of(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: A
         code = family if family in CODES else ""
         model = architecture(str(model))
     elif isinstance(model, (str, Path)):
-        model = _module(model)
+        model = _module(model, as_it_is=job.precision is None)
         if hasattr(getattr(model, "config", None), "use_cache"):
             model.config.use_cache = False  # ours alone: training keeps no cache of keys and values
     if isinstance(model, nn.Module):
+        if job.precision is None:
+            job = replace(job, model_dtype=dtype_of(model))
         return _traced(model, job, batch, loss, machine)
     if not isinstance(model, ModelShape):
         raise ValueError(f"a plan was asked for {type(model).__name__}: expected a module, a name, a folder or a number of parameters.")
@@ -99,7 +106,10 @@ def subject_of(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: A
     notes = (*notes, _IDEAL if not code else _AS_CODE.format(code=code))
     if not model.transformer:
         notes = (*notes, "activations assume a decoder with heads of 128 and a vocabulary of 50,304")
-    return Subject(shape, _by_formula(shape, job, code), lambda other: _by_formula(other, job, code), "from dimensions", notes)
+    if job.precision is None:
+        taken = f"precision=None computes as the model is, and {model.name} is known by its dimensions: its weights are taken as fp32"
+        notes = (*notes, taken)
+    return Subject(job, shape, _by_formula(shape, job, code), lambda other: _by_formula(other, job, code), "from dimensions", notes)
 
 
 def _positions(name: str, seq: int) -> tuple[str, ...]:
@@ -109,12 +119,12 @@ def _positions(name: str, seq: int) -> tuple[str, ...]:
     return (f"{row.name} has {row.dims.seq:,} learned positions: a sample of {seq:,} tokens cannot run as it is (--seq {row.dims.seq})",)
 
 
-def _module(source: str | Path) -> nn.Module:
+def _module(source: str | Path, as_it_is: bool = False) -> nn.Module:
     text = str(source)
     if not text or (isinstance(source, Path) and text == "."):
         raise ValueError("the model's name is empty: expected a name such as llama-3-8b, a folder, config.json or package.module:factory.")
     try:
-        return module_of(source)
+        return module_of(source, as_it_is)
     except ValueError as error:
         hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) is not None and not text.endswith(".json")  # an organization's model
         if Path(source).exists() or not (hub or re.fullmatch(r"[^:/\\]+", text)) or text.endswith(".json"):
@@ -127,12 +137,21 @@ def _module(source: str | Path) -> nn.Module:
         raise
 
 
+def dtype_of(model: Any) -> str:
+    """The precision that most of a module's weights are in; fp32 for what is no module, or is in none of the three."""
+    count = dict.fromkeys(COMPUTE_DTYPES, 0)
+    for p in model.parameters() if isinstance(model, nn.Module) else ():
+        for name, dtype in COMPUTE_DTYPES.items():
+            count[name] += p.numel() if p.dtype == dtype else 0
+    return max(count, key=lambda name: count[name])
+
+
 # -- activations -------------------------------------------------------------------------------------------------------------------
 
 
 def _by_formula(shape: ModelShape, job: Job, code: str) -> Activities:
     dims = shape.transformer or assumed_dims(shape, job.seq)
-    element = COMPUTE_DTYPES[job.precision].itemsize
+    element = COMPUTE_DTYPES[job.computes].itemsize
 
     @lru_cache(maxsize=256)
     def activities(micro_batch: int, checkpointing: str) -> Activity:
@@ -179,8 +198,19 @@ def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, los
         names = tuple(u.name for u in blocks_of(other))
         return lambda micro_batch, checkpointing: stretched(found(micro_batch, checkpointing), blocks, names)
 
-    notes = (*([_LORA] if job.lora_rank else []), *left_whole)
-    return Subject(shape, found, another, "traced from the module", notes, bool(repeated_blocks(module)) or bool(job.lora_rank))
+    notes = (*([_LORA] if job.lora_rank else []), *left_whole, *_of_buffers(module, recipe, machine))
+    return Subject(job, shape, found, another, "traced from the module", notes, bool(repeated_blocks(module)) or bool(job.lora_rank))
+
+
+def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator[str]:
+    """A sentence about buffers that weigh something on the wire, which no stage makes lighter."""
+    buffers = Buffers()
+    buffers.find(module, recipe)
+    if machine.ranks > 1 and buffers.nbytes >= _HEAVY_BUFFERS:
+        yield (
+            f"buffers: rank 0 sends {buffers.nbytes / 2**20:,.1f} MiB of them to each other rank before the forward pass behind a "
+            "synchronized one, as DDP does, beside the wire's figures; sync_buffers='norms' or False sends fewer"
+        )
 
 
 def _silent(record: logging.LogRecord) -> bool:

@@ -37,8 +37,10 @@ from onefold.runtime.units import find_units
 
 __all__ = ["ActivationTrace", "Precision", "Span", "UnitTrace", "trace", "trace_at"]
 
-Precision = Literal["fp32", "bf16", "fp16", "autocast-bf16"]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast-bf16": torch.float32}
+Precision = Literal["fp32", "bf16", "fp16", "autocast-bf16"] | None
+_DTYPES: Mapping[str | None, torch.dtype | None] = {
+    None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast-bf16": torch.float32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class ActivationTrace:
     logits: int
     end_of_forward: int
     inputs: int
-    precision: str
+    precision: str | None
     checkpointing: str
     notes: tuple[str, ...] = ()
 
@@ -129,8 +131,8 @@ def trace(
             are used, those of floating-point tensors are not; both may be on the meta device.
         checkpointing: "full" recomputes every repeated block, "selective" every second; "none" leaves the module as it is, so one
             that checkpoints by itself still does.
-        precision: parameters and floating-point inputs are cast to it, as the engine casts them; "autocast-bf16" leaves them fp32 and
-            runs the forward pass under autocast.
+        precision: parameters and floating-point inputs are cast to it, as the engine casts them; None leaves them as they are;
+            "autocast-bf16" leaves them fp32 and runs the forward pass under autocast.
         device: whose kernels are chosen, "cpu" or "cuda" (see plan/kernels.py); no such device is needed.
         units: names or classes of units, as `onefold.shard` takes them.
         loss: the scalar to differentiate, from the module's output. None looks for `.loss`, a "loss" key, a first scalar; an output
@@ -210,7 +212,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.precision not in _DTYPES:
-            raise ValueError(f"precision={self.precision!r}: expected one of {', '.join(_DTYPES)}.")
+            raise ValueError(f"precision={self.precision!r}: expected one of {', '.join(filter(None, _DTYPES))}, or None.")
         if torch.device(self.device).type not in ("cpu", "cuda"):
             raise ValueError(f"device={str(self.device)!r}: expected 'cpu' or 'cuda', whose kernels a trace knows.")
 

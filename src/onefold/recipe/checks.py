@@ -16,7 +16,7 @@ from onefold.recipe.tiers import without_tiers
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe
 
-_SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs", "sync_buffers", "step_in_backward", "stochastic_rounding")
+_SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs", "step_in_backward", "stochastic_rounding")
 
 
 def check_units(units: Any) -> None:
@@ -41,6 +41,8 @@ def check_options(recipe: Recipe) -> None:
     for name in _SWITCHES:
         if not isinstance(getattr(recipe, name), bool):
             raise ValueError(f"{name}={getattr(recipe, name)!r}: expected True or False.")
+    if not (isinstance(recipe.sync_buffers, bool) or recipe.sync_buffers == "norms"):
+        raise ValueError(f"sync_buffers={recipe.sync_buffers!r}: expected True (all, as DDP), 'norms' (running statistics) or False.")
     if not (recipe.elementwise_optimizer is None or isinstance(recipe.elementwise_optimizer, bool)):
         raise ValueError(f"elementwise_optimizer={recipe.elementwise_optimizer!r}: expected True, or None or False to try the optimizer.")
     if recipe.moments is not None and not (isinstance(recipe.moments, str) and recipe.moments in FORMATS):
@@ -72,7 +74,9 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         for name in ("prefetch", "in_flight"):
             if given.get(name):
                 said.setdefault(name, "under overlap=False")
-    if given.get("cast_inputs") is False and recipe.parameters.dtype == torch.float32:
+    if "cast_inputs" in given and recipe.parameters.dtype is None:
+        said["cast_inputs"] = "with precision=None: the model computes as it is and inputs stay as they come. Name a precision to cast"
+    elif given.get("cast_inputs") is False and recipe.parameters.dtype == torch.float32:
         said["cast_inputs"] = "in fp32: inputs are cast in the 16-bit precisions only"
     if given.get("elementwise_optimizer") is not None and recipe.optimizer.placement.value == "replicated":
         said["elementwise_optimizer"] = "where optimizer states are replicated (stage 0): every optimizer sees whole parameters"

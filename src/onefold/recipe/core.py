@@ -2,9 +2,11 @@
 
 | kind of state | placement              | tier                  | dtype it rests in       | dtype on the wire |
 |---------------|------------------------|-----------------------|-------------------------|-------------------|
-| parameters    | replicated / sharded   | device / host / NVMe  | compute dtype           | compute dtype     |
+| parameters    | replicated / sharded   | device / host / NVMe  | compute dtype (*)       | compute dtype     |
 | gradients     | replicated / sharded   | device / host / NVMe  | accumulation (fp32)     | compute dtype     |
 | optimizer     | replicated / sharded   | device / host / NVMe  | master weights (fp32)   | never travels     |
+
+(*) One that the recipe names (`precision`), or, with None, each parameter's own: the model computes as it would without Onefold.
 
 A ZeRO stage is a name for three placements (`PLACEMENTS_OF_STAGE`), nothing else: the runtime reads the rows, never the stage.
 """
@@ -47,12 +49,13 @@ class Tier(enum.Enum):
 class Row:
     """One row of the recipe: placement, tier, the dtype at rest, the dtype on the wire (None: it does not travel).
 
+    `dtype` None, in the row of parameters: each in its own. `wire` None, in the row of gradients: as the backward pass makes them.
     `over`: what a sharded row is divided among, "all" ranks or those of each "group". `codec`: how it is written on the wire; None is as it
     is. See recipe/groups.py.
     """
 
     placement: Placement
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     wire: torch.dtype | None = None
     tier: Tier = Tier.DEVICE
     over: str = "all"
@@ -63,7 +66,7 @@ class Row:
             raise ValueError(f"placement={self.placement!r}: expected Placement.REPLICATED or Placement.SHARDED.")
         if not isinstance(self.tier, Tier):
             raise ValueError(f"tier={self.tier!r}: expected one of {', '.join(map(str, Tier))}.")
-        check_dtype("dtype", self.dtype)
+        check_dtype("dtype", self.dtype, optional=True)
         check_dtype("wire", self.wire, optional=True)
 
 
@@ -95,8 +98,9 @@ class Recipe:
         prefetch: units gathered ahead of use; 0 gathers on demand.
         in_flight: reductions that may be under way behind the backward pass; 0 waits for each at once.
         overlap: False turns prefetch and in_flight to 0 (same bits, for debugging).
-        cast_inputs: floating-point inputs of the forward pass are cast to the compute dtype.
-        sync_buffers: running statistics of normalization layers follow rank 0, as in DDP.
+        cast_inputs: floating-point inputs of the forward pass are cast to the compute dtype, where the recipe names one.
+        sync_buffers: which buffers become rank 0's before a forward pass, whenever DDP would send them (the first pass, and each that
+            follows one with gradients outside `no_sync`): True all, "norms" the running statistics of normalization layers, False none.
         stall_timeout: seconds that a rank waits for the others before every rank gets a `StallError`.
         moments: what Adam's moments rest in, on whatever tier: "fp32", "bf16", "int8", "fp8" or "int4" (recipe/moments.py); None: in the
             dtype of the master weights, as torch's optimizers make them. They are computed with in fp32; parameters of 64 bits keep theirs.
@@ -127,7 +131,7 @@ class Recipe:
     in_flight: int = 2
     overlap: bool = True
     cast_inputs: bool = True
-    sync_buffers: bool = True
+    sync_buffers: bool | Literal["norms"] = True
     stall_timeout: float = 300.0
     moments: str | None = None
     stochastic_rounding: bool = False
@@ -152,6 +156,8 @@ class Recipe:
         for name in _ROWS:
             if not isinstance(getattr(self, name), Row):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a Row(placement, dtype, wire).")
+            if name != "parameters":
+                check_dtype(f"{name}.dtype", getattr(self, name).dtype)
         p, g, o = self.parameters.placement, self.gradients.placement, self.optimizer.placement
         if o is _R and (g is _S or p is _S):
             raise ValueError(
@@ -188,7 +194,7 @@ class Recipe:
         cls,
         stage: int,
         *,
-        precision: str = "fp32",
+        precision: str | None = None,
         reduce_at: ReduceAt | None = None,
         wire: torch.dtype | None = None,
         master_dtype: torch.dtype = torch.float32,
@@ -199,7 +205,8 @@ class Recipe:
 
         Args:
             stage: 0 (DDP), 1 (optimizer states sharded), 2 (+ gradients), 3 (+ parameters).
-            precision: compute dtype, "fp32", "bf16" or "fp16"; master weights and sums stay fp32.
+            precision: None computes as the model is: each parameter in its own dtype, inputs as they come. "fp32", "bf16" or "fp16"
+                converts parameters and floating-point inputs. Master weights and sums are fp32 either way.
             reduce_at: stages 0 and 1 reduce at the boundary; stages 2 and 3 every micro-batch unless told "boundary".
             wire: dtype of gradients on the wire; None sends them as the backward pass makes them (the compute dtype). They are
                 summed in `accumulate_dtype` whatever travels.
@@ -212,10 +219,10 @@ class Recipe:
         """
         if not isinstance(stage, int) or isinstance(stage, bool) or stage not in PLACEMENTS_OF_STAGE:
             raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3.")
-        if not isinstance(precision, str) or precision not in COMPUTE_DTYPES:
+        if precision is not None and (not isinstance(precision, str) or precision not in COMPUTE_DTYPES):
             meant = str(precision).removeprefix("torch.")
             hint = next((f" Did you mean {name!r}?" for name, dtype in COMPUTE_DTYPES.items() if _short(dtype) == meant), "")
-            raise ValueError(f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}.{hint}")
+            raise ValueError(f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}, or None: as the model is.{hint}")
         tiers, fields = read_tiers(options)
         over, codecs, more = read_groups(options)
         options |= fields | more
@@ -223,7 +230,7 @@ class Recipe:
         if unknown:
             hint = did_you_mean(unknown[0], _OPTIONS | OPTIONS | GROUP_OPTIONS)
             raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {hint}")
-        compute = COMPUTE_DTYPES[precision]
+        compute = COMPUTE_DTYPES[precision] if precision is not None else None
         p, g, o = PLACEMENTS_OF_STAGE[stage]
         check_dtype("wire", wire, optional=True)
         check_dtype("master_dtype", master_dtype)
@@ -244,10 +251,15 @@ class Recipe:
         """The recipe that a DeepSpeed configuration (a dict or the path of its JSON file) asks for.
 
         `notes` lists the keys that have no effect here. Batch sizes are checked against `world_size` if it is given.
+
+        Raises:
+            ValueError: the configuration contradicts itself, or says "auto" where it decides the recipe. NotImplementedError: it asks for
+                what is not built.
         """
-        from onefold.recipe.deepspeed import read_deepspeed
+        from onefold.recipe.deepspeed import OF_RECIPES, read_deepspeed, refuse_auto
 
         read = read_deepspeed(config, world_size)
+        refuse_auto([path for path in read.undecided() if path.startswith(("zero_optimization.", *OF_RECIPES))])
         return cls.zero(**read.recipe_arguments).replace(notes=tuple(read.recipe_notes))
 
     @classmethod
@@ -284,8 +296,21 @@ class Recipe:
         return next((s for s, placements in PLACEMENTS_OF_STAGE.items() if placements == rows), None)
 
     @property
-    def compute_dtype(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype | None:
+        """What parameters and inputs are converted to; None computes in each parameter's own dtype."""
         return self.parameters.dtype
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """What the optimizer steps."""
+        assert self.optimizer.dtype is not None
+        return self.optimizer.dtype
+
+    @property
+    def sums_dtype(self) -> torch.dtype:
+        """What gradients are added up in."""
+        assert self.gradients.dtype is not None
+        return self.gradients.dtype
 
     @property
     def block(self) -> int:
@@ -297,15 +322,25 @@ class Recipe:
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
         for name in ("parameters", "gradients", "optimizer"):
             row: Row = getattr(self, name)
-            lines.append(
-                f"{name:12}{row.placement.value:12}{row.tier.value:8}{_short(row.dtype):10}{_short(row.wire) if row.wire else '-':10}"
-            )
+            rests, wire = self.in_words(name)
+            lines.append(f"{name:12}{row.placement.value:12}{row.tier.value:8}{rests:10}{wire or '-':10}")
         again = "gathered again in backward" if self.reshard_after_forward else "kept from forward to backward"
         tail = [f"gradients reduced at the {self.reduce_at}"]
         if self.parameters.placement is _S:
             tail.append(f"parameters {again}")
         tail += self._tails() + self._levels()
         return "\n".join([*lines, "; ".join(tail), *self.notes])
+
+    def in_words(self, name: str) -> tuple[str, str]:
+        """What a row rests in and travels in, as a table shows it: dtypes by name, "model's" for each parameter's own, "" for no travel."""
+        row: Row = getattr(self, name)
+        rests = _short(row.dtype) if row.dtype is not None else MODELS
+        if row.wire is not None:
+            return rests, _short(row.wire)
+        if name == "gradients":  # as the backward pass makes them
+            return rests, _short(self.compute_dtype) if self.compute_dtype is not None else MODELS
+        travels = name == "parameters" and row.dtype is None and _S in (row.placement, self.optimizer.placement)
+        return rests, MODELS if travels else ""
 
     def _levels(self) -> list[str]:
         """What the recipe says about groups and codecs besides the rows."""
@@ -345,6 +380,8 @@ class Recipe:
         return tail
 
 
+#: How a table names each parameter's own dtype.
+MODELS = "model's"
 _ROWS = ("parameters", "gradients", "optimizer")
 _OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in (*_ROWS, "reduce_at", "notes")}
 

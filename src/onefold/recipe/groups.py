@@ -112,7 +112,7 @@ def check_groups(recipe: Recipe) -> None:
         raise ValueError(f"frozen={recipe.frozen!r}: below stage 3 every rank keeps the whole weights to compute with; use stage 3.")
     if recipe.gradients.codec and recipe.optimizer.placement.value == "replicated":
         raise ValueError(f"reduce_codec={recipe.gradients.codec!r}: stage 0 reduces and gathers sums; use stage 1, 2 or 3.")
-    if recipe.gradients.codec and recipe.gradients.dtype.itemsize != 4:
+    if recipe.gradients.codec and recipe.sums_dtype.itemsize != 4:
         raise ValueError(
             f"reduce_codec={recipe.gradients.codec!r} with accumulate_dtype={recipe.gradients.dtype}: encoded gradients are summed in "
             "fp32; leave accumulate_dtype out."

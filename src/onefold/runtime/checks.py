@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,6 +13,7 @@ from onefold.runtime.parameter import WRAPPED
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Entry
 
 _MODULES_A_PASS = 64
 
@@ -30,7 +32,7 @@ def check_in_place(engine: Engine) -> None:
             if (owned is not None and lies != want) or entry.param.dtype != flat.master.dtype:
                 raise RuntimeError(
                     f"parameter {entry.slot.name!r} no longer lies in its flat buffer: the model was moved or cast after shard() "
-                    "(.to(), .half(), .cuda(), assigning .data). Do that before shard(), "
+                    "(.to(), .half(), .cuda(), assigning .data). Do that before shard() or inside `with onefold.unsharded(model):`, "
                     "or give shard() a device and the recipe a precision."
                 )
 
@@ -43,41 +45,82 @@ def check_not_wrapped(module: nn.Module | None) -> None:
 
 
 class Structure:
-    """The modules of a model as shard() found them: parameters added later would train on every rank by itself.
+    """The modules of a model as shard() found them: parameters put there later would train on every rank by itself.
 
     Walking the whole model costs a millisecond and more, so a look compares the next few modules (their number of parameters, and which
     children they have): a change is found within some passes, in the same one on every rank.
     """
 
-    def __init__(self, root: nn.Module, known: int) -> None:
-        self._root, self._known = weakref.ref(root), known
+    def __init__(self, root: nn.Module, entries: Sequence[Entry]) -> None:
+        self._root, self._entries = weakref.ref(root), entries
         self._remember(root)
 
     def _remember(self, root: nn.Module) -> None:
         self._seen = [(weakref.ref(m), _signature(m)) for m in root.modules()]
         self._next = 0
 
-    def look(self, everywhere: bool) -> None:
-        """Compare some modules, or all.
+    def look(self, everywhere: bool) -> bool:
+        """Compare some modules, or all. True if there are others than before, without parameters.
 
         Raises:
-            RuntimeError: the model has more parameters than when it was sharded, or fewer.
+            RuntimeError: the model has other parameters than when it was sharded, or ties them otherwise; the message names them.
         """
         root = self._root()
         if root is None:
-            return
+            return False
         start, self._next = (0, 0) if everywhere else (self._next, self._next + _MODULES_A_PASS)
         part = self._seen if everywhere else self._seen[start : self._next]
         if self._next >= len(self._seen):
             self._next = 0
         if all((module := ref()) is not None and _signature(module) == then for ref, then in part):
-            return
-        if (now := sum(1 for _ in root.parameters())) != self._known:
+            return False
+        if said := changes(root, self._entries):
+            now = sum(1 for _ in root.parameters())
             raise RuntimeError(
-                f"the model had {self._known} parameters when it was sharded and has {now} now: "
-                "add modules (adapters, heads) before shard()."
+                f"the model had {len(self._entries)} parameters when it was sharded and has {now} now: {said}. "
+                "Change its structure (adapters, heads, ties) before shard(), or inside `with onefold.unsharded(model):`."
             )
         self._remember(root)
+        return True
+
+
+def refuse_changes(engine: Engine, call: str) -> None:
+    """Before `call` reads or writes values by the parameters that `shard()` found: are they those of the model?
+
+    Raises:
+        RuntimeError: the model has others now; the message names them.
+    """
+    root = engine.units[0].module()
+    if root is None or engine.stack or engine.whole_depth:
+        return
+    if said := changes(root, engine.entries):
+        raise RuntimeError(
+            f"{call} of a model that has other parameters than when it was sharded: {said}. "
+            "Change its structure before shard(), or inside `with onefold.unsharded(model):`."
+        )
+
+
+def changes(root: nn.Module, entries: Iterable[Entry]) -> str:
+    """Which parameters of `root` were added, removed, replaced or tied to others since `entries` were found there; "" if none were."""
+    then = {name: entry for entry in entries for name in entry.names}
+    known = {id(entry.param): entry for entry in entries}
+    now = {name: param for name, param in root.named_parameters(remove_duplicate=False) if isinstance(param, nn.Parameter)}
+    there = {id(param) for param in now.values()}
+    replaced = [name for name, param in now.items() if id(param) not in known and name in then]
+    added = [name for name, param in now.items() if id(param) not in known and name not in then]
+    tied = [
+        f"{name!r} to {entry.names[0]!r}"
+        for name, param in now.items()
+        if (entry := known.get(id(param))) is not None and name in then and then[name] is not entry
+    ]
+    removed = [name for name, entry in then.items() if name not in now and id(entry.param) not in there]
+    lists = {"replaced": replaced, "added": added, "removed": removed}
+    said = [f"{what} {_few([repr(name) for name in names])}" for what, names in lists.items() if names]
+    return ", ".join([*said, *([f"tied {_few(tied)}"] if tied else [])])
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _signature(module: nn.Module) -> tuple[int, ...]:

@@ -30,22 +30,29 @@ from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.groups import GROUP
 from onefold.recipe.tiers import SECTOR
+from onefold.runtime import differentiate, functional
 from onefold.runtime.activations import HostActivations
 from onefold.runtime.agree import agree_and_finish, agree_on_failure
 from onefold.runtime.beyond import Beyond
+from onefold.runtime.buffers import Buffers
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
-from onefold.runtime.flat import Dtypes, Entry, Flat
-from onefold.runtime.gather import Gatherer, tensors_in
+from onefold.runtime.escaping import copied_out
+from onefold.runtime.flat import Dtypes, Entry, Flat, declared_dtype, grouped_as
+from onefold.runtime.forward_writes import keep_writes
+from onefold.runtime.gather import Gatherer
+from onefold.runtime.gradient_hooks import IN_BACKWARD
 from onefold.runtime.kept import gradient_bytes, show_kept, take_kept
 from onefold.runtime.moved import Moves, Pass
+from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import ForwardDepth, whole_sight
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.route import rests_encoded
 from onefold.runtime.spans import Span, Spans
-from onefold.runtime.stale import all_moved, look_for_writes
+from onefold.runtime.stale import all_moved, look_at, look_for_writes
 from onefold.runtime.tiers import Tiers, leaving
-from onefold.runtime.unit import Unit
+from onefold.runtime.unit import State, Unit
 from onefold.runtime.units import UnitSpec
+from onefold.runtime.unset import Unset
 
 
 def in_autograd() -> bool:
@@ -65,7 +72,9 @@ class Engine:
 
     def __init__(self, specs: list[UnitSpec], recipe: Recipe, process_group: Any, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
-        self.group = Group(process_group, device, recipe.stall_timeout, recipe.group)
+        # onefold.unsharded hands on the group of the engine before: its communicators stay.
+        again = isinstance(process_group, Group)
+        self.group = process_group if again else Group(process_group, device, recipe.stall_timeout, recipe.group)
         self.rank, self.world_size = self.group.number, self.group.size
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
@@ -77,6 +86,7 @@ class Engine:
         self.spans = Spans(self.timeline)
         self.step = 0
         self.sync = True
+        self._of_units, self._more_flats = len(specs) * 8, 0
         self.units = [self._unit(index, spec, index in away) for index, spec in enumerate(specs)]
         self.entries = [e for u in self.units for e in u.entries]
         self.unit_of: dict[int, Unit] = {}
@@ -94,11 +104,20 @@ class Engine:
         self.raised_in: tuple[str, str] | None = None  # (unit, phase) of the last pass that raised
         self.part: object = None  # whoever called a part of the root by itself
         self.backward_open = False
+        self.differentiating = False  # the backward pass under way accumulates nothing: torch.autograd.grad
+        self.creates_graph = False
+        self.reached: list[Pass] = []  # passes whose outputs the backward pass under way has come to
         self.open_graphs = self.root_graphs = 0  # forward passes with gradients that no backward has followed
+        self.outside_graphs = False  # operations with gradients outside a forward pass (runtime/outside.py), since the last backward pass
         self.whole_depth = 0
         self.whole_write = False
         self.optimizer_seen = self.stepped = self.reduced_since_gather = False
-        self.buffers: list[tuple[nn.Module, str]] = []
+        self.buffers = Buffers()
+        self.unset = Unset()  # what was on the meta device and has no value yet: empty in a run that goes
+        # What onefold.unsharded needs: the hooks on modules, what else shard() was given (group, units, init), who closes the engine.
+        self.handles: list[Any] = []
+        self.given: tuple[Any, Any, Any] = (None, None, None)
+        self.finalizer: Any = None
         self.closed = False
         # What work behind the training has failed with: not told yet, and at all. Ranks agree in a backward pass that one of them was not
         # told, and the optimizer step behind it raises it on all: none takes a step that another does not.
@@ -112,16 +131,24 @@ class Engine:
     def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
         groups: dict[tuple[torch.dtype, bool, bool], list[Any]] = {}
         for found in spec.found:
-            low = found.param.dtype if found.param.dtype not in (torch.bfloat16, torch.float16) else torch.float32
-            groups.setdefault((low, found.param.requires_grad, rests_encoded(found, self.recipe)), []).append(found)
+            like, trainable = grouped_as(declared_dtype(found.param), self.recipe), found.param.requires_grad
+            groups.setdefault((like, trainable, rests_encoded(found, self.recipe)), []).append(found)
         flats = [
             Flat(
-                spec.name or "(root)", found, Dtypes.of(found[0].param.dtype, trainable, self.recipe), index * 8 + i, self,
+                spec.name or "(root)", found, Dtypes.of(declared_dtype(found[0].param), trainable, self.recipe),
+                self._number(index, i), self,
                 Tiers.of(trainable, self.recipe) if away and not encoded else None, encoded,
             )
             for i, ((_, trainable, encoded), found) in enumerate(groups.items())
         ]  # fmt: skip
         return Unit(spec.name, index, spec.module, flats)
+
+    def _number(self, unit: int, flat: int) -> int:
+        """The number of a unit's flat buffer: of its own eight, or, where a unit has more kinds of parameters, behind all units'."""
+        if flat < 8:
+            return unit * 8 + flat
+        self._more_flats += 1
+        return self._of_units + self._more_flats
 
     def start(self) -> None:
         """Everything is bound: create what works on it."""
@@ -130,7 +157,7 @@ class Engine:
         self.reduce = Reducer(self)
         root = self.units[0].module()
         assert root is not None
-        self.structure = Structure(root, len(self.entries))
+        self.structure = Structure(root, self.entries)
         self.follow_trainable()
         for unit in self.units:
             for flat in unit.flats:
@@ -145,8 +172,8 @@ class Engine:
             self.beyond.host.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.HOST)
         self.memory.reset_peak()
 
-    def close(self) -> None:
-        """Let go of everything: buffers, communicators, the cycles among the engine's own objects."""
+    def close(self, but_group: bool = False) -> None:
+        """Let go of everything: buffers, communicators (unless `but_group`), the cycles among the engine's own objects."""
         if self.closed:
             return
         self.closed = True
@@ -154,7 +181,8 @@ class Engine:
             self.settle()
         if self.behind is not None:
             self.behind.close()
-        self.group.close()
+        if not but_group:
+            self.group.close()
         self.beyond.close()
         for unit in self.units:
             for flat in unit.flats:
@@ -167,7 +195,8 @@ class Engine:
             unit.flats.clear()
         self.entries.clear()
         self.unit_of.clear()
-        self.buffers.clear()
+        self.buffers.close()
+        self.unset.close()
         self.pool.drain()
         self.memory.probes.clear()
         self.activations.close()
@@ -223,23 +252,31 @@ class Engine:
                 self.backward_event()
             elif torch.is_grad_enabled() or self.graded:  # a re-entrant checkpoint runs its part of the pass without gradients
                 unit.calls += 1
+            if self.unset:
+                self.unset.refuse_in(self, unit)
             self.gather.acquire(unit, backward=recompute)
             if unit.depth == 1:
-                unit.swap_in()
+                functional.swap_in(unit)
             self.spans.enter()
             return outermost
 
-    def leave(self, unit: Unit, output: Any) -> None:
-        """The forward pass of a unit's module has ended well."""
+    def leave(self, unit: Unit, output: Any) -> Any:
+        """The forward pass of a unit's module has ended well. Returns what it is to return: copies of what lies in gathered buffers."""
         with whole_sight():
             recompute, outermost = self._pop()
             self.spans.leave(unit.name, self.phase, keep=self.memory.record)
+            if outermost:
+                output = copied_out(output, self.gather.by_storage)
             if torch.is_grad_enabled():
                 self._watch(unit, output, root=not self.stack)
+            if unit.depth == 0 and not recompute and unit.state is State.GATHERED and not self.group.imagined:
+                with torch.no_grad():
+                    keep_writes(unit)
             if unit.depth == 0 and (not recompute or unit.looks_up_only):
                 self.gather.after_forward(unit, output)
             if outermost:
                 self._end_pass(aborted=False)
+            return output
 
     def abort(self, unit: Unit) -> None:
         """The forward pass of a unit's module raised."""
@@ -256,42 +293,50 @@ class Engine:
         ForwardDepth.value -= 1
         unit.depth -= 1
         if unit.depth == 0:
-            unit.swap_out()
+            functional.swap_out(unit)
         return recompute, outermost
 
     def _begin_pass(self, is_root: bool) -> None:
         if self.backward_open:  # a backward pass raised and never came to its end
             self.reset()
+        self.unset.look(self)
         self.is_root_pass, self.raised_in = is_root, None
         self.graded = torch.is_grad_enabled()
         self.beyond.check()
         self.memory.look()
         self.beyond.host.look()
         check_in_place(self)
-        self.structure.look(everywhere=self.step < 2)
+        if self.structure.look(everywhere=self.step < 2) and (root := self.units[0].module()) is not None:
+            self.buffers.find(root, self.recipe)
         if self.step < 2:
             check_not_wrapped(self.units[0].module())
         look_for_writes(self)  # by what was trainable when the optimizer stepped
         self.follow_trainable()
-        if torch.is_grad_enabled() and self.open_graphs == 0:
+        if torch.is_grad_enabled() and self.open_graphs == 0 and not self.outside_graphs:
             for u in self.units:
                 u.calls = 0
         self.activations.begin_forward()  # before the gatherer's hooks: these hand on to those
         self.gather.begin_forward(self.is_root_pass)
         self.gather.refresh()
         if self.is_root_pass:
-            self._sync_buffers()
+            self.buffers.before_pass(self)
+            self.unset.remember()
 
     def _end_pass(self, aborted: bool) -> None:
         self.gather.end_forward(self.is_root_pass, aborted)
+        if self.is_root_pass and not aborted:
+            self.buffers.after_pass(torch.is_grad_enabled() and self.sync)
         self.activations.end_forward()
         if torch.is_grad_enabled() and not aborted:
             self.open_graphs += 1
             self.root_graphs += self.is_root_pass
+            self.this_pass.open, self.this_pass.of_root = True, self.is_root_pass
 
     def use(self, entry: Entry) -> nn.Parameter:
         """The whole parameter for code in a forward pass that does not own it. See runtime/parameter.py."""
         unit = self.unit_of[entry.number]
+        if self.unset:
+            self.unset.refuse_entry(entry)
         recompute = in_autograd()
         if recompute:
             self.backward_event()
@@ -300,6 +345,35 @@ class Engine:
         self.gather.acquire(unit, backward=recompute)
         unit.sticky = True
         return entry.compute
+
+    def begin_outside(self, unit: Unit) -> None:
+        """An operation with gradients outside a forward pass is about to use the unit's whole parameters. See runtime/outside.py."""
+        if self.backward_open and not in_autograd():  # a backward pass raised and never came to its end
+            self.reset()
+        if not self.outside_graphs:
+            self.outside_graphs = True
+            check_in_place(self)
+        if self.stepped or (self.reduced_since_gather and not self.optimizer_seen):
+            look_for_writes(self)
+        else:
+            look_at(self, unit)
+        self.follow_trainable_of(unit)
+        if unit.kept and unit.state is State.STALE:
+            self.gather.launch(unit)
+        unit.calls += 1
+
+    def agree_on_overflow(self, found: torch.Tensor) -> None:
+        """`found`, one number that is above 0 where this rank's gradients are not finite, becomes every rank's. Collective.
+
+        Raises:
+            ValueError: the recipe steps before gradients can be looked at.
+        """
+        if self.recipe.step_in_backward:
+            raise ValueError("step_in_backward=True steps gradients before they can be unscaled: leave that option out with a GradScaler.")
+        self.optimizer_is_stepping()
+        values = self.group.gather_values(found.detach().to(self.device), Place("control", "(overflow check)", self.step, "optimizer"))
+        found.fill_(values.max().to(found.device))
+        self.reduce.summing.forget_if(found)
 
     def _watch(self, unit: Unit, output: Any, root: bool) -> None:
         """Ask autograd to say when the backward pass comes to this unit's output (in time to gather ahead of use)."""
@@ -313,13 +387,15 @@ class Engine:
             if self.closed:
                 return
             this_pass.backward_reached(root)
+            if root and this_pass.open:
+                self.reached.append(this_pass)
             with whole_sight():
                 self.backward_event()
                 if early and not self.gather.is_done(unit):
                     self.gather.acquire(unit, backward=True)
 
         for t in tensors_in(output):
-            if t.requires_grad:
+            if t.grad_fn is not None:  # a leaf would keep the hook of every pass
                 t.register_hook(backward_reached)
 
     # -- between steps ---------------------------------------------------------------------------------------------------------
@@ -327,26 +403,25 @@ class Engine:
     def follow_trainable(self) -> None:
         """Take over `requires_grad` as the user has set it, and listen to the gradients of what is trainable."""
         for unit in self.units:
-            for flat in unit.flats:
-                if flat.passive or not flat.refresh_active():
-                    continue
-                for entry in flat.entries:
-                    if entry.active and not entry.hooked:
-                        entry.hooked = True
-                        entry.compute.register_post_accumulate_grad_hook(_arrival(weakref.ref(self), weakref.ref(entry)))
+            self.follow_trainable_of(unit)
+
+    def follow_trainable_of(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if flat.passive or not flat.refresh_active():
+                continue
+            for entry in flat.entries:
+                if entry.active and not entry.hooked:
+                    entry.hooked = True
+                    entry.compute.register_post_accumulate_grad_hook(_arrival(weakref.ref(self), weakref.ref(entry)))
 
     def make_stale(self) -> None:
         """The masters have been written to: every kept copy is out of date."""
         all_moved(self)
 
-    def _sync_buffers(self) -> None:
-        """Running statistics follow rank 0's, as in DDP."""
-        if self.world_size > 1 and self.buffers:
-            tensors = [m._buffers[name] for m, name in self.buffers]
-            self.group.broadcast([t for t in tensors if t is not None], Place("state", "buffers", self.step, "forward"))
-
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
+        if self.backward_open and in_autograd():
+            raise RuntimeError(f"optimizer.step() was called in a gradient hook, but {IN_BACKWARD}")
         self.about_to_write()
         self.beyond.check()
         if self.failure_agreed and self.on_disk and self.world_size > 1:
@@ -385,18 +460,49 @@ class Engine:
 
     # -- backward --------------------------------------------------------------------------------------------------------------
 
-    def backward_event(self) -> None:
-        """Something of this engine happens in a backward pass: open it, and ask to be called at its end."""
+    def backward_event(self, accumulates: bool = False) -> None:
+        """Something of this engine happens in a backward pass: open it, and ask to be called at its end.
+
+        `accumulates`: what happens is that a parameter has its gradient.
+        """
         if not self.backward_open and in_autograd():
-            self.backward_open = True
             with whole_sight():
+                self.differentiating = not (accumulates or differentiate.accumulates(self))
+                self.backward_open, self.creates_graph = True, torch.is_grad_enabled()
                 self.gather.begin_backward()
-                self.reduce.begin_backward()
+                if not self.differentiating:
+                    self.reduce.begin_backward()
                 self.spans.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        elif accumulates and self.differentiating:  # the gradients of a re-entrant checkpoint, which nothing had announced
+            self.differentiating = False
+            self.gather.foresee_backward()
+            self.reduce.begin_backward()
+
+    def _end_differentiating(self) -> None:
+        """The end of a backward pass that accumulated nothing (torch.autograd.grad): nothing to reduce, nothing to agree on."""
+        self.backward_open = self.differentiating = False
+        if not self.creates_graph:
+            self._close_graphs()
+        self.reached.clear()
+        self.gather.end_backward()
+        self.activations.end_backward()
+        self.memory.look()
+
+    def _close_graphs(self) -> None:
+        """The backward pass has used up the graphs of the passes that it came to; of one pass, if none was noticed."""
+        closed = [p for p in dict.fromkeys(self.reached) if p.open]
+        for each in closed:
+            each.open = False
+        self.open_graphs = max(0, self.open_graphs - (len(closed) if self.reached else 1))
+        self.root_graphs = max(0, self.root_graphs - (sum(p.of_root for p in closed) if self.reached else 1))
+        self.reached.clear()
 
     def _end_backward(self) -> None:
         with whole_sight(), torch.no_grad():
+            if self.differentiating:
+                self._end_differentiating()
+                return
             self.gather.join_rest_of_backward()
             used = self.reduce.used
             if used and not self.deferring:
@@ -404,9 +510,9 @@ class Engine:
                 agree_and_finish(self, used)
                 self.step += 1
                 self.reduced_since_gather = True
+            self.outside_graphs = False
             if used:
-                self.open_graphs = max(0, self.open_graphs - 1)
-                self.root_graphs = max(0, self.root_graphs - 1)
+                self._close_graphs()
             if self.deferring or self.holding:
                 show_kept(self)
             if self.behind is not None:
@@ -422,9 +528,12 @@ class Engine:
 
     def reset(self) -> None:
         """Clean up after a forward or backward pass that raised."""
-        self.reduce.drop()
-        self.backward_open = False
+        if not self.differentiating:
+            self.reduce.drop()
+        self.backward_open = self.differentiating = False
         self.open_graphs = self.root_graphs = 0
+        self.reached.clear()
+        self.outside_graphs = False
         self.gather.end_backward()
         self.activations.end_backward()
 
@@ -442,6 +551,9 @@ class Engine:
         from onefold.runtime.state import whole_masters
 
         unit = self.unit_of[entry.number]
+        if self.unset:
+            self.unset.look(self)
+            self.unset.refuse_entry(entry)
         return entry.flat.view(whole_masters(self, unit, entry.flat), entry).clone()
 
     def summary(self) -> str:

@@ -12,6 +12,7 @@ Where masters and states rest off the device, a `Home` (runtime/home.py) keeps t
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from onefold.memory import MASTERS, PARAMETERS, storage_of
 from onefold.recipe import Placement, Recipe, Tier
 from onefold.recipe.groups import GROUP
 from onefold.recipe.tiers import SECTOR
+from onefold.runtime import gradient_hooks
 from onefold.runtime.home import Home
-from onefold.runtime.parameter import ShardedParameter, ShardInfo
+from onefold.runtime.interval import IntervalSpec, Owners
+from onefold.runtime.parameter import ShardedParameter, ShardInfo, faced_class
 from onefold.runtime.route import Route, block_at_rest, hops_of
 from onefold.runtime.tiers import Tiers
 from onefold.runtime.units import Found
@@ -50,20 +53,32 @@ class Dtypes:
     def of(cls, dtype: torch.dtype, trainable: bool, recipe: Recipe) -> Dtypes:
         """For a parameter of `dtype`: the recipe's, but never less than a float64 or integer parameter came with.
 
+        A recipe that names no compute dtype takes the parameter's own, and sends its gradient so unless it names a wire.
         Frozen parameters have no optimizer, hence no master copy: they rest in the compute dtype.
         """
         if dtype not in _LOW:
             return cls(dtype, dtype, dtype, dtype)
-        compute = recipe.parameters.dtype
-        return cls(compute, recipe.optimizer.dtype if trainable else compute, recipe.gradients.dtype, recipe.gradients.wire or compute)
+        compute = recipe.parameters.dtype or dtype
+        return cls(compute, recipe.master_dtype if trainable else compute, recipe.sums_dtype, recipe.gradients.wire or compute)
+
+
+def grouped_as(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
+    """What parameters of `dtype` share a flat buffer with: their like, or, where the recipe converts them, all that it converts."""
+    return torch.float32 if recipe.compute_dtype is not None and dtype in _LOW else dtype
+
+
+def declared_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype that a parameter was given to `shard()` in. Inside `onefold.unsharded` it is in master precision for a while."""
+    handed_out, declared = param.__dict__.get("_onefold_dtypes", (None, param.dtype))
+    return declared if param.dtype == handed_out else param.dtype
 
 
 class Entry:
     """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass sees, `places` who refers to it."""
 
     __slots__ = (
-        "__weakref__", "active", "compute", "engine", "filled", "flat", "hooked", "index", "kept", "moved", "names", "number", "param",
-        "part", "places", "released", "slot",
+        "__weakref__", "active", "compute", "declared", "engine", "filled", "flat", "graded_elsewhere", "hooked", "index", "kept", "moved",
+        "names", "number", "param", "part", "places", "released", "seen_version", "slot",
     )  # fmt: skip
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
@@ -75,8 +90,10 @@ class Entry:
         self.param = found.param
         self.compute: nn.Parameter = found.param
         self.released: torch.Tensor | None = None
-        self.active = found.param.requires_grad
+        self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
         self.filled = self.hooked = False
+        self.seen_version = 0  # of `compute`, see runtime/forward_writes.py
+        self.graded_elsewhere = False  # this rank owns nothing of it, and those that do have a gradient
         self.kept: torch.Tensor | None = None  # what `.grad` shows of a gradient that is not reduced yet
         self.number = 0  # among all entries of the engine
         self.moved = 0  # the last write to its master, see runtime/moved.py
@@ -122,12 +139,15 @@ class Flat:
         self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
         self.spread = self.hops[-1] if self.owned != self.interval and group.size > 1 else None  # sums go on to who holds them too
         self.home: Home | None = Home(self, tiers, engine) if tiers is not None else None
+        # Who has which part of what parameters show; None where every rank has the whole.
+        self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
         self.held: dict[tuple[int, int], torch.Tensor] = {}  # sums inside the group that wait for the boundary, by run
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
         self.runs: tuple[tuple[int, int], ...] = ()
         self.run_of: dict[int, tuple[int, int]] = {}
+        self.compared, self.written_in_forward = 0, False  # the module writes to its parameters, see runtime/forward_writes.py
         self.versions, self.stale = 0, False  # of a kept copy: what the masters' version counters said; the masters moved on
         self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
 
@@ -161,10 +181,6 @@ class Flat:
 
     def _bind(self, entry: Entry, device: torch.device) -> None:
         slot, old = entry.slot, entry.param
-        if old._backward_hooks or old._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"parameter {slot.name!r} has gradient hooks, which would not fire once it is sharded: remove them before shard()."
-            )
         # A tensor of the right sizes and strides that owns no memory, for `compute` to be while nothing is gathered.
         entry.released = torch.empty(slot.shape, dtype=self.dtypes.compute, device=device)
         entry.released.untyped_storage().resize_(0)
@@ -172,17 +188,23 @@ class Flat:
         data = self.master[a - self.owned[0] : b - self.owned[0]]
         data = data.view(slot.shape) if self.whole_master else data
         entry.active = old.requires_grad
-        if old.is_meta or type(old) not in (nn.Parameter, torch.Tensor):
-            entry.param = nn.Parameter(data, requires_grad=old.requires_grad)
+        if isinstance(old, ShardedParameter):
+            raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
+        kind = type(old)
+        if old.is_meta or not _takes_data(old):
+            entry.param = _in_place_of(old, nn.Parameter(data, requires_grad=old.requires_grad))
         else:
             old.data, old.grad = data, None
         entry.compute = nn.Parameter(entry.released, requires_grad=entry.active)
-        if isinstance(entry.param, ShardedParameter):
-            raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
-        if type(entry.param) is nn.Parameter:
-            entry.param.__class__ = ShardedParameter
-        entry.param.onefold = ShardInfo(entry, (a - slot.start, b - slot.start))  # type: ignore[attr-defined]
-        entry.param._onefold_entry = weakref.ref(entry)  # type: ignore[attr-defined]
+        gradient_hooks.move(old, entry)
+        old.__dict__.pop("_onefold_dtypes", None)
+        entry.compute.__dict__ = entry.param.__dict__  # what somebody puts on a parameter, sooner or later, a forward pass sees too
+        seen = entry.param.__dict__
+        seen["onefold"] = ShardInfo(entry, (a - slot.start, b - slot.start))
+        seen["_onefold_entry"] = weakref.ref(entry)
+        seen["_onefold_class"] = entry.param.__class__ = faced_class(kind)
+        if self.owners is not None:
+            seen["_onefold_spec"] = IntervalSpec(self.owners, slot.name, slot.start, slot.shape)
         self.swap(entry, entry.param)
 
     # -- masters, wherever they are --------------------------------------------------------------------------------------------
@@ -237,8 +259,11 @@ class Flat:
             entry.compute.data = entry.released if buffer is None else self.view(buffer, entry)  # type: ignore[assignment]
 
     @staticmethod
-    def swap(entry: Entry, param: nn.Parameter) -> None:
+    def swap(entry: Entry, param: nn.Parameter, instead_of: nn.Parameter | None = None) -> None:
+        """Put `param` in all places of the entry, or in those that show `instead_of`."""
         for parameters, attribute, recurrent in entry.places:
+            if instead_of is not None and parameters.get(attribute) is not instead_of:
+                continue
             parameters[attribute] = param
             if recurrent is not None and (module := recurrent()) is not None:  # it keeps a list of its parameters besides
                 weights: Any = module._flat_weights
@@ -261,8 +286,8 @@ class Flat:
                 if wanted and self.frozen_low:
                     raise ValueError(
                         f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it rests in {self.dtypes.master} without "
-                        "fp32 master weights, and cannot be trained now. Leave requires_grad=True while calling shard() and freeze "
-                        "it afterwards, or use precision='fp32'."
+                        "fp32 master weights, and cannot be trained now. Set it free inside `with onefold.unsharded(model):`. Or leave "
+                        "requires_grad=True while calling shard() and freeze it afterwards, or use precision='fp32'."
                     )
                 entry.active = wanted
                 entry.compute.requires_grad_(wanted)
@@ -294,6 +319,21 @@ class Flat:
                 return {PARAMETERS: full}
             out[PARAMETERS] = full + out.get(PARAMETERS, 0)
         return out
+
+
+def _takes_data(old: torch.Tensor) -> bool:
+    """Whether a parameter can be given other memory, and another class, and stay the object that it is."""
+    return type(old) is nn.Parameter or faced_class(type(old)) is not ShardedParameter
+
+
+def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """`new` with every attribute of `old`; the very object `old`, with the contents of `new`, where torch can exchange them."""
+    new.__dict__.update(old.__dict__)
+    if type(old) is nn.Parameter:
+        with contextlib.suppress(RuntimeError):  # somebody holds a weak reference to it, or a graph
+            torch.utils.swap_tensors(old, new)
+            return old
+    return new
 
 
 def _sum(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:

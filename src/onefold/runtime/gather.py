@@ -18,7 +18,6 @@ gathered again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from onefold.comm import Place
 from onefold.memory import GATHERED, storage_of
 from onefold.memory.nvme import TierError
+from onefold.runtime import differentiate
 from onefold.runtime.flat import Flat
 from onefold.runtime.home import Home
+from onefold.runtime.nested import tensors_in
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -95,15 +96,21 @@ class Gatherer:
         self.prefetch = engine.recipe.prefetch if engine.recipe.overlap else 0
         self.from_disk = any(flat.home is not None and flat.home.rest is None for unit in self.sharded for flat in unit.flats)
         self._hooks: Any = None
+        self.resident: frozenset[int] = frozenset()  # units that stay gathered between passes without gradients (runtime/resident.py)
+        self.staying: frozenset[int] = frozenset()  # those of them that stay after this pass
 
     # -- passes ----------------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, is_root: bool) -> None:
         self.let_go = False
+        if self.resident:
+            self.staying = frozenset() if torch.is_grad_enabled() else self.resident
+            self.gather_resident() if self.staying else self.let_go_resident()
         if self.sharded:
             self.cursor = Cursor(self.forward_order) if is_root else None
             self.forward_log = []
             if torch.is_grad_enabled():
+                differentiate.refuse_transforms()
                 self._hooks = self.saving()
                 self._hooks.__enter__()
 
@@ -122,14 +129,36 @@ class Gatherer:
         keep = self._keeps and not aborted
         for unit in self.sharded:
             unit.sticky = False
+            if unit.index in self.staying and self.engine.group.broken is None:
+                unit.claimed = False
+                continue
             # What was joined and not used is kept too: in the backward pass either all ranks have a unit or none.
             if unit.state is not State.SHARDED and not (keep and (unit.claimed or not self.let_go)) and not self.engine.backward_open:
                 self.release(unit)
         self.unwanted.clear()
+        self.staying = frozenset()
         self.engine.pool.drain()
+
+    def gather_resident(self) -> None:
+        """Launch the gather of what stays and is not here."""
+        for unit in self.sharded:
+            if unit.index in self.resident and unit.away:
+                self.launch(unit)
+
+    def let_go_resident(self) -> None:
+        for unit in self.sharded:
+            if unit.index in self.resident and not unit.away and not unit.depth:
+                self.release(unit)
+        self.engine.pool.drain()  # a buffer made under inference_mode is of no use outside
 
     def begin_backward(self) -> None:
         self.backward_log = []
+        self.backward_cursor = None
+        if not self.engine.differentiating:
+            self.foresee_backward()
+
+    def foresee_backward(self) -> None:
+        """Walk this backward pass along the agreed order."""
         # The order is that of passes over the whole model; after passes over a part of it units are gathered on demand.
         order = [index for index in self.backward_order if self.units[index].away]  # what all ranks kept nobody gathers
         self.backward_cursor = Cursor(order) if self.engine.root_graphs else None
@@ -181,7 +210,7 @@ class Gatherer:
                 self._look_ahead(cursor)
 
     def _look_ahead(self, cursor: Cursor) -> None:
-        ahead = sum(1 for u in self.sharded if not u.away and not u.claimed)
+        ahead = sum(1 for u in self.sharded if not u.away and not u.claimed and u.index not in self.staying)
         while ahead < self.prefetch and (index := cursor.next()) is not None:
             cursor.at += 1
             if (unit := self.units[index]).away:
@@ -310,6 +339,9 @@ class Gatherer:
             self.cursor.at += 1
             unit.claimed = False
             return
+        if unit.index in self.staying:
+            unit.claimed = False
+            return
         if self._keeps:
             return
         self.let_go = True
@@ -375,18 +407,3 @@ def _backwards(units: list[Unit]) -> list[int]:
         else:
             groups.append([unit])
     return [index for head, *rest in reversed(groups) for index in (head.index, *_backwards(rest))]
-
-
-def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings, dataclasses and plain objects."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if value is None or depth == 0 or isinstance(value, (str, bytes, int, float)):
-        return []
-    if isinstance(value, (list, tuple, set)):
-        parts: Any = value
-    elif isinstance(value, Mapping):
-        parts = value.values()
-    else:
-        parts = getattr(value, "__dict__", {}).values()
-    return [t for part in parts for t in tensors_in(part, depth - 1)]

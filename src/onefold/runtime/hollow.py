@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from onefold.runtime.interval import IntervalSpec, spec_of
+from onefold.runtime.operators import META, name_of
+
 
 class HollowError(RuntimeError):
     """Elements on NVMe, or encoded ones, were used as if they were in memory."""
@@ -17,15 +20,15 @@ class HollowError(RuntimeError):
 
 def hollow(like: torch.Tensor, what: str) -> torch.Tensor:
     """A hollow tensor of the shape, dtype and device of `like`; `what` is its subject in a sentence."""
-    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    out = torch.empty_like(like.detach())
     out.untyped_storage().resize_(0)
-    return seen_hollow(out, what)
+    return seen_hollow(out, what, spec_of(like))
 
 
-def seen_hollow(t: torch.Tensor, what: str) -> torch.Tensor:
-    """The hollow tensor `t` as code outside the engine may see it."""
+def seen_hollow(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> torch.Tensor:
+    """The hollow tensor `t` as code outside the engine may see it; of the shape that `spec` is a part of."""
     seen = t.as_subclass(Hollow)
-    seen.what = what
+    seen.what, seen.spec = what, spec
     return seen
 
 
@@ -48,9 +51,13 @@ class Hollow(torch.Tensor):
     """See this module."""
 
     what: str = "a tensor"
+    spec: IntervalSpec | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, Hollow) and first.spec is not None and (meta := META.get(name_of(func))) is not None:
+            return meta(first.spec, *args, **(kwargs or {}))
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -103,6 +110,6 @@ class StatePlace(torch.Tensor):
 
 def _elsewhere() -> HollowError:
     return HollowError(
-        "a state of the optimizer was to be copied or pickled, and it rests on NVMe: optimizer.state_dict() holds a place for it only. "
-        "Save it with onefold.save(folder, model=model, optimizer=optimizer), and read it with onefold.load, at any stage and tier."
+        "a state of the optimizer was to be copied or pickled, and it rests on NVMe: local_state_dict() holds a place for it only. "
+        "optimizer.state_dict() brings the whole to rank 0's host; onefold.save and onefold.load write and read it at any stage and tier."
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.runtime.engine import Engine, in_autograd
-from onefold.runtime.gather import tensors_in
+from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import infos, refuse_pickling, whole_sight
 from onefold.runtime.unit import Unit
 
@@ -41,10 +42,12 @@ class _AroundUnit(_Hooks):
         outermost = self.engine.enter(self.unit)
         return self.cast(args, kwargs) if outermost else None
 
-    def after(self, _: nn.Module, args: Any, output: Any) -> None:
-        if not (self.engine.whole_depth or self.engine.closed):
-            self.engine.leave(self.unit, output)
-            self.left = True
+    def after(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if self.engine.whole_depth or self.engine.closed:
+            return None
+        output = self.engine.leave(self.unit, output)
+        self.left = True
+        return output
 
     def always(self, _: nn.Module, args: Any, output: Any) -> None:
         # Runs after `after`, and also when the forward pass raised: then nothing has left.
@@ -63,10 +66,11 @@ class _AroundPart(_Hooks):
         engine.enter(self.unit, part=True)
         return self.cast(args, kwargs)
 
-    def after(self, _: nn.Module, args: Any, output: Any) -> None:
-        if self.engine.part is self and len(self.engine.stack) == 1:
-            self.engine.part = None
-            self.engine.leave(self.unit, output)
+    def after(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if self.engine.part is not self or len(self.engine.stack) != 1:
+            return None
+        self.engine.part = None
+        return self.engine.leave(self.unit, output)
 
     def always(self, _: nn.Module, args: Any, output: Any) -> None:
         if self.engine.part is self and len(self.engine.stack) == 1:  # it raised
@@ -87,9 +91,11 @@ def install_on_part(engine: Engine, module: nn.Module) -> None:
 def _register(module: nn.Module, hooks: _AroundUnit | _AroundPart) -> None:
     for hook in (type(hooks).before, type(hooks).after, type(hooks).always):
         _keep_from_compiler(hook)
-    module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(hooks.after)
-    module.register_forward_hook(hooks.always, always_call=True)
+    hooks.engine.handles += [
+        module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True),
+        module.register_forward_hook(hooks.after),
+        module.register_forward_hook(hooks.always, always_call=True),
+    ]
 
 
 def _keep_from_compiler(hook: Any) -> None:
@@ -105,7 +111,30 @@ def _keep_from_compiler(hook: Any) -> None:
 
 
 def _cast_to(engine: Engine) -> torch.dtype | None:
-    return engine.recipe.compute_dtype if engine.recipe.cast_inputs and engine.recipe.compute_dtype != torch.float32 else None
+    """What floating-point inputs become; None where they stay as they come."""
+    dtype = engine.recipe.compute_dtype if engine.recipe.cast_inputs else None
+    return None if dtype == torch.float32 else dtype
+
+
+def guard_unset(engine: Engine, module: nn.Module) -> None:
+    """Refuse `state_dict()`, and where the engine hooks no forward pass that too, while something has no value (runtime/unset.py)."""
+    seen = weakref.ref(engine)
+
+    def on_save(*_: Any) -> None:
+        if (e := seen()) is not None and e.unset and not (e.whole_depth or e.closed):
+            e.unset.look_alone(e)  # rank 0 may be here alone
+            e.unset.refuse("state_dict() would hold")
+
+    def on_use(part: nn.Module, *_: Any) -> None:
+        if (e := seen()) is None or not e.unset or e.closed:
+            handles.pop(id(part)).remove()
+        elif not e.whole_depth:
+            e.unset.look_alone(e)
+            e.unset.refuse_of(part)
+
+    for part in module.modules():
+        part.register_state_dict_pre_hook(on_save)
+    handles = {id(m): m.register_forward_pre_hook(on_use, prepend=True) for m in module.modules()} if engine.passive else {}
 
 
 def guard_state_dict(engine: Engine, module: nn.Module) -> None:
@@ -133,8 +162,7 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
                 "or load inside `with onefold.full_params(model, write=True):`."
             )
 
-    module.register_state_dict_pre_hook(on_save)
-    module.register_load_state_dict_pre_hook(on_load)
+    engine.handles += [module.register_state_dict_pre_hook(on_save), module.register_load_state_dict_pre_hook(on_load)]
 
 
 def _refuse_leftovers(part: nn.Module) -> None:
@@ -146,12 +174,6 @@ def _refuse_leftovers(part: nn.Module) -> None:
             "are this rank's intervals, and nothing can make them whole any more. "
             "Keep the model, and take onefold.full_state_dict(model) from it."
         )
-
-
-def statistics_of(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The buffers that training changes by its data: running statistics of normalization layers."""
-    norm = nn.modules.batchnorm._NormBase
-    return [(m, name) for m in module.modules() if isinstance(m, norm) for name, b in m._buffers.items() if b is not None]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 import torch
 from torch import nn
 
 from onefold.runtime.units import UnitSpec
+from onefold.runtime.unset import is_marked, mark
 
 Init = Callable[[nn.Module], object]
 
@@ -40,19 +41,17 @@ def materialize(
     values: bool,
     coming: Collection[str] = (),
     memory: bool = False,
-) -> list[str]:
+) -> list[tuple[str, nn.Module, str]]:
     """Give the unit's own meta tensors memory on `device` and, where `values`, initialize them.
 
     Without values (another rank brings them) only the buffers get memory. Values come from `init(module)`, else from the
     module's `reset_parameters()`, else from the root's `_init_weights(module)`, as transformers models have it. The parameters
     named in `coming` are on the meta device while that runs, so that no value is made for them; somebody writes them later, into
-    their shard, or with `memory` into memory of their own, which is not touched here.
+    their shard, or with `memory` into memory of their own, which is not touched here. A parameter that nothing initializes stays on the
+    meta device, or is marked (runtime/unset.py).
 
     Returns:
-        the names of buffers that nothing gave a value.
-
-    Raises:
-        ValueError: a module has parameters of its own but nothing to initialize them with.
+        the buffers that nothing gave a value: (name, module, key).
     """
     unset = []
     for name, module in modules_of(spec, others):
@@ -61,36 +60,31 @@ def materialize(
         ours = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
         later = {key: p for key, p in ours.items() if dot + key in coming}
         for key in buffers:
-            module._buffers[key] = _marked(module._buffers[key], device)  # type: ignore[arg-type]
-        if values and (buffers or len(later) < len(ours)):
+            module._buffers[key] = mark(torch.empty_like(module._buffers[key], device=device))  # type: ignore[arg-type]
+        how = _initializer(module, init, root)
+        there = any(p is not None and not p.is_meta for p in module._parameters.values())  # which an initializer would write over
+        if values and how is not None and (len(later) < len(ours) or (buffers and not there)):
             for key in ours.keys() - later.keys():
-                _put(module, key, _empty(ours[key], device))
-            _initialize(name, module, init, root, needed=len(later) < len(ours) or not coming)
-            unset += [dot + key for key in buffers if (b := module._buffers[key]) is not None and _is_marked(b)]
+                _put(module, key, mark(_empty(ours[key], device)))  # type: ignore[arg-type]
+            with torch.no_grad():
+                how()
+        elif values and memory:
+            for key in ours.keys() - later.keys():
+                _put(module, key, mark(_empty(ours[key], device)))  # type: ignore[arg-type]
+        if values:
+            unset += [(dot + key, module, key) for key in buffers if (b := module._buffers[key]) is not None and is_marked(b)]
         if memory:
             for key, param in later.items():
                 _put(module, key, _empty(param, device))
     return unset
 
 
-def _marked(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a buffer, such that it shows whether anybody writes to it."""
-    buffer = torch.empty_like(like, device=device)
-    if buffer.is_floating_point():
-        buffer.fill_(math.nan)
-    buffer._onefold_version = buffer._version  # type: ignore[attr-defined]
-    return buffer
-
-
-def _is_marked(buffer: torch.Tensor) -> bool:
-    # Writing into a tensor counts up its version (but not through `.data`); a buffer that was assigned anew has no mark.
-    if getattr(buffer, "_onefold_version", None) != buffer._version:
-        return False
-    return not buffer.is_floating_point() or bool(buffer.isnan().all())
-
-
 def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(like, device=device), requires_grad=like.requires_grad)
+    param = nn.Parameter(torch.empty_like(like, device=device), requires_grad=like.requires_grad)
+    param._backward_hooks = like._backward_hooks  # the same dicts: handles that remove a hook stay good
+    if like._post_accumulate_grad_hooks is not None:
+        param._post_accumulate_grad_hooks = like._post_accumulate_grad_hooks
+    return param
 
 
 def _put(module: nn.Module, key: str, param: nn.Parameter | None) -> None:
@@ -100,25 +94,21 @@ def _put(module: nn.Module, key: str, param: nn.Parameter | None) -> None:
         module._parameters[key] = param
 
 
-def _initialize(name: str, module: nn.Module, init: Init | None, root: nn.Module, needed: bool) -> None:
-    own_way = getattr(module, "reset_parameters", None) if init is None else None
+def _initializer(module: nn.Module, init: Init | None, root: nn.Module) -> Callable[[], object] | None:
+    """What gives the module's own tensors their values, if anything does."""
+    own_way: Callable[[], object] | None = getattr(module, "reset_parameters", None)
     how = init or getattr(root, "_init_weights", None)
-    with torch.no_grad():
-        if own_way is not None:
-            own_way()
-        elif how is not None:
-            how(module)
-        elif needed:
-            raise ValueError(
-                f"module {name or '(root)'!r} ({type(module).__name__}) was built on the meta device and has no reset_parameters(): "
-                "give shard(..., init=function) a function that initializes one module in place."
-            )
+    if init is None and own_way is not None:
+        return own_way
+    return partial(how, module) if how is not None else None
 
 
 def tie(specs: Iterable[UnitSpec]) -> None:
     """Let parameters that were one object before `materialize` gave each of its places memory be one again."""
     for spec in specs:
         for found in spec.found:
-            (first, key), *rest = found.places
-            for module, attribute in rest:
-                _put(module, attribute, first._parameters[key])
+            tensors = [module._parameters[key] for module, key in found.places]
+            whole = next((t for t in tensors if t is not None and not is_marked(t)), tensors[0])
+            for module, attribute in found.places:
+                if module._parameters[attribute] is not whole:
+                    _put(module, attribute, whole)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.runtime.flat import Entry
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.interval import whole_sight
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Entry
 
 
 class Moves:
@@ -78,10 +78,11 @@ class Moves:
 class Pass:
     """One pass over the model, as its backward pass remembers it."""
 
-    __slots__ = ("_moves", "since", "task")
+    __slots__ = ("_moves", "of_root", "open", "since", "task")
 
     def __init__(self, moves: Moves) -> None:
         self._moves, self.since, self.task = moves, moves.count, -1
+        self.open = self.of_root = False  # it has a graph that no backward pass has used up; it is a pass of the whole model
 
     def backward_reached(self, whole: bool) -> None:
         """The backward pass came to an output of the whole pass, or of a unit inside it (which then need not be looked at again).

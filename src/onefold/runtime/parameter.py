@@ -1,13 +1,15 @@
 """The sharded parameter: what the optimizer, and any code outside a gather, sees of a parameter that is divided.
 
-It is an ordinary `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional, in master precision.
+It is an `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional, in master precision. It keeps the
+face of the whole: shape, number of elements and every attribute that somebody put on it.
 
-| who looks                                            | sees                                                               |
-|------------------------------------------------------|--------------------------------------------------------------------|
-| the optimizer, element-wise code                     | the local interval                                                 |
-| the forward pass of the unit that owns it            | the whole parameter (another object, swapped in)                   |
-| any other code inside a forward pass of the model    | the whole parameter, gathered on first use (shape, dtype: no gather)|
-| code outside that needs the shape (linear, indexing) | `ShardedParameterError` with name, shape and the way to gather it  |
+| who looks                                         | sees                                                                              |
+|---------------------------------------------------|-----------------------------------------------------------------------------------|
+| the optimizer inside `step()`                     | a plain `nn.Parameter`: the local interval (`bared`)                              |
+| the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
+| any other code inside a forward pass of the model | the whole parameter, gathered on first use (shape, dtype: no gather)              |
+| code outside, with gradients                      | the whole parameter, gathered for the operation (runtime/outside.py)              |
+| code outside, without; `.data`, `.grad`, detach() | an interval with the face of the whole (runtime/interval.py, runtime/operators.py) |
 
 `parameter.onefold` holds name, logical shape, this rank's interval and `gather()`.
 """
@@ -16,21 +18,25 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from onefold.runtime.hollow import explain, seen_hollow
+from onefold.runtime import differentiate, gradient_hooks
+from onefold.runtime.hollow import Hollow, explain, hollow, seen_hollow
+from onefold.runtime.interval import IntervalSpec, ShardedParameterError, dress, spec_of, whole_sight
+from onefold.runtime.operators import _words, compute, is_about_itself, name_of, slice_of, writes_in_place
+from onefold.runtime.outside import compute_outside
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
-whole_sight = torch._C.DisableTorchFunctionSubclass  # inside it a ShardedParameter is a plain tensor
+__all__ = ["ShardInfo", "ShardedParameter", "ShardedParameterError", "leaf_asked_by", "whole_sight"]
 
-
-class ShardedParameterError(RuntimeError):
-    """A sharded parameter was used as if it were whole."""
+#: Told of each optimizer that takes a sharded parameter into a group (optim/whole_state.py): torch asks there whether it is a leaf.
+leaf_asked_by: list[Callable[[Any], None] | None] = [None]
 
 
 class ShardInfo:
@@ -70,49 +76,67 @@ class ShardInfo:
         return f"{self.name!r}: elements {self.interval[0]} to {self.interval[1]} of shape {tuple(self.shape)}"
 
 
+_enabled = torch._C._is_torch_function_enabled
+_T: Any = torch._C.TensorBase
+_get_grad, _set_grad, _get_shape = _T.grad.__get__, _T.grad.__set__, _T.shape.__get__
+
+
 class ShardedParameter(nn.Parameter):
     """See the table of this module."""
 
+    _onefold_faced = True
+
+    # What loops over parameters ask most often has a short way: a property costs a tenth of what __torch_function__ does.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        if _enabled():
+            return self.__dict__["onefold"].shape
+        return _get_shape(self)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.shape)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        asker = sys._getframe(1)
+        if leaf_asked_by[0] is not None and asker.f_code.co_name == "add_param_group":
+            leaf_asked_by[0](asker.f_locals.get("self"))
+        return True
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        if not _enabled():
+            return _get_grad(self)
+        if gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
+            return entry.compute.grad
+        with whole_sight():
+            return _seen_grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if not _enabled():
+            _set_grad(self, value)
+        elif gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
+            entry.compute.grad = value
+        else:
+            with whole_sight():
+                _give_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with whole_sight():
-            if func in _HOOKS:
-                raise ShardedParameterError(
-                    f"{func.__name__} on parameter {args[0].__dict__['onefold'].name!r} would never fire: gradients arrive on the whole "
-                    "parameter, which exists only while it is computed with. Look at `.grad` after backward(), or put the hook "
-                    "on a module's output."
-                )
-            # In a forward pass, or in a recomputation of one (which autograd runs with gradients on), code wants the whole.
-            if (ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1)) and func not in _OWN:
-                args, kwargs = _substitute(func, args, kwargs)
-                return func(*args, **kwargs)
-            if func not in _OF_HOLLOW and (gone := next((i for i in infos(args, kwargs) if i.on_disk), None)) is not None:
-                raise explain(func, f"parameter {gone.name!r}")
-            if func in _READS and args[0].__dict__["onefold"].on_disk:
-                return seen_hollow(func(*args, **kwargs), f"parameter {args[0].__dict__['onefold'].name!r}")
-            if func in _NEEDS_SHAPE and any(info.sharded for info in infos(args, kwargs)):
-                raise _error(args, kwargs, func)
-            if func == _DATA:
-                return _seen(args[0])
-            if func == _GRAD and _asked_by_clip_grad_norm() and args[0].__dict__["onefold"].sharded:
-                raise ShardedParameterError(
-                    "torch.nn.utils.clip_grad_norm_ would see only this rank's interval of each gradient, and clip differently on "
-                    "every rank. Use onefold.clip_grad_norm_(model, max_norm)."
-                )
-            if func == _DEVICE and _asked_by(_DDP):
-                raise ShardedParameterError(WRAPPED)
-            try:
-                return func(*args, **kwargs)
-            except (RuntimeError, IndexError, TypeError, ValueError) as error:
-                if not any(info.sharded for info in infos(args, kwargs)):
-                    raise
-                raise _error(args, kwargs, func) from error
+        return dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardedParameterError(
             f"deepcopy of a sharded model (parameter {self.__dict__['onefold'].name!r}): a copy would not be divided "
-            "or reduced. Copy the model before shard(), or build a fresh one and give it onefold.full_state_dict(model)."
+            "or reduced. Copy the model before shard(), or build a fresh one and give it onefold.full_state_dict(model). For averages of "
+            "the weights (AveragedModel, EMA) there is onefold.ema.EMA(model, decay)."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -124,6 +148,128 @@ class ShardedParameter(nn.Parameter):
             return f"ShardedParameter({info!r}, on NVMe or encoded)"
         with whole_sight():
             return f"ShardedParameter({info!r}, local={self.data!r})"
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What is done with `func` where a sharded parameter or an interval is among its arguments."""
+    if func in differentiate.CALLS:  # not under whole_sight: what is recomputed inside needs to see parameters as they are
+        return differentiate.call(func, args, kwargs)
+    if gradient_hooks.showing and (answer := gradient_hooks.answered(func, args, kwargs)) is not NotImplemented:
+        return answer
+    if func in gradient_hooks.REGISTER and isinstance(args[0], ShardedParameter) and (entry := args[0].__dict__["_onefold_entry"]()):
+        return gradient_hooks.register(entry, func, args, kwargs)
+    with whole_sight():
+        name = name_of(func)
+        first = args[0] if args else None
+        if name in _OWN and isinstance(first, ShardedParameter):
+            return _own(func, name, first, args, kwargs)
+        # In a forward pass, or in a recomputation of one (which autograd runs with gradients on), code wants the whole.
+        if ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1):
+            args, kwargs = _substitute(func, args, kwargs)
+            return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
+        found = infos(args, kwargs)
+        if name not in _OF_HOLLOW and (gone := next((i for i in found if i.on_disk), None)) is not None:
+            raise explain(func, f"parameter {gone.name!r}")
+        if name in ("data", "detach") and isinstance(first, ShardedParameter):
+            if first.__dict__["onefold"].on_disk:
+                return seen_hollow(func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first))
+            out = _seen(first) if name == "data" else func(first)
+            return out if (spec := spec_of(first)) is None else dress(out, spec)
+        if name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
+            _refuse_elsewhere(first, found)
+        if torch.is_grad_enabled() and not is_about_itself(func) and not writes_in_place(func, kwargs):
+            entries = _graded(args, kwargs)
+            if any(entry.compute.requires_grad for entry in entries):
+                return compute_outside(func, args, kwargs, entries)
+        if _specs(args, kwargs):
+            return compute(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
+    """What belongs to the optimizer's object itself, inside a forward pass too."""
+    if name == "grad":
+        return _seen_grad(param)
+    if name == "grad__set__":
+        return _give_grad(param, args[1])
+    if name == "data__set__":
+        return _give_data(param, args[1])
+    return func(*args, **kwargs)
+
+
+def _seen_grad(param: Any) -> torch.Tensor | None:
+    """`.grad` as code outside an optimizer's step sees it: an interval with the face of the whole.
+
+    A rank that owns nothing of a parameter has no gradient of it; it sees an empty interval where other ranks have one, so that all
+    ranks come to the same reductions.
+    """
+    grad, spec = _get_grad(param), spec_of(param)
+    if spec is None:
+        return grad
+    entry = param.__dict__["_onefold_entry"]()
+    if grad is None:
+        if entry is None or not entry.graded_elsewhere:
+            return None
+        home = entry.flat.home
+        if home is not None and home.gradients_on_disk:
+            return hollow(param, f"the gradient of {spec.name!r}")
+        return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec)
+    if isinstance(grad, Hollow):
+        return grad
+    if entry is not None and entry.kept is grad:
+        spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, unreduced=True)
+    return dress(grad.detach(), spec)
+
+
+def _give_grad(param: Any, value: torch.Tensor | None) -> None:
+    spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
+    if entry is not None and spec is not None:
+        entry.graded_elsewhere = value is not None and spec.start == spec.stop
+    if spec is None or value is None or isinstance(value, Hollow):
+        _set_grad(param, value)
+    elif spec.start == spec.stop:
+        _set_grad(param, None)
+    else:
+        _set_grad(param, _local_of(value, spec, "`.grad`").detach().to(param.dtype))
+
+
+def _give_data(param: Any, value: torch.Tensor) -> None:
+    """`param.data = value`: the values are taken over; the memory stays where the engine expects it.
+
+    Raises:
+        ShardedParameterError: another dtype or device.
+    """
+    info: ShardInfo = param.__dict__["onefold"]
+    if value.dtype != param.dtype or value.device != param.device:
+        raise ShardedParameterError(
+            f"parameter {info.name!r}, in {param.dtype} on {param.device}, was given data of {value.dtype} on {value.device}: the model "
+            "was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device "
+            "and the recipe a precision."
+        )
+    spec = spec_of(param)
+    with torch.no_grad():
+        local = value if spec is None else _local_of(value, spec, "`.data`")
+        if spec is None and tuple(value.shape) != tuple(info.shape):
+            raise ShardedParameterError(
+                f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape {tuple(value.shape)}, expected the same."
+            )
+        if local.data_ptr() != param.data_ptr():
+            param.copy_(local)
+
+
+def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tensor:
+    """This rank's elements of `value`: an interval of the same cut, or a plain tensor of the whole's shape.
+
+    Raises:
+        ShardedParameterError: it is neither.
+    """
+    theirs = spec_of(value)
+    if theirs is not None and theirs.shape == spec.shape:
+        return value.detach() if theirs.same_cut(spec) else slice_of(theirs.gather(value.detach(), what), spec)
+    if theirs is None and value.shape == spec.shape:
+        return slice_of(value, spec).clone()
+    shape = tuple(theirs.shape if theirs is not None else value.shape)
+    raise ShardedParameterError(f"{what} of parameter {spec.name!r} was given shape {shape}, expected {tuple(spec.shape)} (the whole's).")
 
 
 def _seen(param: Any) -> torch.Tensor:
@@ -142,6 +288,36 @@ def written(param: torch.Tensor) -> int:
     return param._version + through
 
 
+def bare(params: Iterable[nn.Parameter]) -> None:
+    """Let sharded parameters be plain ones for an optimizer's step: of this rank's elements, as fast as any."""
+    for param in params:
+        if param.__dict__.get("_onefold_entry") is not None:
+            param.__class__ = nn.Parameter
+
+
+def face(params: Iterable[nn.Parameter]) -> None:
+    """The end of `bare`."""
+    for param in params:
+        if (faced := param.__dict__.get("_onefold_class")) is not None:
+            param.__class__ = faced
+
+
+_SUBCLASSES: dict[type, type] = {}
+
+
+def faced_class(kind: type) -> type:
+    """The class of a sharded parameter that was of class `kind`: it still is an instance of it, where `kind` only marks its parameters."""
+    if kind in (nn.Parameter, torch.Tensor, ShardedParameter):
+        return ShardedParameter
+    own = kind.__mro__[: -len(nn.Parameter.__mro__)]
+    own_ways = any("__torch_function__" in k.__dict__ or "__torch_dispatch__" in k.__dict__ for k in own)
+    if own_ways or not issubclass(kind, nn.Parameter):
+        return ShardedParameter
+    if kind not in _SUBCLASSES:
+        _SUBCLASSES[kind] = type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
+    return _SUBCLASSES[kind]
+
+
 def refuse_pickling(name: str | None) -> NoReturn:
     """Raise ShardedParameterError: `name` is a parameter's, or None."""
     raise ShardedParameterError(
@@ -155,18 +331,27 @@ WRAPPED = (
     "does the reductions. Call the model that shard() returned; what else the wrapper holds should be sharded with it."
 )
 _DDP = ("nn/parallel/distributed.py", "nn\\parallel\\distributed.py")
+_C10D = ("distributed_c10d.py",)
+_ELSEWHERE = (*_DDP, *_C10D)
 
 
-def _asked_by(files: str | tuple[str, ...]) -> bool:
-    """Whether the code that uses the parameter (two frames up) lies in one of `files`."""
-    return sys._getframe(2).f_code.co_filename.endswith(files)
+def _asked_by(files: tuple[str, ...]) -> bool:
+    """Whether the code that uses the tensor (three frames up) lies in one of `files`."""
+    return sys._getframe(3).f_code.co_filename.endswith(files)
 
 
-def _asked_by_clip_grad_norm() -> bool:
-    frame = sys._getframe(2)
-    if not frame.f_code.co_filename.endswith("clip_grad.py"):
-        return False
-    return not any(f is not None and f.f_code.co_name == "clip_grad_value_" for f in (frame, frame.f_back))
+def _refuse_elsewhere(tensor: Any, found: list[ShardInfo]) -> None:
+    if sys._getframe(3).f_code.co_filename.endswith(_DDP):
+        if found:
+            raise ShardedParameterError(WRAPPED)
+        return
+    spec = spec_of(tensor)
+    if spec is not None:
+        raise ShardedParameterError(
+            f"torch.distributed.{sys._getframe(3).f_code.co_name} was given {spec.name!r}, of which each rank holds other elements (this "
+            f"one {spec.start} to {spec.stop} of shape {tuple(spec.shape)}). Onefold starts from rank 0's weights and averages gradients "
+            "by itself: leave the call out, or use a whole copy, parameter.onefold.gather()."
+        )
 
 
 class ForwardDepth:
@@ -177,6 +362,20 @@ class ForwardDepth:
 
 def infos(args: Any, kwargs: Any) -> list[ShardInfo]:
     return [info for t in _flatten((args, kwargs)) if isinstance(t, ShardedParameter) and (info := t.__dict__.get("onefold"))]
+
+
+def _specs(args: Any, kwargs: Any) -> bool:
+    """Whether any argument is one rank's part."""
+    return any(spec_of(t) is not None for t in _flatten((args, kwargs)) if isinstance(t, torch.Tensor))
+
+
+def _graded(args: Any, kwargs: Any) -> list[Entry]:
+    """The sharded parameters among the arguments, each once, in order."""
+    out: dict[int, Entry] = {}
+    for t in _flatten((args, kwargs)):
+        if isinstance(t, ShardedParameter) and (entry := t.__dict__["_onefold_entry"]()) is not None and entry.engine() is not None:
+            out[id(entry)] = entry
+    return list(out.values())
 
 
 def _flatten(value: Any) -> list[Any]:
@@ -196,7 +395,7 @@ def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             entry = info._entry() if info is not None else None
             if entry is None or not entry.engine().computing:
                 return value
-            return entry.compute if func in _METADATA else entry.engine().use(entry)
+            return entry.compute if is_about_itself(func) and name_of(func) not in ("data", "detach") else entry.engine().use(entry)
         if isinstance(value, (list, tuple)):
             return type(value)(swap(v) for v in value) if not hasattr(value, "_fields") else value
         return value
@@ -204,43 +403,14 @@ def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}
 
 
-def _error(args: Any, kwargs: Any, func: Any) -> ShardedParameterError:
-    found = infos(args, kwargs)
-    what = "; ".join(map(repr, found[:3])) or "a sharded parameter"
-    name = getattr(func, "__name__", str(func))
-    return ShardedParameterError(
-        f"{name} was given a sharded parameter outside the forward pass of its model. This rank holds only {what}. "
-        "To use it whole, call the model (not a part of it), or gather it: `with onefold.full_params(model):` for all of them, "
-        "`parameter.onefold.gather()` for this one (both on every rank)."
-    )
-
-
-_T: Any = torch.Tensor
-_GRAD, _DEVICE, _DATA = _T.grad.__get__, _T.device.__get__, _T.data.__get__
-
-
-def _getters(*names: str) -> set[Any]:
-    return {getattr(_T, name).__get__ for name in names}
-
-
-# Answered from the whole parameter without gathering it.
-_METADATA = _getters(
-    "shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes"
+_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
+# What belongs to the optimizer's object.
+_OWN = frozenset(("grad", "grad__set__", "_version", "requires_grad__set__", "requires_grad_", "__hash__", "data__set__", "_grad"))
+# What may be done to a parameter that has no memory.
+_OF_HOLLOW = _OWN | _HOOKS | _words(
+    """
+    shape dtype device ndim is_leaf requires_grad layout is_cuda is_cpu is_meta itemsize nbytes size dim numel nelement
+    is_floating_point is_complex element_size stride __len__ is_contiguous data detach grad_fn is_sparse is_quantized is_nested
+    untyped_storage storage_offset get_device as_subclass retain_grad names is_signed ndimension is_xpu is_mps is_mtia retains_grad
+    """
 )
-_METADATA |= {_T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__}
-_METADATA |= {_T.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel}
-_HOOKS = {_T.register_hook, _T.register_post_accumulate_grad_hook}
-# Answered by the local interval itself, also inside a forward pass: what belongs to the optimizer's object.
-_OWN = _getters("grad", "_version") | {_T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_, _T.__hash__, _T.data.__set__}
-# Those that give out a tensor over the same memory, and what may be done to a parameter that has none.
-_READS = {_T.data.__get__, _T.detach}
-_OF_HOLLOW = _METADATA | _HOOKS | _OWN | _READS | _getters("grad_fn", "is_sparse", "is_quantized", "is_nested")
-_OF_HOLLOW |= {_T.untyped_storage, _T.storage_offset, _T.get_device, _T.as_subclass, _T.retain_grad}
-# Meaningless on an interval even where the one-dimensional shape happens to fit.
-_F = torch.nn.functional
-_NEEDS_SHAPE = {
-    _F.linear, _F.bilinear, _F.embedding, _F.embedding_bag, _F.conv1d, _F.conv2d, _F.conv3d, _F.layer_norm, _F.batch_norm,
-    _F.group_norm, _F.rms_norm, _F.multi_head_attention_forward, torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.addmm,
-    torch.transpose, torch.t, torch.permute, _T.matmul, _T.__matmul__, _T.__rmatmul__, _T.mm, _T.t, _T.transpose, _T.permute,
-    _T.view, _T.reshape, _T.__getitem__, _T.__setitem__, torch.reshape, _T.T.__get__, _T.mT.__get__, _T.H.__get__, torch.autograd.grad,
-}  # fmt: skip

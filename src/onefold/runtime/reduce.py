@@ -18,13 +18,14 @@ keeps `.grad is None`, as it would in one process; what another rank used gets i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger
 from onefold.memory.nvme import TierError
+from onefold.runtime import gradient_hooks
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.home import Home
 from onefold.runtime.kept import take_kept
@@ -68,30 +69,59 @@ class Reducer:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
         engine = self.engine
         with whole_sight(), torch.no_grad():
-            engine.backward_event()
-            grad, entry.compute.grad = entry.compute.grad, None
-            if grad is None:
+            engine.backward_event(accumulates=True)
+            hooks = entry.param._post_accumulate_grad_hooks
+            if not hooks:
+                self._take(entry)
                 return
+        if entry.compute.grad is not None:
+            self._call_hooks(entry, hooks)
+        with whole_sight(), torch.no_grad():
+            self._take(entry)
+
+    def _take(self, entry: Entry) -> None:
+        """The gradient of `entry` leaves the whole parameter, for its unit's buffer."""
+        unit = self.engine.unit_of[entry.number]
+        grad, entry.compute.grad = entry.compute.grad, None
+        if grad is not None:  # else a hook has dropped it
             if grad.layout is not torch.strided:
                 raise ValueError(
                     f"parameter {entry.slot.name!r} got a gradient of layout {grad.layout}; "
                     "Onefold reduces dense gradients only. Use sparse=False."
                 )
-            unit = engine.unit_of[entry.number]
             self._store(unit, entry, grad)
             self.used.add(entry.number)
-            unit.waiting.discard(entry.number)
             if unit.launched:
                 unit.late = True
-            elif not unit.waiting:
-                unit.ready = True
-                self.log.append(unit.index)
-                if engine.memory.record:
-                    engine.spans.came(unit.name)
-                if not engine.deferring:
-                    self._advance()
-            if not unit.waiting:
-                engine.gather.maybe_release(unit)
+        unit.waiting.discard(entry.number)
+        self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """If all gradients of the unit have come, it is ready."""
+        if unit.waiting:
+            return
+        engine = self.engine
+        if not unit.launched:
+            unit.ready = True
+            self.log.append(unit.index)
+            if engine.memory.record:
+                engine.spans.came(unit.name)
+            if not engine.deferring:
+                self._advance()
+        engine.gather.maybe_release(unit)
+
+    def _call_hooks(self, entry: Entry, hooks: Any) -> None:
+        """Let the user's hooks see, and change, this rank's whole gradient: with what earlier micro-batches left unreduced, if anything."""
+        earlier, flat = None, entry.flat
+        if entry.filled:
+            run = flat.run_of[entry.index]
+            with torch.no_grad():
+                earlier = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
+                earlier = earlier / self.summing.early_scale(flat)
+        changed = gradient_hooks.run(entry, hooks, earlier)
+        if changed or (earlier is not None and entry.compute.grad is None):
+            entry.filled = False  # what is on the parameter now is all of it
+            self.used.discard(entry.number)
 
     def passed_over(self, units: list[Unit]) -> None:
         """Backward went past these units without using them: they take part with zeros now, since other ranks may wait for that.
@@ -232,7 +262,12 @@ class Reducer:
         kept = not all(which[e.index] for e in r.flat.entries if r.flat.in_run(e, r.run))
         span = r.covers
         behind = self._steps_behind(r.flat, which)
-        meant = [e for e, wanted in zip(r.flat.entries, which, strict=True) if wanted and (_meets(e, span) or not e.slot.numel)]
+        meant = []
+        for entry, wanted in zip(r.flat.entries, which, strict=True):
+            if wanted and (_meets(entry, span) or not entry.slot.numel):
+                meant.append(entry)
+            elif wanted:
+                entry.graded_elsewhere = True
         if home is not None and home.gradients_on_disk and not behind:
             try:
                 home.take_gradient(r.total, span, meant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +14,33 @@ _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictiona
 
 def register(module: nn.Module, engine: Engine) -> None:
     _engines[module] = engine
+
+
+def unregister(module: nn.Module) -> None:
+    del _engines[module]
+
+
+_spoilt: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def spoil(module: nn.Module, why: BaseException) -> None:
+    """The model is neither sharded nor what it was: it refuses to be called until `shard()` takes it again."""
+    said = f"{type(why).__name__}: {why}"
+
+    def refuse(_: nn.Module, *args: Any) -> None:
+        raise RuntimeError(
+            f"this model is not sharded: changing it under onefold.unsharded failed ({said}). Its parameters are whole, and it would "
+            "train on every rank by itself. Mend it and call onefold.shard(model, recipe) on every rank, or start from a checkpoint."
+        )
+
+    _spoilt[module] = module.register_forward_pre_hook(refuse, prepend=True)
+
+
+def mend(module: nn.Module) -> None:
+    """`shard()` takes the model."""
+    handle = _spoilt.pop(module, None)
+    if handle is not None:
+        handle.remove()
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -25,19 +25,25 @@ def look_for_writes(engine: Engine) -> None:
     trained = engine.stepped or (engine.reduced_since_gather and not engine.optimizer_seen)
     engine.stepped = engine.reduced_since_gather = False
     for unit in engine.units:
-        looked_at = unit.kept or not engine.recipe.reshard_after_forward or any(f.route.second is not None for f in unit.flats)
-        for flat in unit.flats if looked_at else ():
-            versions = sum(written(e.param) for e in flat.entries)
-            moved = versions != flat.versions or (trained and bool(flat.runs))
-            flat.versions, flat.stale = versions, flat.kept and (flat.stale or moved)
-            if moved:
-                flat.route.moved()
-                _let_go(engine, unit)
-        if unit.kept:
-            _note(engine, unit)
-            if unit.state is State.STALE:
-                for flat in unit.flats:
-                    flat.refreshed = engine.moves.count if flat.stale else flat.refreshed  # by the refresh that follows
+        look_at(engine, unit, trained)
+
+
+def look_at(engine: Engine, unit: Unit, trained: bool = False) -> None:
+    """The same for one unit; `trained`: an optimizer has stepped since the last look."""
+    stays = unit.index in engine.gather.resident or not engine.recipe.reshard_after_forward
+    looked_at = unit.kept or stays or any(f.route.second is not None for f in unit.flats)
+    for flat in unit.flats if looked_at else ():
+        versions = sum(written(e.param) for e in flat.entries)
+        moved = versions != flat.versions or (trained and bool(flat.runs))
+        flat.versions, flat.stale = versions, flat.kept and (flat.stale or moved)
+        if moved:
+            flat.route.moved()
+            _let_go(engine, unit)
+    if unit.kept:
+        _note(engine, unit)
+        if unit.state is State.STALE:
+            for flat in unit.flats:
+                flat.refreshed = engine.moves.count if flat.stale else flat.refreshed  # by the refresh that follows
 
 
 def all_moved(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from typing import Any
@@ -14,11 +15,13 @@ from torch import nn
 from onefold.comm import Place
 from onefold.layout import overlap
 from onefold.memory import GATHERED
+from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.tiles.modules import first_tiles
 from onefold.runtime.unit import Unit
+from onefold.runtime.unset import value_of
 
 
 def _place(engine: Engine, unit: Unit) -> Place:
@@ -65,11 +68,16 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         raise RuntimeError("full_params was entered inside a forward pass of the model; enter it outside.")
     if write:
         engine.about_to_write()
+    elif engine.unset and not engine.whole_depth:
+        engine.unset.look(engine)
+        engine.unset.refuse("full_params() would show")
     if engine.whole_depth:  # nested: the outer one has gathered
         if write and not engine.whole_write:
             raise RuntimeError("full_params(write=True) was entered inside full_params(); give write=True to the outer one.")
         yield
         return
+    if not engine.passive:
+        refuse_changes(engine, "full_params")
     held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
     joint: dict[str, torch.Tensor] = {}  # parameters in tiles: the tiles lie one behind another, so that there is a whole to see
     with whole_sight():
@@ -100,6 +108,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                 engine.memory.add(GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name)
             if write:
                 engine.make_stale()
+                engine.unset.look(engine)
 
 
 def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) -> torch.Tensor:
@@ -121,7 +130,11 @@ def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
     """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See `onefold.full_state_dict`."""
+    if not engine.passive:
+        refuse_changes(engine, "full_state_dict")
     group = engine.group
+    engine.unset.look(engine)
+    engine.unset.refuse("full_state_dict() would hold")
     out: dict[Any, torch.Tensor] = {}  # by the parameter's identity and names: hooks of a module may rename or copy it in its state dict
     joint: dict[str, torch.Tensor] = {}
     with whole_sight(), torch.no_grad():
@@ -135,7 +148,8 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
                         whole = joint[entry.part.names[0]].view(entry.part.shape)
                     else:
                         whole = value.cpu().clone()
-                    out |= dict.fromkeys((id(entry.param), *entry.part.names), whole)
+                    names = () if engine.passive else entry.part.names  # the model's own, where somebody has put another in its place
+                    out |= dict.fromkeys((id(entry.param), *names), whole)
     if group.rank != 0:
         return {}
     order = {name: value for name, value in plain_state_dict(engine, module).items() if isinstance(value, torch.Tensor)}
@@ -194,6 +208,7 @@ def load_full_state_dict(
     engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
 ) -> tuple[list[str], list[str]]:
     """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See `onefold.load_full_state_dict`."""
+    refuse_changes(engine, "load_full_state_dict")
     engine.about_to_write()
     expected = {n: v for n, v in plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
     known = {id(e.param): e for e in engine.entries}
@@ -215,6 +230,8 @@ def load_full_state_dict(
                 _load_flat(engine, unit, flat, given)
         _load_buffers(engine, {n: v for n, v in expected.items() if n not in shapes}, state or {})
         engine.make_stale()
+        engine.unset.given({name for n in expected if n not in missing for name in (n, *(named[n].part.names if n in named else ()))})
+        engine.unset.remember()
     return missing, unexpected
 
 
@@ -295,7 +312,7 @@ def _load_buffers(engine: Engine, buffers: Mapping[str, torch.Tensor], state: Ma
 
 
 def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
-    """Build the unit's flat buffers; rank 0's weights are everybody's. Parameters named in `coming` stay 0 until somebody writes them."""
+    """Build the unit's flat buffers; rank 0's weights are everybody's. Parameters named in `coming` are NaN until somebody writes them."""
     for flat in unit.flats:
         if flat.passive:
             continue
@@ -306,19 +323,29 @@ def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
                 for entry in flat.entries:
                     if entry.slot.name not in coming:
                         _scatter_entry(engine, unit, entry, master)
+                    elif master.is_floating_point() and not flat.route.stored:  # see [Note: marks of what is unset] in runtime/unset.py
+                        a, b = flat.local(entry)
+                        master[a - flat.owned[0] : b - flat.owned[0]].fill_(math.nan)
                 return
             full = None
             if engine.rank == 0:
                 full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
                 for entry in flat.entries:
-                    parameters, attribute, _ = entry.places[0]
-                    source = parameters[attribute]
-                    assert source is not None
+                    source = _source(entry)
                     flat.view(full, entry).copy_(source.detach())
             scatter_masters(engine, unit, flat, full, master)
 
         with whole_sight(), torch.no_grad():
             flat.build(fill, engine.device)
+
+
+def _source(entry: Entry) -> torch.Tensor:
+    """Rank 0's value of a parameter that is about to be laid out."""
+    parameters, attribute, _ = entry.places[0]
+    source = value_of(entry)
+    source = parameters[attribute] if source is None else source  # one without elements
+    assert source is not None
+    return source
 
 
 def _scatter_entry(engine: Engine, unit: Unit, entry: Entry, master: torch.Tensor) -> None:
@@ -329,10 +356,7 @@ def _scatter_entry(engine: Engine, unit: Unit, entry: Entry, master: torch.Tenso
     if group.rank != 0:
         group.exchange([], [(0, mine)], _place(engine, unit), flat.index, move="state").wait()
         return
-    parameters, attribute, _ = entry.places[0]
-    source = parameters[attribute]
-    assert source is not None
-    whole = source.detach().to(engine.device, flat.dtypes.master).reshape(-1)
+    whole = _source(entry).detach().to(engine.device, flat.dtypes.master).reshape(-1)
     sends = []
     for peer in range(1, 1 if group.imagined else group.size):
         start, end = overlap((slot.start, slot.end), flat.owned_by(peer))

@@ -8,6 +8,9 @@
 [Note: held sums] Where gradients are divided inside a group, micro-batches before the boundary go one hop only: the group's sums are held
 in the accumulation dtype, and the hop across carries them once a step.
 
+[Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once to the dtype of the wire, whether it
+then travels on or stays. The second half of stage 0's all-reduce thus weighs what the formula says, and stages 1 to 3 have its bits.
+
 [Note: encoded sums] Where gradients travel encoded, every part is encoded for its receiver, decoded there and added in the accumulation
 dtype: sums are never made of encoded values. A rank's own part is not encoded. What the encoding lost can be kept and added to the next
 gradient.
@@ -290,7 +293,19 @@ class Summing:
         if sums is not target:
             target.copy_(sums)
             pool.give(sums)
+        elif r.is_last:
+            self._round(r, sums)
         return total
+
+    def _round(self, r: Reduction, sums: torch.Tensor) -> None:
+        """See [Note: rounded once]; in place, by way of the memory that the parts came in, which have been added."""
+        wire = r.flat.dtypes.wire
+        if r.lent is None or wire == sums.dtype or torch.promote_types(wire, sums.dtype) == wire:
+            return
+        room = r.lent.view(torch.uint8)
+        room = room[: room.numel() // wire.itemsize * wire.itemsize].view(wire)
+        for part in sums.split(max(room.numel(), 1)):
+            part.copy_(room[: part.numel()].copy_(part))
 
     def _add_up(self, r: Reduction, sums: torch.Tensor) -> None:
         """All parts into `sums`, in rank order."""

@@ -52,7 +52,7 @@ def leaving_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[in
         return set()
     if recipe.offload_bytes is None and recipe.offload_share >= 1:
         return set(range(len(sizes)))
-    a_parameter = torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.gradients.dtype.itemsize
+    a_parameter = torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.sums_dtype.itemsize
     divided = ranks if recipe.optimizer.placement.value == "sharded" else 1
     budget = sum(sizes) * recipe.offload_share
     if recipe.offload_bytes is not None:

@@ -100,25 +100,3 @@ class Unit:
         if (self.state, state) not in _ALLOWED:
             raise AssertionError(f"unit {self.name!r} cannot go from {self.state.value} to {state.value} (step {step})")
         self.state = state
-
-    def swap_in(self) -> None:
-        """Let the module see the whole parameters.
-
-        Raises:
-            RuntimeError: somebody has put another tensor in a parameter's place, which would be ignored.
-        """
-        for flat in self.flats:
-            for entry in flat.entries:
-                if any(parameters.get(attribute) is not entry.param for parameters, attribute, _ in entry.places):
-                    raise RuntimeError(
-                        f"parameter {entry.slot.name!r} was replaced after shard() (assigned, removed, or by torch.func.functional_call). "
-                        "Write into it instead: `with onefold.full_params(model, write=True):` for values; "
-                        "other structures before shard()."
-                    )
-                flat.swap(entry, entry.compute)
-
-    def swap_out(self) -> None:
-        """Let the module show the optimizer's parameters again."""
-        for flat in self.flats:
-            for entry in flat.entries:
-                flat.swap(entry, entry.param)

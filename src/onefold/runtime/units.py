@@ -56,6 +56,8 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
     """The units of `root`, the root's own first, then in the order of `root.named_modules()`."""
     modules = dict(root.named_modules())
     names = _named(modules, wanted) if wanted is not None else _blocks(root)
+    every, first = dict(root.named_modules(remove_duplicate=False)), {id(module): name for name, module in modules.items()}
+    names = list(dict.fromkeys(first[id(every[name])] for name in names))  # a module that stands in several places goes by its first name
     if wanted is None:
         names = names + _large_rest(modules, names)
     names = [*names, *(name for name, module in modules.items() if isinstance(module, Tile))]

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from onefold.train.stop import CONTROL, follow_parent
+from onefold.train.stop import CONTROL, PARENT, end_with_parent, parent_told
 
 #: What ends the agent and its ranks at once.
 END = signal.SIGQUIT
@@ -24,14 +24,15 @@ GRACE = "ONEFOLD_GRACE"
 
 def main(arguments: list[str]) -> int:
     """Start the ranks, start them again as often as may be, and wait for them. Returns the exit status."""
+    _let_signals_pass()
+    end_with_parent(parent_told())
+    os.environ[PARENT] = str(os.getpid())  # of the ranks
+    logging.disable(logging.CRITICAL)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-    logging.disable(logging.CRITICAL)
-    _let_signals_pass()
-    follow_parent()
     asked = run.parse_args(arguments)
     for name, value in (("signals_to_handle", END.name), ("shutdown_timeout", int(float(os.environ.get(GRACE, "30"))))):
         if hasattr(asked, name):  # not in every version of torch
@@ -56,9 +57,25 @@ def main(arguments: list[str]) -> int:
         hint = "is it HOST:PORT of one of them, and is that one up?"
         print(f"error: the machines cannot meet at --rdzv-endpoint ({text}): {hint}", file=sys.stderr)
         return 1
+    except RuntimeError as error:  # a machine went while they met, and with it what they tell each other through
+        if not type(error).__name__.startswith("Dist"):  # torch.distributed's DistError and its kinds
+            raise
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        print(f"error: the machines lost each other while they met ({text}). Start this one again, and it joins them.", file=sys.stderr)
+        return 1
     finally:
         signal.signal(END, signal.SIG_IGN)  # it ends by itself now
     return 0
+
+
+def quietly(arguments: list[str]) -> int:
+    """As `main`, also if `END` comes while that tells how the ranks ended."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    try:
+        return main(arguments)
+    except SignalException as error:
+        return 128 + error.sigval
 
 
 def _let_signals_pass() -> None:
@@ -89,4 +106,4 @@ def _how_it_ended(rank: int, status: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(quietly(sys.argv[1:]))

@@ -12,15 +12,17 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from onefold.recipe import Recipe
 from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.tiers import tier_arguments
 from onefold.train.wires import wire_arguments
+
+if TYPE_CHECKING:
+    from onefold.recipe import Recipe
 
 Stage = Literal["auto", "0", "1", "2", "3"]
 DEFAULT_STEPS = 40
@@ -263,14 +265,14 @@ class TrainConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _the_recipe_can_be(self) -> TrainConfig:
-        self.recipe(3 if self.stage == "auto" else int(self.stage))
+    def _all_gradients_are_known(self) -> TrainConfig:
         looks_at_the_norm = (
             (self.clip > 0, f"--clip {self.clip:g}", "--clip 0"),
             (self.precision == "fp16", "--precision fp16", "--precision bf16"),
             (self.on_nonfinite == "skip", "--on-nonfinite skip", "--on-nonfinite stop"),
         )
-        for looks, option, instead in looks_at_the_norm if self.step_in_backward else ():
+        offloaded = self.offload_optimizer not in (None, "none")  # without that there is nothing to step there: see `check_recipe`
+        for looks, option, instead in looks_at_the_norm if self.step_in_backward and offloaded else ():
             if looks:
                 raise ValueError(f"--step-in-backward steps units before all gradients are known, which {option} looks at: use {instead}.")
         return self
@@ -281,6 +283,8 @@ class TrainConfig(BaseModel):
         Raises:
             ValueError: no recipe can be what is asked for.
         """
+        from onefold.recipe import Recipe
+
         return Recipe.zero(
             stage,
             precision=self.precision,
@@ -290,6 +294,17 @@ class TrainConfig(BaseModel):
             **tier_arguments(self),
             **wire_arguments(self),
         )
+
+    def check_recipe(self) -> None:
+        """See that there is a recipe for these options. Imports torch.
+
+        Raises:
+            TrainError: there is none.
+        """
+        try:
+            self.recipe(3 if self.stage == "auto" else int(self.stage))
+        except ValueError as error:
+            raise TrainError(str(error)) from None
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
@@ -319,7 +334,11 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise TrainError(f"--config {path}: there is no such file.")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise TrainError(f"--config {path} cannot be read: {why}.") from None
     if path.suffix == ".toml":
         try:
             values: Any = tomllib.loads(text)
@@ -349,6 +368,13 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = None) -> TrainConfig:
+    """As `read_options`, and with options that a recipe can be made of. Imports torch."""
+    config = read_options(command_line, config_file)
+    config.check_recipe()
+    return config
+
+
+def read_options(command_line: Mapping[str, Any], config_file: str | Path | None = None) -> TrainConfig:
     """Defaults, then the file, then the command line; None on the command line means "not given".
 
     Raises:

@@ -9,22 +9,19 @@ themselves, so a sample's tokens that count are the labels from position 1 on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from onefold.train.documents import read_documents
 from onefold.train.errors import TrainError
 from onefold.train.tokenizer import Tokenizer, encode_with_spans, render_chat
 
 IGNORE = -100
-#: What a folder is searched for.
-TEXT_ENDINGS = frozenset({".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".log", ".text"})
 #: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
 _SPLIT = 1 << 40
 Batch = dict[str, torch.Tensor]
@@ -103,13 +100,18 @@ class Data:
     notes: list[str] = field(default_factory=list)
 
 
-def load_data(name: str, tokenizer: Tokenizer, seq: int, seed: int, eval_fraction: float) -> Data:
+def load_data(
+    name: str, tokenizer: Tokenizer, seq: int, seed: int, eval_fraction: float, read: tuple[str, list[Any]] | None = None
+) -> Data:
     """Read `--data`, split it, tokenize it.
+
+    Args:
+        read: what `read_documents` has given, where that was asked before.
 
     Raises:
         TrainError: nothing there, nothing readable in it, or too little for one sequence.
     """
-    kind, documents = read_documents(name)
+    kind, documents = read or read_documents(name)
     notes: list[str] = []
     chat = kind == "messages"
     everything = _conversations(documents, tokenizer, seq, notes) if chat else _pack(documents, tokenizer, seq, name)
@@ -120,60 +122,6 @@ def load_data(name: str, tokenizer: Tokenizer, seq: int, seed: int, eval_fractio
     if not held:
         notes.append("one sample only: nothing is held out, so no held-out loss is measured")
     return Data(train, out, name, notes)
-
-
-def read_documents(name: str) -> tuple[str, list[Any]]:
-    """("text", [str, ...]) or ("messages", [[{"role", "content"}, ...], ...]) from a `--data` value."""
-    if name == "topics":
-        from pydoc_data.topics import topics
-
-        return "text", [topics[key] for key in sorted(topics)]
-    path = Path(name)
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in TEXT_ENDINGS)
-        if not files:
-            raise TrainError(f"--data {name}: no text file in this folder ({', '.join(sorted(TEXT_ENDINGS))}).")
-        return "text", [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    if not path.is_file():
-        raise TrainError(f"--data {name}: expected topics, a text file, a folder or a .jsonl file, and there is no such file.")
-    if path.suffix.lower() in (".jsonl", ".ndjson"):
-        return _read_json_lines(path)
-    return "text", [path.read_text(encoding="utf-8", errors="replace")]
-
-
-def _read_json_lines(path: Path) -> tuple[str, list[Any]]:
-    kinds, out = set(), []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise TrainError(f"--data {path}, line {number}: not JSON ({error.msg}).") from None
-            key = next((k for k in ("messages", "text") if isinstance(row, dict) and k in row), None)
-            if key is None:
-                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                raise TrainError(f"--data {path}, line {number}: expected a key `text` or `messages`, found {found}.")
-            _check_row(path, number, key, row[key])
-            kinds.add(key)
-            if len(kinds) > 1:
-                raise TrainError(f"--data {path}, line {number}: has `{key}`, the lines before the other; use one per file.")
-            out.append(row[key])
-    if not out:
-        raise TrainError(f"--data {path}: the file has no lines.")
-    return kinds.pop(), out
-
-
-def _check_row(path: Path, number: int, key: str, value: Any) -> None:
-    if key == "text":
-        good = isinstance(value, str)
-    else:
-        good = isinstance(value, list) and bool(value)
-        good = good and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value)
-    if not good:
-        expected = "a string" if key == "text" else 'a list of {"role": ..., "content": ...}'
-        raise TrainError(f"--data {path}, line {number}: `{key}` must be {expected}.")
 
 
 def _pack(documents: Iterable[str], tokenizer: Tokenizer, seq: int, name: str) -> Packed:

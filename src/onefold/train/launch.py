@@ -11,21 +11,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
 from onefold.train.agent import END
 from onefold.train.agent import GRACE as GRACE_OF_AGENT
+from onefold.train.claim import RUN, Claim, name_output, run_of
 from onefold.train.config import TrainConfig
 from onefold.train.durations import seconds_of
+from onefold.train.early import check_batch, refuse_earlier_run
 from onefold.train.errors import TrainError
+from onefold.train.interrupt import put_in_order
 from onefold.train.machine import physical_cores
-from onefold.train.stop import CONTROL, FINAL, PREEMPTION, REQUESTS, STARTED, TRAINING, Stop
+from onefold.train.stop import CONTROL, FINAL, PARENT, PREEMPTION, REQUESTS, STARTED, TRAINING, Stop
 from onefold.train.wires import refuse_groups
 
 #: What torch.distributed reads when ranks are started by somebody else.
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: A file that the driver of a GPU makes: NVIDIA's, AMD's, that of a Jetson, that of Windows below Linux.
+DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/nvmap", "/dev/dxg")
 #: Seconds that the agent gets to end, before SIGKILL.
 GRACE = 5.0
 #: Seconds beyond --grace in which ranks that have saved may still leave.
@@ -78,9 +83,7 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
     Raises:
         TrainError: more ranks than GPUs.
     """
-    import torch
-
-    gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
+    gpus = _gpus() if config.device != "cpu" else 0
     if config.device == "cuda" and not gpus:
         raise TrainError("--device cuda: torch finds no GPU here; use --device auto or cpu.")
     if gpus:
@@ -89,6 +92,15 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
         return (config.nproc, "as asked") if config.nproc else (gpus, f"one a GPU, {gpus} here")
     cores = physical_cores()
     return (config.nproc, "as asked") if config.nproc else (cores, f"one a physical core, {cores} here")
+
+
+def _gpus() -> int:
+    """How many torch finds. Where no driver has made a device file there is none to find, and torch need not be imported."""
+    if sys.platform == "linux" and not any(Path(path).exists() for path in DRIVERS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
@@ -120,20 +132,66 @@ def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
 
 
 def launch(config: TrainConfig) -> int:
-    """Run `config` on ranks of this machine and return the exit status: 0, 1 for a failure, 130 after Ctrl-C. See `onefold.train.stop`."""
-    nproc, why = ranks_to_start(config)
+    """Run `config` on ranks of this machine and return the exit status: 0, 1 for a failure, 130 after Ctrl-C. See `onefold.train.stop`.
+
+    Raises:
+        TrainError: it cannot be; nothing was started then, and nothing is left.
+    """
+    fewest, most = config.nodes
+    if config.nproc is not None and fewest == most:  # it needs no GPUs counted, which takes an import of torch
+        check_batch(config, config.nproc * fewest)
+    torchrun_arguments(config, config.nproc or 1)
+    if most == 1:
+        refuse_earlier_run(config)
+    named = name_output(config) if most == 1 else config
+    with _claimed(named, new=config.output is None) as run:
+        nproc, why = ranks_to_start(config)
+        if fewest == most:
+            check_batch(config, nproc * fewest)
+        config.check_recipe()  # torch is imported here at the latest
+        if most == 1:
+            refuse_groups(config, nproc)
+            # On several machines the first rank of all decides about the folder, which may be in use by the time that others come.
+            from onefold.train.output import with_output
+
+            config = with_output(named)
+        if not config.json_lines:
+            print(f"starting {nproc} ranks ({why})", flush=True)
+        return _run(config, nproc, run)
+
+
+@contextlib.contextmanager
+def _claimed(config: TrainConfig, new: bool) -> Iterator[str]:
+    """Inside, this run has its output folder to itself; gives the run's name. `new`: the folder was made for it just now."""
+    assert config.output is not None
+    run = run_of(config, os.environ)
+    claim = Claim.take(Path(config.output), run, new=new)
+    put_in_order.append(claim.undo)
+    try:
+        if not claim.known and not config.json_lines:
+            _say(f"the file system of {config.output} has no locks: another run that writes there would not be noticed")
+        yield run
+    except TrainError:
+        claim.undo()
+        raise
+    finally:
+        put_in_order.remove(claim.undo)
+        claim.release()
+
+
+def _run(config: TrainConfig, nproc: int, run: str) -> int:
+    """Start the agent, which starts the ranks, and wait for the end. Returns the exit status."""
     asked = torchrun_arguments(config, nproc)
-    if config.nodes[1] == 1:
-        refuse_groups(config, nproc)
-    if not config.json_lines:
-        print(f"starting {nproc} ranks ({why})", flush=True)
     with noted_signals() as arrived, _control_folder() as control:
         (control / "config.json").write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
         environment = child_environment(os.environ, nproc, control, config.compile)
         process = subprocess.Popen(
             [sys.executable, "-m", "onefold.train.agent", *asked, f"--log-dir={control}",
-             "-m", "onefold.train.worker", str(control / "config.json")],
-            env={**environment, **_for_several(config), GRACE_OF_AGENT: str(seconds_of(config.grace)), STARTED: str(time.time())},
+             "-m", "onefold.train.rank", str(control / "config.json")],
+            env={
+                **environment, **_for_several(config), GRACE_OF_AGENT: str(seconds_of(config.grace)), STARTED: str(time.time()),
+                PARENT: str(os.getpid()), RUN: run,
+            },
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
@@ -247,16 +305,43 @@ def _end(process: subprocess.Popen[bytes], control: Path) -> None:
     """Leave no process: ranks at once, then the agent. Each rank leads a group of its own, which goes with it."""
     if process.poll() is not None:
         return
-    for pid in _pids(control):
+    ranks = {*_pids(control), *_children_of(process.pid)}
+    for pid in ranks:
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(OSError):
                 kill(pid, signal.SIGKILL)
     process.send_signal(END)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
+        process.wait(GRACE if ranks else 0.2)  # without ranks it may be importing torch, and hears nothing: they would end with it
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    _wait_for_the_end_of(ranks)
+
+
+def _children_of(parent: int) -> list[int]:
+    """Its processes, those that have just begun, too; [] where /proc does not tell."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _wait_for_the_end_of(ranks: Iterable[int]) -> None:
+    """They were killed; this sees them gone (init, or who stands for it, takes them)."""
+    end = time.monotonic() + GRACE
+    for pid in ranks:
+        while time.monotonic() < end:
+            try:
+                state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            except (OSError, IndexError):
+                break
+            if state in "ZX":
+                break
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager

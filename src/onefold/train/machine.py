@@ -1,14 +1,10 @@
-"""What this machine has for a run: cores and memory that this process may really use (affinity and cgroups counted in)."""
+"""What this machine has for a run: cores that this process may really use (affinity and cgroups counted in)."""
 
 from __future__ import annotations
 
 import math
 import os
 from pathlib import Path
-
-from onefold.memory.host import free_host_memory
-
-__all__ = ["allowed_cpus", "free_host_memory", "physical_cores", "readable"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPU = Path("/sys/devices/system/cpu")

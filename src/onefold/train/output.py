@@ -9,15 +9,15 @@ OUTPUT/model/          the model, when the run has ended
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from onefold.observe.tensorboard import TensorBoard
+from onefold.train.claim import name_output
 from onefold.train.config import TrainConfig
+from onefold.train.early import earlier_run
 from onefold.train.errors import TrainError
 from onefold.train.resume import CHECKPOINTS, newest_first
 
@@ -34,13 +34,7 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
         TrainError: the folder holds an earlier run, or is none.
     """
     if config.output is None:
-        name = re.sub(r"[^\w.-]+", "-", Path(config.model).name).strip("-") or "model"
-        folder = first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        tries = 1
-        while folder.exists():
-            tries += 1
-            folder = first.with_name(f"{first.name}-{tries}")
-        return config.model_copy(update={"output": str(folder)})
+        return name_output(config)
     folder = Path(config.output)
     if folder.exists() and not folder.is_dir():
         raise TrainError(f"--output {folder} is a file; name a folder.")
@@ -58,8 +52,7 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
     if config.resume != "none" and kept and Path(config.resume).resolve() in own:
         return config
     if earlier:
-        more = "" if config.resume != "none" else ", go on with it (--resume auto)" if kept else ""
-        raise TrainError(f"--output {folder} holds an earlier run ({', '.join(earlier)}); name another folder{more}, or add --overwrite.")
+        raise TrainError(earlier_run(folder, earlier, "--resume auto" if kept and config.resume == "none" else ""))
     return config
 
 

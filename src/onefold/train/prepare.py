@@ -14,14 +14,16 @@ import onefold
 from onefold.memory.nvme import TierError
 from onefold.observe.trace import Recording
 from onefold.plan.schema import Account
+from onefold.train.batch import accumulation_steps, micro_batch_that_divides
 from onefold.train.blocks import checkpoint_activations, compile_blocks
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig
 from onefold.train.data import Data, load_data
+from onefold.train.documents import read_documents
 from onefold.train.errors import TrainError
 from onefold.train.groups import names_without_decay, parameter_groups
 from onefold.train.models import Loaded, load_on_first_rank
-from onefold.train.order import DataOrder, accumulation_steps, fingerprint_of, micro_batch_that_divides
+from onefold.train.order import DataOrder, fingerprint_of
 from onefold.train.ranks import Ranks
 from onefold.train.resume import Point
 from onefold.train.schedule import lr_factor, steps_of, warmup_steps
@@ -72,12 +74,13 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None], poin
         config = _with_global_batch(config, point.global_batch, ranks, note)
     refuse_groups(config, ranks.world_size)
     (free,) = ranks.least(ranks.free_memory())
+    note(f"reading {config.data}")
+    documents = read_documents(config.data)  # what cannot be read is told before a model is loaded
     note(f"loading {config.model}")
     loaded = load_on_first_rank(config.model, config.tokenizer, config.seed, config.seq, ranks)
     if loaded.tokenizer is None:
         raise TrainError(f"--model {config.model} came without a tokenizer and none is installed; name one with --tokenizer.")
-    note(f"reading {config.data}")
-    data = load_data(config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction)
+    data = load_data(config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction, documents)
     _check_vocabulary(loaded)
     model = loaded.module
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

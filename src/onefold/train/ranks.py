@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm import StallError
-from onefold.train.machine import free_host_memory
+from onefold.memory.host import free_host_memory
 from onefold.train.meeting import meet
 
 #: Seconds in which all ranks must have started.

@@ -6,7 +6,7 @@
     PATH            that checkpoint, or the newest in that folder newest of OUTPUT/checkpoints, else PATH
 
 The number of ranks, the stage and the micro-batch may all differ from those of the run that saved; the global batch and the order of the
-samples stay. On the same ranks the losses are bit-equal to those of a run that was never interrupted.
+samples stay. On the same ranks with the same micro-batch the losses are bit-equal to those of a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onefold.checkpoint.errors import DamagedCheckpoint
-from onefold.checkpoint.folder import checkpoints
+from onefold.checkpoint.folder import OF_RUN, checkpoints
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
@@ -30,7 +30,7 @@ from onefold.train.wires import OPTIONS
 if TYPE_CHECKING:
     from onefold.train.prepare import Run
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS = OF_RUN
 #: Options that may change between two starts of a run and do change its numbers.
 FREE = (
     "lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "steps", "precision", "micro_batch", *OPTIONS,

@@ -17,6 +17,10 @@ machine has come (then they finish it and save, and nothing is lost).
 [Note: signals on a thread] Python runs a signal's handler on the main thread, between two instructions: not while that thread waits
 inside a collective. The numbers of arriving signals are therefore written to a pipe by the interpreter, at once, and a thread reads it.
 
+[Note: nobody is left behind] The launcher, the agent or both may be killed at any moment, and nobody then ends the others. So every process
+ends with the one that has started it, and does so from its first moment on, before it imports anything: launcher ─► agent ─► rank. Who has
+started it stands in the environment, since a process that begins a moment after that one's end would take another for its parent.
+
 The launcher and its ranks meet in a temporary folder, the control folder: ranks leave their process ids there, the first of a
 machine says when there is something to save, and the first rank that fails is the one that speaks.
 """
@@ -34,6 +38,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 CONTROL = "ONEFOLD_CONTROL"
+#: The process id of who has started this process.
+PARENT = "ONEFOLD_PARENT"
 #: When the launcher started, seconds since the epoch.
 STARTED = "ONEFOLD_STARTED"
 INTERRUPTED = 130
@@ -90,7 +96,6 @@ class StopSignal:
                 if local_rank == 0:
                     (self.control / TRAINING).unlink(missing_ok=True)
                 (self.control / f"rank-{local_rank}.pid").write_text(str(os.getpid()))
-            follow_parent()
 
     def arm(self) -> None:
         """From now on there is something to save: a signal lets the step finish instead of ending the process."""
@@ -176,13 +181,38 @@ class StopSignal:
         os._exit(1)
 
 
-def follow_parent(interval: float = 1.0) -> None:
-    """End this process within about `interval` seconds of its parent's end: nothing is left running."""
-    parent = os.getppid()
+# -- ending with one's parent ------------------------------------------------------------------------------------------------------
+
+
+def end_with_parent(parent: int | None = None, interval: float = 1.0) -> None:
+    """End this process when its parent ends, however that ends: nothing is left running. See [Note: nobody is left behind].
+
+    Args:
+        parent: the process that has started this one, None if that is not known. If it has ended by now, so does this process.
+        interval: seconds between two looks where the kernel does not tell (it does on Linux, at once).
+    """
+    _have_the_kernel_do_it()
+    started_by = os.getppid() if parent is None else parent
+    if os.getppid() != started_by:
+        os._exit(128 + signal.SIGKILL)
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == started_by:
             time.sleep(interval)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="onefold-follow-parent", daemon=True).start()
+    threading.Thread(target=watch, name="onefold-end-with-parent", daemon=True).start()
+
+
+def parent_told() -> int | None:
+    """The process id that whoever started this process has left for it in the environment."""
+    return int(os.environ[PARENT]) if PARENT in os.environ else None
+
+
+def _have_the_kernel_do_it() -> None:
+    """It watches the thread that has started this process: the main thread of the launcher, of the agent, of torchrun."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError, ImportError):
+            import ctypes
+
+            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG

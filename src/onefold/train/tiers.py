@@ -18,12 +18,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from onefold.recipe import Recipe, Tier
-from onefold.recipe.tiers import UNLIMITED
 from onefold.train.errors import TrainError
 from onefold.train.machine import readable
 
 if TYPE_CHECKING:
+    from onefold.recipe import Recipe
     from onefold.train.config import TrainConfig
 
 _AS_THEY_ARE = ("offload_gradients", "offload_param", "offload_activations", "tile", "moments")
@@ -72,6 +71,9 @@ def refuse_without_folder(config: TrainConfig) -> None:
 
 def in_a_sentence(recipe: Recipe) -> str:
     """What rests off the device or in another format, for people; "" where nothing does."""
+    from onefold.recipe import Tier
+    from onefold.recipe.tiers import UNLIMITED
+
     rows = {"parameters": recipe.parameters.tier, "gradients": recipe.gradients.tier, "optimizer states": recipe.optimizer.tier}
     parts = []
     for tier, name in ((Tier.HOST, "on the host"), (Tier.NVME, "on NVMe")):

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import onefold
-from onefold.comm.topology import Topology
 from onefold.train.errors import TrainError
 from onefold.train.machine import readable
 
@@ -50,6 +49,8 @@ def refuse_groups(config: TrainConfig, ranks: int) -> None:
     Raises:
         TrainError: they do not.
     """
+    from onefold.comm.topology import Topology
+
     for name in ("group", "shard_group"):
         size = getattr(config, name)
         if isinstance(size, int):

@@ -17,6 +17,7 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.comm import StallError
 from onefold.memory.nvme import TierError
 from onefold.train import resume
+from onefold.train.claim import Claim, run_of
 from onefold.train.config import TrainConfig
 from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError
@@ -134,8 +135,12 @@ class Rank:
         traceback.print_exception(error)
 
 
-def run_rank(config: TrainConfig) -> int:
-    """Be one rank of `config` and return the exit status. What goes wrong is told once, by the first rank it happens to."""
+def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
+    """Be one rank of `config` and return the exit status. What goes wrong is told once, by the first rank it happens to.
+
+    Args:
+        claim: this process's hold on the output folder, where it has one already.
+    """
     me = Rank(config)
     try:
         ranks = join(config.device, config.stall_timeout)
@@ -145,14 +150,27 @@ def run_rank(config: TrainConfig) -> int:
         if CONTROL not in os.environ or config.nodes[1] > 1:
             given, config = config, _from_first(ranks, lambda: with_output(config, restarted))
             me.otherwise = otherwise(ranks.gather(unlike(given, config)))
+        claim = _held(config, ranks, claim)
         code = _run(config, ranks, me, restarted)
         if me.neighbours is not None:
             me.neighbours.close()
         leave()
+        claim.release()
         return code
     except Exception as error:
         me.fail(error)
         raise
+
+
+def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
+    """This rank's hold on the output folder: as long as it lives, nobody else begins there. Collective."""
+    assert config.output is not None
+    folder, run = Path(config.output), ranks.from_first(run_of(config, os.environ))
+    if claim is not None and claim.folder == folder:
+        return claim
+    if claim is not None:  # this rank was told another folder than the first
+        claim.undo()
+    return Claim.take(folder, run)
 
 
 def unlike(given: TrainConfig, taken: TrainConfig) -> str:
@@ -348,7 +366,3 @@ def _show_sample(run: Run, say: Reporter, when: str) -> None:
     text = sample(run)
     if text is not None:
         say.sample(when, prompt_of(run), text)
-
-
-if __name__ == "__main__":
-    sys.exit(run_rank(TrainConfig.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))))

@@ -203,7 +203,7 @@ class DeepSpeedEngine(nn.Module):
         Raises:
             RuntimeError: rank 0 could not write it (raised on every rank).
         """
-        dtype = COMPUTE_DTYPES[self.config.precision]
+        dtype = COMPUTE_DTYPES[self.config.precision] if self.config.precision is not None else None
         save_whole(
             self.module,
             Path(save_dir) / save_filename,

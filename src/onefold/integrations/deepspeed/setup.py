@@ -21,7 +21,7 @@ import onefold
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
 from onefold.integrations.deepspeed.schedules import build_schedule
 from onefold.recipe import Recipe
-from onefold.recipe.deepspeed import DeepSpeedConfig, read_deepspeed
+from onefold.recipe.deepspeed import DeepSpeedConfig, read_deepspeed, refuse_auto
 
 logger = logging.getLogger("onefold")
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -66,7 +66,8 @@ def initialize(
         engine, optimizer, data loader, schedule; what was not asked for is None.
 
     Raises:
-        ValueError: the configuration or the arguments contradict themselves (see `read_deepspeed`).
+        ValueError: the configuration or the arguments contradict themselves (see `read_deepspeed`); the configuration says "auto" for
+            what decides the training; a model in training mode has no optimizer.
         NotImplementedError: something that Onefold does not do is asked for.
         TierError: state is to rest on NVMe, and a folder is not there, or its disk has no room; raised on every rank.
     """
@@ -79,6 +80,7 @@ def initialize(
     _join(dist_init_required, distributed_port)
     world_size = _world_size(group)
     read = read_deepspeed(_chosen_config(args, config, config_params), world_size)
+    refuse_auto(read.undecided(optimizer is not None, lr_scheduler is not None))
     if read.batch.train is None:
         raise ValueError(
             "the configuration has no batch size: set train_micro_batch_size_per_gpu, or train_batch_size."
@@ -86,6 +88,7 @@ def initialize(
 
     chosen = list(model_parameters) if model_parameters is not None else None
     _check_parameters(model, optimizer, chosen)
+    _check_optimizer(model, read, optimizer, lr_scheduler)
     onefold.shard(model, Recipe.zero(**read.recipe_arguments), group=group, units=units, device=_device())
     trained = chosen if chosen is not None else [p for p in model.parameters() if p.requires_grad]
     torch_optimizer = _optimizer(read, optimizer, trained)
@@ -169,6 +172,19 @@ def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None
                 )
 
 
+def _check_optimizer(model: nn.Module, read: DeepSpeedConfig, given: Any, lr_scheduler: Any) -> None:
+    """Without an optimizer nothing can be trained; what is only evaluated needs none."""
+    if given is not None or read.optimizer is not None:
+        return
+    if read.scheduler is not None or lr_scheduler is not None:
+        raise ValueError("the configuration names a scheduler but there is no optimizer: name one too, or pass optimizer=.")
+    if model.training and any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            'there is no optimizer: the configuration has no "optimizer", and initialize was given none. Write one, as in {"optimizer": '
+            '{"type": "AdamW", "params": {"lr": 1e-4}}}, or pass optimizer=. For evaluation alone call model.eval() before initialize.'
+        )
+
+
 def _optimizer(
     read: DeepSpeedConfig, given: OptimizerLike | None, parameters: list[Any]
 ) -> torch.optim.Optimizer | None:
@@ -191,10 +207,7 @@ def _schedule(read: DeepSpeedConfig, given: Any, optimizer: torch.optim.Optimize
         return given(optimizer) if callable(given) else given
     if read.scheduler is None:
         return None
-    if optimizer is None:
-        raise ValueError(
-            "the configuration names a scheduler but there is no optimizer: name one too, or pass optimizer=."
-        )
+    assert optimizer is not None  # see _check_optimizer
     return build_schedule(read.scheduler, optimizer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -65,7 +66,12 @@ def save(report: Report, path: Path) -> Path:
         raise RunFileError(f"{path} is a folder: name the file to write, such as {path / 'report.html'}.")
     page = render(report)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(page, encoding="utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     return path
 
 

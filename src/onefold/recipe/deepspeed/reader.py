@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from onefold.recipe.deepspeed.auto import BATCH, undecided
 from onefold.recipe.deepspeed.file import loaded, nested
 from onefold.recipe.deepspeed.groups import read_groups
 from onefold.recipe.deepspeed.keys import SECTIONS, TOP, TOP_ALIASES, ZERO_ALIASES
@@ -66,7 +67,7 @@ class DeepSpeedConfig:
         drop_last: the data loader leaves out an incomplete last micro-batch.
         without_effect: (path, reason) of keys that mean nothing here.
         unknown: paths that neither DeepSpeed nor Onefold knows.
-        left_auto: paths whose value is "auto" although they have an effect; they count as not set.
+        left_auto: paths whose value is "auto" although they have an effect; they count as not set. See `undecided`.
         remarks: other sentences for the start of the run.
     """
 
@@ -91,8 +92,10 @@ class DeepSpeedConfig:
         return int(self.recipe_arguments["stage"])
 
     @property
-    def precision(self) -> str:
-        return str(self.recipe_arguments["precision"])
+    def precision(self) -> str | None:
+        """None where neither fp16 nor bf16 is enabled: DeepSpeed then leaves the model in the dtypes that it came in."""
+        found = self.recipe_arguments["precision"]
+        return None if found is None else str(found)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -106,8 +109,21 @@ class DeepSpeedConfig:
         if self.unknown:
             lines.append(f"unknown, without effect: {', '.join(self.unknown)}")
         if self.left_auto:
-            lines.append(f'"auto" counts as not set, nothing fills it in here: {", ".join(self.left_auto)}')
+            lines.append(f'"auto" counts as not set, since nothing fills it in here: {", ".join(self.left_auto)}')
         return (*lines, *self.remarks)
+
+    def undecided(self, optimizer: bool = False, scheduler: bool = False) -> list[str]:
+        """Paths left at "auto" that decide what is trained, and that nothing else decides.
+
+        Args:
+            optimizer, scheduler: given beside the configuration, whose own does not count then.
+        """
+        settled = ["fp16."] if self.precision == "bf16" else ["bf16."] if self.precision == "fp16" else []
+        settled += ["optimizer."] if optimizer else []
+        settled += ["scheduler."] if scheduler else []
+        if self.batch.train is not None and sum(path in BATCH for path in self.left_auto) == 1:
+            settled += BATCH
+        return undecided(self.left_auto, settled)
 
     @property
     def recipe_notes(self) -> tuple[str, ...]:
@@ -254,7 +270,7 @@ def _recipe_arguments(
         )
     arguments: dict[str, Any] = {
         "stage": zero.get("stage", 0),
-        "precision": "fp16" if fp16.get("enabled") else "bf16" if bf16.get("enabled") else "fp32",
+        "precision": "fp16" if fp16.get("enabled") else "bf16" if bf16.get("enabled") else None,
     }
     if "overlap_comm" in zero:
         arguments["overlap"] = zero["overlap_comm"]

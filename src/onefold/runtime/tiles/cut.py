@@ -28,8 +28,8 @@ from onefold.runtime.tiles.modules import EmbeddingTile, Tile, Tiled, in_tiles, 
 from onefold.runtime.tiles.weight import joint
 from onefold.runtime.units import Found, parameters_of
 
-#: Tiles have a multiple of so many rows where that is no more than asked for. Kernels for matrices work in blocks of some rows: cut between
-#: blocks, each element is computed by the same instructions as in the whole, and comes out with the same bits.
+#: Tiles have a multiple of so many rows where that is no more than asked for: kernels for matrices work in blocks of some rows, and a block
+#: that is not full takes as long as a full one. It promises no bits: a library may compute a product of another shape in another order.
 ROWS = (64, 16)
 
 
@@ -63,6 +63,11 @@ class Cut:
         dtype = Dtypes.of(weight.dtype, weight.requires_grad, recipe).compute
         if weight.numel() * dtype.itemsize <= limit or any(isinstance(module, Tile) for module, _ in found.places):
             return
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r} has gradient hooks and takes more than tile={limit:,} bytes, so it would be computed in tiles, whose "
+                "gradients come one by one: remove the hooks, or give the recipe a larger tile."
+            )
         odd = next((module for module, attribute in found.places if not _computes_in_tiles(module, attribute)), None)
         if odd is not None or type(weight) is not nn.Parameter or not weight.is_floating_point():
             what = type(odd).__name__ if odd is not None else type(weight).__name__
@@ -176,8 +181,7 @@ def _computes_in_tiles(module: nn.Module, attribute: str) -> bool:
     weight = module._parameters.get("weight")
     if attribute != "weight" or weight is None or weight.dim() != 2 or isinstance(module, torch.jit.ScriptModule):
         return False
-    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # shard() refuses these, by the parameter's name
-    return not hooks and _base_of(module) is not None
+    return _base_of(module) is not None
 
 
 def _refuse_odd_embedding(module: nn.Module, name: str) -> None:

@@ -4,10 +4,10 @@
     Embedding    y = W_i[ids] where ids are rows of W_i     rows of W are what is looked up
     Conv1D       y = b + x_0 @ W_0 + x_1 @ W_1 + ...        rows of W are inputs (transformers')
 
-[Note: what is equal] Each element of a linear's output is the same product of a row and x as it would be untiled, with the same bits where
-tiles are cut between the blocks of the matrix library (cut.py sees to that); an embedding's output and gradient have the same bits. A
-linear's gradient of x and a Conv1D's output are sums over the tiles, added in another order: equal within rounding, in 16 bits with
-each tile's part rounded before it is added. Gradients of weights and biases are equal within rounding too, mostly to the bit.
+[Note: what is equal] An embedding's output and gradient have the same bits as untiled: rows are only copied and added. Everything else is
+equal within rounding. A matrix library chooses kernels by a product's shape, so each element of a linear's output may be summed in
+another order than untiled, and the gradients of weights and biases too. A linear's gradient of x and a Conv1D's output are sums over
+the tiles; in 16 bits each tile's part is rounded before it is added. Tiles of one size give the same bits every time, on every tier.
 
 [Note: one tile at a time] A tile is a unit: its weight is gathered when the tile is called, and released behind it. What autograd saves of
 the weight is a handle (runtime/gather.py), in a recomputed forward pass too (`saving`), so that the backward pass gathers a tile, reads it

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.memory import storage_of
-from onefold.runtime.parameter import _METADATA as METADATA
+from onefold.runtime.operators import METADATA, name_of
 from onefold.runtime.parameter import ForwardDepth, ShardedParameter, ShardedParameterError, infos, whole_sight
 
 
@@ -124,7 +124,7 @@ class WholeWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if name_of(func) in METADATA:
             with whole_sight():
                 return func(*args, **kwargs)
         if func in _SWITCHES:

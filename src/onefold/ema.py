@@ -1,0 +1,377 @@
+"""Averages of a sharded model's weights (EMA, SWA), of which each rank holds its share.
+
+    ema = onefold.ema.EMA(model, decay=0.999)
+    for batch in loader:
+        ...
+        optimizer.step(); ema.update()
+    with ema.applied():            # the model computes with the averages
+        evaluate(model)
+
+| what                   | where                                                                                                      |
+|------------------------|------------------------------------------------------------------------------------------------------------|
+| the averages           | this rank's interval of the master weights: 1/N at every stage, stage 0 too; on the masters' tier          |
+| their dtype            | the master weights', fp32 where these have 16 bits                                                         |
+| parameters             | those that were trainable when the average was made; the others are the model's own                        |
+| buffers                | the model's own                                                                                            |
+
+An update is that of torch's `AveragedModel`: the first copies, then `average.lerp_(weight, 1 - decay)`. It moves nothing and has the same
+bits at every stage. To apply the averages, masters and averages change places; the model then gathers as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.comm import Place
+from onefold.layout import overlap
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.home import state_kind
+from onefold.runtime.parameter import whole_sight
+from onefold.runtime.registry import engine_of
+from onefold.runtime.state import plain_state_dict
+from onefold.runtime.stream import from_first, tell_all, to_first
+from onefold.runtime.unit import Unit
+
+#: What the averages are called in memory ledgers.
+AVERAGES = "averages"
+_STATE_DICT, _LOAD, _APPLIED = "EMA.state_dict()", "EMA.load_state_dict()", "EMA.applied()"
+
+
+@dataclass
+class _Share:
+    """The averages of one flat buffer.
+
+    Attributes:
+        values: the average of this rank's interval, or (where nothing is divided or cast) of each parameter; [] on NVMe.
+        kind: of the region that holds them on NVMe.
+        aside: masters of another dtype that the averages have taken the place of.
+    """
+
+    values: list[torch.Tensor] = field(default_factory=list)
+    kind: str = ""
+    aside: torch.Tensor | None = None
+
+
+class EMA:
+    """The exponential moving average of a sharded model's weights. Made and updated on every rank; see this module.
+
+    Args:
+        model: what `onefold.shard` returned.
+        decay: of the average, from 0 up to 1; None gives each update the same weight (SWA).
+
+    Attributes:
+        updates: how many there were. The average is the weights themselves before the first.
+
+    Raises:
+        ValueError: `model` was not sharded, or `decay` is no such number.
+    """
+
+    def __init__(self, model: nn.Module, decay: float | None = 0.999) -> None:
+        if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
+            raise ValueError(f"decay={decay!r}: expected a number from 0 up to 1, such as 0.999, or None to weigh all updates alike.")
+        engine = engine_of(model)
+        self.decay, self.updates = decay, 0
+        self._model, self._inside = weakref.ref(model), False
+        self._shares: dict[int, _Share] = {}
+        held: dict[str, int] = {}
+        with whole_sight(), torch.no_grad():
+            for unit, flat in _flats(engine):
+                if not flat.route.stored and any(e.param.requires_grad for e in flat.entries):
+                    share = self._shares[flat.index] = self._made(flat)
+                    held[unit.name] = held.get(unit.name, 0) + sum(t.numel() * t.element_size() for t in share.values)
+            self._follow(engine, copy=True)
+        for name, nbytes in held.items():
+            ledger = engine.memory if engine.device == self._device() else engine.beyond.host
+            ledger.add(AVERAGES, nbytes, name)
+            weakref.finalize(self, ledger.add, AVERAGES, -nbytes, name).atexit = False
+
+    def update(self) -> None:
+        """Take the weights as they are into the average: after each optimizer step. Local.
+
+        Raises:
+            RuntimeError: the averages are applied.
+        """
+        if self._inside:
+            raise RuntimeError("EMA.update() was called inside ema.applied(), where the model's weights are the averages: leave it first.")
+        with whole_sight(), torch.no_grad():
+            self._follow(self._engine(), copy=self.updates == 0)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """Inside, the model's weights are the averages: to evaluate, to export, for `onefold.full_state_dict(model)`. Collective.
+
+        An optimizer that steps inside, or a load, is an error.
+        """
+        model, engine = self._module(), self._engine()
+        if engine.stack or engine.whole_depth or self._inside:
+            where = "a forward pass" if engine.stack else "onefold.full_params" if engine.whole_depth else "itself"
+            raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
+        tell_all(engine, _APPLIED, None)
+        engine.about_to_write()
+        engine.beyond.lane.wait()  # masters on the host may still be on their way up
+        self._exchange(engine)
+        self._inside, engine.copying = True, self._refuse
+        try:
+            yield model
+        finally:
+            self._inside, copying, engine.copying = False, engine.copying, None
+            if copying is not None and copying != self._refuse:
+                copying()  # a save behind the training copies the averages
+            self._exchange(engine)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole, on rank 0's host, as `AveragedModel.state_dict()` has it; {} on other ranks. Collective."""
+        model, engine = self._module(), self._engine()
+        tell_all(engine, _STATE_DICT, None)
+        first = engine.rank == 0
+        joint: dict[str, torch.Tensor] = {}
+        out: dict[Any, torch.Tensor] = {}
+        with whole_sight(), torch.no_grad():
+            for _, flat in _flats(engine):
+                share = self._shares.get(flat.index)
+                averaged = share if share is not None and not (self._inside and share.aside is None) else None  # else the masters have it
+                masters = flat.load_master() if averaged is None and not flat.passive else None
+                for entry in flat.entries:
+                    dtype = self._dtype(flat) if share is not None else flat.dtypes.master
+                    into = None
+                    if first:
+                        part = entry.part
+                        whole = joint.setdefault(part.names[0], torch.empty(part.shape, dtype=dtype, device="cpu"))
+                        out |= dict.fromkeys((id(entry.param), *part.names), whole)
+                        into = whole.view(-1)[part.first : part.first + entry.slot.numel]
+
+                    read = partial(self._read, averaged, masters, entry, dtype)
+                    to_first(engine, entry, dtype, read, into, alone=share is not None)
+            if not first:
+                return {}
+            order = {name: value for name, value in plain_state_dict(engine, model).items() if isinstance(value, torch.Tensor)}
+            keys = {name: id(value) if id(value) in out else name for name, value in order.items()}
+            found = {name: out[keys[name]] if keys[name] in out else value.detach().cpu().clone() for name, value in order.items()}
+            return {"n_averaged": torch.tensor(self.updates)} | {f"module.{name}": value for name, value in found.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Load rank 0's whole dict, of `state_dict()` or of torch's `AveragedModel` (other ranks may give None). Collective.
+
+        Buffers and frozen parameters stay the model's.
+
+        Raises:
+            ValueError: on every rank: it is none of this model.
+        """
+        engine = self._engine()
+        if self._inside:
+            raise RuntimeError("EMA.load_state_dict() was called inside ema.applied(): leave it first.")
+        verdict = self._look(engine, state_dict) if engine.rank == 0 else None
+        complaint, updates = tell_all(engine, _LOAD, verdict)[0]
+        if complaint:
+            raise ValueError(f"{_LOAD}: {complaint}")
+        with whole_sight(), torch.no_grad():
+            for _, flat in _flats(engine):
+                if (share := self._shares.get(flat.index)) is None:
+                    continue
+                for entry in flat.entries:
+                    whole, part = None, entry.part
+                    if engine.rank == 0:
+                        whole = _find(state_dict or {}, entry).detach().reshape(-1)[part.first : part.first + entry.slot.numel]
+                    from_first(engine, entry, self._dtype(flat), whole, partial(self._write, share, entry), alone=True)
+                if share.kind:
+                    engine.beyond.flush()
+        self.updates = updates
+
+    # -- one flat buffer -------------------------------------------------------------------------------------------------------
+
+    def _made(self, flat: Flat) -> _Share:
+        dtype = self._dtype(flat)
+        if flat.passive:
+            return _Share([torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries])
+        numel = flat.interval[1] - flat.interval[0]
+        if flat.home is not None and flat.home.on_disk:
+            kind = state_kind(f"average {id(self)}", dtype)
+            flat.home.region(kind, dtype)
+            return _Share(kind=kind)
+        return _Share([torch.empty(numel, dtype=dtype, device=flat.master.device)])
+
+    @staticmethod
+    def _dtype(flat: Flat) -> torch.dtype:
+        return torch.promote_types(flat.dtypes.master, torch.float32)
+
+    def _follow(self, engine: Engine, copy: bool) -> None:
+        weight = 1 - self.decay if self.decay is not None else 1 / (self.updates + 1)
+        averages: list[torch.Tensor] = []
+        weights: list[torch.Tensor] = []
+        for _, flat in _flats(engine):
+            if (share := self._shares.get(flat.index)) is None:
+                continue
+            if share.kind:
+                self._follow_on_disk(flat, share, copy, weight)
+                continue
+            now = [e.param.detach() for e in flat.entries] if flat.passive else [flat.master[slice(*_interval(flat))]]
+            for average, value in zip(share.values, now, strict=True):
+                if copy:
+                    average.copy_(value)
+                elif value.dtype == average.dtype:
+                    averages.append(average)
+                    weights.append(value)
+                else:
+                    average.lerp_(value.to(average.dtype), weight)
+        if averages:
+            for kind in {(t.device, t.dtype) for t in averages}:
+                pairs = [(a, w) for a, w in zip(averages, weights, strict=True) if (a.device, a.dtype) == kind]
+                torch._foreach_lerp_([a for a, _ in pairs], [w for _, w in pairs], weight)
+        if any(share.kind for share in self._shares.values()):
+            engine.beyond.flush()
+
+    def _follow_on_disk(self, flat: Flat, share: _Share, copy: bool, weight: float) -> None:
+        home, dtype = flat.home, self._dtype(flat)
+        assert home is not None
+        for chunk in home.chunks():
+            a, b = overlap(_interval(flat), chunk)
+            if a == b:
+                continue
+            value = home.part("master", a, b).to(dtype)
+            if not copy:
+                value = home.part(share.kind, a, b).lerp_(value, weight)
+            home.write_part(share.kind, a, value)
+
+    @staticmethod
+    def _read(
+        share: _Share | None, masters: torch.Tensor | None, entry: Entry, dtype: torch.dtype, x: int, y: int
+    ) -> torch.Tensor:
+        """Elements [x, y) of `entry`: of the average, which has them in this rank's interval, or of the masters."""
+        flat = entry.flat
+        if share is None and masters is not None:
+            at = entry.slot.start - flat.owned[0]
+            return masters[at + x : at + y].to(dtype)
+        if share is None or flat.passive:
+            return (entry.param.detach() if share is None else share.values[entry.index]).reshape(-1)[x:y].to(dtype)
+        at = entry.slot.start - flat.interval[0]
+        if share.kind:
+            assert flat.home is not None
+            first = entry.slot.start - flat.owned[0]
+            return flat.home.part(share.kind, first + x, first + y)
+        return share.values[0][at + x : at + y]
+
+    @staticmethod
+    def _write(share: _Share, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+        flat = entry.flat
+        if flat.passive:
+            into = share.values[entry.index]
+            whole = into.reshape(-1)
+            whole[x:y].copy_(values)
+            if whole.data_ptr() != into.data_ptr():  # its elements lie in another order
+                into.copy_(whole.view(into.shape))
+        elif share.kind:
+            assert flat.home is not None
+            flat.home.write_part(share.kind, entry.slot.start - flat.owned[0] + x, values.cpu())
+        else:
+            at = entry.slot.start - flat.interval[0]
+            share.values[0][at + x : at + y].copy_(values)
+
+    # -- masters and averages change places ------------------------------------------------------------------------------------
+
+    def _exchange(self, engine: Engine) -> None:
+        """Collective where ranks hold the same masters."""
+        with whole_sight(), torch.no_grad():
+            for unit, flat in _flats(engine):
+                if (share := self._shares.get(flat.index)) is None:
+                    continue
+                if flat.passive:
+                    for entry, average in zip(flat.entries, share.values, strict=True):
+                        self._change(entry.param.data, average, share)
+                        torch.autograd.graph.increment_version(entry.param)
+                    continue
+                masters = flat.landing(engine.device)
+                if masters is not flat.master:
+                    masters.copy_(flat.load_master())
+                a, b = _interval(flat)
+                if share.kind:
+                    assert flat.home is not None
+                    average = flat.home.part(share.kind, a, b)
+                    self._change(masters[a:b], average, share)
+                    flat.home.write_part(share.kind, a, average)
+                else:
+                    self._change(masters[a:b], share.values[0], share)
+                if flat.owned != flat.interval and engine.group.size > 1:
+                    holders = engine.group if flat.whole_master else engine.group.across
+                    holders.all_gather(masters, _place(engine, unit), flat.index, move="state").wait()
+                flat.store_master(masters)
+            if any(share.kind for share in self._shares.values()):
+                engine.beyond.flush()
+            engine.make_stale()
+
+    @staticmethod
+    def _change(masters: torch.Tensor, average: torch.Tensor, share: _Share) -> None:
+        if masters.dtype == average.dtype:
+            before = masters.clone()
+            masters.copy_(average)
+            average.copy_(before)
+        elif share.aside is None:  # in fp32 the average stays where it is
+            share.aside = masters.to(average.device, copy=True)
+            masters.copy_(average)
+        else:
+            masters.copy_(share.aside)
+            share.aside = None
+
+    def _refuse(self) -> None:
+        engine = self._engine()
+        engine.copying = self._refuse
+        raise RuntimeError(
+            "the model's weights were to be written to (by an optimizer step, a load or full_params(write=True)) inside ema.applied(), "
+            "where they are the averages: leave it first."
+        )
+
+    # -- other -----------------------------------------------------------------------------------------------------------------
+
+    def _module(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this EMA is gone.")
+        return model
+
+    def _engine(self) -> Engine:
+        return engine_of(self._module())
+
+    def _device(self) -> torch.device | None:
+        return next((t.device for share in self._shares.values() for t in share.values), None)
+
+    def _look(self, engine: Engine, state: Mapping[str, Any] | None) -> tuple[str | None, int]:
+        """What is wrong with rank 0's dict, and how many updates it has seen."""
+        if not isinstance(state, Mapping) or "n_averaged" not in state:
+            return (
+                "rank 0 was given no state of an average; expected what EMA.state_dict() or torch's AveragedModel.state_dict() returned "
+                "(n_averaged, module.<name>, ...).",
+                0,
+            )
+        for entry in (e for _, flat in _flats(engine) if flat.index in self._shares for e in flat.entries):
+            found = _find(state, entry)
+            if found is None:
+                return f"'module.{entry.part.names[0]}' is missing: it is of another model.", 0
+            if tuple(found.shape) != tuple(entry.part.shape):
+                return f"'module.{entry.part.names[0]}' has shape {tuple(found.shape)}, expected {tuple(entry.part.shape)}.", 0
+        return None, int(state["n_averaged"])
+
+
+def _find(state: Mapping[str, Any], entry: Entry) -> Any:
+    return next((state[f"module.{name}"] for name in entry.part.names if f"module.{name}" in state), None)
+
+
+def _flats(engine: Engine) -> list[tuple[Unit, Flat]]:
+    return [(unit, flat) for unit in engine.units for flat in unit.flats]
+
+
+def _interval(flat: Flat) -> tuple[int, int]:
+    """This rank's interval, counted from the first element that it owns."""
+    return flat.interval[0] - flat.owned[0], flat.interval[1] - flat.owned[0]
+
+
+def _place(engine: Engine, unit: Unit) -> Place:
+    return Place("state", unit.name, engine.step, "state")

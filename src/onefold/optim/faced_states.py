@@ -1,0 +1,119 @@
+"""`optimizer.state` of divided parameters outside a step: states with the face of the whole, as the parameters have it.
+
+    inside `step()`, and to the engine     plain tensors of this rank's elements          `PlainStates`: a defaultdict as torch's own
+    to code of the user's                  intervals (runtime/interval.py)                `FacedStates`: dressed when they are asked for
+
+So `optimizer.state[p]["exp_avg"].norm()` is that of the whole, `.zero_()` writes this rank's elements, `.shape` is the parameter's. A rank
+that owns nothing of a parameter shows empty intervals under the keys that its other parameters have, so that all ranks come to the same
+collectives. What nobody asks for costs nothing: a step changes one object's class before, and back behind it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from onefold.recipe.moments import packed
+from onefold.runtime.interval import Interval, dress, spec_of, whole_sight
+
+_enabled = torch._C._is_torch_function_enabled
+
+
+class PlainStates(defaultdict[Any, Any]):
+    """What the optimizer's own step sees. `dressed`: states that somebody has asked for since the last."""
+
+    dressed: list[dict[str, Any]]
+
+
+class FacedStates(PlainStates):
+    """What code outside a step sees."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._face(key, super().__getitem__(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._face(key, super().__getitem__(key)) if key in self else default
+
+    def items(self) -> Any:
+        self._face_all()
+        return super().items()
+
+    def values(self) -> Any:
+        self._face_all()
+        return super().values()
+
+    def _face_all(self) -> None:
+        if _enabled():
+            for key, state in list(super().items()):
+                self._face(key, state)
+
+    def _face(self, key: Any, state: Any) -> Any:
+        spec = spec_of(key) if _enabled() and isinstance(state, dict) else None
+        if spec is None:
+            return state
+        with whole_sight():
+            numel = spec.stop - spec.start
+            if not state and not numel and spec.numel:
+                state |= self._like_others(key)
+            for name, value in state.items():
+                if type(value) is torch.Tensor and tuple(value.shape) == (numel,) and packed(name) is None and name != "step":
+                    state[name] = dress(value, spec)
+            self.dressed.append(state)
+        return state
+
+    def _like_others(self, param: Any) -> dict[str, Any]:
+        """Empty states for a parameter of which other ranks have all elements, if it was ever stepped."""
+        entry = param.__dict__["_onefold_entry"]()
+        if entry is None or entry.moved < 2 or not entry.param.requires_grad:  # 1 is what shard() wrote
+            return {}
+        for other, state in super().items():
+            spec = spec_of(other)
+            if spec is not None and state and spec.start < spec.stop:
+                out = {}
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        whole = value.dim() == 1 and value.numel() == spec.stop - spec.start
+                        out[name] = torch.empty(0, dtype=value.dtype, device=value.device) if whole else value.detach().clone()
+                    else:
+                        out[name] = value
+                return out
+        return {}
+
+
+def show(optimizer: Optimizer) -> None:
+    """From now on code outside sees intervals."""
+    state: Any = optimizer.state
+    if type(state) is PlainStates:
+        state.__class__ = FacedStates
+    elif type(state) is not FacedStates:
+        faced = FacedStates(dict)
+        faced.dressed = []
+        for key, value in state.items():
+            dict.__setitem__(faced, key, value)
+        optimizer.state = faced
+
+
+def hide(optimizer: Optimizer) -> None:
+    """From now on they are plain tensors, as a step wants them."""
+    state: Any = optimizer.state
+    if type(state) is FacedStates:
+        state.__class__ = PlainStates  # type: ignore[assignment]
+        make_plain(state.dressed)
+        state.dressed.clear()
+
+
+def make_plain(states: Any) -> None:
+    """Intervals among `states` (dicts by key) become tensors of this rank's elements."""
+    for state in states:
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Interval):
+                state[key] = value.as_subclass(torch.Tensor)
+
+
+def each(optimizer: Optimizer) -> Iterator[Any]:
+    """The states as they are."""
+    return iter(list(dict.values(optimizer.state)))

@@ -1,0 +1,149 @@
+"""States of optimizers, whole on every rank and cut again: what `onefold.unsharded` does with them.
+
+    sharded         every rank: its interval of each element-wise state, scalars as they are
+    gather(...)     every rank: whole states in the parameter's shape, in `optimizer.state`
+    cut(...)        every rank: its interval of what still fits its parameter
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
+
+from onefold.comm import Place
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.parameter import whole_sight
+
+#: Optimizers that have stepped sharded parameters.
+seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+#: What a rank knows of one state: the name of its dtype if it has an element for each of the parameter's, or its value.
+_Told = dict[str, tuple[str, Any]]
+
+
+def optimizers_over(engine: Engine) -> list[Optimizer]:
+    """The optimizers that step parameters of `engine`, in an order that is the same on every rank."""
+    number = {id(entry.param): entry.number for entry in engine.entries}
+    gc.collect()  # what is gone on one rank is not there on another
+    alive = {id(o): o for o in (*seen, *(o for o in gc.get_objects() if issubclass(type(o), Optimizer)))}
+
+    def first(optimizer: Optimizer) -> int:
+        return min((number[id(p)] for p in _params(optimizer) if id(p) in number), default=-1)
+
+    return sorted((o for o in alive.values() if first(o) >= 0), key=lambda o: (first(o), type(o).__name__, len(_params(o))))
+
+
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def gather(engine: Engine, optimizers: Iterable[Optimizer]) -> list[dict[int, dict[str, Any]]]:
+    """Whole states by the entry's number, for each optimizer. Collective. The optimizers stay as they are.
+
+    Raises:
+        ValueError: a state is neither element-wise nor a number, or the ranks have different optimizers.
+    """
+    with whole_sight(), torch.no_grad():
+        return [_gather_one(engine, optimizer) for optimizer in _agreed(engine, list(optimizers))]
+
+
+def _agreed(engine: Engine, optimizers: list[Optimizer]) -> list[Optimizer]:
+    told = _all(engine, [(type(o).__name__, len(_params(o))) for o in optimizers])
+    if any(each != told[0] for each in told):
+        words = "; ".join(f"rank {r}: {', '.join(f'{n} of {k} parameters' for n, k in each)}" for r, each in enumerate(told))
+        raise ValueError(f"the ranks have different optimizers over this model ({words}). Drop those that are not used any more.")
+    return optimizers
+
+
+def _all(engine: Engine, said: Any) -> list[Any]:
+    """What every rank says, in the order of ranks."""
+    if engine.world_size == 1 or engine.group.imagined:
+        return [said]
+    out: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(out, said, group=engine.group.control_group)
+    return out
+
+
+def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    known = {entry.number: state for entry in engine.entries if (state := optimizer.state.get(entry.param))}
+    told: dict[int, _Told] = {}
+    for each in _all(engine, {n: _tell(optimizer, engine.entries[n], state) for n, state in known.items()}):
+        for number, states in each.items():
+            if len(states) > len(told.get(number, ())):
+                told[number] = states
+    out: dict[int, dict[str, Any]] = {n: {key: value for key, (_, value) in states.items()} for n, states in told.items()}
+    for unit in engine.units:
+        for flat in unit.flats:
+            mine = [entry for entry in flat.entries if entry.number in told]
+            for key, dtype in dict.fromkeys((k, d) for e in mine for k, (d, _) in told[e.number].items() if d):
+                some = [e for e in mine if told[e.number].get(key, ("",))[0] == dtype]
+                for entry, whole in _wholes(engine, flat, some, known, key, getattr(torch, dtype)):
+                    out[entry.number][key] = whole
+    return out
+
+
+def _tell(optimizer: Optimizer, entry: Entry, state: Mapping[str, Any]) -> _Told:
+    told: _Told = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == entry.param.shape and (value.dim() or entry.flat.whole_master):
+            told[key] = (str(value.dtype).removeprefix("torch."), None) if key != "step" else ("", value)
+        elif isinstance(value, torch.Tensor) and value.numel() > 1:
+            raise ValueError(
+                f"the state {key!r} of {type(optimizer).__name__} for {entry.slot.name!r} has the shape {tuple(value.shape)}, "
+                f"where this rank's part of the parameter has {tuple(entry.param.shape)}: only states with an element for each of the "
+                "parameter's, and numbers, can be made whole. Drop the optimizer's state before, and make it anew."
+            )
+        else:
+            told[key] = ("", value)
+    return told
+
+
+def _wholes(
+    engine: Engine, flat: Flat, entries: list[Entry], known: Mapping[int, Mapping[str, Any]], key: str, dtype: torch.dtype
+) -> list[tuple[Entry, torch.Tensor]]:
+    """One state of some entries of a flat buffer, whole. Collective where it is divided."""
+    if flat.whole_master:
+        return [(entry, known[entry.number][key].clone()) for entry in entries]
+    full = torch.zeros(flat.layout.numel, dtype=dtype, device=engine.device)
+    for entry in entries:
+        a, b = flat.local(entry)
+        part = known.get(entry.number, {}).get(key)
+        if part is not None and b > a:
+            full[a:b].copy_(part)
+    place = Place("state", flat.unit_name, engine.step, "state")
+    flat.route.group_of_owners.all_gather(full, place, flat.index, move="state").wait()
+    return [(entry, flat.view(full, entry).clone()) for entry in entries]
+
+
+def cut(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
+    """Whole states in `optimizer.state` become this rank's parts. Local. A parameter whose shape changed loses its states."""
+    with whole_sight(), torch.no_grad():
+        for optimizer in optimizers:
+            for entry in engine.entries:
+                state = optimizer.state.get(entry.param)
+                if state and not entry.flat.passive:
+                    _cut_one(optimizer, entry, state)
+
+
+def _cut_one(optimizer: Optimizer, entry: Entry, state: dict[str, Any]) -> None:
+    slot, (a, b) = entry.slot, entry.flat.local(entry)
+    cut: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == slot.shape and key != "step":
+            part = value.reshape(-1)[a - slot.start : b - slot.start].clone()
+            cut[key] = part.view(entry.param.shape)
+        elif isinstance(value, torch.Tensor) and value.numel() > 1:
+            cut.clear()
+            break
+        else:
+            cut[key] = value
+    if cut and (b > a or not slot.numel):
+        optimizer.state[entry.param] = cut
+    else:
+        del optimizer.state[entry.param]

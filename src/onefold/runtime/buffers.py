@@ -1,0 +1,116 @@
+"""Buffers of the model follow rank 0's, by the rule of DistributedDataParallel.
+
+| pass over the model                                | rank 0's buffers become everybody's before it |
+|----------------------------------------------------|-----------------------------------------------|
+| the first                                          | yes                                           |
+| after a pass with gradients, outside `no_sync`     | yes, in evaluation too                        |
+| after a pass without gradients, or under `no_sync` | no                                            |
+
+All of them travel in one message, as bytes: any dtype, 0-dimensional ones, those that are not in the state dict, and those that a module
+has put in place of others since. Nobody can know without a message of its own whether another rank has written to a buffer (through
+`.data` no counter tells), so constants travel too, as under DDP.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from onefold.comm import Place
+from onefold.memory import STAGING
+from onefold.recipe import Recipe
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+
+class Buffers:
+    """The buffers of one engine's model that follow rank 0's. Holds the modules' tables of buffers, not the modules.
+
+    Attributes:
+        due: the next pass over the model begins with rank 0's buffers.
+    """
+
+    def __init__(self) -> None:
+        self._tables: list[dict[str, torch.Tensor | None]] = []
+        self.due = True
+
+    def find(self, module: nn.Module, recipe: Recipe) -> None:
+        """Follow the buffers of `module` that the recipe names."""
+        if recipe.sync_buffers is False:
+            return
+        norms = nn.modules.batchnorm._NormBase
+        self._tables = [m._buffers for m in module.modules() if recipe.sync_buffers is True or isinstance(m, norms)]
+
+    def close(self) -> None:
+        self._tables = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers as they are now, each once."""
+        found = {id(b): b for table in self._tables if table for b in table.values() if b is not None}
+        return list(found.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one message: what rank 0 sends to each other rank."""
+        return sum(map(_nbytes, self.tensors()))
+
+    def before_pass(self, engine: Engine) -> None:
+        """A pass over the model begins."""
+        if not self.due or engine.world_size == 1:
+            return
+        tensors = self.tensors()
+        nbytes = sum(map(_nbytes, tensors))
+        if not nbytes:
+            return
+        engine.memory.add(STAGING, nbytes, "buffers")
+        from_rank_0(engine, tensors, "forward")
+        engine.memory.add(STAGING, -nbytes, "buffers")
+
+    def after_pass(self, synchronized: bool) -> None:
+        """A pass over the model ended well; `synchronized`: with gradients that the ranks will share."""
+        self.due = synchronized
+
+
+@torch.no_grad()
+def from_rank_0(engine: Engine, tensors: list[torch.Tensor], phase: str) -> None:
+    """Rank 0's values into everybody's `tensors`, in one message. Collective; waits."""
+    group, sizes = engine.group, list(map(_nbytes, tensors))
+    if group.size == 1 or not sum(sizes):
+        return
+    # Ranks whose buffers differ in number, shape or dtype never take each other's for something else: their messages do not meet.
+    number = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode()) & 0x7FFF
+    if group.rank == 0:
+        message = torch.cat([_as_bytes(_once(t)).to(engine.device) for t in tensors])
+    else:
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=engine.device)
+    sends = [(p, message) for p in range(1, group.size)] if group.rank == 0 else []
+    recvs = [(0, message)] if group.rank != 0 else []
+    group.exchange(sends, recvs, Place("state", "buffers", engine.step, phase), number, move="state").wait()
+    if group.rank == 0 or group.imagined:
+        return
+    for buffer, size, part in zip(tensors, sizes, message.split(sizes), strict=True):
+        mine = _once(buffer.detach())
+        # On the host what is equal is left alone: autograd may have saved a constant for a backward pass that is still to come.
+        if size and not (buffer.device.type == "cpu" and torch.equal(_as_bytes(mine), part)):
+            mine.copy_(part.clone().view(mine.dtype).view(mine.shape))
+
+
+def _once(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer with each element of its memory once: without the dimensions that it was expanded to."""
+    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            buffer = buffer.narrow(dim, 0, 1)
+    return buffer
+
+
+def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.detach().reshape(-1).view(torch.uint8)
+
+
+def _nbytes(buffer: torch.Tensor) -> int:
+    once = _once(buffer)
+    return once.numel() * once.element_size()

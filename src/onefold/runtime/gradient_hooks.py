@@ -1,0 +1,137 @@
+"""Gradient hooks that the user puts on a parameter, before or after `shard()`. They see this rank's whole gradient, before the reduction.
+
+| hook                                   | lives on                       | is called                                                  |
+|----------------------------------------|--------------------------------|------------------------------------------------------------|
+| `register_hook`                        | the leaf that autograd knows   | by autograd, with the whole gradient                       |
+| `register_post_accumulate_grad_hook`   | the parameter that users hold  | by the reducer, before it takes the gradient               |
+
+While a hook of the second kind runs, its parameter is whole: `.grad` reads and writes the whole local gradient, and the values are gathered
+on first use. The values cannot be written there: the gradient is this rank's own, so every rank would write something else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Entry
+
+_T: Any = torch.Tensor
+_whole_sight = torch._C.DisableTorchFunctionSubclass
+_GRAD, _SET_GRAD, _DELETE_GRAD, _DATA = _T.grad.__get__, _T.grad.__set__, _T.grad.__delete__, _T.data.__get__
+_REQUIRES_GRAD = _T.requires_grad.__get__
+#: Answered without gathering.
+_KNOWN = {_T.shape.__get__, _T.ndim.__get__, _T.dtype.__get__, _T.device.__get__, _T.size, _T.dim, _T.numel, _T.nelement, _T.__len__}
+#: What registers a hook.
+REGISTER = {_T.register_hook, _T.register_post_accumulate_grad_hook}
+#: The parameters whose hooks are running, by id.
+showing: dict[int, Entry] = {}
+
+IN_BACKWARD = (
+    "inside a backward pass the gradients are this rank's own: they are not reduced yet, so every rank would step to something else. "
+    "Use the ordinary order (backward(), then optimizer.step()), or, to free gradients while the backward pass runs, "
+    "Recipe.zero(..., step_in_backward=True) with the optimizer's states offloaded."
+)
+
+
+def move(old: torch.Tensor, entry: Entry) -> None:
+    """The hooks of the parameter that `shard()` was given go on: the dicts stay the same objects, so that their handles can remove them."""
+    hooks, post = old._backward_hooks, old._post_accumulate_grad_hooks
+    if hooks is not None:
+        old._backward_hooks = None
+        entry.compute._backward_hooks = hooks
+    if post is not None and entry.param is not old:
+        entry.param._post_accumulate_grad_hooks = post
+
+
+def give_back(entry: Entry) -> None:
+    """The other way round: the parameter becomes an ordinary one."""
+    hooks, entry.compute._backward_hooks = entry.compute._backward_hooks, None
+    entry.param._backward_hooks = hooks
+
+
+def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
+    """`func`, one of REGISTER, was called on a sharded parameter: returns the handle."""
+    param, name = entry.param, entry.slot.name
+    if entry.part.numel != entry.slot.numel:
+        raise ValueError(
+            f"{func.__name__} on {name!r}: this weight is computed in tiles, whose gradients come one by one: no hook would see the "
+            "whole. Put the hook on a module's output, or give the recipe a larger tile."
+        )
+    with _whole_sight():
+        if func == _T.register_hook and param.requires_grad:
+            entry.compute.requires_grad_(True)  # the engine follows at the next pass
+            return func(entry.compute, *args[1:], **kwargs)
+        return func(*args, **kwargs)  # frozen: torch says so
+
+
+def answered(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives that was called while hooks run; NotImplemented if it is not about their parameters."""
+    entry = showing.get(id(args[0])) if args else None
+    with _whole_sight():
+        if entry is not None and func == _GRAD:
+            return entry.compute.grad
+        if entry is not None and func == _SET_GRAD:
+            entry.compute.grad = args[1]
+            return None
+        if entry is not None and func == _DELETE_GRAD:
+            entry.compute.grad = None
+            return None
+        if func in REGISTER or func == _REQUIRES_GRAD or func == _T.__hash__:
+            return NotImplemented
+        args, kwargs, found = _whole(func, args, kwargs)
+        if not found:
+            return NotImplemented
+        return args[0].detach() if func == _DATA else func(*args, **kwargs)  # detach: writes are seen
+
+
+def _whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    found = False
+
+    def swap(value: Any) -> Any:
+        nonlocal found
+        if isinstance(value, torch.Tensor) and (entry := showing.get(id(value))) is not None:
+            found = True
+            engine = None if func in _KNOWN else entry.engine()
+            return entry.compute if engine is None else engine.use(entry)
+        if type(value) in (list, tuple):
+            return type(value)(swap(v) for v in value)
+        return value
+
+    return tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}, found
+
+
+def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
+    """Call the user's post-accumulate hooks of `entry`, whose gradient of this backward pass lies on `entry.compute`.
+
+    `accumulated`: what earlier micro-batches left, unreduced and whole, or None. It is part of what the hooks see, as in PyTorch.
+
+    Returns:
+        whether `entry.compute.grad` is the sum with `accumulated` now, rather than this backward pass's gradient: somebody changed it.
+
+    Raises:
+        RuntimeError: a hook wrote to the parameter.
+    """
+    from onefold.runtime.parameter import ShardedParameterError
+
+    compute, own = entry.compute, entry.compute.grad
+    assert own is not None
+    if accumulated is not None:
+        with torch.no_grad():
+            compute.grad = accumulated.to(own.dtype).add_(own)
+    shown = compute.grad
+    version, values = shown._version, compute._version  # type: ignore[union-attr]
+    showing[id(entry.param)] = entry
+    try:
+        for hook in tuple(hooks.values()):
+            hook(entry.param)
+    finally:
+        del showing[id(entry.param)]
+    if compute._version != values:
+        raise ShardedParameterError(f"a gradient hook wrote to parameter {entry.slot.name!r}, but {IN_BACKWARD}")
+    changed = compute.grad is not shown or shown._version != version  # type: ignore[union-attr]
+    if accumulated is not None and not changed:
+        compute.grad = own
+    return accumulated is not None and changed

@@ -1,0 +1,143 @@
+"""Parameters that are computed with outside a forward pass of their model: a penalty on weights, a temperature in the loss, a tie.
+
+With gradients enabled an operation on a sharded parameter is computed on its whole, which is gathered for it, and autograd sees the
+same leaf that the forward pass uses. So its gradient joins that of the forward pass, and is reduced with it.
+
+[Note: outside, nothing stays gathered] At stage 3 a unit that is gathered for one operation is released behind it. What autograd saves
+of the gathered buffer is saved as a place in it; the backward pass gathers the unit again and hands out a copy of the elements. What
+the operation returns of the buffer itself (a view) is returned as a copy that keeps its graph. A penalty over all parameters therefore
+never holds more than one unit.
+
+Every rank must do the same: each operation is a gather at stage 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from onefold.memory import storage_of
+from onefold.runtime.interval import spec_of, whole_sight
+from onefold.runtime.moved import Pass
+from onefold.runtime.nested import tensors_in
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.unit import Unit
+
+
+class _Place:
+    """Elements of a gathered buffer that autograd has saved."""
+
+    __slots__ = ("engine", "flat", "offset", "size", "stride", "unit")
+
+    def __init__(self, engine: Engine, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
+        self.engine, self.unit, self.flat = engine, unit, flat
+        self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
+
+    def read(self) -> torch.Tensor:
+        self.engine.backward_event()
+        with whole_sight(), torch.no_grad():
+            gathered = _gather(self.engine, self.unit)
+            assert self.flat.full is not None
+            out = self.flat.full.as_strided(self.size, self.stride, self.offset).clone()
+            if gathered:
+                self.engine.gather.release(self.unit)
+        return out
+
+
+def _gather(engine: Engine, unit: Unit) -> bool:
+    """The unit's whole parameters are here. True if that took a gather of its own, after which it is to be released."""
+    if unit.away:
+        engine.gather.launch(unit)
+        engine.gather.wait(unit)
+        return True
+    engine.gather.wait(unit)
+    return False
+
+
+def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[Entry]) -> Any:
+    """`func` over the whole parameters of `entries`, which the arguments hold, with gradients. See this module. Collective at stage 3."""
+    used: list[tuple[Engine, Unit, bool]] = []
+    with whole_sight():
+        for entry in entries:
+            engine = entry.engine()
+            assert engine is not None
+            unit = engine.unit_of[entry.number]
+            engine.begin_outside(unit)
+            if all(u is not unit for _, u, _ in used):
+                used.append((engine, unit, _gather(engine, unit)))
+        by_storage = {k: v for engine, _, _ in used for k, v in engine.gather.by_storage.items()}
+        owner = {id(unit): engine for engine, unit, _ in used}
+        args, kwargs = _substituted(args), _substituted(kwargs)
+        with _saving(by_storage, owner):
+            out = func(*args, **kwargs)
+            out = _copied(out, by_storage)
+        for engine, unit, gathered in used:
+            if gathered:
+                engine.gather.release(unit)
+        for engine in {id(e): e for e, _, _ in used}.values():
+            _watch(engine, out)
+    return out
+
+
+def _substituted(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if (spec := spec_of(value)) is not None and "_onefold_entry" not in value.__dict__:
+            return spec.gather(value.detach(), "an operation with gradients")
+        found = value.__dict__.get("_onefold_entry") if getattr(type(value), "_onefold_faced", False) else None
+        entry = found() if found is not None else None
+        return value if entry is None else entry.compute
+    if isinstance(value, (list, tuple)):
+        parts = [_substituted(v) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return {k: _substituted(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _saving(by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, Engine]) -> saved_tensors_hooks:
+    """Saves elements of gathered buffers as their places, and leaves the rest to whoever saves tensors besides."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
+    outer_pack, outer_unpack = top if top else (None, None)
+
+    def pack(t: torch.Tensor) -> Any:
+        hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
+        if hit is not None and id(hit[0]) in owner and t.dtype == hit[1].dtypes.compute:
+            return _Place(owner[id(hit[0])], *hit, t)
+        if outer_pack:
+            return outer_pack(t)
+        return t if t.grad_fn is None else t.detach()
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if type(saved) is _Place:
+            return saved.read()
+        return outer_unpack(saved) if outer_unpack else saved
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]]) -> Any:
+    """`out` with copies in place of what lies in a gathered buffer."""
+    if isinstance(out, torch.Tensor):
+        return out.clone() if out.layout is torch.strided and storage_of(out) in by_storage else out
+    if isinstance(out, (list, tuple)):
+        parts = [_copied(o, by_storage) for o in out]
+        return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
+    return out
+
+
+def _watch(engine: Engine, out: Any) -> None:
+    """A backward pass through `out` is one of this engine's, and must find the parameters as they were."""
+    this_pass = Pass(engine.moves)
+
+    def backward_reached(_: torch.Tensor) -> None:
+        if not engine.closed:
+            this_pass.backward_reached(True)
+            with whole_sight():
+                engine.backward_event()
+
+    for t in tensors_in(out):
+        if t.requires_grad:
+            t.register_hook(backward_reached)

@@ -1,0 +1,160 @@
+"""One parameter's elements between the ranks that hold them and rank 0's host, some at a time, and what the ranks say around that.
+
+    to_first     each rank's interval ──► rank 0: a host tensor of the whole
+    from_first   rank 0's whole ──► each rank: the elements that it holds
+
+On the device there are never more than `CHUNK` elements of it, on other hosts than rank 0's no more than the rank's own. Where rank 0 holds
+all itself (stage 0, one rank) `to_first` moves nothing. Both are collective.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from onefold.comm import Place, StallError
+from onefold.layout import overlap
+from onefold.recipe.moments import BLOCK
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
+
+#: Elements moved at a time; a multiple of BLOCK, so that blocks of packed moments stay whole.
+CHUNK = 8 << 20
+assert not CHUNK % BLOCK
+
+Read = Callable[[int, int], torch.Tensor]
+Put = Callable[[int, int, torch.Tensor], None]
+
+
+def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
+    """What every rank says in the user's call `call`, in rank order. Collective.
+
+    Raises:
+        StallError: another rank does not come.
+        RuntimeError: another rank has called something else.
+    """
+    group = engine.group
+    if group.size == 1 or group.imagined:
+        return [value]
+    text = pickle.dumps((call, value))
+    place = Place("control", f"({call}, which every rank must call)", engine.step, "state")
+    try:
+        head = group.exchange_control(torch.frombuffer(bytearray(struct.pack("<q", len(text))), dtype=torch.uint8), place, "call")
+        lengths = [struct.unpack("<q", bytes(part.tolist()))[0] for part in head]
+        mine = torch.frombuffer(bytearray(text.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        parts = group.exchange_control(mine, place, "call")
+    except StallError as error:
+        raise StallError(f"{call} is a collective on this model: call it on every rank, at the same place. {error}") from None
+    by_number = sorted(range(group.size), key=lambda position: group.ranks[position])
+    said = [pickle.loads(bytes(parts[p][: lengths[p]].numpy())) for p in by_number]
+    other = next((rank for rank, (name, _) in enumerate(said) if name != call), None)
+    if other is not None:
+        raise RuntimeError(
+            f"rank {dist_rank(engine)} called {call} while rank {sorted(group.ranks)[other]} called {said[other][0]}: "
+            "every rank must call the same, in the same order."
+        )
+    return [value for _, value in said]
+
+
+def dist_rank(engine: Engine) -> int:
+    """This rank among all of the run, for people."""
+    return engine.group.ranks[engine.group.rank]
+
+
+def place_of(engine: Engine, entry: Entry) -> Place:
+    return Place("state", entry.flat.unit_name, engine.step, "state")
+
+
+def interval_of(entry: Entry) -> tuple[int, int]:
+    """The elements of `entry` that this rank answers for, counted from its first: each element on exactly one rank."""
+    if entry.flat.passive:
+        return 0, entry.slot.numel
+    a, b = entry.flat.layout.local(entry.slot, entry.flat.rank)
+    return a - entry.slot.start, b - entry.slot.start
+
+
+def held_by(entry: Entry, position: int) -> tuple[int, int]:
+    """The elements of `entry` that the optimizer of a rank holds, counted from its first; also what other ranks hold as well."""
+    if entry.flat.passive:
+        return 0, entry.slot.numel
+    a, b = overlap((entry.slot.start, entry.slot.end), entry.flat.owned_by(position))
+    return a - entry.slot.start, b - entry.slot.start
+
+
+def to_first(engine: Engine, entry: Entry, dtype: torch.dtype, read: Read, out: torch.Tensor | None, alone: bool = False) -> None:
+    """All elements of `entry` into rank 0's `out` ([numel], on the host; None on other ranks, unless they hold all elements themselves).
+
+    Args:
+        read: gives the elements [x, y) that this rank holds, on any device, in `dtype`.
+        alone: `read` gives nothing but this rank's interval, also where the optimizer holds more.
+    """
+    group, flat, slot = engine.group, entry.flat, entry.slot
+    here = held_by(entry, 0) if not alone else _interval_at(entry, 0)
+    for x in range(0, slot.numel, CHUNK):
+        y = min(x + CHUNK, slot.numel)
+        mine = overlap(here, (x, y))
+        if out is not None and mine[0] < mine[1]:
+            out[slice(*mine)].copy_(read(*mine))
+        if mine == (x, y) or group.size == 1 or group.imagined:
+            continue
+        sends, recvs, landing = [], [], []
+        for peer in _owners(entry, x, y):
+            a, b = overlap(_interval_at(entry, peer), (x, y))
+            if a == b or peer == 0 or overlap((a, b), here) == (a, b):
+                continue
+            if group.rank == 0:
+                recvs.append((peer, torch.empty(b - a, dtype=dtype, device=engine.device)))
+                landing.append((a, b))
+            elif group.rank == peer:
+                sends.append((0, read(a, b).to(engine.device).contiguous()))
+        group.exchange(sends, recvs, place_of(engine, entry), flat.index, move="state").wait()
+        for (a, b), (_, part) in zip(landing, recvs, strict=True):
+            assert out is not None
+            out[a:b].copy_(part)
+
+
+def from_first(engine: Engine, entry: Entry, dtype: torch.dtype, whole: torch.Tensor | None, put: Put, alone: bool = False) -> None:
+    """Rank 0's `whole` ([numel], anywhere; None on other ranks) to the ranks: `put` is given the elements [x, y) that this one holds.
+
+    Args:
+        alone: each rank is given nothing but its interval, also where its optimizer holds more.
+    """
+    group, flat, slot = engine.group, entry.flat, entry.slot
+    held = _interval_at if alone else held_by
+    for x in range(0, slot.numel, CHUNK):
+        y = min(x + CHUNK, slot.numel)
+        a, b = overlap(held(entry, group.rank), (x, y))
+        part = None
+        sends, recvs = [], []
+        if group.rank == 0:
+            assert whole is not None
+            if group.size > 1 and not group.imagined:
+                chunk = whole[x:y].to(engine.device, dtype)
+                for peer in range(1, group.size):
+                    i, j = overlap(held(entry, peer), (x, y))
+                    if i < j:
+                        sends.append((peer, chunk[i - x : j - x]))
+            part = whole[a:b]
+        elif a < b:
+            part = torch.empty(b - a, dtype=dtype, device=engine.device)
+            recvs.append((0, part))
+        group.exchange(sends, recvs, place_of(engine, entry), flat.index, move="state").wait()
+        if a < b and part is not None:
+            put(a, b, part.to(dtype))
+
+
+def _interval_at(entry: Entry, position: int) -> tuple[int, int]:
+    if entry.flat.passive:
+        return 0, entry.slot.numel
+    a, b = entry.flat.layout.local(entry.slot, position)
+    return a - entry.slot.start, b - entry.slot.start
+
+
+def _owners(entry: Entry, x: int, y: int) -> range:
+    """The positions of the ranks whose intervals hold elements [x, y)."""
+    each = entry.flat.layout.shard_numel
+    return range((entry.slot.start + x) // each, (entry.slot.start + y - 1) // each + 1)

@@ -1,0 +1,211 @@
+"""What was on the meta device when the model was sharded, and has no value yet: it may be loaded later, and must not be used before.
+
+    shard()      notes parameters and buffers that nothing initialized
+    a load       gives some of them, or all, a value (onefold.load, load_full_state_dict, load_pretrained, full_params(write=True), ...)
+    a use        of what is left raises, with its name: the forward pass of its unit, whole parameters to read, a save
+
+[Note: marks of what is unset] It is filled with NaN, so that a value shows however it came: by a load, in place, or through `.data`. What
+holds no NaN, or rests encoded, is known by the name that a load brought. Ranks look together when a pass begins, a parameter has a value
+once any rank has seen one, and so all ranks raise alike. The list is empty once all is loaded, and an empty list is never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from onefold.comm import Place
+from onefold.runtime.parameter import whole_sight
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Entry
+    from onefold.runtime.unit import Unit
+
+#: How a sentence tells to go on.
+_HOW = (
+    "Load it on every rank: onefold.load(path, model=model), onefold.load_full_state_dict(model, state_dict), "
+    "onefold.load_pretrained(model, folder), or write it inside `with onefold.full_params(model, write=True):`. "
+    "Or give shard() an init=function or weights=folder."
+)
+
+
+class UnsetError(RuntimeError):
+    """Something was used that was built on the meta device and never given a value."""
+
+
+def mark(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill memory that has no value yet, such that it shows whether anybody writes to it."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.detach().fill_(math.nan)
+    else:
+        tensor.detach().zero_()
+    tensor._onefold_unset = tensor._version  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether nobody has written to it since `mark`."""
+    if not hasattr(tensor, "_onefold_unset") or not tensor.numel():
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return _all_nan(tensor)
+    return bool(tensor._onefold_unset == tensor._version)
+
+
+def _all_nan(values: torch.Tensor) -> bool:
+    values = values.detach().reshape(-1)
+    return bool(values[:1].isnan().all()) and bool(values.isnan().all())  # the first tells as a rule
+
+
+class Unset:
+    """Of one engine: the entries by their number, and the buffers by their name in the model, with the table that holds each."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._buffers: dict[str, tuple[dict[str, torch.Tensor | None], str, int]] = {}  # table, key, number of the unit
+
+    def __bool__(self) -> bool:
+        return bool(self._entries or self._buffers)
+
+    def add(self, entry: Entry) -> None:
+        """A parameter has no value."""
+        self._entries[entry.number] = entry
+
+    def add_buffer(self, name: str, module: nn.Module, key: str, unit: Unit) -> None:
+        """A buffer of a unit's module has none."""
+        self._buffers[name] = (module._buffers, key, unit.index)
+
+    def names(self) -> list[str]:
+        """Of all that is left, parameters first."""
+        return list(dict.fromkeys([*(e.part.names[0] for e in self._entries.values()), *self._buffers]))
+
+    def notes(self) -> list[str]:
+        """A sentence for the start of the run, if anything is left."""
+        names = self.names()
+        if not names:
+            return []
+        return [f"{_some(names)}: built on the meta device, without a value yet. Load before use."]
+
+    def close(self) -> None:
+        self._entries.clear()
+        self._buffers.clear()
+
+    # -- values arrive ---------------------------------------------------------------------------------------------------------
+
+    def given(self, names: Collection[str]) -> None:
+        """A load has brought these parameters and buffers, by their names in the model. The same on every rank."""
+        for number, entry in list(self._entries.items()):
+            if any(name in names for name in entry.part.names):
+                del self._entries[number]
+        for name in [name for name in self._buffers if name in names]:
+            del self._buffers[name]
+
+    def look(self, engine: Engine) -> None:
+        """Find what was given a value by other ways. Collective, while anything is left."""
+        if not self:
+            return
+        mine = self._still(engine)
+        if engine.world_size == 1 or engine.group.imagined:
+            self._keep(mine)
+            return
+        payload = torch.tensor(mine, dtype=torch.uint8)
+        said = engine.group.exchange_control(payload, Place("control", "(unset)", engine.step, "state"))
+        together = torch.stack(said).amin(0).tolist()  # any rank's part of a parameter tells
+        first = said[0].tolist()  # rank 0's buffers become everybody's
+        self._keep([*together[: len(self._entries)], *first[len(self._entries) :]])
+
+    def look_alone(self, engine: Engine) -> None:
+        """The same by what this rank holds."""
+        if self:
+            self._keep(self._still(engine))
+
+    def remember(self) -> None:
+        """Buffers were written to by the engine itself: that gives them no value."""
+        for table, key, _ in self._buffers.values():
+            tensor = table.get(key)
+            if tensor is not None and hasattr(tensor, "_onefold_unset"):
+                tensor._onefold_unset = tensor._version
+
+    def _still(self, engine: Engine) -> list[int]:
+        """1 for each, in order, that has no value as far as this rank sees."""
+        with whole_sight(), torch.no_grad():
+            entries = [_entry_is_unset(entry) for entry in self._entries.values()]
+            buffers = [is_marked(t) for table, key, _ in self._buffers.values() if (t := table.get(key, _NONE)) is not None]
+        return [int(unset) for unset in (*entries, *buffers)]
+
+    def _keep(self, still: Iterable[int]) -> None:
+        kept = list(still)
+        entries = zip(list(self._entries), kept[: len(self._entries)], strict=True)
+        buffers = zip(list(self._buffers), kept[len(self._entries) :], strict=True)
+        for number in [number for number, unset in entries if not unset]:
+            del self._entries[number]
+        for name in [name for name, unset in buffers if not unset]:
+            del self._buffers[name]
+
+    # -- use -------------------------------------------------------------------------------------------------------------------
+
+    def refuse_in(self, engine: Engine, unit: Unit) -> None:
+        """Raise UnsetError if the forward pass of a unit would use something that is left."""
+        names = [e.part.names[0] for number, e in self._entries.items() if engine.unit_of[number] is unit]
+        names += [name for name, (_, _, index) in self._buffers.items() if index == unit.index]
+        self._refuse(names, f"the forward pass of {unit.name!r} uses")
+
+    def refuse_of(self, module: nn.Module) -> None:
+        """Raise UnsetError if a module's own parameters or buffers are left."""
+        names = [e.part.names[0] for e in self._entries.values() if any(p is module._parameters for p, *_ in e.places)]
+        names += [name for name, (table, _, _) in self._buffers.items() if table is module._buffers]
+        self._refuse(names, f"the forward pass of a {type(module).__name__} uses")
+
+    def refuse_entry(self, entry: Entry) -> None:
+        """Raise UnsetError if a parameter is left."""
+        if entry.number in self._entries:
+            self._refuse([entry.part.names[0]], "a forward pass uses")
+
+    def refuse(self, doing: str) -> None:
+        """Raise UnsetError if anything is left."""
+        self._refuse(self.names(), doing)
+
+    def _refuse(self, names: list[str], doing: str) -> None:
+        names = list(dict.fromkeys(names))
+        if names:
+            raise UnsetError(f"{doing} {_some(names)}, built on the meta device and never given a value. {_HOW}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+_NONE = torch.empty(0)  # of a buffer that is gone: nobody can use it
+
+
+def _entry_is_unset(entry: Entry) -> bool:
+    flat = entry.flat
+    if flat.passive:
+        return is_marked(entry.param) if hasattr(entry.param, "_onefold_unset") else _all_nan(entry.param)
+    if flat.route.stored or not flat.dtypes.master.is_floating_point:
+        return True  # a load's names tell
+    a, b = flat.local(entry)
+    return a == b or _all_nan(flat.load_master()[a - flat.owned[0] : b - flat.owned[0]])
+
+
+def without_value(engine: Engine, unit: Unit, coming: Collection[str]) -> set[str]:
+    """The parameters of a unit, by their first name, that rank 0 has no value for and that nobody brings. Collective."""
+    mine = [int(entry.slot.name not in coming and entry.slot.numel > 0 and value_of(entry) is None) for entry in unit.entries]
+    if mine and engine.world_size > 1 and not engine.group.imagined:
+        payload = torch.tensor(mine, dtype=torch.uint8)
+        mine = engine.group.exchange_control(payload, Place("control", "(unset)", 0, "state"))[0].tolist()
+    return {entry.slot.name for entry, unset in zip(unit.entries, mine, strict=True) if unset}
+
+
+def value_of(entry: Entry) -> torch.Tensor | None:
+    """A parameter as the modules have it before it is laid out, from the first place that has a value."""
+    for parameters, attribute, _ in entry.places:
+        source = parameters[attribute]
+        if source is not None and not source.is_meta and not is_marked(source):
+            return source
+    return None

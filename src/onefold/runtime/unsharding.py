@@ -1,0 +1,73 @@
+"""A sharded model becomes a plain module of whole parameters again, the same objects: see `onefold.unsharded`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from onefold.runtime import gradient_hooks
+from onefold.runtime.parameter import ShardedParameter, whole_sight
+from onefold.runtime.state import whole_masters
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+
+def refuse_unless_possible(engine: Engine) -> None:
+    """Raise what keeps this model from being made whole, the same on every rank.
+
+    Raises:
+        RuntimeError: a pass, another context or unreduced gradients are in the way.
+        ValueError: its recipe keeps parameters in a way that has no way back.
+    """
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    if engine.stack or engine.backward_open:
+        raise RuntimeError("unsharded was entered inside a pass of the model; enter it between steps.")
+    if engine.whole_depth or engine.gather.resident:
+        other = "full_params" if engine.whole_depth else "keep_gathered"
+        raise RuntimeError(f"unsharded was entered inside {other} of the same model; leave that one first.")
+    if any(flat.grads or flat.held for flat in flats):
+        raise RuntimeError("unsharded was entered while gradients kept under no_sync wait to be reduced; enter it after optimizer.step().")
+    why = None
+    if engine.at_home:
+        why = "it keeps parameters or optimizer states on the host or on NVMe"
+    elif any(flat.tiled for flat in flats):
+        why = f"weights above tile={engine.recipe.tile} are cut into tiles"
+    elif any(flat.route.stored for flat in flats):
+        why = f"frozen={engine.recipe.frozen!r} keeps frozen weights encoded"
+    elif engine.recipe.moments is not None:
+        why = f"moments={engine.recipe.moments!r} keeps the optimizer's states in another format"
+    if why is not None:
+        raise ValueError(
+            f"onefold.unsharded does not work with this recipe: {why}. Change the structure before shard(), or save a checkpoint, build "
+            "the new model and load what fits (onefold.export, then shard(..., weights=folder))."
+        )
+
+
+def make_plain(engine: Engine) -> None:
+    """Whole values into the parameters, unit by unit; nothing of the engine stays on them. Collective. The hooks of modules go with it."""
+    with whole_sight(), torch.no_grad():
+        for unit in engine.units:
+            for flat in unit.flats:
+                full = None if flat.passive else whole_masters(engine, unit, flat)
+                for entry in flat.entries if full is not None else ():
+                    gradient_hooks.give_back(entry)
+                    entry.param.grad = None
+                    entry.param.data = flat.view(full, entry).clone()  # type: ignore[arg-type]
+                    _undress(entry.param)
+                    if entry.param.dtype != entry.declared:
+                        entry.param.__dict__["_onefold_dtypes"] = entry.param.dtype, entry.declared
+        for handle in engine.handles:
+            handle.remove()
+        engine.handles.clear()
+
+
+def _undress(param: nn.Parameter) -> None:
+    for key in [key for key in param.__dict__ if key == "onefold" or key.startswith("_onefold")]:
+        del param.__dict__[key]
+    if isinstance(param, ShardedParameter):  # of a subclass it is the subclass behind the face
+        kind: Any = type(param)
+        plain: Any = nn.Parameter if kind is ShardedParameter else kind.__bases__[1]
+        param.__class__ = plain

@@ -1,0 +1,186 @@
+"""Buffers of all kinds: DDP broadcasts rank 0's before each forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from habits.loop import Script
+from habits.registry import BITS, EITHER, ROUNDING, habit
+
+
+class Features(nn.Module):
+    """x (8, 6) -> (8, 4), around one module under test of width 9."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.enter, self.part, self.leave = nn.Linear(6, 9), part, nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.part(torch.tanh(self.enter(x))))
+
+
+class FeaturesHabit:
+    part: Any
+
+    def build(self) -> nn.Module:
+        return Features(type(self).part())
+
+    def batch(self, seed: int) -> Any:
+        return torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, s: Script) -> Any:
+        return s.model(s.batch).square().mean()
+
+
+class RunningMean(nn.Module):
+    """A centre kept by an exponential mean of what comes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9))
+        self.register_buffer("mean", torch.zeros(9))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)  # type: ignore[operator]
+                self.seen += 1
+        return (x - self.mean) * self.weight
+
+
+class Codebook(nn.Module):
+    """VQ-VAE's codebook with moving averages (lucidrains' vector-quantize)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(5, 9))
+        self.register_buffer("size", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
+        if self.training:
+            with torch.no_grad():
+                hot = F.one_hot(nearest, 5).float()
+                self.size.mul_(0.9).add_(hot.sum(0), alpha=0.1)  # type: ignore[operator]
+                self.codes.lerp_((hot.T @ x) / self.size[:, None], 0.1)  # type: ignore[operator, index]
+        return x + (self.codes[nearest] - x).detach()  # type: ignore[index]
+
+
+class ExpertBias(nn.Module):
+    """DeepSeek-V3's balancing without a loss: a bias of each expert moved by its load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+        self.gate = nn.Linear(9, 3, bias=False)
+        self.register_buffer("bias", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).sigmoid()
+        chosen = (scores + self.bias).argmax(-1)
+        if self.training:
+            with torch.no_grad():
+                load = F.one_hot(chosen, 3).float().mean(0)
+                self.bias += 0.1 * torch.sign(1 / 3 - load)  # type: ignore[operator]
+        out = torch.stack([e(x) for e in self.experts], 1)
+        return out[torch.arange(len(x)), chosen] * scores[torch.arange(len(x)), chosen, None]
+
+
+class Rotary(nn.Module):
+    """A buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.linspace(0, 1, 9), persistent=False)
+        self.weight = nn.Parameter(torch.ones(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * torch.cos(self.angles)  # type: ignore[arg-type]
+
+
+PARTS: dict[str, Any] = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(9),
+    "BatchNorm1d, `momentum=None`": lambda: nn.BatchNorm1d(9, momentum=None),
+    "a running mean by `lerp_` and a counter": RunningMean,
+    "a codebook with moving averages (VQ)": Codebook,
+    "biases of experts moved by their load (DeepSeek-V3)": ExpertBias,
+    "a buffer that is not persistent (rotary angles)": Rotary,
+    "spectral_norm's `u` and `v`": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(9, 9)),
+    "the old `nn.utils.spectral_norm`'s `u`": lambda: nn.utils.spectral_norm(nn.Linear(9, 9)),
+}
+for _title, _part in PARTS.items():
+    habit(
+        f"a buffer: {_title}",
+        expect=ROUNDING if "spectral" in _title else BITS,
+        sharded=EITHER if "old" in _title else None,
+    )(type("Part", (FeaturesHabit,), {"part": staticmethod(_part), "__module__": __name__}))
+
+
+@habit("buffers averaged over ranks by hand: `dist.all_reduce(buffer)`")
+class AveragedBuffers(FeaturesHabit):
+    part = RunningMean
+
+    def weights(self, s: Script) -> None:
+        import torch.distributed as dist
+
+        for b in s.module.buffers():
+            if b.is_floating_point():
+                dist.all_reduce(b)
+                b /= dist.get_world_size()
+
+
+@habit("a buffer assigned anew: `module.mean = module.mean * 0.9`")
+class AssignedBuffer(FeaturesHabit):
+    part = RunningMean
+
+    def weights(self, s: Script) -> None:
+        s.module.part.mean = s.module.part.mean * 0.9
+
+
+@habit("a buffer registered after shard() and counted in a hook")
+class LateBuffer:
+    def after(self, s: Script) -> None:
+        s.module.register_buffer("steps", torch.zeros(()), persistent=False)
+
+        def count(m: nn.Module, args: Any, out: Any) -> None:
+            m.steps.add_(1)  # type: ignore[operator]
+
+        s.module.register_forward_hook(count)
+
+    def log(self, s: Script) -> None:
+        s.note("steps", s.module.steps.item())
+
+
+@habit("`model.eval()` uses the running statistics; `model.train()` goes on")
+class EvalStatistics(FeaturesHabit):
+    def build(self) -> nn.Module:
+        return Features(nn.BatchNorm1d(9))
+
+    def log(self, s: Script) -> None:
+        s.model.eval()
+        with torch.no_grad():
+            s.note("mean", s.model(s.batch).mean().item())
+        s.model.train()
+
+
+@habit("running statistics reset: `bn.reset_running_stats()`")
+class ResetStatistics(EvalStatistics):
+    def weights(self, s: Script) -> None:
+        s.module.part.reset_running_stats()
+
+
+@habit("`bn.momentum` changed mid-run")
+class Momentum(EvalStatistics):
+    def weights(self, s: Script) -> None:
+        s.module.part.momentum = 0.5
+
+
+@habit("parameters and buffers counted: `len(list(model.buffers()))`")
+class CountBuffers(EvalStatistics):
+    def log(self, s: Script) -> None:
+        s.note("buffers", [(n, tuple(b.shape), str(b.dtype)) for n, b in s.module.named_buffers()])

@@ -1,0 +1,167 @@
+"""Dtypes of models, before and after shard()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from habits.loop import Net, Script
+from habits.registry import EITHER, REFUSED, ROUNDING, habit
+
+LOOSE: dict[str, Any] = {"rtol": 3e-2, "atol": 3e-3}
+
+
+class MixedNorms(Net):
+    """Norms in fp32, the rest in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+        self.norm.float()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.float()).to(torch.bfloat16)).float()
+
+
+class FloatHead(Net):
+    """The head in fp32 on a bf16 body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+        self.head.float()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).float())
+
+
+def double() -> nn.Module:
+    return Net().double()
+
+
+# 16-bit weights get fp32 masters: what is compared is one step of the computation, and the masters in the dtype of the weights.
+class Sixteen:
+    net: Any = None
+
+    def build(self) -> nn.Module:
+        return type(self).net()
+
+    def log(self, s: Script) -> None:
+        seen: list[str] = []
+        handle = s.module.head.register_forward_hook(lambda m, a, out: seen.append(f"{a[0].dtype} {m.weight.dtype} {out.dtype}"))
+        with torch.no_grad():
+            s.cross_entropy()
+        handle.remove()
+        s.note("computed in", seen)
+
+
+NETS: dict[str, Any] = {"norms in fp32, the rest in bf16": MixedNorms, "the head in fp32 on a bf16 body": FloatHead}
+for _title, _net in NETS.items():
+    habit(f"dtypes: {_title}", expect=ROUNDING, steps=1, **LOOSE)(
+        type("Dtype", (Sixteen,), {"net": staticmethod(_net), "__module__": __name__})
+    )
+
+
+@habit("dtypes: `model.double()` before shard()")
+class Double(Sixteen):
+    net = staticmethod(double)
+
+
+@habit("dtypes: `model.bfloat16()` before shard(), computed in bf16", steps=1, expect=ROUNDING, **LOOSE)
+class Bfloat(Sixteen):
+    net = staticmethod(lambda: Net().bfloat16())
+
+
+@habit("dtypes: `model.half()` before shard()", steps=1, expect=ROUNDING, **LOOSE)
+class Half(Sixteen):
+    net = staticmethod(lambda: Net().half())
+
+
+@habit(
+    "dtypes: `model.to(torch.bfloat16)` after shard()",
+    "after",
+    sharded=REFUSED,
+    zero=EITHER,
+    steps=1,
+    expect=ROUNDING,
+    composes=False,
+    **LOOSE,
+)
+def to_after(s: Script) -> None:
+    s.module.to(torch.bfloat16)
+
+
+@habit(
+    "dtypes: `model.half()` after shard()",
+    "after",
+    sharded=REFUSED,
+    zero=EITHER,
+    steps=1,
+    expect=ROUNDING,
+    composes=False,
+    **LOOSE,
+)
+def half_after(s: Script) -> None:
+    s.module.half()
+
+
+@habit("dtypes: `model.float()` after shard() (nothing to do)", "after")
+def float_after(s: Script) -> None:
+    s.module.float()
+
+
+@habit("dtypes: `model.to('cpu')`, `model.cpu()` after shard() (nothing to do)", "after")
+def cpu_after(s: Script) -> None:
+    s.module.to("cpu")
+    s.module.cpu()
+
+
+@habit("dtypes: `x.to(next(model.parameters()).dtype)`", "log")
+def next_dtype(s: Script) -> None:
+    s.note("dtype", str(torch.ones(2).to(next(s.model.parameters()).dtype).dtype))
+
+
+@habit("dtypes: `{p.dtype for p in model.parameters()}`", "log")
+def dtypes(s: Script) -> None:
+    s.note("dtypes", sorted({str(p.dtype) for p in s.model.parameters()}))
+
+
+@habit("dtypes: `x.to(model.head.weight.dtype)` in forward (HF)")
+class LikeWeight:
+    def build(self) -> nn.Module:
+        class Like(Net):
+            def forward(self, tokens: Tensor) -> Tensor:
+                x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+                for block in self.blocks:
+                    x = block(x.to(block.mlp[0].weight.dtype))
+                return self.head(self.norm(x).to(self.head.weight.dtype))
+
+        return Like()
+
+
+@habit("dtypes: `p.grad.dtype == p.dtype`", "gradients")
+def grad_dtype(s: Script) -> None:
+    s.note("same", [p.grad.dtype == p.dtype for p in s.model.parameters()])
+
+
+@habit(
+    "dtypes: weights cast by hand, `p.data = p.data.half()`",
+    "after",
+    sharded=EITHER,
+    zero=EITHER,
+    steps=1,
+    expect=ROUNDING,
+    reference="plain",
+    composes=False,
+    **LOOSE,
+)
+def data_half(s: Script) -> None:
+    s.module.bfloat16() if s.world.__class__.__name__ == "World" else [setattr(p, "data", p.data.bfloat16()) for p in s.model.parameters()]

@@ -1,0 +1,202 @@
+"""Parameters in the loss, outside the forward pass."""
+
+# ruff: noqa: E501 (a habit of the tables is one line)
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from habits.loop import Net, Script
+from habits.registry import ROUNDING, habit
+
+# Stage 0 holds wholes, as DDP does. Under DDP the gradient of a term outside its forward pass comes on top of the averaged one, or
+# is averaged with it: where all ranks compute the same term both are the same.
+TERMS = {
+    "L2: `sum(p.pow(2).sum() for p in model.parameters())`": lambda s: 1e-2 * sum(p.pow(2).sum() for p in s.model.parameters()),
+    "L2: `sum(p.norm(2) ** 2 ...)`": lambda s: 1e-2 * sum(p.norm(2) ** 2 for p in s.model.parameters()),
+    "L2: `torch.norm(p)` of the weights by name": lambda s: 1e-2 * sum(torch.norm(p) for n, p in s.named() if n.endswith("weight")),
+    "L1: `sum(p.abs().sum() ...)`": lambda s: 1e-3 * sum(p.abs().sum() for p in s.model.parameters()),
+    "L1 of the head: `model.head.weight.abs().mean()`": lambda s: 0.1 * s.module.head.weight.abs().mean(),
+    "elastic net over `torch.cat([p.view(-1) ...])`": lambda s: 1e-3 * (v := torch.cat([p.view(-1) for p in s.model.parameters()])).abs().sum() + 1e-3 * v.pow(2).sum(),
+    "orthogonality: `(W @ W.T - I).pow(2).sum()`": lambda s: 1e-2 * sum(((w := b.mlp[0].weight).T @ w - torch.eye(w.shape[1])).pow(2).sum() for b in s.module.blocks),
+    "a tie between two matrices: `F.mse_loss(head.weight, tokens.weight)`": lambda s: F.mse_loss(s.module.head.weight, s.module.tokens.weight),
+    "similarity of layers: `F.mse_loss(a.weight, b.weight.detach())`": lambda s: F.mse_loss(s.module.blocks[0].mlp[0].weight, s.module.blocks[1].mlp[0].weight.detach()),
+    "group lasso over rows: `w.norm(dim=1).sum()`": lambda s: 1e-2 * s.module.head.weight.norm(dim=1).sum(),
+    "smoothness of positions: `(w[1:] - w[:-1]).pow(2).mean()`": lambda s: ((w := s.module.positions.weight)[1:] - w[:-1]).pow(2).mean(),
+    "spectral penalty: `torch.linalg.matrix_norm(w, 2)`": lambda s: 1e-2 * torch.linalg.matrix_norm(s.module.head.weight, 2),
+    "nuclear norm: `torch.linalg.svdvals(w).sum()`": lambda s: 1e-3 * torch.linalg.svdvals(s.module.head.weight).sum(),
+    "the norm weights near one: `(p - 1).pow(2).sum()`": lambda s: sum((p - 1).pow(2).sum() for n, p in s.named() if "norm" in n and n.endswith("weight")),
+    "a second use of the head: `F.linear(h, model.head.weight)`": lambda s: F.linear(torch.linspace(-1, 1, 10).view(1, 10), s.module.head.weight).pow(2).mean(),
+    "a lookup outside: `F.embedding(idx, model.tokens.weight)`": lambda s: F.embedding(torch.tensor([1, 2]), s.module.tokens.weight).pow(2).mean(),
+    "a submodule called in the loss: `model.head(x).pow(2).mean()`": lambda s: s.module.head(torch.linspace(-1, 1, 10).view(1, 10)).pow(2).mean(),
+}  # fmt: skip
+for _title, _term in TERMS.items():
+    habit(f"a term of the loss, {_title}", "loss", expect=ROUNDING, one=ROUNDING)(lambda s, loss, f=_term: loss + f(s))
+
+
+@habit("a term of the loss, L2-SP: distance to weights kept after shard()", expect=ROUNDING, one=ROUNDING)
+class Start:
+    def after(self, s: Script) -> None:
+        self.start = {n: p.detach().clone() for n, p in s.named()}
+
+    def loss(self, s: Script, loss: Any) -> Any:
+        return loss + 0.1 * sum((p - self.start[n]).pow(2).sum() for n, p in s.named())
+
+
+@habit("a term of the loss, EWC: Fisher times squared distance, both kept", expect=ROUNDING, one=ROUNDING)
+class EWC:
+    def gradients(self, s: Script) -> None:
+        if s.step == 0:
+            self.fisher = {n: p.grad.detach().pow(2) for n, p in s.named()}
+            self.old = {n: p.detach().clone() for n, p in s.named()}
+
+    def loss(self, s: Script, loss: Any) -> Any:
+        return loss if s.step == 0 else loss + 10.0 * sum((self.fisher[n] * (p - self.old[n]) ** 2).sum() for n, p in s.named())
+
+
+class Contrastive(nn.Module):
+    """A CLIP in small: two towers, and a scale that the script uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([nn.Linear(6, 5), nn.Linear(7, 5)])
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        self.center = nn.Parameter(torch.zeros(5))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.towers[0](a), self.towers[1](b)
+
+
+class ContrastiveHabit:
+    def build(self) -> nn.Module:
+        return Contrastive()
+
+    def batch(self, seed: int) -> Any:
+        g = torch.Generator().manual_seed(seed)
+        return torch.randn(4, 6, generator=g), torch.randn(4, 7, generator=g)
+
+    def forward(self, s: Script) -> Any:
+        a, b = s.model(*s.batch)
+        return F.cross_entropy(s.module.logit_scale.exp() * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T, torch.arange(4))
+
+
+# DDP itself does not average the gradient of a parameter that its forward pass does not use, hence one batch for all ranks.
+habit("`model.logit_scale.exp()` in the contrastive loss outside (CLIP)", expect=ROUNDING, one=ROUNDING, reference="plain")(
+    ContrastiveHabit
+)
+
+
+@habit("`logit_scale` clamped after each step: `model.logit_scale.data.clamp_(0, 4.6)`", expect=ROUNDING, one=ROUNDING, reference="plain")
+class ClampedScale(ContrastiveHabit):
+    def weights(self, s: Script) -> None:
+        s.module.logit_scale.data.clamp_(0, 1.05)
+        s.note("scale", s.module.logit_scale.exp().item())
+
+
+@habit("a center outside: `(out - model.center).pow(2).sum(1).mean()` (center loss)", expect=ROUNDING, one=ROUNDING, reference="plain")
+class Center(ContrastiveHabit):
+    def forward(self, s: Script) -> Any:
+        a, b = s.model(*s.batch)
+        return (a - s.module.center).pow(2).sum(1).mean() + b.pow(2).mean()
+
+
+@habit(
+    "uncertainty weights of two losses, `exp(-log_var) * loss + log_var`, in the model", expect=ROUNDING, one=ROUNDING, reference="plain"
+)
+class Uncertainty:
+    def build(self) -> nn.Module:
+        net = Net()
+        net.log_vars = nn.Parameter(torch.zeros(2))
+        return net
+
+    def forward(self, s: Script) -> Any:
+        first, second = s.cross_entropy(), s.cross_entropy(s.next_batch(1))
+        w = s.module.log_vars
+        return torch.exp(-w[0]) * first + w[0] + torch.exp(-w[1]) * second + w[1]
+
+
+@habit("a temperature of its own parameter, outside the model, in the optimizer", expect=ROUNDING, reference="plain")
+class Outside:
+    def after(self, s: Script) -> None:
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def optimizer(self, s: Script) -> Any:
+        return torch.optim.SGD([*s.model.parameters(), self.temperature], lr=0.1)
+
+    def forward(self, s: Script) -> Any:
+        logits = s.model(s.batch[:, :-1]) / self.temperature
+        return F.cross_entropy(logits.flatten(0, 1), s.batch[:, 1:].flatten())
+
+    def end(self, s: Script) -> None:
+        s.note("temperature", self.temperature.item())
+
+
+class ReturnsWeight(Net):
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return super().forward(tokens), self.head.weight
+
+
+@habit("a model that returns its weight, used in the loss", expect=ROUNDING, one=ROUNDING)
+class Returned:
+    def build(self) -> nn.Module:
+        return ReturnsWeight()
+
+    def forward(self, s: Script) -> Any:
+        logits, weight = s.model(s.batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), s.batch[:, 1:].flatten()) + 0.1 * weight.pow(2).mean()
+
+
+class Chunked(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+@habit(
+    "the head applied outside in chunks: `F.linear(h[i:j], model.head.weight)` (chunked cross-entropy)",
+    expect=ROUNDING,
+    one=ROUNDING,
+    reference="plain",
+)
+class ChunkedLoss:
+    def build(self) -> nn.Module:
+        return Chunked()
+
+    def forward(self, s: Script) -> Any:
+        hidden = s.model(s.batch[:, :-1]).flatten(0, 1)
+        targets = s.batch[:, 1:].flatten()
+        losses = [
+            F.cross_entropy(F.linear(hidden[i : i + 4], s.module.head.weight), targets[i : i + 4], reduction="sum") for i in range(0, 12, 4)
+        ]
+        return torch.stack(losses).sum() / 12
+
+
+@habit("label smoothing, focal and z-loss of the logits", "forward", expect=ROUNDING)
+def shaped(s: Script) -> Any:
+    logits = s.model(s.batch[:, :-1]).flatten(0, 1)
+    targets = s.batch[:, 1:].flatten()
+    each = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+    return ((1 - torch.exp(-each)) ** 2 * each).mean() + 1e-3 * torch.logsumexp(logits, -1).pow(2).mean()
+
+
+@habit("distillation from a frozen teacher (a second model, not sharded)", expect=ROUNDING)
+class Distilled:
+    def after(self, s: Script) -> None:
+        torch.manual_seed(9)
+        self.teacher = Net().eval().requires_grad_(False)
+
+    def loss(self, s: Script, loss: Any) -> Any:
+        with torch.no_grad():
+            target = self.teacher(s.batch[:, :-1]).softmax(-1)
+        return loss + F.kl_div(s.model(s.batch[:, :-1]).log_softmax(-1), target, reduction="batchmean")
+
+
+@habit("R-Drop: the model called twice, both in the loss", "loss", expect=ROUNDING)
+def twice(s: Script, loss: Any) -> Any:
+    return loss + 0.5 * s.cross_entropy() + 0.1 * s.cross_entropy(s.next_batch(2))

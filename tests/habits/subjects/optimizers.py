@@ -1,0 +1,438 @@
+"""Optimizers of torch and written by hand, two of them, schedules, closures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from habits.loop import Script, _step
+from habits.registry import EITHER, REFUSED, ROUNDING, habit
+
+OPTIMIZERS = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "SGD with Nesterov momentum and weight decay": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.02, eps=1e-4),
+    "Adam, amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.02, eps=1e-4, amsgrad=True),
+    "AdamW, `foreach=True`": lambda ps: torch.optim.AdamW(ps, lr=0.02, eps=1e-4, foreach=True),
+    "AdamW, `foreach=False`": lambda ps: torch.optim.AdamW(ps, lr=0.02, eps=1e-4, foreach=False),
+    "AdamW, `fused=True`": lambda ps: torch.optim.AdamW(ps, lr=0.02, eps=1e-4, fused=True),
+    "AdamW, `maximize=True`": lambda ps: torch.optim.AdamW(ps, lr=0.02, eps=1e-4, maximize=True),
+    "AdamW, lr as a tensor": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.02), eps=1e-4),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=0.02, eps=1e-4),
+    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=0.02, eps=1e-4),
+    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=0.02, eps=1e-4),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, eps=1e-4, momentum=0.5),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05, eps=1e-4),
+    "Adadelta": lambda ps: torch.optim.Adadelta(ps, lr=0.5, eps=1e-4),
+    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=0.05),
+    "Rprop": lambda ps: torch.optim.Rprop(ps, lr=0.01),
+}
+for _title, _make in OPTIMIZERS.items():
+    habit(f"torch.optim: {_title}", "optimizer")(lambda s, make=_make: make(s.model.parameters()))
+
+for _title, _make in {
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.02),
+    "LBFGS": lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=2),
+}.items():
+
+    @habit(f"torch.optim: {_title} (looks at whole matrices)", sharded=REFUSED, expect=ROUNDING, one=ROUNDING)
+    class WholeMatrix:
+        make = staticmethod(_make)
+
+        def optimizer(self, s: Script) -> Any:
+            return self.make(s.model.parameters())
+
+        def step(self, s: Script) -> None:
+            s.optimizer.step(lambda: s.loss) if "LBFGS" in type(s.optimizer).__name__ else s.optimizer.step()
+
+
+@habit("torch.optim.Muon for the matrices (looks at whole matrices)", sharded=REFUSED, expect=ROUNDING, one=ROUNDING)
+class Muon:
+    def optimizer(self, s: Script) -> Any:
+        matrices = [p for p in s.module.blocks.parameters() if p.ndim == 2]
+        chosen = set(map(id, matrices))
+        rest = [p for p in s.model.parameters() if id(p) not in chosen]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.02, eps=1e-4)]
+
+
+class Lion(torch.optim.Optimizer):
+    """As in lucidrains' lion-pytorch, without the sign's jumps at rounding: a steep tanh in its place."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in filter(lambda p: p.grad is not None, group["params"]):
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                beta1, beta2 = group["betas"]
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["exp_avg"].clone().mul_(beta1).add(p.grad, alpha=1 - beta1).mul_(100.0).tanh_()
+                p.add_(update, alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class AdanLike(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-4) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad, state = p.grad.data, self.state[p]
+                if "step" not in state:
+                    state["step"] = 0
+                    state.update({k: torch.zeros_like(grad) for k in ("m", "v", "n")}, previous=grad.clone())
+                state["step"] += 1
+                diff = grad - state["previous"]
+                state["m"].lerp_(grad, 0.02)
+                state["v"].lerp_(diff, 0.08)
+                state["n"].mul_(0.99).add_((grad + 0.92 * diff) ** 2, alpha=0.01)
+                denominator = (state["n"] / (1 - 0.99 ** state["step"])).sqrt_().add_(group["eps"])
+                p.addcdiv_(state["m"] + 0.92 * state["v"], denominator, value=-group["lr"])
+                state["previous"].copy_(grad)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD: parameters are y in training and x in evaluation."""
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0})
+
+    @torch.no_grad()
+    def swap(self, to_x: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.data.lerp_(end=self.state[p]["z"], weight=1 - 1 / group["beta"] if to_x else 1 - group["beta"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+            ckp1 = 1 / group["k"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if "z" not in self.state[p]:
+                    self.state[p]["z"] = torch.clone(p.data)
+                z = self.state[p]["z"]
+                p.data.lerp_(end=z, weight=ckp1)
+                p.data.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - ckp1) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+class AdamByHand(torch.optim.Optimizer):
+    """As every tutorial writes it, with `.data` and `state['step'] += 1`."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad, state = p.grad.data, self.state[p]
+                if not state:
+                    state["step"], state["m"], state["v"] = 0, torch.zeros_like(p.data), torch.zeros_like(p.data)
+                state["step"] += 1
+                state["m"].mul_(0.9).add_(grad, alpha=0.1)
+                state["v"].mul_(0.999).addcmul_(grad, grad, value=0.001)
+                size = group["lr"] * math.sqrt(1 - 0.999 ** state["step"]) / (1 - 0.9 ** state["step"])
+                p.data.addcdiv_(state["m"], state["v"].sqrt().add_(1e-4), value=-size)
+
+
+class LARS(torch.optim.Optimizer):
+    """A trust ratio by the layer's norm: not element-wise."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / (p.grad.norm() + 1e-6)) * 0.1)
+
+
+for _title, _class in {
+    "Lion (lucidrains-like)": Lion,
+    "Adan (plain torch)": AdanLike,
+    "schedule-free SGD": ScheduleFree,
+    "Adam as in tutorials, over `.data`": AdamByHand,
+}.items():
+    habit(f"a written optimizer: {_title}", "optimizer")(lambda s, c=_class: c(s.model.parameters()))
+
+habit("a written optimizer: LARS (a norm for each layer)", "optimizer", sharded=REFUSED)(lambda s: LARS(s.model.parameters()))
+
+
+@habit("schedule-free: evaluated at x, back to y")
+class ScheduleFreeSwap:
+    def optimizer(self, s: Script) -> Any:
+        return ScheduleFree(s.model.parameters())
+
+    def log(self, s: Script) -> None:
+        s.optimizer.swap(to_x=True)
+        with torch.no_grad():
+            s.note("loss", s.cross_entropy().item())
+        s.optimizer.swap(to_x=False)
+
+
+@habit("SGD by hand: `for p in model.parameters(): p.data -= lr * p.grad`", "step")
+def by_hand(s: Script) -> None:
+    for p in s.model.parameters():
+        p.data -= 0.1 * p.grad
+
+
+@habit("SGD by hand under no_grad: `p -= lr * p.grad`", "step")
+def under_no_grad(s: Script) -> None:
+    with torch.no_grad():
+        for p in s.model.parameters():
+            p -= 0.1 * p.grad
+
+
+@habit("SGD by hand: `p.data.add_(p.grad.data, alpha=-lr)`", "step")
+def add_data(s: Script) -> None:
+    for p in s.model.parameters():
+        if p.grad is not None:
+            p.data.add_(p.grad.data, alpha=-0.1)
+
+
+@habit("SGD by hand: `p.sub_(lr * p.grad); p.grad = None`", "step")
+@torch.no_grad()
+def sub_and_none(s: Script) -> None:
+    for p in s.model.parameters():
+        p.sub_(0.1 * p.grad)
+        p.grad = None
+
+
+@habit("momentum by hand: velocities in a dict of `torch.zeros_like(p)`")
+class Momentum:
+    def after(self, s: Script) -> None:
+        self.velocity = {n: torch.zeros_like(p) for n, p in s.named()}
+
+    @torch.no_grad()
+    def step(self, s: Script) -> None:
+        for n, p in s.named():
+            v = self.velocity[n]
+            v.mul_(0.9).add_(p.grad)
+            p.add_(v, alpha=-0.1)
+
+
+@habit("momentum by hand: velocities in a dict of `torch.zeros_like(p.data)` keyed by p")
+class MomentumByParameter:
+    def after(self, s: Script) -> None:
+        self.velocity = {p: torch.zeros_like(p.data) for p in s.model.parameters()}
+
+    def step(self, s: Script) -> None:
+        for p in s.model.parameters():
+            self.velocity[p] = 0.9 * self.velocity[p] + p.grad.data
+            p.data = p.data - 0.1 * self.velocity[p]
+
+
+@habit("momentum by hand: velocities as `torch.zeros(p.shape)`", sharded=EITHER)
+class MomentumByShape:
+    def after(self, s: Script) -> None:
+        self.velocity = [torch.zeros(p.shape) for p in s.model.parameters()]
+
+    @torch.no_grad()
+    def step(self, s: Script) -> None:
+        for p, v in zip(s.model.parameters(), self.velocity, strict=True):
+            v.mul_(0.9).add_(p.grad)
+            p.add_(v, alpha=-0.1)
+
+
+@habit("`torch._foreach_add_(params, grads, alpha=-lr)`", "step")
+@torch.no_grad()
+def foreach(s: Script) -> None:
+    params = [p for p in s.model.parameters() if p.grad is not None]
+    torch._foreach_add_(params, [p.grad for p in params], alpha=-0.1)
+
+
+@habit("signSGD by hand: `p.data -= lr * p.grad.sign()`", "step", composes=False, atol=1e-5)
+def sign(s: Script) -> None:
+    for p in s.model.parameters():
+        p.data -= 0.01 * p.grad.sign()
+
+
+@habit("gradient noise in the update (SGLD): `p.add_(torch.randn_like(p), alpha=...)`", "step")
+@torch.no_grad()
+def langevin(s: Script) -> None:
+    for p in s.model.parameters():
+        p.add_(p.grad, alpha=-0.1)
+        p.add_(torch.randn_like(p), alpha=0.01)
+
+
+@habit("two optimizers: matrices and vectors", "optimizer")
+def two(s: Script) -> Any:
+    matrices = [p for p in s.model.parameters() if p.ndim >= 2]
+    vectors = [p for p in s.model.parameters() if p.ndim < 2]
+    return [torch.optim.AdamW(matrices, lr=0.02, eps=1e-4), torch.optim.SGD(vectors, lr=0.1)]
+
+
+@habit("two optimizers that step in turn")
+class InTurn:
+    def optimizer(self, s: Script) -> Any:
+        return [torch.optim.SGD(s.module.blocks.parameters(), lr=0.1), torch.optim.SGD(s.module.head.parameters(), lr=0.1)]
+
+    def step(self, s: Script) -> None:
+        s.optimizers[s.step % 2].step()
+
+
+@habit("one optimizer a parameter (`{p: SGD([p])}`)", "optimizer")
+def one_each(s: Script) -> Any:
+    return [torch.optim.SGD([p], lr=0.1) for p in s.model.parameters()]
+
+
+@habit("an optimizer a parameter, stepped in a post-accumulate hook", sharded=EITHER, zero=EITHER, reference="plain")
+class InHook:
+    def optimizer(self, s: Script) -> Any:
+        self.each = {p: torch.optim.SGD([p], lr=0.1) for p in s.model.parameters()}
+
+        def hook(p: Any) -> None:
+            self.each[p].step()
+            self.each[p].zero_grad()
+
+        for p in s.model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        return []
+
+
+SCHEDULES = {
+    "LambdaLR warmup": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 3)),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=10),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[1]),
+}
+for _title, _schedule in SCHEDULES.items():
+
+    @habit(f"a schedule: {_title}, `scheduler.get_last_lr()` logged")
+    class Scheduled:
+        make = staticmethod(_schedule)
+
+        def optimizer(self, s: Script) -> Any:
+            optimizer = torch.optim.AdamW(s.model.parameters(), lr=0.02, eps=1e-4)
+            s.scheduler = self.make(optimizer)
+            return optimizer
+
+        def weights(self, s: Script) -> None:
+            s.scheduler.step()
+            s.note("lr", s.scheduler.get_last_lr())
+
+
+@habit("ReduceLROnPlateau on the loss averaged over ranks")
+class Plateau:
+    def optimizer(self, s: Script) -> Any:
+        optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
+        self.schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return optimizer
+
+    def weights(self, s: Script) -> None:
+        self.schedule.step(1.0)
+        s.note("lr", s.optimizer.param_groups[0]["lr"])
+
+
+@habit("the learning rate as a tensor, changed in place", "optimizer")
+def tensor_rate(s: Script) -> Any:
+    optimizer = torch.optim.SGD(s.model.parameters(), lr=torch.tensor(0.1), foreach=True)
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    return optimizer
+
+
+@habit("`optimizer.step(closure)` that computes the loss")
+class Closure:
+    def backward(self, s: Script, loss: Any) -> None:
+        pass
+
+    def step(self, s: Script) -> None:
+        def closure() -> Any:
+            s.optimizer.zero_grad()
+            loss = s.cross_entropy()
+            loss.backward()
+            return loss
+
+        s.note("loss", float(s.optimizer.step(closure)))
+
+
+@habit("SAM: ascend by the gradient's norm, second pass, back, step", expect=ROUNDING, sharded=ROUNDING)
+class SAM:
+    def gradients(self, s: Script) -> None:
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in s.model.parameters() if p.grad is not None]).norm()
+            self.moved = {}
+            for p in s.model.parameters():
+                e = p.grad * (0.05 / (norm + 1e-12))
+                p.add_(e)
+                self.moved[p] = e
+        s.optimizer.zero_grad()
+        s.cross_entropy().backward()
+        with torch.no_grad():
+            for p in s.model.parameters():
+                p.sub_(self.moved[p])
+
+
+@habit("Lookahead: slow weights by `slow.add_(p.data - slow, alpha=0.5); p.data.copy_(slow)`")
+class Lookahead:
+    def after(self, s: Script) -> None:
+        self.slow = [p.detach().clone() for p in s.model.parameters()]
+
+    def weights(self, s: Script) -> None:
+        if s.step % 2 == 1:
+            for p, slow in zip(s.model.parameters(), self.slow, strict=True):
+                slow.add_(p.data - slow, alpha=0.5)
+                p.data.copy_(slow)
+
+
+@habit("step hooks of the optimizer (`register_step_post_hook`)")
+class StepHooks:
+    def after(self, s: Script) -> None:
+        self.count = 0
+
+    def optimizer(self, s: Script) -> Any:
+        optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda o, a, k: s.note("params", len(o.param_groups[0]["params"])))
+        optimizer.register_step_post_hook(lambda o, a, k: s.note("after", True))
+        return optimizer
+
+
+@habit("moments counted: `sum(v.numel() for state in optimizer.state.values() ...)`", sharded=EITHER)
+class CountMoments:
+    def optimizer(self, s: Script) -> Any:
+        return torch.optim.AdamW(s.model.parameters(), lr=0.02, eps=1e-4)
+
+    def end(self, s: Script) -> None:
+        s.note("state", sum(v.numel() for state in s.optimizer.state.values() for v in state.values() if torch.is_tensor(v)))
+
+
+@habit("`optimizer.zero_grad(set_to_none=False)`", "zero")
+def zero_in_place(s: Script) -> None:
+    s.optimizer.zero_grad(set_to_none=False)
+
+
+@habit("`model.zero_grad()`", "zero")
+def of_model(s: Script) -> None:
+    s.model.zero_grad()
+
+
+@habit("`for p in model.parameters(): p.grad = None`", "zero")
+def by_none(s: Script) -> None:
+    for p in s.model.parameters():
+        p.grad = None
+
+
+@habit("a NaN loss skips the step on every rank")
+class SkipNaN:
+    def step(self, s: Script) -> None:
+        if torch.isfinite(s.loss) and s.step != 1:
+            _step(s)

@@ -1,0 +1,156 @@
+"""What scripts do with torch.distributed beside the wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from habits.loop import Script
+from habits.registry import EITHER, ROUNDING, habit
+
+
+@habit(
+    "gradients averaged again by hand: `dist.all_reduce(p.grad); p.grad /= world_size`",
+    "gradients",
+    one=EITHER,
+    sharded=EITHER,
+    composes=False,
+)
+def reduce_grads(s: Script) -> None:
+    for p in s.model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+@habit("gradients averaged by hand through `p.grad.data`", "gradients", sharded=EITHER, composes=False)
+def reduce_data(s: Script) -> None:
+    for p in s.model.parameters():
+        dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)
+        p.grad.data.div_(dist.get_world_size())
+
+
+@habit("gradients averaged by hand in one bucket (`_flatten_dense_tensors`)", "gradients", sharded=EITHER, composes=False)
+def reduce_bucket(s: Script) -> None:
+    grads = [p.grad for p in s.model.parameters()]
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for g, new in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+        g.copy_(new)
+
+
+@habit("weights broadcast at the start: `dist.broadcast(p.data, src=0)`", "after", sharded=EITHER, composes=False)
+def broadcast_weights(s: Script) -> None:
+    for p in s.model.parameters():
+        dist.broadcast(p.data, src=0)
+
+
+@habit("weights broadcast before shard(): `dist.broadcast(p, 0)`", "before")
+def broadcast_before(s: Script) -> None:
+    with torch.no_grad():
+        for p in s.module.parameters():
+            dist.broadcast(p, 0)
+
+
+@habit("weights averaged over ranks (local SGD): `dist.all_reduce(p.data); p.data /= n`", "weights", sharded=EITHER, composes=False)
+def average_weights(s: Script) -> None:
+    for p in s.model.parameters():
+        dist.all_reduce(p.data)
+        p.data /= dist.get_world_size()
+
+
+@habit("weights compared over ranks: `dist.all_gather([...], p.data)`", "log", sharded=EITHER, composes=False)
+def compare_ranks(s: Script) -> None:
+    for p in s.model.parameters():
+        others = [torch.empty(p.shape) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, p.data)
+        s.note("equal", all(torch.equal(o, others[0]) for o in others))
+
+
+@habit("weights' checksums compared over ranks: `all_gather_object(sum)`", "log", expect=ROUNDING)
+def checksums(s: Script) -> None:
+    sums: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sums, sum(p.data.double().sum().item() for p in s.model.parameters()))
+    s.note("equal", len({round(v, 9) for v in sums}) == 1)
+
+
+@habit("the loss averaged for the log: `dist.all_reduce(loss.detach())`", "gradients")
+def loss_average(s: Script) -> None:
+    loss = s.loss.detach().clone()
+    dist.all_reduce(loss)
+    s.note("loss", (loss / dist.get_world_size()).item())
+
+
+@habit("the gradient's norm over ranks by hand: `all_reduce` of the local square", "gradients", expect=ROUNDING)
+def norm_over_ranks(s: Script) -> None:
+    total = sum((p.grad.norm() ** 2 for p in s.model.parameters()), torch.zeros(()))
+    dist.all_reduce(total)
+    s.note("norm", (total / dist.get_world_size()).sqrt().item())
+
+
+@habit("rank 0 logs the loss and the learning rate; all meet at `dist.barrier()`", "log")
+def barrier(s: Script) -> None:
+    if s.rank == 0:
+        s.note("log", [s.loss.item(), s.optimizer.param_groups[0]["lr"]])
+    dist.barrier()
+
+
+@habit("rank 0 counts parameters and prints shapes", "after")
+def counts(s: Script) -> None:
+    if s.rank == 0:
+        s.note("shapes", {n: (tuple(p.shape), p.numel()) for n, p in s.named()})
+
+
+@habit("objects broadcast: `dist.broadcast_object_list([config])`", "after")
+def objects(s: Script) -> None:
+    box = [{"lr": 0.1} if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    s.note("config", box[0])
+
+
+@habit("activations gathered over ranks (SimCLR): `dist.all_gather(list, z.detach())`", "forward", expect=ROUNDING)
+def gathered(s: Script) -> Any:
+    z = s.model(s.batch[:, :-1]).mean(1)
+    every = [torch.empty_like(z) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, z.detach())
+    return (z @ torch.cat(every).T).logsumexp(1).mean()
+
+
+@habit("the loss scaled by hand for uneven batches: `loss * n_local * world / n_total`", "forward", expect=ROUNDING)
+def uneven(s: Script) -> Any:
+    mine = s.batch[: 1 + s.rank]
+    total = torch.tensor(float(len(mine)))
+    dist.all_reduce(total)
+    return s.cross_entropy(mine) * len(mine) * dist.get_world_size() / total
+
+
+@habit("a loss that one rank's batch does not have: `loss * 0` there", "forward")
+def masked(s: Script) -> Any:
+    return s.cross_entropy() * (0.0 if s.rank == 1 and s.step == 1 else 1.0)
+
+
+@habit("different seeds for data on the ranks: `torch.manual_seed(seed + rank)` after shard()", "after", composes=False)
+def seeds(s: Script) -> None:
+    torch.manual_seed(10 + s.rank)
+
+
+@habit("dropout with different seeds on the ranks")
+class Dropout:
+    def before(self, s: Script) -> None:
+        for block in s.module.blocks:
+            block.mlp[3].p = 0.3
+
+    def after(self, s: Script) -> None:
+        torch.manual_seed(10 + s.rank)
+
+
+@habit("`contextlib.nullcontext()` or `model.no_sync()` chosen by the micro-batch", expect=ROUNDING)
+class Micro:
+    def backward(self, s: Script, loss: Any) -> None:
+        s.optimizer.zero_grad()
+        for i in range(2):
+            with s.no_sync() if i == 0 else contextlib.nullcontext():
+                (s.cross_entropy(s.next_batch(i)) / 2).backward()

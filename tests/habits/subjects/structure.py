@@ -1,0 +1,190 @@
+"""Changes of the model's structure after shard()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from habits.loop import Net, Script
+from habits.registry import EITHER, ROUNDING, habit
+
+LATE = {"sharded": EITHER, "zero": EITHER, "reference": "plain"}
+
+
+@habit("a head replaced after shard(): `model.head = nn.Linear(10, 17)`", "after", **LATE)
+def new_head(s: Script) -> None:
+    torch.manual_seed(2)
+    s.module.head = nn.Linear(10, 17, bias=False)
+
+
+@habit("a module added to a block after shard()", "after", **LATE)
+def added(s: Script) -> None:
+    torch.manual_seed(2)
+    s.module.blocks[0].mlp.append(nn.Linear(10, 10))
+
+
+@habit("a block replaced by `nn.Identity()` after shard()", "after", composes=False, **LATE)
+def removed(s: Script) -> None:
+    s.module.blocks[1].mlp = nn.Identity()
+
+
+@habit("blocks cut off: `model.blocks = model.blocks[:1]` after shard()", "after", composes=False, **LATE)
+def cut(s: Script) -> None:
+    s.module.blocks = s.module.blocks[:1]
+
+
+@habit("weights tied after shard(): `model.head.weight = model.tokens.weight`", "after", expect=ROUNDING, composes=False, **LATE)
+def tied(s: Script) -> None:
+    s.module.head.weight = s.module.tokens.weight
+
+
+@habit("a parameter replaced: `layer.weight = nn.Parameter(w * 0.5)`", "after", composes=False, **LATE)
+def replaced(s: Script) -> None:
+    s.module.norm.weight = nn.Parameter(torch.full((10,), 0.5))
+
+
+@habit("a parameter replaced by one made of itself: `nn.Parameter(layer.weight.data * 0.5)`", "after", composes=False, **LATE)
+def from_itself(s: Script) -> None:
+    s.module.head.weight = nn.Parameter(s.module.head.weight.data * 0.5)
+
+
+@habit("`resize_token_embeddings` by hand: a larger embedding with the old rows", "after", composes=False, **LATE)
+def resized(s: Script) -> None:
+    torch.manual_seed(2)
+    old, new = s.module.tokens, nn.Embedding(20, 10)
+    new.weight.data[:17] = old.weight.data
+    s.module.tokens = new
+
+
+@habit("`resize_token_embeddings` before shard()", "before")
+def resized_before(s: Script) -> None:
+    torch.manual_seed(2)
+    old, new = s.module.tokens, nn.Embedding(20, 10)
+    new.weight.data[:17] = old.weight.data
+    s.module.tokens = new
+
+
+@habit("`with onefold.unsharded(model):` a new head", "after", reference="plain", composes=False)
+def unsharded_head(s: Script) -> None:
+    torch.manual_seed(2)
+    with s.unsharded():
+        s.module.head = nn.Linear(10, 17, bias=False)
+
+
+@habit("`with onefold.unsharded(model):` a larger embedding with the old rows", "after", reference="plain", composes=False)
+def unsharded_rows(s: Script) -> None:
+    torch.manual_seed(2)
+    with s.unsharded():
+        new = nn.Embedding(20, 10)
+        new.weight.data[:17] = s.module.tokens.weight.data
+        s.module.tokens = new
+
+
+@habit("`with onefold.unsharded(model):` weights tied", "after", expect=ROUNDING, reference="plain", composes=False)
+def unsharded_tie(s: Script) -> None:
+    with s.unsharded():
+        s.module.head.weight = s.module.tokens.weight
+
+
+@habit("LoRA put in by hand before shard(): frozen base, trained adapters")
+class Lora:
+    def before(self, s: Script) -> None:
+        s.module.requires_grad_(False)
+        for block in s.module.blocks:
+            block.mlp[0] = Adapted(block.mlp[0])
+
+    def optimizer(self, s: Script) -> Any:
+        s.note("trained", sum(p.numel() for p in s.model.parameters() if p.requires_grad))
+        return torch.optim.AdamW([p for p in s.model.parameters() if p.requires_grad], lr=0.02, eps=1e-4)
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.full((2, base.in_features), 0.1))
+        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+@habit("LoRA merged after training: `base.weight.data += b @ a`", expect=ROUNDING, sharded=EITHER)
+class Merged(Lora):
+    def end(self, s: Script) -> None:
+        with torch.no_grad():
+            for block in s.module.blocks:
+                block.mlp[0].base.weight.data += block.mlp[0].b.data @ block.mlp[0].a.data
+
+
+@habit("LoRA merged inside `onefold.full_params(model, write=True)`", expect=ROUNDING)
+class MergedWhole(Lora):
+    def end(self, s: Script) -> None:
+        with s.gathered(write=True), torch.no_grad():
+            for block in s.module.blocks:
+                block.mlp[0].base.weight += block.mlp[0].b @ block.mlp[0].a
+
+
+@habit("a norm layer replaced before shard() (`convert` of all BatchNorm)", "before")
+def converted(s: Script) -> None:
+    for block in s.module.blocks:
+        block.norm_1 = nn.RMSNorm(10)
+
+
+@habit("`torch.utils.checkpoint` put around blocks after shard() (a patched forward)", "after")
+def checkpointed(s: Script) -> None:
+    for block in s.module.blocks:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+
+
+@habit("a forward pass patched after shard(): `model.forward = types.MethodType(...)`", "after", sharded=EITHER)
+def patched(s: Script) -> None:
+    plain = s.module.forward
+    s.module.forward = lambda tokens: plain(tokens) * 2.0
+
+
+@habit("stochastic depth: blocks skipped by a number all ranks draw")
+class Depth:
+    def build(self) -> nn.Module:
+        class Stochastic(Net):
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+                for block in self.blocks:
+                    if not self.training or torch.rand(()) > 0.3:
+                        x = block(x)
+                return self.head(self.norm(x))
+
+        return Stochastic()
+
+
+@habit("a submodule's attribute changed: `dropout.p = 0.1`, `block.heads`", "weights")
+def attributes(s: Script) -> None:
+    for m in s.module.modules():
+        if isinstance(m, nn.Dropout):
+            m.p = 0.1
+
+
+@habit("modules walked: `for m in model.modules(): if isinstance(m, nn.Linear): m.weight.shape`", "log")
+def walked(s: Script) -> None:
+    s.note("linear", [tuple(m.weight.shape) for m in s.module.modules() if isinstance(m, nn.Linear)])
+
+
+@habit("`model.get_parameter('head.weight')`, `model.get_submodule('blocks.0')`", "log")
+def by_name(s: Script) -> None:
+    s.note("shapes", [tuple(s.module.get_parameter("head.weight").shape), len(list(s.module.get_submodule("blocks.0").parameters()))])
+
+
+@habit("`getattr` along a name: `functools.reduce(getattr, name.split('.'), model)`", "log")
+def along(s: Script) -> None:
+    import functools
+
+    s.note("same", [functools.reduce(getattr, n.split("."), s.module) is p for n, p in s.named()])
+
+
+@habit("names listed: `[n for n, _ in model.named_parameters()]`, `named_modules`", "log")
+def names(s: Script) -> None:
+    s.note("names", [[n for n, _ in s.named()], [n for n, _ in s.module.named_modules()]])

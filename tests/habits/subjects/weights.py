@@ -1,0 +1,392 @@
+"""Weights changed under no_grad and through .data: averages, decay, constraints, copies between models, snapshots."""
+
+# ruff: noqa: E501 (a habit of the tables is one line)
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from habits.loop import Net, Script
+from habits.registry import BITS, EITHER, ROUNDING, habit
+
+
+def each(change: Any, no_grad: bool = True) -> Any:
+    def hook(s: Script) -> None:
+        with torch.set_grad_enabled(not no_grad):
+            for p in s.model.parameters():
+                change(p)
+
+    return hook
+
+
+def assign(p: Any, value: Any) -> None:
+    p.data = value
+
+
+def matrix(change: Any) -> Any:
+    return lambda p: change(p) if p.ndim == 2 else None
+
+
+CHANGES = {
+    "`p.mul_(0.99)`": lambda p: p.mul_(0.99),
+    "`p.data.mul_(0.99)`": lambda p: p.data.mul_(0.99),
+    "`p.data *= 0.99`": lambda p: p.data.__imul__(0.99),
+    "`p.clamp_(-0.1, 0.1)` (WGAN)": lambda p: p.clamp_(-0.1, 0.1),
+    "`p.data.clamp_(min=0)`": lambda p: p.data.clamp_(min=0),
+    "`p.data = p.data * 0.99`": lambda p: assign(p, p.data * 0.99),
+    "`p.data = p.data.clone()`": lambda p: assign(p, p.data.clone()),
+    "`p.data = torch.clamp(p.data, -0.1, 0.1)`": lambda p: assign(p, torch.clamp(p.data, -0.1, 0.1)),
+    "`p.data = torch.full(p.shape, 0.1)` for vectors": lambda p: assign(p, torch.full(p.shape, 0.1)) if p.ndim == 1 else None,
+    "`p.add_(torch.randn_like(p) * 0.01)`": lambda p: p.add_(torch.randn_like(p) * 0.01),
+    "`p.add_(torch.randn(p.size()) * 0.01)`": lambda p: p.add_(torch.randn(p.size()) * 0.01),
+    "`p.data += torch.randn_like(p.data) * 0.01`": lambda p: p.data.__iadd__(torch.randn_like(p.data) * 0.01),
+    "`p.data.add_(torch.rand_like(p), alpha=0.01)`": lambda p: p.data.add_(torch.rand_like(p), alpha=0.01),
+    "`p.detach().mul_(0.99)`": lambda p: p.detach().mul_(0.99),
+    "`p.data.neg_()`": lambda p: p.data.neg_(),
+    "`p.data.sign_().mul_(0.1)` (binarized)": lambda p: p.data.sign_().mul_(0.1),
+    "`p.copy_(p.round(decimals=2))`": lambda p: p.copy_(p.round(decimals=2)),
+    "`p.data = p.data.to(torch.bfloat16).float()`": lambda p: assign(p, p.data.to(torch.bfloat16).float()),
+    "`p.zero_()` for vectors": lambda p: p.zero_() if p.ndim == 1 else None,
+    "`p.fill_(0.5)` for vectors": lambda p: p.fill_(0.5) if p.ndim == 1 else None,
+    "`p.data.fill_(0)` for vectors": lambda p: p.data.fill_(0) if p.ndim == 1 else None,
+    "`w.data[2].zero_()`": matrix(lambda p: p.data[2].zero_()),
+    "`w.data[2] = 0.1`": matrix(lambda p: p.data.__setitem__(2, 0.1)),
+    "`w[2] = 0` under no_grad": matrix(lambda p: p.__setitem__(2, 0.0)),
+    "`w[2].zero_()` under no_grad": matrix(lambda p: p[2].zero_()),
+    "`w.detach()[2] = 0`": matrix(lambda p: p.detach().__setitem__(2, 0.0)),
+    "`w.data[2:5].mul_(0.5)`": matrix(lambda p: p.data[2:5].mul_(0.5)),
+    "`w.data[-1].fill_(0.1)`": matrix(lambda p: p.data[-1].fill_(0.1)),
+    "`w.data[:, 1] = 0`": matrix(lambda p: p.data.__setitem__((slice(None), 1), 0.0)),
+    "`w.data[:, 1].zero_()`": matrix(lambda p: p.data[:, 1].zero_()),
+    "`w.data[1, 3] = 0.1`": matrix(lambda p: p.data.__setitem__((1, 3), 0.1)),
+    "`w.data[[0, 2]] = 0`": matrix(lambda p: p.data.__setitem__([0, 2], 0.0)),
+    "`w.data.view(-1)[5] = 0.1`": matrix(lambda p: p.data.view(-1).__setitem__(5, 0.1)),
+    "`w.data.flatten()[5:9].zero_()`": matrix(lambda p: p.data.flatten()[5:9].zero_()),
+    "`w.data.t().mul_(0.5)`": matrix(lambda p: p.data.t().mul_(0.5)),
+    "`w.data.fill_diagonal_(0)`": matrix(lambda p: p.data.fill_diagonal_(0)),
+    "`w.data.tril_()`": matrix(lambda p: p.data.tril_()),
+    "`w.data.index_fill_(0, rows, 0)`": matrix(lambda p: p.data.index_fill_(0, torch.tensor([0, 3]), 0.0)),
+    "`w.data.copy_(torch.ones(w.shape) * 0.1)`": matrix(lambda p: p.data.copy_(torch.ones(p.shape) * 0.1)),
+    "`w.data[w.data.abs() < 0.05] = 0` (pruning)": matrix(lambda p: p.data.__setitem__(p.data.abs() < 0.05, 0.0)),
+    "`w.data.masked_fill_(w.data.abs() < 0.05, 0)`": matrix(lambda p: p.data.masked_fill_(p.data.abs() < 0.05, 0.0)),
+    "`w.data.mul_((w.abs() > 0.05).float())`": matrix(lambda p: p.data.mul_((p.abs() > 0.05).float())),
+    "`w.data.mul_(mask)`, a mask of the whole's shape": matrix(lambda p: p.data.mul_((torch.arange(p.numel()).view(p.shape) % 3 > 0).float())),
+    "`w.data.sub_(w.data.mean())` (weight standardization of a whole)": matrix(lambda p: p.data.sub_(p.data.mean())),
+    "`w.data.div_(w.data.norm() + 1e-6)`": matrix(lambda p: p.data.div_(p.data.norm() + 1e-6)),
+    "`w.data.mul_(torch.clamp(1 / w.norm(), max=1))`": matrix(lambda p: p.data.mul_(torch.clamp(1.0 / p.norm(), max=1.0))),
+    "`w.data.div_(w.data.norm(dim=1, keepdim=True))` (unit rows)": matrix(lambda p: p.data.div_(p.data.norm(dim=1, keepdim=True))),
+    "`w.data = F.normalize(w.data, dim=-1)` (nGPT)": matrix(lambda p: assign(p, nn.functional.normalize(p.data, dim=-1))),
+    "`w.data.renorm_(2, 0, 1.0)` (max-norm rows)": matrix(lambda p: p.data.renorm_(2, 0, 1.0)),
+    "`torch.renorm(w.data, 2, 0, 1.0)` copied in": matrix(lambda p: p.data.copy_(torch.renorm(p.data, 2, 0, 1.0))),
+    "spectral norm by hand, `w.data.div_(torch.linalg.matrix_norm(w, 2))`": matrix(lambda p: p.data.div_(torch.linalg.matrix_norm(p.data, 2).clamp(min=1.0))),
+    "orthogonalized, `q, _ = torch.linalg.qr(w)`": matrix(lambda p: p.data.copy_(torch.linalg.qr(p.data)[0]) if p.shape[0] >= p.shape[1] else None),
+    "shrink and perturb, `p.data.mul_(0.8).add_(torch.randn_like(p), alpha=0.01)`": lambda p: p.data.mul_(0.8).add_(torch.randn_like(p), alpha=0.01),
+    "weights sorted, `w.data.copy_(w.data.sort().values)`": matrix(lambda p: p.data.copy_(p.data.sort().values)),
+    "`w.data.copy_(w.data.flip(0))`": matrix(lambda p: p.data.copy_(p.data.flip(0))),
+    "`w.data[0], w.data[1] = w.data[1].clone(), w.data[0].clone()`": matrix(lambda p: (a := p.data[1].clone(), p.data[1].copy_(p.data[0]), p.data[0].copy_(a))),
+    "`w.data.exponential_()`, `w.data.bernoulli_(0.5)` with seeds": matrix(lambda p: (p.data.exponential_(), p.data.bernoulli_(0.5).mul_(0.1))),
+}  # fmt: skip
+_EITHER = (
+    "torch.full(p.shape", "torch.randn(p.size())", ".t()", "diagonal", "tril", "index_fill", "torch.ones(w.shape)", "[:, 1]", "[1, 3]", "[[0, 2]]", "[5]", "[5:9]",
+    "pruning", "mask of the whole", "unit rows", "nGPT", "max-norm", "torch.renorm", "spectral", "qr", "sorted", "flip", "w.detach()[2]", "w[2]",
+    "clone(), w.data", "[2] = 0.1",
+)  # fmt: skip
+_ROUNDS = ("mean()", "norm", "qr", "spectral", "nGPT")
+for _title, _change in CHANGES.items():
+    habit(
+        f"all weights: {_title}",
+        "weights",
+        expect=ROUNDING if any(w in _title for w in _ROUNDS) else BITS,
+        sharded=EITHER if any(w in _title for w in _EITHER) else None,
+        composes=not any(w in _title for w in ("sign", "abs()", "round(", "sorted", "bfloat16", "qr", "exponential")),
+    )(each(_change))
+
+
+@habit("a target network: `t.data.lerp_(p.data, 0.1)` from a deepcopy made before shard()", sharded=EITHER, zero=EITHER)
+class TargetBefore:
+    def before(self, s: Script) -> None:
+        self.target = copy.deepcopy(s.module)
+
+    def weights(self, s: Script) -> None:
+        for t, p in zip(self.target.parameters(), s.module.parameters(), strict=True):
+            t.data.lerp_(p.data, 0.1)
+
+    def end(self, s: Script) -> None:
+        s.note("target", [t.detach().tolist() for t in self.target.parameters()])
+
+
+@habit("a target network: two models, both sharded, `t.data.copy_(tau * p.data + (1 - tau) * t.data)`")
+class TwoModels:
+    def after(self, s: Script) -> None:
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        self.inner = Net()
+        self.target = s.world.wrap(self.inner)
+        torch.set_rng_state(state)
+
+    def weights(self, s: Script) -> None:
+        for t, p in zip(self.target.parameters(), s.model.parameters(), strict=True):
+            t.data.copy_(0.1 * p.data + 0.9 * t.data)
+
+    def end(self, s: Script) -> None:
+        with torch.no_grad():
+            s.note("logits", self.target(s.batch[:, :-1]).tolist())
+
+
+@habit("EMA in a dict of `p.detach().clone()`: `ema[n].mul_(d).add_(p.detach(), alpha=1 - d)`")
+class EmaDict:
+    def after(self, s: Script) -> None:
+        self.ema = {n: p.detach().clone() for n, p in s.named()}
+
+    @torch.no_grad()
+    def weights(self, s: Script) -> None:
+        for n, p in s.named():
+            self.ema[n].mul_(0.9).add_(p.detach(), alpha=0.1)
+
+    def end(self, s: Script) -> None:
+        with torch.no_grad():
+            for n, p in s.named():
+                p.copy_(self.ema[n])
+
+
+@habit("EMA over `p.data` with `lerp_`, swapped in to evaluate and back (`p.data, e = e, p.data`)")
+class EmaSwap:
+    def after(self, s: Script) -> None:
+        self.ema = [p.data.clone() for p in s.model.parameters()]
+
+    def swap(self, s: Script) -> None:
+        for i, p in enumerate(s.model.parameters()):
+            kept = p.data.clone()
+            p.data.copy_(self.ema[i])
+            self.ema[i] = kept
+
+    def weights(self, s: Script) -> None:
+        for e, p in zip(self.ema, s.model.parameters(), strict=True):
+            e.lerp_(p.data, 0.5)
+        self.swap(s)
+        with torch.no_grad():
+            s.note("loss", s.cross_entropy().item())
+        self.swap(s)
+
+
+@habit("EMA made before shard() from the whole weights (`shadow[n] = p.data.clone()`)", sharded=EITHER)
+class EmaBefore:
+    def before(self, s: Script) -> None:
+        self.shadow = {n: p.data.clone() for n, p in s.module.named_parameters()}
+
+    def weights(self, s: Script) -> None:
+        for n, p in s.named():
+            self.shadow[n] = 0.9 * self.shadow[n] + 0.1 * p.data
+
+    def end(self, s: Script) -> None:
+        s.note("ema", {n: v.sum().item() for n, v in self.shadow.items()})
+
+
+@habit("EMA by `torch._foreach_lerp_`")
+class EmaForeach:
+    def after(self, s: Script) -> None:
+        self.ema = [p.detach().clone() for p in s.model.parameters()]
+
+    @torch.no_grad()
+    def weights(self, s: Script) -> None:
+        torch._foreach_lerp_(self.ema, list(s.model.parameters()), 0.1)
+
+    def end(self, s: Script) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(s.model.parameters()), self.ema)
+
+
+@habit("`AveragedModel(model)` made after shard()", sharded=EITHER, zero=EITHER)
+class Averaged:
+    def after(self, s: Script) -> None:
+        self.average = AveragedModel(s.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def weights(self, s: Script) -> None:
+        self.average.update_parameters(s.module)
+
+    def end(self, s: Script) -> None:
+        with torch.no_grad():
+            s.note("logits", self.average.module(s.batch[:, :-1]).tolist())
+
+
+@habit("`AveragedModel(model)` made before shard()", sharded=EITHER, zero=EITHER)
+class AveragedBefore(Averaged):
+    def before(self, s: Script) -> None:
+        self.average = AveragedModel(s.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def after(self, s: Script) -> None:
+        pass
+
+
+@habit("SWA by hand: a running mean of `p.data` at each step")
+class Swa:
+    def weights(self, s: Script) -> None:
+        if s.step == 0:
+            self.mean = [p.data.clone() for p in s.model.parameters()]
+        else:
+            for m, p in zip(self.mean, s.model.parameters(), strict=True):
+                m.add_((p.data - m) / (s.step + 1))
+
+    def end(self, s: Script) -> None:
+        for m, p in zip(self.mean, s.model.parameters(), strict=True):
+            p.data.copy_(m)
+
+
+@habit("a snapshot `{n: p.detach().clone()}` restored when the loss rises")
+class Snapshot:
+    def weights(self, s: Script) -> None:
+        if s.step == 0:
+            self.best = {n: p.detach().clone() for n, p in s.named()}
+        if s.step == 2:
+            with torch.no_grad():
+                for n, p in s.named():
+                    p.copy_(self.best[n])
+
+
+@habit("a snapshot on the host, `p.data.cpu().clone()`, restored by `p.data = saved`")
+class SnapshotData:
+    def weights(self, s: Script) -> None:
+        if s.step == 0:
+            self.saved = [p.data.cpu().clone() for p in s.model.parameters()]
+        if s.step == 1:
+            for p, v in zip(s.model.parameters(), self.saved, strict=True):
+                p.data = v.clone()
+
+
+@habit("how far weights moved: `(p - start[n]).norm()`", expect=ROUNDING)
+class Moved:
+    def after(self, s: Script) -> None:
+        self.start = {n: p.detach().clone() for n, p in s.named()}
+
+    @torch.no_grad()
+    def log(self, s: Script) -> None:
+        s.note("moved", [(p - self.start[n]).norm().item() for n, p in s.named()])
+
+
+@habit("how far weights moved from the start, kept before shard()", expect=ROUNDING, sharded=EITHER)
+class MovedBefore(Moved):
+    def before(self, s: Script) -> None:
+        self.start = {n: p.detach().clone() for n, p in s.module.named_parameters()}
+
+    def after(self, s: Script) -> None:
+        pass
+
+
+@habit("weight decay by hand toward the start (L2-SP): `p.data.add_(start - p.data, alpha=0.1)`")
+class Anchor(Moved):
+    def log(self, s: Script) -> None:
+        for n, p in s.named():
+            p.data.add_(self.start[n] - p.data, alpha=0.1)
+
+
+@habit("a padding row reset after each step: `emb.weight.data[0].zero_()`", "weights")
+def padding(s: Script) -> None:
+    s.module.tokens.weight.data[0].zero_()
+
+
+@habit(
+    "rows of an embedding overwritten: `emb.weight.data[3:5] = emb.weight.data.mean(0)`",
+    "weights",
+    expect=ROUNDING,
+    sharded=EITHER,
+)
+def new_rows(s: Script) -> None:
+    s.module.tokens.weight.data[3:5] = s.module.tokens.weight.data.mean(0)
+
+
+@habit("a layer copied into another: `a.weight.data.copy_(b.weight.data)`", "weights", sharded=EITHER)
+def copied(s: Script) -> None:
+    first, second = s.module.blocks
+    second.mlp[0].weight.data.copy_(first.mlp[0].weight.data)
+    second.norm_1.weight.data.copy_(first.norm_1.weight.data)
+
+
+@habit("a layer copied into another of another unit, under no_grad: `a.copy_(b)`", "weights", sharded=EITHER)
+@torch.no_grad()
+def copied_across(s: Script) -> None:
+    s.module.head.weight.copy_(s.module.tokens.weight)
+
+
+@habit("a layer initialized anew mid-run: `layer.reset_parameters()`", "weights", sharded=EITHER)
+def reset(s: Script) -> None:
+    if s.step == 1:
+        s.module.blocks[0].mlp[0].reset_parameters()
+        s.module.head.reset_parameters()
+
+
+@habit("mean weights of two layers: `w = (a.data + b.data) / 2` into both", "weights")
+def merged(s: Script) -> None:
+    a, b = s.module.blocks[0].norm_1.weight, s.module.blocks[0].norm_2.weight
+    w = (a.data + b.data) / 2
+    a.data.copy_(w)
+    b.data.copy_(w)
+
+
+@habit("`parameters_to_vector(model.parameters())`, its norm and length", "log", expect=ROUNDING, sharded=EITHER)
+def to_vector(s: Script) -> None:
+    with torch.no_grad():
+        vector = parameters_to_vector(s.model.parameters())
+        s.note("vector", [vector.numel(), vector.norm().item()])
+
+
+@habit("`vector_to_parameters(0.9 * vector, model.parameters())`", "weights", sharded=EITHER)
+@torch.no_grad()
+def from_vector(s: Script) -> None:
+    vector_to_parameters(0.9 * parameters_to_vector(s.model.parameters()), s.model.parameters())
+
+
+@habit("weights written inside `onefold.full_params(model, write=True)`", "weights")
+@torch.no_grad()
+def in_full_params(s: Script) -> None:
+    with s.gathered(write=True):
+        for p in s.module.parameters():
+            if p.ndim == 2:
+                p[:, 0] = 0.1
+                p.div_(p.norm(dim=1, keepdim=True))
+
+
+@habit("evolution strategies: perturb all weights by a seed, evaluate, take it back", expect=ROUNDING)
+class Evolution:
+    def perturb(self, s: Script, scale: float) -> None:
+        torch.manual_seed(7 + s.step)
+        for p in s.model.parameters():
+            p.data.add_(torch.randn_like(p.data), alpha=scale)
+
+    def weights(self, s: Script) -> None:
+        self.perturb(s, 0.01)
+        with torch.no_grad():
+            s.note("loss", s.cross_entropy().item())
+        self.perturb(s, -0.01)
+
+
+@habit("MeZO: `z = torch.normal(mean=0, std=1, size=p.data.size())` by a seed", expect=ROUNDING, sharded=EITHER)
+class Mezo:
+    def weights(self, s: Script) -> None:
+        torch.manual_seed(3)
+        for p in s.model.parameters():
+            z = torch.normal(mean=0, std=1, size=p.data.size(), dtype=p.data.dtype)
+            p.data = p.data + z * 0.01
+
+
+@habit(
+    "magnitude pruning over the whole model: a threshold by `torch.kthvalue` of all weights",
+    expect=ROUNDING,
+    sharded=EITHER,
+    composes=False,
+)
+class Prune:
+    def weights(self, s: Script) -> None:
+        if s.step == 1:
+            every = torch.cat([p.data.abs().flatten() for p in s.model.parameters() if p.ndim == 2])
+            threshold = torch.kthvalue(every, every.numel() // 4).values
+            self.masks = {n: (p.data.abs() > threshold).float() for n, p in s.named() if p.ndim == 2}
+        if s.step >= 1:
+            for n, p in s.named():
+                if n in self.masks:
+                    p.data.mul_(self.masks[n])

@@ -1,0 +1,117 @@
+"""No habit of an ordinary script is silently different after shard(): each is right, or refused by a sentence that names a cure.
+
+The habits stand in habits/subjects, what is expected of each beside it; docs/habits.md is made of what is found here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+
+import pytest
+from hypothesis import given, note, reject, settings
+from hypothesis import strategies as st
+
+from habits import page
+from habits.registry import COLUMNS, REFUSED, REPLACES, STALLED, Habit, everything
+from habits.subjects import SUBJECTS
+from habits.verdicts import CRASH, DIFFERENT, HANG, Task, sentence, surprises, verdicts_of
+from ranks import preload
+
+KNOWN = everything()
+
+
+@pytest.fixture(autouse=True)
+def preloaded() -> None:
+    preload("habits.verdicts", "habits.loop", "models")
+
+
+def columns_of(habit: Habit, every: bool) -> tuple[str, ...]:
+    """Stage 3 and one of the others, by the title's hash; `--all`: all columns."""
+    if every:
+        return COLUMNS
+    return COLUMNS[zlib.crc32(habit.title.encode()) % 4], "3"
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_every_habit_is_right_or_refused_as_declared_and_the_page_says_so(subject: str, request: pytest.FixtureRequest) -> None:
+    habits = [h for h in KNOWN.values() if h.subject == subject]
+    tasks: list[Task] = [((h.title,), column) for h in habits for column in columns_of(h, request.config.getoption("--all"))]
+    found = {(titles[0], column): v for (titles, column), v in zip(tasks, verdicts_of(tasks), strict=True)}
+    problems = [line for (title, column), verdict in found.items() if (line := surprises(KNOWN[title], column, verdict))]
+    assert not problems, f"{len(problems)} surprises of {len(tasks)}:\n" + "\n".join(problems)
+    said = page.cells(subject)
+    other = [
+        f"{title} [{column}]: found {now!r}, the page says {said.get((title, column))!r}"
+        for (title, column), verdict in found.items()
+        if said.get((title, column)) != (now := page.told(KNOWN[title], column, verdict))
+    ]
+    assert not other, "docs/habits.md is not as found; `python -m tests.habits write` writes it:\n" + "\n".join(other)
+
+
+def test_the_page_has_every_habit_and_no_other() -> None:
+    said = Counter(title for subject in SUBJECTS for title, column in page.cells(subject) if column == "3")
+    assert said == Counter(list(KNOWN))
+
+
+def test_there_are_at_least_150_habits() -> None:
+    assert len(KNOWN) >= 150
+
+
+# -- compositions ------------------------------------------------------------------------------------------------------------------
+
+COMPOSING = sorted(t for t, h in KNOWN.items() if h.composes and h.reference == "ddp" and REFUSED not in h.expect.values())
+
+
+@st.composite
+def compositions(draw: st.DrawFn) -> tuple[str, ...]:
+    """Two to five habits, of which no two replace the same place of the loop."""
+    chosen: list[str] = []
+    taken: set[str] = set()
+    for title in draw(st.lists(st.sampled_from(COMPOSING), min_size=2, max_size=5, unique=True)):
+        replaces = KNOWN[title].places & set(REPLACES)
+        if "optimizer_before" in replaces:
+            replaces = replaces | {"optimizer"}
+        if not replaces & taken:
+            chosen.append(title)
+            taken |= replaces
+    return tuple(chosen) if len(chosen) > 1 else reject()
+
+
+@settings(max_examples=15)
+@given(compositions(), st.sampled_from(("0", "1", "2", "3")))
+def test_compositions_of_habits_are_never_silently_different(titles: tuple[str, ...], column: str) -> None:
+    (verdict,) = verdicts_of([(titles, column)])
+    if verdict.error == "reference":  # these do not go together in plain PyTorch either
+        reject()
+    note(f"{' + '.join(titles)} at stage {column}: {verdict.kind}")
+    assert not verdict.failed, f"{' + '.join(titles)} at stage {column}: {verdict.kind} {verdict.error} {verdict.why}"
+
+
+# -- the verdicts themselves -------------------------------------------------------------------------------------------------------
+
+
+def test_verdicts_tell_what_goes_wrong_and_go_on_behind_it() -> None:
+    wanted = {
+        "a number that differs": DIFFERENT,
+        "weights that differ": DIFFERENT,
+        "an error of the script's own": CRASH,
+        "a refusal on one rank only": None,  # a stall or an uneven refusal
+        "a rank that dies": None,
+        "a reference that fails": CRASH,
+        "weights that differ within rounding": "rounding",
+        "nothing at all": "same bits",
+    }
+    tasks: list[Task] = [((title,), "3") for title in wanted]
+    found = dict(zip(wanted, verdicts_of(tasks), strict=True))
+    kinds = {title: verdict.kind for title, verdict in found.items()}
+    assert kinds.pop("a refusal on one rank only") in (CRASH, STALLED)
+    assert kinds.pop("a rank that dies") in (CRASH, HANG, STALLED)
+    assert kinds == {title: kind for title, kind in wanted.items() if kind}
+    assert "number" in found["a number that differs"].why and "weight" in found["weights that differ"].why
+    assert found["a reference that fails"].error == "reference"
+
+
+def test_a_sentence_ends_at_its_full_stop_and_not_at_a_name() -> None:
+    assert sentence("call onefold.full_params(model) on every rank. Then more.") == "call onefold.full_params(model) on every rank."
+    assert sentence("one\n  line") == "one line"

@@ -1,0 +1,267 @@
+"""What every operation of torch does with one rank's part: the whole's answer, or a sentence. Nothing falls between.
+
+The samples are torch's own (`op_db`): real arguments for each of its operators. One argument after the other becomes an interval over
+two ranks, cut in the middle; the result must be that of the plain tensor, the part that this rank has of it, or a refusal on both ranks
+alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models import TinyMLP, features_of
+from onefold.runtime import operators
+from onefold.runtime.interval import Interval, IntervalSpec, ShardedParameterError, dress, local_part, spec_of
+from ranks import run_ranks
+
+SAMPLES = 5  # of each operator
+CUT = 1 << 30
+PARTS = 4
+#: Samples that torch itself refuses, or that compare what is not defined: memory without values, addresses, a decomposition's signs.
+NOT_COMPARED = {
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+    "nn.functional.scaled_dot_product_attention",
+}  # fmt: skip
+#: A decomposition is one of several: compared by nothing but its shape.
+SEVERAL = ("linalg.eig", "linalg.svd", "svd", "linalg.eigh", "geqrf", "linalg.qr", "qr", "pca_lowrank", "svd_lowrank", "linalg.lu", "lu")
+
+
+class TwoRanks:
+    """Owners of the addresses below CUT and from there on; stands for a flat buffer's."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.bounds, self.index = engine, ((0, CUT), (CUT, 2 * CUT)), 3
+        self.position = engine.rank
+
+    def meet(self, subject: str) -> Any:
+        return self.engine, self.engine.group
+
+
+def part_of(x: torch.Tensor, owners: Any) -> Interval:
+    """This rank's half of `x`."""
+    spec = IntervalSpec(owners, "x", CUT - x.numel() // 2, x.shape)
+    return dress(x.detach().reshape(-1)[spec.start : spec.stop].clone(), spec)
+
+
+def swapped(value: Any, at: list[int], owners: Any) -> Any:
+    """`value` with the tensor number `at[0]` of it made an interval; counts down."""
+    if isinstance(value, torch.Tensor):
+        at[0] -= 1
+        return part_of(value, owners) if at[0] == -1 else value.detach().clone()
+    if isinstance(value, (list, tuple)):
+        parts = [swapped(v, at, owners) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return {k: swapped(v, at, owners) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def differ(got: Any, want: Any, several: bool) -> str:
+    """Where a result is neither the whole's nor this rank's part of it; "" where it is."""
+    if isinstance(want, torch.Tensor):
+        if not isinstance(got, torch.Tensor):
+            return f"{type(got).__name__} instead of a tensor"
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return f"{tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"
+        spec = spec_of(got)
+        if several or want.layout is not torch.strided:
+            return ""
+        expected = want.detach() if spec is None else want.detach().reshape(-1)[spec.start : spec.stop]
+        mine, expected = local_part(got).reshape(expected.shape).to(torch.complex128), expected.to(torch.complex128)
+        same = torch.allclose(mine, expected, 1e-4, 1e-5, equal_nan=True)
+        return "" if same else f"{'part' if spec else 'whole'} differs"
+    if isinstance(want, (list, tuple)):
+        if not isinstance(got, (list, tuple)) or len(got) != len(want):
+            return f"{type(got).__name__} instead of {len(want)} results"
+        return next((said for g, w in zip(got, want, strict=True) if (said := differ(g, w, several))), "")
+    same = got == want or got is want or (isinstance(want, float) and abs(got - want) <= 1e-4 * max(1, abs(want)))
+    return "" if same else f"{got!r}, expected {want!r}"
+
+
+def outcome(call: Any, want: Any, several: bool) -> str:
+    """ "part", "whole", "refused", or what is wrong."""
+    torch.manual_seed(0)
+    try:
+        with torch.no_grad():
+            got = call()
+    except ShardedParameterError:
+        return "refused"
+    except Exception as error:
+        return f"raised {type(error).__name__}: {str(error)[:150]}"
+    if said := differ(got, want, several):
+        return f"is wrong: {said}"
+    first = got[0] if isinstance(got, (list, tuple)) and got else got
+    return "part" if isinstance(first, torch.Tensor) and spec_of(first) is not None else "whole"
+
+
+def every_operator(part: int) -> tuple[Counter[str], list[str], list[str]]:
+    """(how often what became of a sample, what went wrong, operators that were refused), over every `PARTS`-th of torch's operators."""
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    import onefold
+
+    engine = onefold.engine_of(onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=20.0)))
+    owners = TwoRanks(engine)
+    counts: Counter[str] = Counter()
+    wrong, refused = [], set()
+    for op in op_db[part::PARTS]:
+        if op.name in NOT_COMPARED or op.name.startswith("sparse.") or not op.supports_dtype(torch.float32, "cpu"):
+            continue
+        torch.manual_seed(0)
+        for number, sample in enumerate(op.sample_inputs("cpu", torch.float32)):
+            if number == SAMPLES:
+                break
+            given = (sample.input, *sample.args)
+            tensors = sum(1 for _ in operators._tensors((given, sample.kwargs)))
+            for inplace in (False, True):
+                function = op.inplace_variant if inplace else op.op
+                if function is None:
+                    continue
+                torch.manual_seed(0)
+                plain = swapped((given, sample.kwargs), [1 << 30], owners)
+                try:
+                    with torch.no_grad():
+                        want = function(*plain[0], **plain[1])
+                except Exception:
+                    continue
+                for at in range(min(tensors, 1 if inplace else 3)):
+                    args, kwargs = swapped((given, sample.kwargs), [at], owners)
+                    if not any(spec_of(t) is not None and t.layout is torch.strided for t in operators._tensors((args, kwargs))):
+                        continue
+                    what = f"{op.name}{'_' if inplace else ''}, sample {number}, tensor {at}"
+                    became = outcome(lambda f=function, a=args, k=kwargs: f(*a, **k), want, op.name in SEVERAL)
+                    counts[became if became in ("part", "whole", "refused") else "wrong"] += 1
+                    if became == "refused":
+                        refused.add(op.name)
+                    elif became not in ("part", "whole"):
+                        wrong.append(f"{what}: {became}")
+    return counts, wrong, sorted(refused)
+
+
+#: Operators that a part cannot do: views in another order, and memory of another size.
+REFUSED = {
+    "H", "T", "mH", "mT", "t", "transpose", "permute", "movedim", "swapaxes", "as_strided", "chunk", "unsafe_chunk", "split",
+    "split_with_sizes", "unsafe_split", "tensor_split", "dsplit", "hsplit", "vsplit", "diagonal", "linalg.diagonal", "narrow", "select",
+    "slice", "squeeze", "unsqueeze", "unbind", "unfold", "view_as_complex", "__getitem__", "resize_", "resize_as_", "to_sparse", "adjoint",
+    "squeeze.multiple", "view",
+    # These change arguments besides, or shapes in place.
+    "_native_batch_norm_legit", "_batch_norm_with_update", "addbmm", "linalg.pinv",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_operator_of_torch_is_right_on_a_part_or_refused(part: int) -> None:
+    ranks = run_ranks(2, every_operator, part, timeout=600)
+    for counts, wrong, refused in ranks:
+        assert not wrong, "\n".join(wrong)
+        assert counts["part"] > 100 and counts["whole"] > 200, counts
+        assert set(refused) <= REFUSED, sorted(set(refused) - REFUSED)
+    assert ranks[0] == ranks[1]
+
+
+def test_the_table_has_every_elementwise_operator_that_torch_marks() -> None:
+    others = {
+        "equal",  # of two wholes: one answer
+        "rrelu",  # draws
+        "rand_like", "randn_like", "randint_like", "dropout", "native_dropout", "bernoulli", "masked_fill",
+    }  # fmt: skip
+    names = {getattr(f, "__name__", "") for fs in torch.overrides.get_overridable_functions().values() for f in fs}
+    for name in sorted(names):
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None or name.startswith("_") or name.endswith("_"):
+            continue
+        marked = [torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()]
+        if all(marked) and marked and name not in others:
+            assert name in operators._ELEMENTWISE, name
+
+
+def test_every_name_that_can_be_overridden_has_one_place() -> None:
+    """A name in two tables would be taken for whichever comes first."""
+    tables = {
+        "element-wise": operators._ELEMENTWISE, "drawn": operators._DRAWN, "like": operators._LIKE | operators._DRAWN_LIKE,
+        "fresh": operators._FRESH, "reduced": operators._REDUCED, "views": operators._VIEWS | operators._READ_VIEWS,
+        "numbers": operators._NUMBERS,
+        "refused": operators._REFUSED, "local": operators._LOCAL, "asked": frozenset(operators.META),
+    }  # fmt: skip
+    seen: dict[str, str] = {}
+    twice = []
+    for table, names in tables.items():
+        twice += [f"{name} in {seen[name]} and {table}" for name in names if name in seen]
+        seen |= dict.fromkeys(names, table)
+    assert not twice, twice
+
+
+def face_of(p: torch.Tensor) -> tuple[Any, ...]:
+    return p.shape, p.ndim, p.dim(), p.size(), p.numel(), p.nelement(), p.stride(), p.is_complex()
+
+
+def named(stage: int) -> list[str]:
+    """What a parameter of a subclass, and one with marks, is to code before and after."""
+    import onefold
+
+    class Marked(nn.Parameter):
+        pass
+
+    model = TinyMLP()
+    model.enter.bias = Marked(model.enter.bias.detach())
+    model.enter.weight.mup_scale = 2.0  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    faces = {n: face_of(p) for n, p in model.named_parameters()}
+    before = dict(model.named_parameters())
+    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=10.0))
+    problems = []
+    for name, p in model.named_parameters():
+        if face_of(p) != faces[name]:
+            problems.append(f"{name}: {tuple(p.shape)} {p.numel()}, expected {faces[name]}")
+        if p is not before[name] or (p.dim() and len(p) != faces[name][0][0]) or p.data.shape != p.shape or p.detach().numel() != p.numel():
+            problems.append(f"{name}: another object, or its data has another face")
+    if not isinstance(model.enter.bias, Marked) or model.enter.weight.mup_scale != 2.0:
+        problems.append("marks are gone")
+    seen: list[Any] = []
+    model.enter.register_forward_pre_hook(lambda module, _: seen.append(module.weight.mup_scale))
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model.enter.weight.shape))
+    optimizer.register_step_post_hook(lambda *_: seen.append(model.enter.weight.shape))
+    inside: list[Any] = []
+    model(features_of(0, 4, 7)).square().mean().backward()
+    optimizer.step(lambda: inside.append(model.enter.weight.shape))
+    if seen != [2.0, faces["enter.weight"][0], faces["enter.weight"][0]] or inside != [faces["enter.weight"][0]]:
+        problems.append(f"hooks and closures saw {seen} and {inside}")
+    if any(p.grad is None or p.grad.shape != p.shape for p in model.parameters()):
+        problems.append("a gradient has another shape, or is missing on a rank")
+    return problems
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_a_parameter_keeps_its_face(stage: int) -> None:
+    assert run_ranks(3, named, stage) == [[], [], []]
+
+
+class Fails(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        self.shapes = [p.shape for g in self.param_groups for p in g["params"]]
+        self.kinds = {type(p) for g in self.param_groups for p in g["params"]}
+        raise ZeroDivisionError
+
+
+def failing_step(stage: int) -> tuple[bool, bool, bool]:
+    """(plain parameters inside the step, of this rank's elements; their face back afterwards)"""
+    import onefold
+
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0, elementwise_optimizer=True))
+    optimizer = Fails(model.parameters(), lr=0.1)
+    shapes = [p.shape for p in model.parameters()]
+    with contextlib.suppress(ZeroDivisionError):
+        optimizer.step()
+    inside = [tuple(s) == tuple(w) if stage == 0 else len(s) == 1 for s, w in zip(optimizer.shapes, shapes, strict=True)]
+    return optimizer.kinds == {nn.Parameter}, all(inside), [p.shape for p in model.parameters()] == shapes
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_a_step_that_raises_gives_the_faces_back(stage: int) -> None:
+    assert run_ranks(2, failing_step, stage) == [(True, True, True)] * 2
