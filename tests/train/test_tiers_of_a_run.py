@@ -56,7 +56,7 @@ APART = {"offload_optimizer": "nvme", "offload_gradients": "cpu", **NVME}
 def test_words_become_arguments_that_a_recipe_takes(given: dict[str, Any], expected: dict[str, Any]) -> None:
     config = resolve(given)
     assert tier_arguments(config) == expected
-    assert config.recipe(3) == Recipe.zero(3, **expected)
+    assert config.recipe(3) == Recipe.zero(3, precision="fp32", **expected)
 
 
 def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ from onefold.plan.subject import tokens
 from onefold.plan.trace import loss_of
 from onefold.plan.values import Integers
 from onefold.recipe import Placement, Recipe
-from onefold.runtime.parameter import ShardedParameter
 
 #: Ranks up to which a simulation is asked for; more would work.
 MOST_RANKS = 4096
@@ -300,24 +299,12 @@ def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
     from onefold.shard import engine_of, shard
 
     engine = engine_of(shard(twin, recipe, device="cpu"))
-    _answer_like_parameters(engine)
     try:
         yield engine
     finally:
         unwatch(engine)
         engine.close()
         gc.collect()
-
-
-def _answer_like_parameters(engine: Any) -> None:
-    """A fake parameter is a FakeTensor, not an nn.Parameter, so shard() leaves its class alone; let it gather itself when it is used all
-    the same (by another module, by a recomputation that calls no hooks), as a `ShardedParameter` does."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    both = type("FakeShardedParameter", (ShardedParameter, FakeTensor), {})
-    for entry in engine.entries:
-        if type(entry.param) is FakeTensor and not entry.flat.passive:
-            entry.param.__class__ = both
 
 
 def _steps(twin: nn.Module, engine: Any, batch: Any, answers: Any, loss: Any, optimizer: str, micro_batches: int, steps: int) -> Account:

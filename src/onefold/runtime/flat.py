@@ -28,7 +28,7 @@ from onefold.recipe.groups import GROUP
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime import gradient_hooks
 from onefold.runtime.home import Home
-from onefold.runtime.interval import IntervalSpec, Owners
+from onefold.runtime.interval import IntervalSpec, Owners, dispatches, over
 from onefold.runtime.parameter import ShardedParameter, ShardInfo, faced_class
 from onefold.runtime.route import Route, block_at_rest, hops_of
 from onefold.runtime.tiers import Tiers
@@ -202,7 +202,9 @@ class Flat:
         seen = entry.param.__dict__
         seen["onefold"] = ShardInfo(entry, (a - slot.start, b - slot.start))
         seen["_onefold_entry"] = weakref.ref(entry)
-        seen["_onefold_class"] = entry.param.__class__ = faced_class(kind)
+        own: Any = type(entry.param)
+        seen["_onefold_bare"] = own if dispatches(own) else nn.Parameter
+        seen["_onefold_class"] = entry.param.__class__ = over(faced_class(kind), own)
         if self.owners is not None:
             seen["_onefold_spec"] = IntervalSpec(self.owners, slot.name, slot.start, slot.shape)
         self.swap(entry, entry.param)

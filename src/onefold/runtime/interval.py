@@ -171,8 +171,26 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 
 
+_over: dict[tuple[type, type], type] = {}
+
+
+def dispatches(kind: type) -> bool:
+    """Whether tensors of class `kind` compute in a way of their own, as fake ones do (plan/simulate.py): they have to keep their class."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def over(face: type, own: type) -> type:
+    """The class of a tensor of class `own` that gets the class `face`."""
+    if not dispatches(own):
+        return face
+    if (face, own) not in _over:
+        _over[face, own] = type(f"{face.__name__}Over{own.__name__}", (face, own), {})
+    return _over[face, own]
+
+
 def dress(local: torch.Tensor, spec: IntervalSpec) -> Interval:
     """A fresh tensor of this rank's elements, [stop - start], as an interval of `spec`. The object itself changes its class."""
-    local.__class__ = Interval
+    kind = type(local)
+    local.__class__ = Interval if kind is torch.Tensor else over(Interval, kind)
     local.__dict__["_onefold_spec"] = spec
     return local  # type: ignore[return-value]

@@ -291,8 +291,8 @@ def written(param: torch.Tensor) -> int:
 def bare(params: Iterable[nn.Parameter]) -> None:
     """Let sharded parameters be plain ones for an optimizer's step: of this rank's elements, as fast as any."""
     for param in params:
-        if param.__dict__.get("_onefold_entry") is not None:
-            param.__class__ = nn.Parameter
+        if (plain := param.__dict__.get("_onefold_bare")) is not None:
+            param.__class__ = plain
 
 
 def face(params: Iterable[nn.Parameter]) -> None:
