@@ -202,38 +202,47 @@ def test_an_error_inside_full_params_leaves_the_model_sharded_and_usable(stage: 
     assert run_ranks(2, error_inside, stage) == [[], []]
 
 
-def call(action: str, stage: int) -> tuple[str, str]:
-    """What an ordinary piece of code meets when it looks at a sharded model outside of its forward pass."""
+def call(action: str, stage: int) -> tuple[str, str, bool]:
+    """What an ordinary piece of code meets when it looks at a sharded model outside of its forward pass: an error, or the whole's answer."""
     model, state = sharded_gpt(stage)
-    weight: Any = model.blocks[1].attention.qkv.weight  # type: ignore[index, union-attr]
-    actions: dict[str, Callable[[], Any]] = {
-        "linear": lambda: F.linear(torch.ones(1, 20), weight),
-        "matmul": lambda: torch.ones(1, 60) @ weight,
-        "transpose": lambda: weight.t(),
-        "T": lambda: weight.T,
-        "index": lambda: weight[0, 0],
-        "view": lambda: weight.view(60, 20),
-        "norm along a dim": lambda: weight.norm(dim=1),
-        "copy": lambda: weight.copy_(torch.zeros(60, 20)),
-        "submodule": lambda: model.blocks[1].attention.qkv(torch.ones(1, 20)),  # type: ignore[index, union-attr, operator]
-        "state_dict": model.state_dict,
-        "load_state_dict": lambda: model.load_state_dict(state),
+    layer: Any = model.blocks[1].attention.qkv  # type: ignore[index, union-attr]
+    weight, whole = layer.weight, state["blocks.1.attention.qkv.weight"].clone()
+    actions: dict[str, Callable[[Tensor, Any], Any]] = {
+        "linear": lambda w, _: F.linear(torch.ones(1, 20), w),
+        "matmul": lambda w, _: torch.ones(1, 60) @ w,
+        "transpose": lambda w, _: w.t(),
+        "T": lambda w, _: w.T,
+        "index": lambda w, _: w[0, 0],
+        "row": lambda w, _: w[59],
+        "view": lambda w, _: w.view(30, 40),
+        "norm along a dim": lambda w, _: w.norm(dim=1),
+        "copy": lambda w, _: w.copy_(torch.arange(1200.0).view(60, 20)),
+        "submodule": lambda w, module: module(torch.ones(1, 20)) if module else F.linear(torch.ones(1, 20), w),
+        "state_dict": lambda w, _: model.state_dict() if w is weight else None,
+        "load_state_dict": lambda w, _: model.load_state_dict(state) if w is weight else None,
     }
     try:
         with torch.no_grad():
-            actions[action]()
+            answer, expected = actions[action](weight, layer), actions[action](whole, None)
+            return "", "", not isinstance(answer, Tensor) or (answer.shape == expected.shape and torch.equal(answer, expected))
     except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+        return type(error).__name__, str(error), False
 
 
-LOOKS = ["linear", "matmul", "transpose", "T", "index", "view", "norm along a dim", "copy", "submodule"]
+GIVEN = ["linear", "matmul", "index", "row", "view", "norm along a dim", "copy", "submodule"]
+REFUSED = ["transpose", "T"]
 
 
-@pytest.mark.parametrize("action", LOOKS)
+@pytest.mark.parametrize("action", GIVEN)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_sharded_parameter_used_as_if_whole_says_its_name_shape_and_remedy(stage: int, action: str) -> None:
-    for rank, (kind, message) in enumerate(run_ranks(2, call, action, stage)):
+def test_a_sharded_parameter_looked_at_gives_the_wholes_answer(stage: int, action: str) -> None:
+    assert run_ranks(2, call, action, stage) == [("", "", True)] * 2
+
+
+@pytest.mark.parametrize("action", REFUSED)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_sharded_parameter_used_as_no_part_can_be_says_its_name_shape_and_remedy(stage: int, action: str) -> None:
+    for rank, (kind, message, _) in enumerate(run_ranks(2, call, action, stage)):
         told = f"rank {rank}, stage {stage}, {action}: {kind}: {message}"
         assert kind == "ShardedParameterError", told
         for word in ("blocks.1.attention.qkv.weight", "(60, 20)", "full_params"):
@@ -242,13 +251,13 @@ def test_a_sharded_parameter_used_as_if_whole_says_its_name_shape_and_remedy(sta
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_state_dict_of_a_sharded_model_points_to_the_full_one(stage: int) -> None:
-    for kind, message in run_ranks(2, call, "state_dict", stage):
+    for kind, message, _ in run_ranks(2, call, "state_dict", stage):
         assert kind and "onefold.full_state_dict" in message, (kind, message)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_load_state_dict_of_a_sharded_model_points_to_the_full_one(stage: int) -> None:
-    for kind, message in run_ranks(2, call, "load_state_dict", stage):
+    for kind, message, _ in run_ranks(2, call, "load_state_dict", stage):
         assert kind and "onefold.load_full_state_dict" in message, (kind, message)
 
 
@@ -256,23 +265,25 @@ def test_load_state_dict_of_a_sharded_model_points_to_the_full_one(stage: int) -
 def test_a_whole_parameter_is_an_ordinary_one(stage: int) -> None:
     """At stage 0, and on one rank at every stage, nothing is sharded: everything works as ever."""
     for world_size in (1, 2) if stage == 0 else (1,):
-        for action in [*LOOKS, "state_dict", "load_state_dict"]:
-            assert run_ranks(world_size, call, action, stage) == [("", "")] * world_size, action
+        for action in [*GIVEN, *REFUSED, "state_dict", "load_state_dict"]:
+            assert run_ranks(world_size, call, action, stage) == [("", "", True)] * world_size, action
 
 
 def attributes(stage: int) -> list[str]:
+    from onefold.runtime.interval import local_part
+
     model, before = sharded_gpt(stage)
     problems, held = [], {}
     for name, parameter in model.named_parameters():
         info = parameter.onefold  # type: ignore[attr-defined]
         start, stop = info.interval
         with torch.no_grad():
-            mine = parameter.detach().clone()
+            mine = local_part(parameter).clone()
         if (info.name, tuple(info.shape)) != (name, tuple(before[name].shape)):
             problems.append(f"{name}: .onefold says {info.name} {info.shape}")
-        if parameter.dim() != 1 or parameter.numel() != stop - start or parameter.dtype != torch.float32:
-            problems.append(f"{name}: local shape {tuple(parameter.shape)}, interval {start, stop}")
-        if not torch.equal(torch.as_tensor(mine), before[name].flatten()[start:stop]):
+        if parameter.shape != before[name].shape or parameter.numel() != before[name].numel() or parameter.dtype != torch.float32:
+            problems.append(f"{name}: shape {tuple(parameter.shape)}, {parameter.numel()} elements, expected the whole's")
+        if mine.shape != (stop - start,) or not torch.equal(mine, before[name].flatten()[start:stop]):
             problems.append(f"{name}: the interval holds other elements")
         if not torch.equal(info.gather(), before[name]):
             problems.append(f"{name}: gather() differs")
@@ -358,15 +369,16 @@ def test_casting_after_sharding_is_an_error_that_says_when_to_cast(stage: int) -
 
 
 def sizes_do_not_lie(stage: int) -> list[Any]:
-    """What a parameter counter sees: local elements, which add up to the model over the ranks (padding has no owner)."""
+    """What a parameter counter sees: the whole model, before and after a forward pass. (What a rank holds: `attributes`.)"""
     import onefold
 
     model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0))
+    counts = [sum(p.numel() for p in model.parameters())]
     model(features_of(0, 4, 7))
-    return [sum(p.numel() for p in model.parameters()), sum(p.numel() for p in TinyMLP().parameters())]
+    return [*counts, sum(p.numel() for p in model.parameters()), sum(p.numel() for p in TinyMLP().parameters())]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_local_elements_add_up_to_the_model(stage: int) -> None:
-    counts = run_ranks(3, sizes_do_not_lie, stage)
-    assert sum(local for local, _ in counts) == counts[0][1], counts
+def test_counted_elements_are_the_models(stage: int) -> None:
+    for at_first, later, expected in run_ranks(3, sizes_do_not_lie, stage):
+        assert at_first == later == expected

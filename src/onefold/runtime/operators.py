@@ -202,9 +202,10 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if name in _LOCAL:
             return _asked(func, name, args, kwargs)
         tensors = _tensors((args, kwargs))
-        if any(spec.unreduced for t in tensors if (spec := spec_of(t)) is not None) and name not in ("zero_", "_foreach_zero_"):
+        kept = next((spec for t in tensors if (spec := spec_of(t)) is not None and spec.unreduced), None)
+        if kept is not None and name not in ("zero_", "_foreach_zero_"):
             raise ShardedParameterError(
-                f"{name} was given a gradient under onefold.no_sync, where `.grad` shows this rank's unreduced part only. Look at "
+                f"{name} was given the gradient of {kept.name!r} under onefold.no_sync, where `.grad` shows this rank's unreduced part only. Look at "
                 "gradients, and change them, after the last micro-batch. Dropping them is fine: optimizer.zero_grad(), or `.grad = None`."
             )
         if name == "data__set__" and spec_of(args[0]) is not None:
