@@ -10,6 +10,7 @@ collectives. What nobody asks for costs nothing: a step changes one object's cla
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -30,13 +31,32 @@ class PlainStates(defaultdict[Any, Any]):
 
 
 class FacedStates(PlainStates):
-    """What code outside a step sees."""
+    """What code outside a step sees: the same keys in the same order on every rank."""
+
+    optimizer: weakref.ref[Optimizer]
+    complete: bool
 
     def __getitem__(self, key: Any) -> Any:
         return self._face(key, super().__getitem__(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self._face(key, super().__getitem__(key)) if key in self else default
+        return self[key] if key in self else default
+
+    def __contains__(self, key: object) -> bool:
+        self._complete()
+        return super().__contains__(key)
+
+    def __len__(self) -> int:
+        self._complete()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._complete()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._complete()
+        return super().keys()
 
     def items(self) -> Any:
         self._face_all()
@@ -47,9 +67,29 @@ class FacedStates(PlainStates):
         return super().values()
 
     def _face_all(self) -> None:
+        self._complete()
         if _enabled():
             for key, state in list(super().items()):
                 self._face(key, state)
+
+    def _complete(self) -> None:
+        """States of the parameters that other ranks have all elements of, in the order of the groups."""
+        optimizer = self.optimizer()
+        if self.complete or optimizer is None or not _enabled():
+            return
+        self.complete = True
+        has = super().__contains__
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        empty = [p for p in params if (spec := spec_of(p)) is not None and spec.start == spec.stop and spec.numel and not has(p)]
+        with whole_sight():
+            found = {p: state for p in empty if (state := self._like_others(p))}
+            if not found:
+                return
+            own = dict(super().items())
+            super().clear()
+            for key in [*params, *own]:
+                if (key in own or key in found) and not has(key):
+                    super().__setitem__(key, own[key] if key in own else found[key])
 
     def _face(self, key: Any, state: Any) -> Any:
         spec = spec_of(key) if _enabled() and isinstance(state, dict) else None
@@ -89,9 +129,10 @@ def show(optimizer: Optimizer) -> None:
     state: Any = optimizer.state
     if type(state) is PlainStates:
         state.__class__ = FacedStates
+        state.complete = False  # type: ignore[attr-defined]
     elif type(state) is not FacedStates:
         faced = FacedStates(dict)
-        faced.dressed = []
+        faced.dressed, faced.optimizer, faced.complete = [], weakref.ref(optimizer), False
         for key, value in state.items():
             dict.__setitem__(faced, key, value)
         optimizer.state = faced
