@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tile", default="32MB", help="a larger weight of a linear or embedding layer is computed in tiles of this size")
     parser.add_argument("--chunk", type=int, default=1 << 21, help="elements that are stepped at a time")
     parser.add_argument("--checkpointing", action="store_true", help="keep a block's input only, and compute the rest again")
-    parser.add_argument("--in-memory", action="store_true", help="all of it in memory, to compare: in the same tiles, the same losses, bit for bit")
+    parser.add_argument("--in-memory", action="store_true", help="all of it in memory, in the same tiles, to compare: bit for bit the same")
     return parser.parse_args()
 
 

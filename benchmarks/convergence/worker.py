@@ -14,6 +14,7 @@ from torch import nn
 import onefold
 from benchmarks.convergence.settings import SIDES, Case
 from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
+from onefold.plan.schema import MOVES
 from onefold.train.data import Data, load_data
 from onefold.train.groups import names_without_decay, parameter_groups
 from onefold.train.loop import held_out_batch
@@ -73,6 +74,11 @@ def loss_of_masters(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> f
     return float(ranks.from_first(loss))
 
 
+def _between(traffic: Any) -> int:
+    """Bytes to other nodes, of parameters and gradients: buffers that follow rank 0's are the model's own, whatever the side."""
+    return sum(nbytes for move, nbytes in traffic.between_by_move().items() if move in MOVES)
+
+
 def train(case: Case, name: str, ranks: Ranks, patience: float) -> dict[str, Any]:
     """Train one side of a case. Collective.
 
@@ -99,7 +105,7 @@ def train(case: Case, name: str, ranks: Ranks, patience: float) -> dict[str, Any
     traffic = onefold.engine_of(model).traffic
     held_out, losses, seconds, between = [[0, held_out_loss(model, data, case, ranks)]], [], [], 0
     for step in range(case.steps):
-        begun, before = time.perf_counter(), traffic.by_link()["between"]
+        begun, before = time.perf_counter(), _between(traffic)
         (indices,) = order.micro_batches(step, ranks.rank, ranks.world_size, case.micro_batch)
         loss = model(**data.train.batch(indices), use_cache=False).loss
         loss.backward()
@@ -109,7 +115,7 @@ def train(case: Case, name: str, ranks: Ranks, patience: float) -> dict[str, Any
         schedule.step()
         losses.append(ranks.sum(loss.item())[0] / ranks.world_size)
         seconds.append(time.perf_counter() - begun)
-        between += traffic.by_link()["between"] - before
+        between += _between(traffic) - before
         if (step + 1) % case.every == 0 or step + 1 == case.steps:
             held_out.append([step + 1, held_out_loss(model, data, case, ranks)])
         if ranks.is_first and (step < 3 or (step + 1) % 10 == 0):

@@ -20,6 +20,7 @@ from benchmarks.offload.settings import SIDES
 from benchmarks.peers import adapters, model, probes
 from benchmarks.peers.settings import Setting
 from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
+from onefold.runtime.interval import whole_sight
 
 MIB = 1 << 20
 
@@ -38,9 +39,10 @@ def moments_by_tier(trainer: Any, engine: Any) -> dict[str, int]:
     """Bytes of the optimizer's states in memory: on "device" or "host". What is on NVMe stands in the engine's ledger."""
     away = {id(entry.param) for flat in engine.at_home for entry in flat.entries}
     out = {"device": 0, "host": 0}
-    for param, state in trainer.optimizer.state.items():
-        held = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor) and t.dim() and not t.is_meta)
-        out["host" if id(param) in away else "device"] += held
+    with whole_sight():  # what lies here, not what it is a part of
+        for param, state in trainer.optimizer.state.items():
+            held = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor) and t.dim() and not t.is_meta)
+            out["host" if id(param) in away else "device"] += held
     return out
 
 

@@ -23,6 +23,7 @@ from benchmarks.plan_matrix.pace import Pace
 from benchmarks.plan_matrix.settings import Cell, batch, build
 from onefold.observe.measure import measured
 from onefold.observe.trace import record
+from onefold.plan.schema import MOVES
 from onefold.train.blocks import checkpoint_activations
 
 #: Steps before anything is measured: optimizer states are made, orders learned.
@@ -61,7 +62,9 @@ class Training:
         self.engine.memory.reset_peak()
         self.engine.traffic.reset()
         self.step()
-        wire, ledger, peak = self.engine.traffic.by_move(), self.engine.memory.peak(), {}
+        # Buffers that follow rank 0 (the move "state") are the model's own: the plan speaks of parameters and gradients.
+        wire = {move: nbytes for move, nbytes in self.engine.traffic.by_move().items() if move in MOVES}
+        ledger, peak = self.engine.memory.peak(), {}
         if activations:
             with record(self.model, self.optimizer, activations=True) as seen:
                 self.step()

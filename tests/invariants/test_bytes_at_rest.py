@@ -18,7 +18,9 @@ import torch.distributed as dist
 from memory_probe import MIB, give_memory_back_at_once, living_bytes, peak_resident_bytes, reset_peak, resident_bytes
 from torch import nn
 
+import states
 from models import TinyMLP, features_of
+from onefold.runtime.interval import local_part
 from ranks import run_ranks
 
 WIDTH, DEPTH = 384, 8  # 8 blocks of 1.2 MB x 2 in fp32: 18.9 MB
@@ -47,11 +49,10 @@ def at_rest(stage: int, precision: str) -> dict[str, Any]:
         one_step(model, optimizer, seed)
     engine = onefold.engine_of(model)
     numel = sum(unit.numel for unit in engine.units)
-    states = sum(t.numel() * 4 for state in optimizer.state.values() for t in state.values() if t.numel() > 1)
     return {
         "living": living_bytes() - before,
         "ledger": dict(engine.memory.now()),
-        "states": states,
+        "states": sum(local_part(t).numel() * 4 for t in states.held(optimizer) if local_part(t).numel() > 1),
         "numel": numel,
         "content": content,
     }

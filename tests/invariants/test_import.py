@@ -16,7 +16,7 @@ import torch.distributed as dist
 from models import TinyMLP, features_of
 from ranks import absolute_path, run_ranks
 
-# Of the processor's time, not of the clock's, and as a share of torch's own in the same process: a busy machine slows both.
+# Of the processor's time, not of the clock's, and as a share of torch's own: a busy machine slows both.
 TIMED = """
 import json, time
 start = time.process_time()
@@ -24,7 +24,7 @@ import torch, torch.distributed
 torchs = time.process_time() - start
 import onefold
 onefold.shard, onefold.Recipe  # names are loaded when they are first asked for
-print(json.dumps((time.process_time() - start - torchs) / torchs))
+print(json.dumps((time.process_time() - start - torchs, torchs)))
 """
 
 WATCHED = """
@@ -71,10 +71,11 @@ def run_program(program: str, folder: Path) -> Any:
 
 def test_import_takes_little_over_torchs_own(tmp_path: Path) -> None:
     run_program(TIMED, tmp_path)  # writes the bytecode
-    share = 1.0
-    for _ in range(6):  # processor time too is longer beside others, so the least counts
-        share = min(share, run_program(TIMED, tmp_path))
-        if share < 0.1:
+    own, torchs = [], []
+    for _ in range(10):  # processor time too is longer beside others (their data is in the caches), so the least of each counts
+        for seconds, found in zip(run_program(TIMED, tmp_path), (own, torchs), strict=True):
+            found.append(seconds)
+        if (share := min(own) / min(torchs)) < 0.1:
             break
     assert share < 0.1, f"import onefold takes {share:.3f} of what torch's own import takes, at most a tenth is allowed"
 

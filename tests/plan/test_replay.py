@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import states
 from models import TinyGPT, TinyMLP, features_of
 from ranks import run_ranks
 
@@ -95,11 +96,10 @@ def observed(kind: str, stage: int, precision: str, micro_batches: int, options:
     engine.memory.reset_peak()
     engine.traffic.reset()
     step_of(kind, model, optimizer, micro_batches, 2)
-    moments = sum(t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values())
     units = units_of(shape, recipe, engine.world_size, engine.rank)
     replay = Replay(units, recipe).run(micro_batches)
     return {
-        "rest": rest | {"moments": moments},
+        "rest": rest | {"moments": states.nbytes(optimizer)},
         "wire": engine.traffic.by_move(),
         "peak": engine.memory.peak(),
         "planned rest": at_rest(units),

@@ -156,7 +156,8 @@ def change_kept_gradients(mode: str) -> dict[str, str]:
             except RuntimeError as error:
                 text = str(error)
                 at_once = "change them, after the last micro-batch" in text and "by another" not in how  # where it is made
-                said[f"{how}, then {then}"] = "" if repr(name) in text and ("was changed" in text or at_once) and "no_sync" in text else text
+                told = repr(name) in text and ("was changed" in text or at_once) and "no_sync" in text
+                said[f"{how}, then {then}"] = "" if told else text
     return said
 
 

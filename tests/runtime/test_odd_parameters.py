@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import states
 from models import Block, ResidualBlock, TinyGPT, TinyMLP, features_of
+from onefold.runtime.interval import local_part
 from ranks import run_ranks
 from trials import STAGES, Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp, fresh, train_sharded
 
@@ -270,10 +272,10 @@ def frozen_bytes(stage: int) -> list[str]:
         case.step(model, optimizer, torch.distributed.get_rank(), step)
     if any(p.grad is not None for p in model.parameters() if not p.requires_grad):
         problems.append("a frozen parameter has a gradient")
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    states = sum(s.numel() for state in optimizer.state.values() for s in state.values() if s.numel() > 1)
-    if abs(states - 2 * trainable) > 0.05 * trainable:
-        problems.append(f"optimizer states hold {states} elements, expected 2 x {trainable} (local trainable elements)")
+    trainable = sum(local_part(p).numel() for p in model.parameters() if p.requires_grad)
+    held = sum(local_part(t).numel() for t in states.held(optimizer) if local_part(t).numel() > 1)
+    if abs(held - 2 * trainable) > 0.05 * trainable:
+        problems.append(f"optimizer states hold {held} elements, expected 2 x {trainable} (local trainable elements)")
     whole = fresh(case)
     wanted = 4 * sum(p.numel() for p in whole.parameters() if p.requires_grad)
     engine = onefold.engine_of(model)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+import states
 from models import TinyGPT, tokens_of
+from onefold.runtime.interval import whole_sight
 from ranks import run_ranks
 
 #: (stage, options of Recipe.zero) by name.
@@ -44,8 +46,8 @@ def slowest_case(arrivals: dict[str, int]) -> None:
 
 
 def moments_in_memory(optimizer: torch.optim.Optimizer) -> int:
-    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in states if t.dim() and not t.is_meta)
+    with whole_sight():
+        return sum(t.numel() * t.element_size() for t in states.held(optimizer) if t.dim() and not t.is_meta)
 
 
 def held_and_planned(stage: int, options: dict[str, Any], arrivals: dict[str, int]) -> dict[str, int]:

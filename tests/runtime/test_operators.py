@@ -151,7 +151,7 @@ REFUSED = {
     "slice", "squeeze", "unsqueeze", "unbind", "unfold", "view_as_complex", "__getitem__", "resize_", "resize_as_", "to_sparse", "adjoint",
     "squeeze.multiple", "view",
     # These change arguments besides, or shapes in place.
-    "_native_batch_norm_legit", "_batch_norm_with_update", "addbmm", "linalg.pinv",
+    "_native_batch_norm_legit", "_batch_norm_with_update", "addbmm", "linalg.pinv", "svd_lowrank", "pca_lowrank",
 }  # fmt: skip
 
 

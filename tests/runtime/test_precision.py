@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import states
 from models import TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
 
@@ -295,9 +296,9 @@ def ledgers(kind: str, stage: int, micro_batches: int) -> dict[str, Any]:
         engine.memory.now()
         optimizer.step()
         optimizer.zero_grad()
-    moments = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values())
     peak = engine.memory.peak()
-    return {"rest": engine.memory.now() | {"moments": moments}, "peak": sum(peak.values()), "wire": engine.traffic.by_move()}
+    rest = engine.memory.now() | {"moments": states.nbytes(optimizer)}
+    return {"rest": rest, "peak": sum(peak.values()), "wire": engine.traffic.by_move()}
 
 
 def all_ledgers() -> dict[tuple[str, int, int], dict[str, Any]]:

@@ -203,7 +203,7 @@ def test_an_error_inside_full_params_leaves_the_model_sharded_and_usable(stage: 
 
 
 def call(action: str, stage: int) -> tuple[str, str, bool]:
-    """What an ordinary piece of code meets when it looks at a sharded model outside of its forward pass: an error, or the whole's answer."""
+    """What ordinary code meets that looks at a sharded model outside of its forward pass: an error, or the whole's answer."""
     model, state = sharded_gpt(stage)
     layer: Any = model.blocks[1].attention.qkv  # type: ignore[index, union-attr]
     weight, whole = layer.weight, state["blocks.1.attention.qkv.weight"].clone()

@@ -84,8 +84,8 @@ def test_ranks_of_torchrun_end_with_it_and_hold_the_folder_as_long_as_they_live(
 
 
 def agent_of(temporary: Path) -> int:
-    (pid,) = (pid for pid, command in processes_of(temporary).items() if "onefold.train.agent" in command)
-    return pid
+    found = [pid for pid, command in processes_of(temporary).items() if "onefold.train.agent" in command]
+    return min(found)  # one that it forks has its command line until it starts a program of its own
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from onefold.plan.subject import tokens
 from onefold.plan.trace import loss_of
 from onefold.plan.values import Integers
 from onefold.recipe import Placement, Recipe
+from onefold.runtime.interval import whole_sight
 
 #: Ranks up to which a simulation is asked for; more would work.
 MOST_RANKS = 4096
@@ -326,7 +327,8 @@ def _steps(twin: nn.Module, engine: Any, batch: Any, answers: Any, loss: Any, op
         stepper.zero_grad()
     left = engine.memory.now()
     engine.memory.record = False
-    held = [t for state in stepper.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    with whole_sight():
+        held = [t for state in stepper.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     rest = left | {MOMENTS: sum(t.numel() * t.element_size() for t in held)}
     return Account(rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=_wire(engine))
 
