@@ -40,7 +40,7 @@ class FacedStates(PlainStates):
         return self._face(key, super().__getitem__(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401 (it is what this is written with)
 
     def __contains__(self, key: object) -> bool:
         self._complete()

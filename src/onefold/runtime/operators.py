@@ -206,7 +206,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if kept is not None and name not in ("zero_", "_foreach_zero_"):
             raise ShardedParameterError(
                 f"{name} was given the gradient of {kept.name!r} under onefold.no_sync, where `.grad` shows this rank's unreduced part "
-                "only. Look at gradients, and change them, after the last micro-batch. Dropping them is fine: optimizer.zero_grad(), or `.grad = None`."
+                "only. Look at gradients, and change them, after the last micro-batch. Dropping them is fine: optimizer.zero_grad(), or "
+                "`.grad = None`."
             )
         if name == "data__set__" and spec_of(args[0]) is not None:
             return _give(*args)

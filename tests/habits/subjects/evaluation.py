@@ -64,7 +64,8 @@ def rank_0(s: Script) -> None:
                 s.note("mean", s.module(s.batch[:, :-1]).mean().item())
 
 
-@habit("evaluation on rank 0 only, as DDP's `model.module(x)` allows", "log", three=STALLED, composes=False, options={"stall_timeout": 1.0})
+@habit("evaluation on rank 0 only, as DDP's `model.module(x)` allows", "log", sharded=STALLED, composes=False,
+       options={"stall_timeout": 1.0})  # fmt: skip
 def only_rank_0(s: Script) -> None:
     if s.rank == 0:
         with torch.no_grad():

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import torch
@@ -110,9 +111,12 @@ def with_gradients(s: Script) -> None:
     s.note("mean", [p.mean().item() for p in s.model.parameters()])
 
 
-@habit("`print(p)`", "log", sharded=EITHER, composes=False)
+@habit("`print(p)`: all elements, or which of them these are", "log", composes=False)
 def printed(s: Script) -> None:
-    s.note("numbers", str(s.module.norm.weight.detach()).count("."))
+    weight = s.module.norm.weight.detach()
+    shown = str(weight)
+    numbers, part = shown.count("."), re.search(r"elements \d+ to \d+ of shape", shown)
+    s.note("told", part is not None or numbers == weight.numel())
 
 
 @habit("weights of two models compared: `torch.equal(p, q) for p, q in zip(...)`", sharded=EITHER)
