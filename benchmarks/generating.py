@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,9 +23,8 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> None:
     import onefold
     from onefold.train.models import load_model, quiet_transformers
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(arguments.port), RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=f"file://{arguments.meet}", rank=rank, world_size=ranks)
     model: Any = load_model(arguments.model, "bytes", 0, 64).module.eval()
     onefold.shard(model, onefold.Recipe.zero(3, precision=arguments.precision))
     prompt = torch.randint(0, 200, (1, 16), generator=torch.Generator().manual_seed(rank))
@@ -60,10 +59,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="as in `onefold train --model`")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
-    for name, value in (("ranks", 2), ("tokens", 16), ("rounds", 3), ("port", 29611)):
+    for name, value in (("ranks", 2), ("tokens", 16), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = parser.parse_args()
-    torch.multiprocessing.spawn(measure, (arguments.ranks, arguments), nprocs=arguments.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.meet = f"{folder}/meet"
+        torch.multiprocessing.spawn(measure, (arguments.ranks, arguments), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":
