@@ -3,6 +3,7 @@ refused before they change a weight. An optimizer is never silently different.""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,18 @@ class LayerNormOfMomentum(Optimizer):
                     self.state[p]["before"] = p.grad.clone()
 
 
+def packaged(package: str, name: str, **options: Any) -> Callable[[Any], Optimizer]:
+    """An optimizer of a library that people install; one with modes is put into the one for training."""
+
+    def make(params: Any) -> Optimizer:
+        optimizer: Any = getattr(importlib.import_module(package), name)(params, **options)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return optimizer  # type: ignore[no-any-return]
+
+    return make
+
+
 Make = Callable[[Any], Optimizer]
 ELEMENTWISE: dict[str, Make] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -97,12 +110,16 @@ ELEMENTWISE: dict[str, Make] = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "Lion of one's own": lambda p: Lion(p, lr=0.01, decay=0.1),
+    "Lion of lion-pytorch": packaged("lion_pytorch", "Lion", lr=0.003),
+    "AdamW of schedulefree": packaged("schedulefree", "AdamWScheduleFree", lr=0.01, eps=1e-4),
+    "SGD of schedulefree": packaged("schedulefree", "SGDScheduleFree", lr=0.1),
 }
 WHOLE: dict[str, Make] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "Muon": lambda p: torch.optim.Muon(p, lr=0.01),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
     "LAMB of one's own": Lamb,
+    "Prodigy of prodigyopt": packaged("prodigyopt", "Prodigy", lr=1.0),
     "rows of one's own": RowNormalized,
     "a norm from the second step on": LayerNormOfMomentum,
 }
@@ -162,6 +179,8 @@ def test_other_optimizers_are_refused_before_they_change_a_weight(name: str, sta
         assert kind == "ValueError", told
         assert moved == 0.0, told
         assert name.split()[0] in message or name not in ("Adafactor", "Muon", "LBFGS"), told
+        if name.startswith("Prodigy"):
+            assert "'d_numerator' of its groups" in message and "sums over all elements" in message, told
         if name != "Muon":  # torch's own constructor refuses one-dimensional parameters
             assert "stage 0" in message and "elementwise_optimizer" in message, told
 

@@ -4,7 +4,7 @@ Before: what rests off the device or in another format is stepped (optim/offload
 itself does the rest.
 Before that: an optimizer whose update of one element depends on others (a factored second moment, a matrix, a layer's norm) would train
 on something else when it is given intervals. It is recognised by trying it: the update of a small matrix must equal, bit for bit,
-the update of its elements cut into pieces. After: kept copies of the parameters are stale.
+the update of its elements cut into pieces, and so must every number that it keeps. After: kept copies of the parameters are stale.
 
 [Note: bare parameters] For the time of the step sharded parameters are plain `nn.Parameter`s over this rank's elements (their class is
 changed, the objects stay): optimizers see plain intervals, choose their fast implementations, and pay nothing for attributes. Outside
@@ -17,6 +17,8 @@ torch's own step hooks are used; they are registered while an engine lives and r
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -242,36 +244,62 @@ def _probe(optimizer: Optimizer) -> str | None:
     device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(16, 24, generator=generator).to(device)
-        grads = [torch.randn(16, 24, generator=generator).to(device) for _ in range(3)]
+        start, way = (torch.randn(16, 24, generator=generator).to(device) for _ in range(2))
+        # They point one way more or less, as in training: what looks for a distance to go finds one.
+        grads = [way + 0.3 * torch.randn(16, 24, generator=generator).to(device) for _ in range(_TRIED)]
         try:
-            whole = _run(optimizer, [start], [[g] for g in grads])
+            whole = _run(optimizer, start, grads)
         except Exception as error:
             return f"its constructor or step could not be tried on a small matrix ({type(error).__name__}: {error})."
         try:
-            cut = (128, 256)
             # Each by an optimizer of its own, as each rank has one: what it learns of all its parameters, the others do not know.
-            cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
-            pieces = [_run(optimizer, [s], [[g] for g in gs])[0] for s, *gs in cuts]
+            cuts = zip(_split(start), *map(_split, grads), strict=True)
+            pieces = [_run(optimizer, s, gs) for s, *gs in cuts]
         except Exception as error:
             return f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
-    if not torch.equal(torch.cat([p.reshape(-1) for p in whole]), torch.cat(pieces)):
+    if not torch.equal(whole.param.reshape(-1), torch.cat([piece.param for piece in pieces])):
         return "its update of an element depends on other elements (cutting a small matrix changed the result)."
+    learned = next((key for piece in pieces for key, value in whole.numbers.items() if not _same(value, piece.numbers.get(key))), None)
+    if learned is not None:
+        return f"its update depends on what it sums over all elements ({learned} came out otherwise for parts of a small matrix)."
     return None
 
 
-def _split(t: torch.Tensor, cut: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    return t.reshape(-1).tensor_split(cut)
+#: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so its numbers are compared besides.
+_TRIED = 4
 
 
-def _run(optimizer: Optimizer, starts: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    params = [nn.Parameter(s.clone()) for s in starts]
-    trial = type(optimizer)(params, **_arguments(optimizer))
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()
+@dataclass
+class _Trial:
+    """What a trial came to: the parameter, and every number that the optimizer keeps of it or of its group."""
+
+    param: torch.Tensor
+    numbers: dict[str, Any]
+
+
+def _split(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return t.reshape(-1).tensor_split((128, 256))
+
+
+def _run(optimizer: Optimizer, start: torch.Tensor, grads: Sequence[torch.Tensor]) -> _Trial:
+    param = nn.Parameter(start.clone())
+    trial: Any = type(optimizer)([param], **_arguments(optimizer))
+    if callable(getattr(trial, "train", None)):  # schedule-free ones are in one of two modes
+        trial.train()
+    for grad in grads:
+        param.grad = grad.clone()
         trial.step()
-    return [p.detach() for p in params]
+    group = {f"{key!r} of its groups": value for key, value in trial.param_groups[0].items()}
+    state = {f"{key!r} of a parameter's state": value for key, value in trial.state[param].items()}
+    return _Trial(param.detach(), {key: value for key, value in (group | state).items() if _is_number(value)})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return b is not None and bool(torch.as_tensor(a == b).all())
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
