@@ -150,3 +150,51 @@ def test_data_of_another_shape_in_a_forward_pass_is_refused_with_both_shapes() -
     for said in run_ranks(2, given_another_shape):
         assert "'slow.0.weight' was given data of shape (1, 7)" in said
         assert "expected shape (12, 7)" in said
+
+
+class Later(nn.Module):
+    """Weights that are clamped from the fourth pass on, by the layers themselves or by the module around them."""
+
+    def __init__(self, outer: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Constrained(self.limit) if not outer else nn.Linear(12, 40) for _ in range(1))
+        self.first, self.last = nn.Linear(7, 12), nn.Linear(40, 3)
+        self.outer, self.passes = outer, 0
+
+    def limit(self, weight: nn.Parameter) -> None:
+        if self.passes >= 4:
+            weight.data.clamp_(-0.1, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.outer:
+            self.limit(self.layers[0].weight)  # type: ignore[arg-type]
+        return self.last(self.layers[0](self.first(x)))
+
+
+class ClampedLater(Case):
+    units = ("first", "layers.0", "last")
+    steps = 6
+
+    def __init__(self, outer: bool) -> None:
+        super().__init__()
+        self.outer = outer
+
+    def build(self) -> nn.Module:
+        return Later(self.outer)
+
+    def batch(self, rank: int, step: int) -> Tensor:
+        return features_of(10 * step + rank, 4, 7)
+
+
+def clamped_later(outer: bool) -> list[str]:
+    reference = train_reference(ClampedLater(outer))
+    problems = []
+    for stage in (1, 3):
+        problems += differences(f"stage {stage}", reference, train_sharded(ClampedLater(outer), stage), 1e-5, 1e-6)
+    return problems
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["by the layer", "by the module around it"])
+def test_a_write_through_data_that_begins_after_some_passes_is_kept(outer: bool) -> None:
+    assert run_ranks(2, clamped_later, outer) == [[], []]

@@ -416,7 +416,9 @@ def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             entry = info._entry() if info is not None else None
             if entry is None or not entry.engine().computing:
                 return value
-            return entry.compute if is_about_itself(func) and name_of(func) not in ("data", "detach") else entry.engine().use(entry)
+            if (name := name_of(func)) == "data":
+                entry.flat.written_in_forward = True  # perhaps: see `Whole`
+            return entry.compute if is_about_itself(func) and name not in ("data", "detach") else entry.engine().use(entry)
         if isinstance(value, (list, tuple)):
             return type(value)(swap(v) for v in value) if not hasattr(value, "_fields") else value
         return value
