@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import onefold
+from onefold.runtime.interval import ShardedParameterError
 from ranks import run_ranks
 
 STALL_TIMEOUT = 20.0
@@ -257,3 +260,19 @@ def averaged(stage: int) -> list[Any]:
 def test_what_a_loop_writes_on_one_rank_is_rank_0s_in_the_next_pass(stage: int) -> None:
     first, second = run_ranks(2, averaged, stage)
     assert first == second
+
+
+def pruned_after_shard(stage: int) -> str:
+    torch.manual_seed(0)
+    model = onefold.shard(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), onefold.Recipe.zero(stage, stall_timeout=20))
+    nn.utils.prune.l1_unstructured(model[0], "weight", amount=0.5)
+    with pytest.raises(ShardedParameterError) as error:
+        model(torch.ones(2, 6))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_mask_made_of_one_ranks_part_is_refused_on_every_rank_at_once(stage: int) -> None:
+    for said in run_ranks(2, pruned_after_shard, stage):
+        assert "the buffer 'weight_mask' holds one rank's part of a tensor of shape (8, 6) that was made of '0.weight'" in said
+        assert "with onefold.unsharded(model):" in said

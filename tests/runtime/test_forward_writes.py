@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import onefold
 from models import features_of
+from onefold.runtime.interval import ShardedParameterError
 from ranks import run_ranks
 from trials import Case, differences, train_reference, train_sharded
 
@@ -66,3 +68,133 @@ def compared(write: str) -> list[str]:
 @pytest.mark.parametrize("write", WRITES)
 def test_what_a_forward_pass_writes_to_parameters_is_kept_as_under_ddp(write: str) -> None:
     assert run_ranks(2, compared, write) == [[], []]
+
+
+def blended_by_assignment(ours: nn.Parameter, theirs: nn.Parameter) -> None:
+    """MoCo's momentum encoder."""
+    ours.data = ours.data * 0.9 + theirs.data * 0.1
+
+
+def blended_in_place(ours: nn.Parameter, theirs: nn.Parameter) -> None:
+    ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+
+
+BLENDS = {f.__name__: f for f in (blended_by_assignment, blended_in_place)}
+
+
+class Momentum(nn.Module):
+    """The outer module writes to weights of units of their own, before their forward pass or behind it."""
+
+    def __init__(self, blend: Callable[[Any, Any], None], behind: bool) -> None:
+        super().__init__()
+        self.online, self.slow = (nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 3)) for _ in range(2))
+        self.slow.requires_grad_(False)
+        self.blend, self.behind = blend, behind
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for theirs, ours in zip(self.online.parameters(), self.slow.parameters(), strict=True):
+            self.blend(ours, theirs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.behind:
+            self.follow()
+        with torch.no_grad():
+            target = self.slow(x)
+        out = self.online(x) - target
+        if self.behind:
+            self.follow()
+        return out
+
+
+class Following(Case):
+    units = ("online", "slow.0", "slow.2")
+    steps = 4
+
+    def __init__(self, blend: str, behind: bool) -> None:
+        super().__init__()
+        self.blend, self.behind = BLENDS[blend], behind
+
+    def build(self) -> nn.Module:
+        return Momentum(self.blend, self.behind)
+
+    def batch(self, rank: int, step: int) -> Tensor:
+        return features_of(10 * step + rank, 4, 7)
+
+
+def followed(blend: str, behind: bool) -> list[str]:
+    reference = train_reference(Following(blend, behind))
+    problems = []
+    for stage in (0, 1, 2, 3):
+        problems += differences(f"stage {stage}, {blend}", reference, train_sharded(Following(blend, behind), stage), 1e-5, 1e-6)
+    return problems
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("blend", BLENDS)
+def test_what_the_outer_module_writes_to_weights_of_other_units_is_kept(blend: str, behind: bool) -> None:
+    assert run_ranks(2, followed, blend, behind) == [[], []]
+
+
+def given_another_shape() -> str:
+    def cut(ours: nn.Parameter, _: nn.Parameter) -> None:
+        ours.data = ours.data[:1]
+
+    model = onefold.shard(Momentum(cut, False), onefold.Recipe.zero(3), units=("online", "slow"))
+    with pytest.raises(ShardedParameterError) as error:
+        model(features_of(0, 4, 7))
+    return str(error.value)
+
+
+def test_data_of_another_shape_in_a_forward_pass_is_refused_with_both_shapes() -> None:
+    for said in run_ranks(2, given_another_shape):
+        assert "'slow.0.weight' was given data of shape (1, 7)" in said
+        assert "expected shape (12, 7)" in said
+
+
+class Later(nn.Module):
+    """Weights that are clamped from the fourth pass on, by the layers themselves or by the module around them."""
+
+    def __init__(self, outer: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Constrained(self.limit) if not outer else nn.Linear(12, 40) for _ in range(1))
+        self.first, self.last = nn.Linear(7, 12), nn.Linear(40, 3)
+        self.outer, self.passes = outer, 0
+
+    def limit(self, weight: nn.Parameter) -> None:
+        if self.passes >= 4:
+            weight.data.clamp_(-0.1, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.outer:
+            self.limit(self.layers[0].weight)  # type: ignore[arg-type]
+        return self.last(self.layers[0](self.first(x)))
+
+
+class ClampedLater(Case):
+    units = ("first", "layers.0", "last")
+    steps = 6
+
+    def __init__(self, outer: bool) -> None:
+        super().__init__()
+        self.outer = outer
+
+    def build(self) -> nn.Module:
+        return Later(self.outer)
+
+    def batch(self, rank: int, step: int) -> Tensor:
+        return features_of(10 * step + rank, 4, 7)
+
+
+def clamped_later(outer: bool) -> list[str]:
+    reference = train_reference(ClampedLater(outer))
+    problems = []
+    for stage in (1, 3):
+        problems += differences(f"stage {stage}", reference, train_sharded(ClampedLater(outer), stage), 1e-5, 1e-6)
+    return problems
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["by the layer", "by the module around it"])
+def test_a_write_through_data_that_begins_after_some_passes_is_kept(outer: bool) -> None:
+    assert run_ranks(2, clamped_later, outer) == [[], []]

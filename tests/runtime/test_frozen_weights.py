@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import onefold
-from models import TinyGPT, tokens_of
+from models import TinyGPT, features_of, tokens_of
 from onefold.memory import MASTERS, PARAMETERS
 from onefold.runtime.hollow import HollowError
 from ranks import run_ranks
@@ -194,3 +196,71 @@ def said_of_groups() -> str:
 
     model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, second_copy=True))
     return " ".join(of_routes(onefold.engine_of(model)))
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a low-rank adapter, whose gradients come before the layer's backward pass reads the frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.base(x)
+        return kept + self.up(self.down(x))
+
+
+class Recomputed(nn.Module):
+    """Four blocks, the third without an adapter; `span` blocks are recomputed together. Inside: the checkpoint lies inside the block's
+    forward pass, as transformers has it, so that the block's hooks do not see the recomputation."""
+
+    def __init__(self, reentrant: bool, span: int, inside: bool) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(8, 8).requires_grad_(False) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(8).requires_grad_(False),
+                nn.Linear(8, 8).requires_grad_(False) if i == 2 else LowRank(),
+                nn.Linear(8, 8).requires_grad_(False),
+                nn.Tanh(),
+            )
+            for i in range(4)
+        )
+        self.reentrant, self.span = reentrant, span
+        if inside:
+            for block in self.blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).detach().requires_grad_(True)
+        for i in range(0, 4, self.span or 1):
+            some = nn.Sequential(*self.blocks[i : i + self.span]) if self.span else self.blocks[i]
+            x = checkpoint(some, x, use_reentrant=self.reentrant) if self.span else some(x)
+        return self.last(x)
+
+
+def recomputed(reentrant: bool, span: int) -> list[Any]:
+    runs = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        model = onefold.shard(Recomputed(reentrant, span, inside=span == 0), onefold.Recipe.zero(stage))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        losses = []
+        for step in range(3):
+            loss = model(features_of(10 * step + torch.distributed.get_rank(), 4, 8)).square().mean()
+            loss.backward()
+            held = [u.name for u in onefold.engine_of(model).units if stage == 3 and not u.away]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        runs.append((losses, held))
+    return runs
+
+
+@pytest.mark.parametrize("span", [0, 1, 2], ids=["inside the block", "each block", "two blocks together"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_blocks_with_frozen_weights_stay_gathered_until_their_backward_pass_is_over(reentrant: bool, span: int) -> None:
+    for (whole, _), (divided, held) in run_ranks(2, recomputed, reentrant, span):
+        assert divided == whole
+        assert held == []  # and no longer than this backward pass

@@ -265,3 +265,55 @@ def failing_step(stage: int) -> tuple[bool, bool, bool]:
 @pytest.mark.parametrize("stage", (0, 1, 3))
 def test_a_step_that_raises_gives_the_faces_back(stage: int) -> None:
     assert run_ranks(2, failing_step, stage) == [(True, True, True)] * 2
+
+
+def of_its_kind(stage: int) -> list[Any]:
+    """A plain tensor in a parameter's dtype, as SAM scales its gradients (`scale.to(p)`), and parts in a plain tensor's."""
+    import onefold
+
+    torch.manual_seed(0)
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage))
+    model(features_of(0, 3, 7)).sum().backward()
+    weight = next(p for p in model.parameters() if p.ndim == 2)
+    grad, before = weight.grad.norm(), weight.norm().item()
+    with torch.no_grad():
+        scale = torch.tensor(3.0, dtype=torch.float64)
+        plain = [scale.to(weight), scale.type_as(weight.grad), torch.ones(2).to(weight.data)]
+        weight.add_(weight.grad * scale.to(weight))
+        parts = [weight.data.to(torch.ones(2, dtype=torch.float64)), weight.grad.type_as(torch.ones(2, dtype=torch.float64))]
+    return [
+        [(type(t), tuple(t.shape), t.dtype) for t in plain],
+        [(spec_of(t) is not None, tuple(t.shape) == tuple(weight.shape), t.dtype) for t in parts],
+        weight.norm().item() != before and bool((parts[1].norm() - grad).abs() < 1e-5),
+    ]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_tensor_made_of_anothers_kind_keeps_its_own_elements(stage: int) -> None:
+    for plain, parts, moved in run_ranks(2, of_its_kind, stage):
+        assert plain == [(torch.Tensor, shape, torch.float32) for shape in ((), (), (2,))]
+        assert parts == [(True, True, torch.float64)] * 2
+        assert moved
+
+
+def assigned_and_read(stage: int) -> list[float]:
+    """Each parameter is assigned and then read with gradients: the read refreshes what is kept where the assignment was noticed."""
+    import onefold
+
+    torch.manual_seed(0)
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=20))
+    model(features_of(0, 3, 7)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    sums = []
+    for p in model.parameters():
+        p.data = p.data * 0.5
+        sums.append(p.sum().item() - p.data.sum().item())
+        p.data = p.data
+        sums.append(p.sum().item() - p.data.sum().item())
+    return sums
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_rank_notices_assigned_data_also_where_it_owns_nothing_of_it(stage: int) -> None:
+    for sums in run_ranks(2, assigned_and_read, stage):
+        assert sums == pytest.approx([0.0] * len(sums), abs=1e-5)

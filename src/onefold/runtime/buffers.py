@@ -22,6 +22,7 @@ from torch import nn
 from onefold.comm import Place
 from onefold.memory import STAGING
 from onefold.recipe import Recipe
+from onefold.runtime.interval import ShardedParameterError, spec_of
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -62,6 +63,7 @@ class Buffers:
         """A pass over the model begins."""
         if not self.due or engine.world_size == 1:
             return
+        self._refuse_parts()
         tensors = self.tensors()
         nbytes = sum(map(_nbytes, tensors))
         if not nbytes:
@@ -69,6 +71,16 @@ class Buffers:
         engine.memory.add(STAGING, nbytes, "buffers")
         from_rank_0(engine, tensors, "forward")
         engine.memory.add(STAGING, -nbytes, "buffers")
+
+    def _refuse_parts(self) -> None:
+        for table in self._tables:
+            for name, buffer in table.items():
+                if buffer is not None and (spec := spec_of(buffer)) is not None:
+                    raise ShardedParameterError(
+                        f"the buffer {name!r} holds one rank's part of a tensor of shape {tuple(spec.shape)} "
+                        f"that was made of {spec.name!r} (a pruning mask, say). "
+                        "Make it before shard(), or inside `with onefold.unsharded(model):`."
+                    )
 
     def after_pass(self, synchronized: bool) -> None:
         """A pass over the model ended well; `synchronized`: with gradients that the ranks will share."""

@@ -97,6 +97,7 @@ class Engine:
         self.passive = all(flat.passive for u in self.units for flat in u.flats)
         # Open forward passes of units: (unit, inside a backward pass, outermost of its pass over the model).
         self.stack: list[tuple[Unit, bool, bool]] = []
+        self.lent: list[Unit] = []  # whose whole parameters other modules used in this pass
         self.moves = Moves(self)
         self.this_pass = Pass(self.moves)
         self.is_root_pass = False
@@ -255,6 +256,8 @@ class Engine:
             if self.unset:
                 self.unset.refuse_in(self, unit)
             self.gather.acquire(unit, backward=recompute)
+            if recompute:
+                unit.replayed = self.gather.reached
             if unit.depth == 1:
                 functional.swap_in(unit)
             self.spans.enter()
@@ -269,14 +272,21 @@ class Engine:
                 output = copied_out(output, self.gather.by_storage)
             if torch.is_grad_enabled():
                 self._watch(unit, output, root=not self.stack)
-            if unit.depth == 0 and not recompute and unit.state is State.GATHERED and not self.group.imagined:
-                with torch.no_grad():
-                    keep_writes(unit)
+            if unit.depth == 0 and not recompute:
+                self._keep_writes(unit)
+            if outermost:  # what other modules wrote to, perhaps behind the unit's own forward pass
+                for lent in self.lent:
+                    self._keep_writes(lent)
             if unit.depth == 0 and (not recompute or unit.looks_up_only):
                 self.gather.after_forward(unit, output)
             if outermost:
                 self._end_pass(aborted=False)
             return output
+
+    def _keep_writes(self, unit: Unit) -> None:
+        if unit.state is State.GATHERED and not self.group.imagined:
+            with torch.no_grad():
+                keep_writes(unit)
 
     def abort(self, unit: Unit) -> None:
         """The forward pass of a unit's module raised."""
@@ -323,6 +333,7 @@ class Engine:
             self.unset.remember()
 
     def _end_pass(self, aborted: bool) -> None:
+        self.lent.clear()
         self.gather.end_forward(self.is_root_pass, aborted)
         if self.is_root_pass and not aborted:
             self.buffers.after_pass(torch.is_grad_enabled() and self.sync)
@@ -344,6 +355,10 @@ class Engine:
             unit.calls += 1
         self.gather.acquire(unit, backward=recompute)
         unit.sticky = True
+        if recompute:
+            unit.replayed = self.gather.reached  # a checkpoint inside the unit's module, which its hooks do not see
+        elif all(u is not unit for u in self.lent):
+            self.lent.append(unit)
         return entry.compute
 
     def begin_outside(self, unit: Unit) -> None:
@@ -386,6 +401,7 @@ class Engine:
         def backward_reached(_: torch.Tensor) -> None:
             if self.closed:
                 return
+            self.gather.reached += 1
             this_pass.backward_reached(root)
             if root and this_pass.open:
                 self.reached.append(this_pass)

@@ -73,6 +73,25 @@ def declared_dtype(param: torch.Tensor) -> torch.dtype:
     return declared if param.dtype == handed_out else param.dtype
 
 
+class Whole(nn.Parameter):
+    """A whole parameter as its module sees it in a forward pass. What is written through `.data` leaves no other trace, so from the first
+    look at it on, the end of each forward pass compares (runtime/forward_writes.py)."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        seen = self.__dict__.get("_onefold_entry")
+        if seen is not None and (entry := seen()) is not None:
+            entry.flat.written_in_forward = True
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)
+
+
+_DATA: Any = torch.Tensor.data
+
+
 class Entry:
     """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass sees, `places` who refers to it."""
 
@@ -195,7 +214,7 @@ class Flat:
             entry.param = _in_place_of(old, nn.Parameter(data, requires_grad=old.requires_grad))
         else:
             old.data, old.grad = data, None
-        entry.compute = nn.Parameter(entry.released, requires_grad=entry.active)
+        entry.compute = Whole(entry.released, requires_grad=entry.active)
         gradient_hooks.move(old, entry)
         old.__dict__.pop("_onefold_dtypes", None)
         entry.compute.__dict__ = entry.param.__dict__  # what somebody puts on a parameter, sooner or later, a forward pass sees too

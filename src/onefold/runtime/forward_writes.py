@@ -8,7 +8,7 @@ with it. So it is looked at when the forward pass of a unit ends, and this rank'
 | `self.weight.clamp_()` under no_grad                 | the parameter's version counter                                                  |
 | `self.weight.data = renorm(self.weight.data)`        | it lies in another memory                                                        |
 | `self.weight.data.clamp_()`                          | its own part differs from the masters: looked at in the first passes, and always |
-|                                                      | from then on if it was so once                                                   |
+|                                                      | from then on once a module has looked at `.data` (`Whole` in runtime/flat.py)    |
 
 All ranks have to write the same, as under DDP.
 """

@@ -96,6 +96,7 @@ class Gatherer:
         self.prefetch = engine.recipe.prefetch if engine.recipe.overlap else 0
         self.from_disk = any(flat.home is not None and flat.home.rest is None for unit in self.sharded for flat in unit.flats)
         self._hooks: Any = None
+        self.reached = 0  # how often a backward pass has come to the output of a unit
         self.resident: frozenset[int] = frozenset()  # units that stay gathered between passes without gradients (runtime/resident.py)
         self.staying: frozenset[int] = frozenset()  # those of them that stay after this pass
 
@@ -244,9 +245,12 @@ class Gatherer:
         self.unwanted = around
 
     def _sweep(self, using: Unit) -> None:
-        # Units of a recomputed backward hold no handles and, if frozen, wait for no gradient: they are done when the next one starts.
+        # What is recomputed is saved without handles, and what is frozen waits for no gradient: such units are done when the next
+        # recomputation starts. Between two of them the backward pass comes to the output of some unit; if it has not, this one and
+        # `using` are recomputed together.
         for unit in self.sharded:
-            if unit is not using and unit.claimed:
+            if unit is not using and unit.claimed and unit.replayed != self.reached:
+                unit.replayed = None
                 self.maybe_release(unit)
 
     def launch(self, unit: Unit) -> None:
@@ -318,7 +322,7 @@ class Gatherer:
         elif unit.state is State.GATHERING:  # its bytes will never come
             unit.pending.clear()
             unit.move(State.GATHERED, self.engine.step)
-        unit.claimed = False
+        unit.claimed, unit.replayed = False, None
         unit.move(State.SHARDED, self.engine.step)
         for flat in unit.flats:
             if flat.home is not None:
@@ -357,7 +361,7 @@ class Gatherer:
 
     def maybe_release(self, unit: Unit) -> None:
         """Release the unit if its backward is over: no saved handle, no gradient awaited, no forward pass open."""
-        done = unit.looks_up_only or not (unit.handles or unit.waiting)
+        done = unit.looks_up_only or not (unit.handles or unit.waiting or (unit.replayed is not None and unit.holds_frozen))
         if self.engine.backward_open and unit.claimed and not unit.kept and done and not unit.depth:
             self.release(unit)
 

@@ -56,6 +56,8 @@ _ELEMENTWISE = _words(
     short char byte bool cfloat cdouble chalf cpu cuda xpu contiguous detach alias resolve_conj resolve_neg
     """
 )
+# Of a second tensor they ask the dtype and the device, never the elements: `scale.to(p)`.
+OF_ANOTHERS_KIND = _words("to type_as")
 _DUNDERS = {
     "__add__": "add", "__radd__": "add", "__iadd__": "add_", "__sub__": "sub", "__rsub__": "rsub", "__isub__": "sub_", "__mul__": "mul",
     "__rmul__": "mul", "__imul__": "mul_", "__truediv__": "div", "__rtruediv__": "div", "__itruediv__": "div_", "__div__": "div",
@@ -315,6 +317,10 @@ def _asked(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 def _elementwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name == "type" and len(args) == 1 and not kwargs:
         return func(*args)  # the name of its type
+    if name in OF_ANOTHERS_KIND:
+        kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
+        out, spec = func(*args, **kwargs), spec_of(args[0])
+        return out if spec is None else _dressed(out, spec, args)
     if name in ("masked_fill", "masked_fill_") and any(spec_of(v) for v in (*args[2:], kwargs.get("value"))):  # it wants a number
         args, kwargs = (*args[:2], *_whole(args[2:], name)), {k: _whole(v, name) if k == "value" else v for k, v in kwargs.items()}
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # one-dimensional memory knows one order

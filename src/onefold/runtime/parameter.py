@@ -27,7 +27,7 @@ from torch import nn
 from onefold.runtime import differentiate, gradient_hooks
 from onefold.runtime.hollow import Hollow, explain, hollow, seen_hollow
 from onefold.runtime.interval import IntervalSpec, ShardedParameterError, dress, spec_of, whole_sight
-from onefold.runtime.operators import _words, compute, is_about_itself, name_of, slice_of, writes_in_place
+from onefold.runtime.operators import OF_ANOTHERS_KIND, _words, compute, is_about_itself, name_of, slice_of, writes_in_place
 from onefold.runtime.outside import compute_outside
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1):
             args, kwargs = _substitute(func, args, kwargs)
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
+        if name in OF_ANOTHERS_KIND and not getattr(type(first), "_onefold_faced", False):
+            return func(*args, **kwargs)
         found = infos(args, kwargs)
         if name not in _OF_HOLLOW and (gone := next((i for i in found if i.on_disk), None)) is not None:
             raise explain(func, f"parameter {gone.name!r}")
@@ -193,6 +195,9 @@ def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
     if name == "grad__set__":
         return _give_grad(param, args[1])
     if name == "data__set__":
+        entry = param.__dict__["_onefold_entry"]()
+        if ForwardDepth.value and entry is not None and (engine := entry.engine()) is not None and engine.computing:
+            return give_whole(entry, engine.use(entry), args[1])
         return _give_data(param, args[1])
     return func(*args, **kwargs)
 
@@ -253,8 +258,24 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
             raise ShardedParameterError(
                 f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape {tuple(value.shape)}, expected the same."
             )
-        if local.data_ptr() != param.data_ptr():
-            param.copy_(local)
+        param.copy_(local)  # also onto itself and where this rank owns nothing: every rank counts the write (see stale.py)
+
+
+def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
+    """`param.data = value` in a forward pass, by code that does not own the parameter: runtime/forward_writes.py keeps what is written.
+
+    Raises:
+        ShardedParameterError: another shape, dtype or device.
+    """
+    if (spec := spec_of(value)) is not None:
+        value = spec.gather(value.detach(), "`.data =`")
+    now, given = ((tuple(t.shape), t.dtype, t.device) for t in (whole, value))
+    if now != given:
+        raise ShardedParameterError(
+            f"parameter {entry.slot.name!r} was given data of shape {given[0]} in {given[1]} on {given[2]} in a forward pass, expected "
+            f"shape {now[0]} in {now[1]} on {now[2]}. To change its shape or dtype assign inside `with onefold.unsharded(model):`."
+        )
+    whole.data = value.detach()
 
 
 def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tensor:
@@ -395,7 +416,9 @@ def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             entry = info._entry() if info is not None else None
             if entry is None or not entry.engine().computing:
                 return value
-            return entry.compute if is_about_itself(func) and name_of(func) not in ("data", "detach") else entry.engine().use(entry)
+            if (name := name_of(func)) == "data":
+                entry.flat.written_in_forward = True  # perhaps: see `Whole`
+            return entry.compute if is_about_itself(func) and name not in ("data", "detach") else entry.engine().use(entry)
         if isinstance(value, (list, tuple)):
             return type(value)(swap(v) for v in value) if not hasattr(value, "_fields") else value
         return value

@@ -55,6 +55,7 @@ class Unit:
     calls: forward passes with gradients whose backward has not run.
     waiting: trainable parameters whose gradient this backward pass has not brought.
     claimed: somebody uses the gathered buffers (as opposed to: prefetched or joined).
+    replayed: its forward pass was recomputed in this backward pass, at this count of `Gatherer.reached`; None otherwise.
     """
 
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
@@ -70,6 +71,7 @@ class Unit:
         self.state = State.GATHERED if self.kept else State.SHARDED
         self.handles = self.depth = self.calls = 0
         self.claimed = self.sticky = False
+        self.replayed: int | None = None
         self.waiting: set[int] = set()
         self.ready = self.launched = self.late = False
         self.pending: list[Pending] = []
@@ -91,6 +93,11 @@ class Unit:
     @property
     def entries(self) -> list[Entry]:
         return [e for flat in self.flats for e in flat.entries]
+
+    @property
+    def holds_frozen(self) -> bool:
+        """Some of its parameters bring no gradient that would tell when they are no longer needed."""
+        return any(e.flat.passive or not e.active for e in self.entries)
 
     def encloses(self, other: Unit) -> bool:
         """Whether the other unit's module lies inside this one's."""
