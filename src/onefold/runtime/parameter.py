@@ -26,7 +26,7 @@ from torch import nn
 
 from onefold.runtime import differentiate, gradient_hooks
 from onefold.runtime.hollow import Hollow, explain, hollow, seen_hollow
-from onefold.runtime.interval import IntervalSpec, ShardedParameterError, dress, spec_of, whole_sight
+from onefold.runtime.interval import IntervalSpec, Lent, ShardedParameterError, dress, spec_of, whole_sight
 from onefold.runtime.operators import _words, compute, is_about_itself, name_of, slice_of, writes_in_place
 from onefold.runtime.outside import compute_outside
 
@@ -174,6 +174,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if first.__dict__["onefold"].on_disk:
                 return seen_hollow(func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first))
             out = _seen(first) if name == "data" else func(first)
+            first.__dict__.setdefault("_onefold_lent", Lent()).add(out)
             return out if (spec := spec_of(first)) is None else dress(out, spec)
         if name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
             _refuse_elsewhere(first, found)
@@ -234,7 +235,7 @@ def _give_grad(param: Any, value: torch.Tensor | None) -> None:
 
 
 def _give_data(param: Any, value: torch.Tensor) -> None:
-    """`param.data = value`: the values are taken over; the memory stays where the engine expects it.
+    """`param.data = value`: the values are taken over; the memory stays where the engine expects it. See [Note: old data].
 
     Raises:
         ShardedParameterError: another dtype or device.
@@ -254,6 +255,9 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
                 f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape {tuple(value.shape)}, expected the same."
             )
         if local.data_ptr() != param.data_ptr():
+            if (lent := param.__dict__.get("_onefold_lent")) is not None:
+                local = local.clone() if local.untyped_storage().data_ptr() == param.untyped_storage().data_ptr() else local
+                lent.move_away(param)
             param.copy_(local)
 
 
