@@ -17,6 +17,7 @@ torch's own step hooks are used; they are registered while an engine lives and r
 from __future__ import annotations
 
 import weakref
+from math import prod
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from onefold.optim.moments import torchao_format
 from onefold.optim.offloaded import step_apart, stepped_apart
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.interval import spec_of
 from onefold.runtime.operators import Stepping
 from onefold.runtime.parameter import bare, face, whole_sight
 
@@ -241,32 +243,65 @@ def _probe(optimizer: Optimizer) -> str | None:
     """None if element-wise, else what was seen."""
     device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(16, 24, generator=generator).to(device)
-        grads = [torch.randn(16, 24, generator=generator).to(device) for _ in range(3)]
-        try:
-            whole = _run(optimizer, [start], [[g] for g in grads])
-        except Exception as error:
-            return f"its constructor or step could not be tried on a small matrix ({type(error).__name__}: {error})."
-        try:
-            cut = (128, 256)
-            # Each by an optimizer of its own, as each rank has one: what it learns of all its parameters, the others do not know.
-            cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
-            pieces = [_run(optimizer, [s], [[g] for g in gs])[0] for s, *gs in cuts]
-        except Exception as error:
-            return f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
-    if not torch.equal(torch.cat([p.reshape(-1) for p in whole]), torch.cat(pieces)):
-        return "its update of an element depends on other elements (cutting a small matrix changed the result)."
+        for shape in ((16, 24), (160, 144)):  # some look at whole matrices only where these are large
+            if said := _try(optimizer, shape, {}, device):
+                return said
+        for dims, options in _kinds_of(optimizer):
+            # A group's own option, or what convolutions have more of than matrices, may be what makes an update look at its neighbours.
+            if said := _try(optimizer, (16, 24) if dims == 2 else (*(2,) * (dims - 3), 8, 6, 16), options, device):
+                return said
     return None
+
+
+def _kinds_of(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
+    """(number of dimensions, the group's own options) of what the optimizer steps, each kind once, but for plain matrices."""
+    found: dict[tuple[int, str], tuple[int, dict[str, Any]]] = {}
+    for group in optimizer.param_groups:
+        own = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")}
+        own = {k: v for k, v in own.items() if isinstance(v, (bool, int, float, str, tuple, type(None))) and optimizer.defaults.get(k) != v}
+        # How strong a decay is, and for how many groups, makes no difference of kind.
+        key = repr(sorted((k, v != 0 if k == "weight_decay" else v) for k, v in own.items()))
+        for p in group["params"]:
+            dims = max(2, len((spec_of(p) or p).shape))
+            if own or dims > 2:
+                found.setdefault((dims, key), (dims, own))
+    return list(found.values())
+
+
+def _try(optimizer: Optimizer, shape: tuple[int, ...], options: dict[str, Any], device: torch.device) -> str | None:
+    """Whether three steps of a parameter of this shape are those of its parts, which are cut where vectors of a processor end."""
+    generator, numel = torch.Generator().manual_seed(0), prod(shape)
+    start = torch.randn(shape, generator=generator).to(device)
+    grads = [torch.randn(shape, generator=generator).to(device) for _ in range(3)]
+    try:
+        whole = _run(optimizer, [start], [[g] for g in grads], options)
+    except Exception as error:
+        if options:  # a group may have what only its own parameters know what to do with
+            return None
+        return f"its constructor or step could not be tried on a small matrix ({type(error).__name__}: {error})."
+    try:
+        cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
+        # Each by an optimizer of its own, as each rank has one: what it learns of all its parameters, the others do not know.
+        cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
+        pieces = [_run(optimizer, [s], [[g] for g in gs], options)[0] for s, *gs in cuts]
+    except Exception as error:
+        return f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
+    if torch.equal(torch.cat([p.reshape(-1) for p in whole]), torch.cat(pieces)):
+        return None
+    what = "matrix" if len(shape) == 2 else f"tensor of {len(shape)} dimensions"
+    with_options = f", with a group's {', '.join(f'{k}={v!r}' for k, v in options.items())}," if options else ""
+    return f"its update of an element depends on other elements (cutting a small {what}{with_options} changed the result)."
 
 
 def _split(t: torch.Tensor, cut: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     return t.reshape(-1).tensor_split(cut)
 
 
-def _run(optimizer: Optimizer, starts: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+def _run(
+    optimizer: Optimizer, starts: list[torch.Tensor], grads: list[list[torch.Tensor]], options: dict[str, Any]
+) -> list[torch.Tensor]:
     params = [nn.Parameter(s.clone()) for s in starts]
-    trial = type(optimizer)(params, **_arguments(optimizer))
+    trial = type(optimizer)([{"params": params, **options}] if options else params, **_arguments(optimizer))
     for step in grads:
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()

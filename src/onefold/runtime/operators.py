@@ -216,6 +216,11 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _foreach(func, name, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, *args)
+        if kwargs.get("requires_grad") and (name in _LIKE or name in _DRAWN_LIKE) and any(map(spec_of, tensors)):
+            raise ShardedParameterError(
+                f"{name}({_subject(args, kwargs)}, requires_grad=True) would be one rank's part, and gradients of it would be lost. Make a whole: "
+                "torch.zeros(p.shape, device=p.device, requires_grad=True)."
+            )
         if name in _LIKE:
             return _on_locals(func, args, kwargs)
         if name in _DRAWN_LIKE:
@@ -491,10 +496,12 @@ def _foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             bases.append(next((s for t in column if (s := spec_of(t)) is not None and s.shape == shape), None))
     given = []
     for a in args:
-        if a and isinstance(a, (list, tuple)) and isinstance(a[0], torch.Tensor):
+        if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor):
             a = [_part(t, base, name) if base is not None else _whole(t, name) for t, base in zip(a, bases, strict=True)]
+        elif isinstance(a, torch.Tensor):
+            a = _whole(a, name)  # a number for all of them
         given.append(a)
-    out = func(*given, **kwargs)
+    out = func(*given, **_whole(kwargs, name))
     if out is None:
         return None
     return [_dressed(o, base) if base is not None else o for o, base in zip(out, bases, strict=True)]

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
+from onefold.memory.saved import is_checkpoint
 from onefold.runtime.interval import spec_of, whole_sight
 from onefold.runtime.moved import Pass
 from onefold.runtime.nested import tensors_in
@@ -101,10 +102,11 @@ def _saving(by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, Engine]) 
     """Saves elements of gathered buffers as their places, and leaves the rest to whoever saves tensors besides."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     outer_pack, outer_unpack = top if top else (None, None)
+    recomputed = is_checkpoint(outer_pack)  # [Note: a checkpoint around a pass]
 
     def pack(t: torch.Tensor) -> Any:
         hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
-        if hit is not None and id(hit[0]) in owner and t.dtype == hit[1].dtypes.compute:
+        if hit is not None and id(hit[0]) in owner and t.dtype == hit[1].dtypes.compute and not recomputed:
             return _Place(owner[id(hit[0])], *hit, t)
         if outer_pack:
             return outer_pack(t)

@@ -166,6 +166,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # In a forward pass, or in a recomputation of one (which autograd runs with gradients on), code wants the whole.
         if ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1):
             args, kwargs = _substitute(func, args, kwargs)
+            if (entries := _differentiated(func, args, kwargs)) is not None:  # another model's, which does not compute now
+                return compute_outside(func, args, kwargs, entries)
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
         found = infos(args, kwargs)
         if name not in _OF_HOLLOW and (gone := next((i for i in found if i.on_disk), None)) is not None:
@@ -178,10 +180,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return out if (spec := spec_of(first)) is None else dress(out, spec)
         if name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
             _refuse_elsewhere(first, found)
-        if torch.is_grad_enabled() and not is_about_itself(func) and not writes_in_place(func, kwargs):
-            entries = _graded(args, kwargs)
-            if any(entry.compute.requires_grad for entry in entries):
-                return compute_outside(func, args, kwargs, entries)
+        if (entries := _differentiated(func, args, kwargs)) is not None:
+            return compute_outside(func, args, kwargs, entries)
         if _specs(args, kwargs):
             return compute(func, args, kwargs)
         return func(*args, **kwargs)
@@ -224,6 +224,11 @@ def _seen_grad(param: Any) -> torch.Tensor | None:
 
 def _give_grad(param: Any, value: torch.Tensor | None) -> None:
     spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
+    shown = None if value is None or isinstance(value, Hollow) else spec_of(value) or value
+    if spec is not None and shown is not None and shown.shape != spec.shape:  # on every rank, also where it has no element
+        raise ShardedParameterError(
+            f"`.grad` of parameter {spec.name!r} was given shape {tuple(shown.shape)}, expected {tuple(spec.shape)} (the whole's)."
+        )
     if entry is not None and spec is not None:
         entry.graded_elsewhere = value is not None and spec.start == spec.stop
     if spec is None or value is None or isinstance(value, Hollow):
@@ -380,6 +385,14 @@ def _graded(args: Any, kwargs: Any) -> list[Entry]:
         if isinstance(t, ShardedParameter) and (entry := t.__dict__["_onefold_entry"]()) is not None and entry.engine() is not None:
             out[id(entry)] = entry
     return list(out.values())
+
+
+def _differentiated(func: Any, args: Any, kwargs: Any) -> list[Entry] | None:
+    """The sharded parameters among the arguments, if gradients of `func` reach one of them."""
+    if not torch.is_grad_enabled() or is_about_itself(func) or writes_in_place(func, kwargs):
+        return None
+    entries = _graded(args, kwargs)
+    return entries if any(entry.compute.requires_grad for entry in entries) else None
 
 
 def _flatten(value: Any) -> list[Any]:

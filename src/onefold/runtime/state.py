@@ -15,9 +15,11 @@ from torch import nn
 from onefold.comm import Place
 from onefold.layout import overlap
 from onefold.memory import GATHERED
+from onefold.runtime.buffers import refuse_parts
 from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.interval import Interval
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.tiles.modules import first_tiles
 from onefold.runtime.unit import Unit
@@ -132,6 +134,8 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
     """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See `onefold.full_state_dict`."""
     if not engine.passive:
         refuse_changes(engine, "full_state_dict")
+        for name, buffer in module.named_buffers():
+            refuse_parts(name, buffer)  # on every rank, not on the one that writes them
     group = engine.group
     engine.unset.look(engine)
     engine.unset.refuse("full_state_dict() would hold")
@@ -165,9 +169,13 @@ def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
     engine.whole_depth += 1  # lets the guard on state_dict() pass
     try:
         with whole_sight(), first_tiles():
-            return module.state_dict(keep_vars=True)
+            held = module.state_dict(keep_vars=True)
     finally:
         engine.whole_depth -= 1
+    for name, value in held.items():
+        if isinstance(value, Interval):
+            refuse_parts(name, value)
+    return held
 
 
 def beside_parameters(engine: Engine, module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
