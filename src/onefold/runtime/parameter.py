@@ -259,8 +259,11 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
             raise ShardedParameterError(
                 f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape {tuple(value.shape)}, expected the same."
             )
-        if local.data_ptr() != param.data_ptr():
-            if (lent := param.__dict__.get("_onefold_lent")) is not None:
+        lent = param.__dict__.get("_onefold_lent")
+        # A rank that has no element of it writes too: ranks must agree on what has been written.
+        same = local.data_ptr() == param.data_ptr() if local.numel() else lent is not None and value.__dict__.get("_onefold_lent") is lent
+        if not same:
+            if lent is not None:
                 local = local.clone() if local.untyped_storage().data_ptr() == param.untyped_storage().data_ptr() else local
                 lent.move_away(param)
             param.copy_(local)

@@ -19,4 +19,5 @@ SUBJECTS = {
     "evaluation": "Evaluation",
     "kinds": "Kinds of models",
     "ranks_by_hand": "Ranks by hand",
+    "adversary": "Adversary",
 }
