@@ -29,6 +29,7 @@ from onefold.optim import whole
 from onefold.optim.behind import Behind
 from onefold.optim.moments import torchao_format
 from onefold.optim.offloaded import step_apart, stepped_apart
+from onefold.optim.stand_ins import raw
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.interval import spec_of
@@ -84,6 +85,8 @@ def _with_passive(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dic
 
 def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What may be stepped here has to wait for what the user has hung before the optimizer's steps: torch calls that after us."""
+    if optimizer in raw:
+        return None
     after: Any = optimizer._optimizer_step_post_hooks
     if after and not any(hook is _faced for hook in after.values()):  # the user's own see what code outside a step sees
         after.move_to_end(optimizer.register_step_post_hook(_faced).id, last=False)
@@ -213,6 +216,8 @@ def _show_again(optimizer: Optimizer) -> None:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in raw:
+        return
     _faced(optimizer)
     with whole_sight():
         _show_again(optimizer)
