@@ -90,6 +90,9 @@ def follow(engine: Engine, held: bool) -> None:
         groups: list[dict[str, Any]] = optimizer.__dict__.get("param_groups", [])
         if any(id(p) in mine for group in groups for p in group["params"]):
             meet(optimizer)
+            with whole_sight():  # it may have stepped whole parameters before
+                faced_states.make_all_plain(optimizer)
+                show_states(optimizer)
 
 
 def _kinds(kind: type) -> set[type]:

@@ -76,7 +76,7 @@ def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[
         args, kwargs = _substituted(args), _substituted(kwargs)
         with _saving(by_storage, owner):
             out = func(*args, **kwargs)
-            out = _copied(out, by_storage)
+            out = _copied(out, by_storage, {id(entry.compute) for entry in entries})
         for engine, unit, gathered in used:
             if gathered:
                 engine.gather.release(unit)
@@ -120,12 +120,15 @@ def _saving(by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, Engine]) 
     return saved_tensors_hooks(pack, unpack)
 
 
-def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]]) -> Any:
-    """`out` with copies in place of what lies in a gathered buffer."""
+def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]) -> Any:
+    """`out` with copies in place of what lies in a gathered buffer, and a view in place of a parameter itself, as `p.float()` returns it:
+    what is hung on it is this operation's, not the parameter's for good."""
     if isinstance(out, torch.Tensor):
+        if id(out) in leaves:
+            out = out.view_as(out)
         return out.clone() if out.layout is torch.strided and storage_of(out) in by_storage else out
     if isinstance(out, (list, tuple)):
-        parts = [_copied(o, by_storage) for o in out]
+        parts = [_copied(o, by_storage, leaves) for o in out]
         return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
     return out
 

@@ -82,6 +82,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         refuse_changes(engine, "full_params")
     held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
     joint: dict[str, torch.Tensor] = {}  # parameters in tiles: the tiles lie one behind another, so that there is a whole to see
+    shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
     with whole_sight():
         for unit in engine.units:
             for flat in unit.flats:
@@ -94,7 +95,10 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                     whole = flat.view(full, entry)
                     if flat.tiled:
                         whole = _place_in(joint, entry, whole).copy_(whole)
-                    flat.swap(entry, nn.Parameter(whole, requires_grad=False))
+                    stand_in = nn.Parameter(whole, requires_grad=False)
+                    flat.swap(entry, stand_in)
+                    if write:
+                        shown.append((entry, stand_in, whole))
                 del full, whole
     engine.whole_depth, engine.whole_write = 1, write
     try:
@@ -102,6 +106,8 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
     finally:
         engine.whole_depth = 0
         with whole_sight(), torch.no_grad():
+            wrong = _take_over(shown)
+            shown.clear()
             for unit, flat, kept in held:
                 for entry in flat.entries:
                     flat.swap(entry, entry.param)
@@ -111,6 +117,23 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
             if write:
                 engine.make_stale()
                 engine.unset.look(engine)
+        if wrong:
+            raise ValueError(wrong)
+
+
+def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
+    """Whole parameters that were given other memory (`p.data = value`) are written to the memory they had. Returns what does not fit."""
+    wrong = None
+    for entry, param, whole in shown:
+        if param.data_ptr() != whole.data_ptr():
+            if param.shape == whole.shape:
+                whole.copy_(param)
+            else:
+                wrong = wrong or (
+                    f"inside full_params(write=True) parameter {entry.slot.name!r} of shape {tuple(whole.shape)} was given data of shape "
+                    f"{tuple(param.shape)}. Another shape is given inside `with onefold.unsharded(model):`."
+                )
+    return wrong
 
 
 def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) -> torch.Tensor:
