@@ -109,19 +109,27 @@ def hide(optimizer: Optimizer) -> None:
 
 def make_all_plain(optimizer: Optimizer) -> None:
     """As `make_plain`, of every parameter: what a constructor, or a step before shard(), made."""
-    for param, state in list(dict.items(optimizer.state)):
-        make_plain(spec_of(param), state)
+    known = [(spec_of(param), state) for param, state in dict.items(optimizer.state)]
+    elementwise = frozenset(
+        key for spec, state in known if spec is not None and isinstance(state, dict)
+        for key, value in state.items() if type(value) is torch.Tensor and _is_whole(value, spec)
+    )  # fmt: skip
+    for spec, state in known:
+        make_plain(spec, state, elementwise)
 
 
-def make_plain(spec: IntervalSpec | None, state: Any) -> None:
-    """Intervals in the state of one parameter, and plain tensors of the parameter's whole shape, become this rank's elements."""
+def make_plain(spec: IntervalSpec | None, state: Any, elementwise: frozenset[str] = frozenset()) -> None:
+    """Intervals in the state of one parameter, and plain tensors of the parameter's whole shape, become this rank's elements.
+
+    `elementwise`: what other parameters have a number for each element of; of a 0-dim parameter a count of steps looks the same.
+    """
     for key, value in state.items() if isinstance(state, dict) else ():
         if isinstance(value, Interval):
             state[key] = value.as_subclass(torch.Tensor)
-        elif spec is not None and type(value) is torch.Tensor and _is_whole(value, spec) and packed(key) is None:
+        elif spec is not None and type(value) is torch.Tensor and _is_whole(value, spec, key in elementwise) and packed(key) is None:
             state[key] = value.detach().reshape(-1)[spec.start : spec.stop].clone()
 
 
-def _is_whole(value: torch.Tensor, spec: IntervalSpec) -> bool:
+def _is_whole(value: torch.Tensor, spec: IntervalSpec, also_numbers: bool = False) -> bool:
     """Whether a plain state has all elements of a parameter of which this rank holds a part."""
-    return value.shape == spec.shape and tuple(value.shape) != (spec.stop - spec.start,) and value.dim() > 0
+    return value.shape == spec.shape and tuple(value.shape) != (spec.stop - spec.start,) and (value.dim() > 0 or also_numbers)

@@ -7,16 +7,11 @@ that hold only what is to be stepped: some of the parameters, or stand-ins, part
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
-
-
-#: Optimizers inside `raw_step`. torch puts hooks around the `step` of each class that has instances, so a subclass's may meet them again.
-raw: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def groups_of(optimizer: Optimizer) -> dict[int, int]:
@@ -25,15 +20,11 @@ def groups_of(optimizer: Optimizer) -> dict[int, int]:
 
 
 def raw_step(optimizer: Optimizer) -> None:
-    """The optimizer's own update without the hooks around it, nor those around `super().step()` inside it."""
+    """The optimizer's own update without the hooks around it."""
     function: Any = type(optimizer).step
     while getattr(function, "hooked", False):
         function = function.__wrapped__
-    raw.add(optimizer)
-    try:
-        function(optimizer)
-    finally:
-        raw.discard(optimizer)
+    function(optimizer)
 
 
 @contextlib.contextmanager

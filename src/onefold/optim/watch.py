@@ -16,6 +16,7 @@ torch's own step hooks are used; they are registered while an engine lives and r
 
 from __future__ import annotations
 
+import sys
 import weakref
 from math import prod
 from typing import Any
@@ -29,7 +30,6 @@ from onefold.optim import whole
 from onefold.optim.behind import Behind
 from onefold.optim.moments import torchao_format
 from onefold.optim.offloaded import step_apart, stepped_apart
-from onefold.optim.stand_ins import raw
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.interval import spec_of
@@ -85,7 +85,7 @@ def _with_passive(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dic
 
 def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What may be stepped here has to wait for what the user has hung before the optimizer's steps: torch calls that after us."""
-    if optimizer in raw:
+    if _nested(optimizer):
         return None
     after: Any = optimizer._optimizer_step_post_hooks
     if after and not any(hook is _faced for hook in after.values()):  # the user's own see what code outside a step sees
@@ -99,7 +99,24 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None
 
 
+#: torch's code around the `step` of each class.
+_AROUND = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if getattr(c, "co_name", "") == "wrapper")
+
+
+def _nested(optimizer: Optimizer) -> bool:
+    """Whether the step that hooks are called for is `super().step()` inside the optimizer's own: torch puts hooks around the step of each
+    class that ever had an instance. The outer step is the one to look around."""
+    frame, around = sys._getframe(1), 0
+    while frame is not None and around < 2:
+        if frame.f_code is _AROUND and frame.f_locals.get("self") is optimizer:
+            around += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return around > 1
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if _nested(optimizer):
+        return None
     with whole_sight():
         whole_state.meet_at_step(optimizer)
         for engine in [e for e in _engines if e.passive and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
@@ -203,6 +220,8 @@ def _faced_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _faced(optimizer: Optimizer, *_: Any) -> None:
     """The step has ended: the first of the hooks behind it."""
+    if _nested(optimizer):
+        return
     state = _bare.pop(optimizer, lambda: None)()
     if state is not None:
         state.end()
@@ -216,7 +235,7 @@ def _show_again(optimizer: Optimizer) -> None:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in raw:
+    if _nested(optimizer):
         return
     _faced(optimizer)
     with whole_sight():

@@ -122,9 +122,12 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
 
 
 def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
-    """Whole parameters that were given other memory (`p.data = value`) are written to the memory they had. Returns what does not fit."""
+    """Whole parameters that were given other memory (`p.data = value`), or replaced, are written to the memory they had. Returns what
+    does not fit."""
     wrong = None
-    for entry, param, whole in shown:
+    for entry, stand_in, whole in shown:
+        placed = [found for places, attribute, _ in entry.places if (found := places.get(attribute)) is not None]
+        param = next((p for p in placed if p is not stand_in), stand_in)
         if param.data_ptr() != whole.data_ptr():
             if param.shape == whole.shape:
                 whole.copy_(param)
