@@ -146,6 +146,8 @@ def old_data(stage: int) -> None:
 def halved_between_steps(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, 1)
+    with torch.no_grad():
+        model(X)  # the copies that stages 1 and 2 keep are fresh again, and nothing else is written until the next pass
     model.head.weight.data = model.head.weight.data * 0.5
     train(model, optimizer, 1)
     model.head.weight.data = model.head.weight.data  # nothing is written, on any rank
@@ -179,7 +181,7 @@ def test_full_params_keep_what_is_assigned_inside(stage: int) -> None:
     run_ranks(2, written_inside_full_params, stage)
 
 
-# -- gradients -----------------------------------------------------------------------------------------------------------------------------
+# -- gradients ---------------------------------------------------------------------------------------------------------------------------
 
 
 def penalized(model: nn.Module) -> None:
@@ -253,7 +255,7 @@ def test_parts_that_would_be_taken_for_wholes_are_refused_on_every_rank(stage: i
     run_ranks(2, refusals, stage)
 
 
-# -- optimizers ------------------------------------------------------------------------------------------------------------------------------
+# -- optimizers --------------------------------------------------------------------------------------------------------------------------
 
 
 class Looks(torch.optim.SGD):

@@ -218,8 +218,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _unscale(func, *args)
         if kwargs.get("requires_grad") and (name in _LIKE or name in _DRAWN_LIKE) and any(map(spec_of, tensors)):
             raise ShardedParameterError(
-                f"{name}({_subject(args, kwargs)}, requires_grad=True) would be one rank's part, and gradients of it would be lost. Make a whole: "
-                "torch.zeros(p.shape, device=p.device, requires_grad=True)."
+                f"{name}({_subject(args, kwargs)}, requires_grad=True) would be one rank's part, and gradients of it would be lost. "
+                "Make a whole: torch.zeros(p.shape, device=p.device, requires_grad=True)."
             )
         if name in _LIKE:
             return _on_locals(func, args, kwargs)
