@@ -81,7 +81,7 @@ class Onefold(World):
     def wrap(self, module: nn.Module) -> nn.Module:
         import onefold
 
-        recipe = onefold.Recipe.zero(self.stage, **{"stall_timeout": STALL_TIMEOUT, **self.options, **__import__("json").loads(os.environ.get("ADV_OPTS", "{}"))})
+        recipe = onefold.Recipe.zero(self.stage, **{"stall_timeout": STALL_TIMEOUT, **self.options})
         return onefold.shard(module, recipe, group=self.group)
 
     def whole(self, model: nn.Module, module: nn.Module) -> dict[str, Tensor]:

@@ -19,5 +19,4 @@ SUBJECTS = {
     "evaluation": "Evaluation",
     "kinds": "Kinds of models",
     "ranks_by_hand": "Ranks by hand",
-    "adversary": "Adversary",
 }
