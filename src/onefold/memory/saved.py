@@ -134,3 +134,12 @@ def refuse_other_version(watch: torch.Tensor, version: int, size: torch.Size) ->
             f"since it was saved: it is at version {watch._version}, the gradient needs version {version}. Write `x = x + 1` instead of "
             "`x += 1`, or change a clone(); torch.autograd.set_detect_anomaly(True) shows which operation saved it."
         )
+
+
+def is_checkpoint(pack: Any) -> bool:
+    """Whether a hook on saved tensors is that of torch.utils.checkpoint: it keeps nothing of a tensor, and computes it again.
+
+    [Note: a checkpoint around a pass] What is computed again is counted, so such a hook has to see gathered parameters in the forward
+    pass, as it sees them when it recomputes: then they are gathered for the backward pass, and no hooks of ours are between.
+    """
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"

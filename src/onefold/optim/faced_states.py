@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from onefold.recipe.moments import packed
-from onefold.runtime.interval import Interval, dress, spec_of, whole_sight
+from onefold.runtime.interval import Interval, IntervalSpec, dress, spec_of, whole_sight
 
 _enabled = torch._C._is_torch_function_enabled
 
@@ -27,7 +27,7 @@ _enabled = torch._C._is_torch_function_enabled
 class PlainStates(defaultdict[Any, Any]):
     """What the optimizer's own step sees. `dressed`: states that somebody has asked for since the last."""
 
-    dressed: list[dict[str, Any]]
+    dressed: list[tuple[IntervalSpec, dict[str, Any]]]
 
 
 class FacedStates(PlainStates):
@@ -97,12 +97,13 @@ class FacedStates(PlainStates):
             return state
         with whole_sight():
             numel = spec.stop - spec.start
-            if not state and not numel and spec.numel:
-                state |= self._like_others(key)
+            if not numel and spec.numel:
+                others = self._like_others(key)
+                state |= {k: v for k, v in others.items() if not state or (k in state and not isinstance(state[k], Interval))}
             for name, value in state.items():
                 if type(value) is torch.Tensor and tuple(value.shape) == (numel,) and packed(name) is None and name != "step":
                     state[name] = dress(value, spec)
-            self.dressed.append(state)
+            self.dressed.append((spec, state))
         return state
 
     def _like_others(self, param: Any) -> dict[str, Any]:
@@ -143,18 +144,34 @@ def hide(optimizer: Optimizer) -> None:
     state: Any = optimizer.state
     if type(state) is FacedStates:
         state.__class__ = PlainStates  # type: ignore[assignment]
-        make_plain(state.dressed)
+        for spec, known in state.dressed:
+            make_plain(spec, known)
         state.dressed.clear()
 
 
-def make_plain(states: Any) -> None:
-    """Intervals among `states` (dicts by key) become tensors of this rank's elements."""
-    for state in states:
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, Interval):
-                state[key] = value.as_subclass(torch.Tensor)
+def make_all_plain(optimizer: Optimizer) -> None:
+    """As `make_plain`, of every parameter: what a constructor, or a step before shard(), made."""
+    known = [(spec_of(param), state) for param, state in dict.items(optimizer.state)]
+    elementwise = frozenset(
+        key for spec, state in known if spec is not None and isinstance(state, dict)
+        for key, value in state.items() if type(value) is torch.Tensor and _is_whole(value, spec)
+    )  # fmt: skip
+    for spec, state in known:
+        make_plain(spec, state, elementwise)
 
 
-def each(optimizer: Optimizer) -> Iterator[Any]:
-    """The states as they are."""
-    return iter(list(dict.values(optimizer.state)))
+def make_plain(spec: IntervalSpec | None, state: Any, elementwise: frozenset[str] = frozenset()) -> None:
+    """Intervals in the state of one parameter, and plain tensors of the parameter's whole shape, become this rank's elements.
+
+    `elementwise`: what other parameters have a number for each element of; of a 0-dim parameter a count of steps looks the same.
+    """
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, Interval):
+            state[key] = value.as_subclass(torch.Tensor)
+        elif spec is not None and type(value) is torch.Tensor and _is_whole(value, spec, key in elementwise) and packed(key) is None:
+            state[key] = value.detach().reshape(-1)[spec.start : spec.stop].clone()
+
+
+def _is_whole(value: torch.Tensor, spec: IntervalSpec, also_numbers: bool = False) -> bool:
+    """Whether a plain state has all elements of a parameter of which this rank holds a part."""
+    return value.shape == spec.shape and tuple(value.shape) != (spec.stop - spec.start,) and (value.dim() > 0 or also_numbers)

@@ -16,9 +16,11 @@ torch's own step hooks are used; they are registered while an engine lives and r
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from onefold.optim.moments import torchao_format
 from onefold.optim.offloaded import step_apart, stepped_apart
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.interval import spec_of
 from onefold.runtime.operators import Stepping
 from onefold.runtime.parameter import bare, face, whole_sight
 
@@ -84,6 +87,8 @@ def _with_passive(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dic
 
 def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What may be stepped here has to wait for what the user has hung before the optimizer's steps: torch calls that after us."""
+    if _nested(optimizer):
+        return None
     after: Any = optimizer._optimizer_step_post_hooks
     if after and not any(hook is _faced for hook in after.values()):  # the user's own see what code outside a step sees
         after.move_to_end(optimizer.register_step_post_hook(_faced).id, last=False)
@@ -96,7 +101,24 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None
 
 
+#: torch's code around the `step` of each class.
+_AROUND = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if getattr(c, "co_name", "") == "wrapper")
+
+
+def _nested(optimizer: Optimizer) -> bool:
+    """Whether the step that hooks are called for is `super().step()` inside the optimizer's own: torch puts hooks around the step of each
+    class that ever had an instance. The outer step is the one to look around."""
+    frame, around = sys._getframe(1), 0
+    while frame is not None and around < 2:
+        if frame.f_code is _AROUND and frame.f_locals.get("self") is optimizer:
+            around += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return around > 1
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if _nested(optimizer):
+        return None
     with whole_sight():
         whole_state.meet_at_step(optimizer)
         for engine in [e for e in _engines if e.passive and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
@@ -200,6 +222,8 @@ def _faced_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _faced(optimizer: Optimizer, *_: Any) -> None:
     """The step has ended: the first of the hooks behind it."""
+    if _nested(optimizer):
+        return
     state = _bare.pop(optimizer, lambda: None)()
     if state is not None:
         state.end()
@@ -213,6 +237,8 @@ def _show_again(optimizer: Optimizer) -> None:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _nested(optimizer):
+        return
     _faced(optimizer)
     with whole_sight():
         _show_again(optimizer)
@@ -243,26 +269,29 @@ def _probe(optimizer: Optimizer) -> str | None:
     """None if element-wise, else what was seen."""
     device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-        generator = torch.Generator().manual_seed(0)
-        start, way = (torch.randn(16, 24, generator=generator).to(device) for _ in range(2))
-        # They point one way more or less, as in training: what looks for a distance to go finds one.
-        grads = [way + 0.3 * torch.randn(16, 24, generator=generator).to(device) for _ in range(_TRIED)]
-        try:
-            whole = _run(optimizer, start, grads)
-        except Exception as error:
-            return f"its constructor or step could not be tried on a small matrix ({type(error).__name__}: {error})."
-        try:
-            # Each by an optimizer of its own, as each rank has one: what it learns of all its parameters, the others do not know.
-            cuts = zip(_split(start), *map(_split, grads), strict=True)
-            pieces = [_run(optimizer, s, gs) for s, *gs in cuts]
-        except Exception as error:
-            return f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
-    if not torch.equal(whole.param.reshape(-1), torch.cat([piece.param for piece in pieces])):
-        return "its update of an element depends on other elements (cutting a small matrix changed the result)."
-    learned = next((key for piece in pieces for key, value in whole.numbers.items() if not _same(value, piece.numbers.get(key))), None)
-    if learned is not None:
-        return f"its update depends on what it sums over all elements ({learned} came out otherwise for parts of a small matrix)."
+        for shape in ((16, 24), (160, 144)):  # some look at whole matrices only where these are large
+            if said := _try(optimizer, shape, {}, device):
+                return said
+        for dims, options in _kinds_of(optimizer):
+            # A group's own option, or what convolutions have more of than matrices, may be what makes an update look at its neighbours.
+            if said := _try(optimizer, (16, 24) if dims == 2 else (*(2,) * (dims - 3), 8, 6, 16), options, device):
+                return said
     return None
+
+
+def _kinds_of(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
+    """(number of dimensions, the group's own options) of what the optimizer steps, each kind once, but for plain matrices."""
+    found: dict[tuple[int, str], tuple[int, dict[str, Any]]] = {}
+    for group in optimizer.param_groups:
+        own = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")}
+        own = {k: v for k, v in own.items() if isinstance(v, (bool, int, float, str, tuple, type(None))) and optimizer.defaults.get(k) != v}
+        # How strong a decay is, and for how many groups, makes no difference of kind.
+        key = repr(sorted((k, v != 0 if k == "weight_decay" else v) for k, v in own.items()))
+        for p in group["params"]:
+            dims = max(2, len((spec_of(p) or p).shape))
+            if own or dims > 2:
+                found.setdefault((dims, key), (dims, own))
+    return list(found.values())
 
 
 #: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so its numbers are compared besides.
@@ -277,13 +306,42 @@ class _Trial:
     numbers: dict[str, Any]
 
 
-def _split(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return t.reshape(-1).tensor_split((128, 256))
+def _try(optimizer: Optimizer, shape: tuple[int, ...], options: dict[str, Any], device: torch.device) -> str | None:
+    """Whether the steps of a parameter of this shape are those of its parts, which are cut where vectors of a processor end."""
+    generator, numel = torch.Generator().manual_seed(0), prod(shape)
+    start, way = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+    # They point one way more or less, as in training: what looks for a distance to go finds one.
+    grads = [way + 0.3 * torch.randn(shape, generator=generator).to(device) for _ in range(_TRIED)]
+    try:
+        whole = _run(optimizer, start, grads, options)
+    except Exception as error:
+        if options:  # a group may have what only its own parameters know what to do with
+            return None
+        return f"its constructor or step could not be tried on a small matrix ({type(error).__name__}: {error})."
+    try:
+        cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
+        # Each by an optimizer of its own, as each rank has one: what it learns of all its parameters, the others do not know.
+        cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
+        pieces = [_run(optimizer, s, gs, options) for s, *gs in cuts]
+    except Exception as error:
+        return f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
+    what = "matrix" if len(shape) == 2 else f"tensor of {len(shape)} dimensions"
+    with_options = f", with a group's {', '.join(f'{k}={v!r}' for k, v in options.items())}," if options else ""
+    if not torch.equal(whole.param.reshape(-1), torch.cat([piece.param for piece in pieces])):
+        return f"its update of an element depends on other elements (cutting a small {what}{with_options} changed the result)."
+    learned = next((key for piece in pieces for key, value in whole.numbers.items() if not _same(value, piece.numbers.get(key))), None)
+    if learned is not None:
+        return f"its update depends on what it sums over all elements ({learned} came out otherwise for parts of a small {what})."
+    return None
 
 
-def _run(optimizer: Optimizer, start: torch.Tensor, grads: Sequence[torch.Tensor]) -> _Trial:
+def _split(t: torch.Tensor, cut: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    return t.reshape(-1).tensor_split(cut)
+
+
+def _run(optimizer: Optimizer, start: torch.Tensor, grads: Sequence[torch.Tensor], options: dict[str, Any]) -> _Trial:
     param = nn.Parameter(start.clone())
-    trial: Any = type(optimizer)([param], **_arguments(optimizer))
+    trial: Any = type(optimizer)([{"params": [param], **options}] if options else [param], **_arguments(optimizer))
     if callable(getattr(trial, "train", None)):  # schedule-free ones are in one of two modes
         trial.train()
     for grad in grads:

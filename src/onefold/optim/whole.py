@@ -138,6 +138,8 @@ def _cut_one(optimizer: Optimizer, entry: Entry, state: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor) and tuple(value.shape) == slot.shape and key != "step":
             part = value.reshape(-1)[a - slot.start : b - slot.start].clone()
             cut[key] = part.view(entry.param.shape)
+        elif isinstance(value, torch.Tensor) and value.shape == entry.param.shape:
+            cut[key] = value  # shard() has seen it already
         elif isinstance(value, torch.Tensor) and value.numel() > 1:
             cut.clear()
             break

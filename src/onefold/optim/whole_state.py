@@ -90,6 +90,9 @@ def follow(engine: Engine, held: bool) -> None:
         groups: list[dict[str, Any]] = optimizer.__dict__.get("param_groups", [])
         if any(id(p) in mine for group in groups for p in group["params"]):
             meet(optimizer)
+            with whole_sight():  # it may have stepped whole parameters before
+                faced_states.make_all_plain(optimizer)
+                show_states(optimizer)
 
 
 def _kinds(kind: type) -> set[type]:
@@ -118,7 +121,7 @@ def meet_at_step(optimizer: Optimizer) -> None:
         (meet if _Outline(optimizer).engine is not None else _passed.add)(optimizer)
     if optimizer not in _stepped:  # states that a constructor made of sharded parameters (Adagrad's sums)
         _stepped.add(optimizer)
-        faced_states.make_plain(faced_states.each(optimizer))
+        faced_states.make_all_plain(optimizer)
     faced_states.hide(optimizer)
 
 
@@ -717,7 +720,7 @@ def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     Tensors alias the optimizer's. Where states rest on NVMe they are places only, which cannot be copied or pickled.
     """
     with whole_sight(), _only_local(optimizer):
-        faced_states.make_plain(faced_states.each(optimizer))
+        faced_states.make_all_plain(optimizer)
         state = optimizer.state_dict()
     return {**state, LOCAL: _rank_and_size(optimizer)}
 

@@ -51,8 +51,8 @@ class Buffers:
 
     def tensors(self) -> list[torch.Tensor]:
         """The buffers as they are now, each once."""
-        found = {id(b): b for table in self._tables if table for b in table.values() if b is not None}
-        return list(found.values())
+        found = {id(b): (name, b) for table in self._tables if table for name, b in table.items() if b is not None}
+        return [refuse_parts(name, b) for name, b in found.values()]
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +109,21 @@ def from_rank_0(engine: Engine, tensors: list[torch.Tensor], phase: str) -> None
         # On the host what is equal is left alone: autograd may have saved a constant for a backward pass that is still to come.
         if size and not (buffer.device.type == "cpu" and torch.equal(_as_bytes(mine), part)):
             mine.copy_(part.clone().view(mine.dtype).view(mine.shape))
+
+
+def refuse_parts(name: str, buffer: torch.Tensor) -> torch.Tensor:
+    """The same buffer.
+
+    Raises:
+        ShardedParameterError: it is this rank's part of a parameter, as `self.register_buffer("old", p.data.clone())` makes one.
+    """
+    spec = spec_of(buffer)
+    if spec is not None:
+        raise ShardedParameterError(
+            f"buffer {name!r} was made of parameter {spec.name!r} after shard(): it holds this rank's part of it, and buffers are rank 0's "
+            "everywhere. Register a whole copy, `parameter.onefold.gather()` (on every rank), or make it before shard()."
+        )
+    return buffer
 
 
 def _once(buffer: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,7 @@ def accumulates(engine: Engine) -> bool:
 
     (A re-entrant checkpoint runs a backward pass of its own inside: its gradients are not foreseen.)
     """
+    refuse_transforms()
     return any(_will_run(torch.autograd.graph.get_gradient_edge(entry.compute).node) for entry in engine.entries if entry.active)
 
 

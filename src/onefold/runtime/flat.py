@@ -78,7 +78,7 @@ class Whole(nn.Parameter):
     look at it on, the end of each forward pass compares (runtime/forward_writes.py)."""
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         seen = self.__dict__.get("_onefold_entry")
         if seen is not None and (entry := seen()) is not None:
             entry.flat.written_in_forward = True

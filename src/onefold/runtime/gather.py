@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from onefold.comm import Place
 from onefold.memory import GATHERED, storage_of
 from onefold.memory.nvme import TierError
+from onefold.memory.saved import is_checkpoint
 from onefold.runtime import differentiate
 from onefold.runtime.flat import Flat
 from onefold.runtime.home import Home
@@ -378,11 +379,11 @@ class Gatherer:
     def saving(self) -> saved_tensors_hooks:
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
         outer_pack, outer_unpack = top if top else (None, None)
-        by_storage = self.by_storage
+        by_storage, recomputed = self.by_storage, is_checkpoint(outer_pack)
 
         def pack(t: torch.Tensor) -> Any:
             hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
-            if hit is not None and t.dtype == hit[1].dtypes.compute:
+            if hit is not None and t.dtype == hit[1].dtypes.compute and not recomputed:
                 return Handle(self, *hit, t)
             if outer_pack:
                 return outer_pack(t)

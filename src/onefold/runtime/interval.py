@@ -162,6 +162,47 @@ class Interval(torch.Tensor):
         )
 
 
+class Lent:
+    """The tensors that were given out over a parameter's memory, as far as they live: `.data`, `detach()`, rows of them.
+
+    [Note: old data] In PyTorch `old = p.data; p.data = other` leaves `old` as it was: it has the memory that was the parameter's. Here a
+    parameter keeps its memory, and takes over the values. So what was given out before moves to a copy of the old ones. Scripts that put
+    averages in place to evaluate, and `old` back behind it, rely on that.
+    """
+
+    __slots__ = ("_refs", "_room")
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[torch.Tensor]] = []
+        self._room = 8
+
+    def add(self, view: torch.Tensor) -> None:
+        view.__dict__["_onefold_lent"] = self
+        self._refs.append(weakref.ref(view))
+        if len(self._refs) > self._room:
+            self._refs = [ref for ref in self._refs if ref() is not None]
+            self._room = 2 * len(self._refs) + 8
+
+    def move_away(self, memory: torch.Tensor) -> None:
+        """Before other values are written to `memory`, plain, as `p.data = value` does. Inside `whole_sight`."""
+        views = [view for ref in self._refs if (view := ref()) is not None]
+        self._refs = []
+        if not views:
+            return
+        kept, storage = memory.detach().clone(), memory.untyped_storage().data_ptr()
+        for view in views:
+            view.__dict__.pop("_onefold_lent", None)
+            if view.untyped_storage().data_ptr() == storage:
+                view.data = kept.as_strided(view.size(), view.stride(), view.storage_offset() - memory.storage_offset())
+
+
+def lend(view: torch.Tensor, source: torch.Tensor) -> None:
+    """`view` lies in the memory of `source`, an interval."""
+    lent = source.__dict__.get("_onefold_lent")
+    if lent is not None:
+        lent.add(view)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's elements of a sharded parameter or an interval as a plain tensor over the same memory; any other tensor detached."""
     with whole_sight():

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, ShardedParameterError, dress, spec_of, whole_sight
+from onefold.runtime.interval import IntervalSpec, ShardedParameterError, dress, lend, spec_of, whole_sight
 
 
 def _words(text: str) -> frozenset[str]:
@@ -110,7 +111,7 @@ _VIEWS = _words(
     unsafe_split
     """
 )
-# Views whose elements repeat, to which nobody may write: a view of the gathered copy is as good.
+# Views whose elements repeat, to which nobody may write: a view of the gathered copy is as good. Where none repeats they are views.
 _READ_VIEWS = _words(
     """
     expand expand_as broadcast_to broadcast_tensors meshgrid
@@ -200,7 +201,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if meta is not None and (spec := spec_of(args[0])) is not None:
             return meta(spec, *args, **kwargs)
         if name == "data":
-            return dress(func(args[0]), spec_of(args[0]))  # type: ignore[arg-type]
+            return _lent(dress(func(args[0]), spec_of(args[0])), args[0])  # type: ignore[arg-type]
         if name in _LOCAL:
             return _asked(func, name, args, kwargs)
         tensors = _tensors((args, kwargs))
@@ -219,6 +220,11 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _foreach(func, name, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, *args)
+        if kwargs.get("requires_grad") and (name in _LIKE or name in _DRAWN_LIKE) and any(map(spec_of, tensors)):
+            raise ShardedParameterError(
+                f"{name}({_subject(args, kwargs)}, requires_grad=True) would be one rank's part, and gradients of it would be lost. "
+                "Make a whole: torch.zeros(p.shape, device=p.device, requires_grad=True)."
+            )
         if name in _LIKE:
             return _on_locals(func, args, kwargs)
         if name in _DRAWN_LIKE:
@@ -229,6 +235,10 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _drawn(func, args, kwargs)
         if (kwargs.get("out") is not None or kwargs.get("inplace") is True) and name in _ELEMENTWISE:
             return _write(func, name, args, kwargs)
+        if name in ("to", "type_as") and isinstance(like := args[1] if len(args) > 1 else kwargs.get("other"), torch.Tensor):
+            return _like_another(like, args, kwargs)
+        if name == "where" and len(args) + len(kwargs) == 1:  # indices, as nonzero() has them
+            return _read(func, name, args, kwargs)
         if name in _ELEMENTWISE or name in _WRITTEN or (name in ("max", "min") and len(args) == 2 and isinstance(args[1], torch.Tensor)):
             return _elementwise(func, name, args, kwargs)
         if name == "__getitem__":
@@ -239,6 +249,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return iter(_view(torch.Tensor.unbind, "unbind", args, kwargs))
         if name in _VIEWS:
             return _view(func, name, args, kwargs)
+        if name in _READ_VIEWS:
+            return _expanded(func, name, args, kwargs)
         if name in _REDUCED and (answer := _reduced(name, args, kwargs)) is not None:
             return answer
         if name in _NUMBERS:
@@ -343,7 +355,22 @@ def _elementwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             base = next((s for t in tensors if (s := spec_of(t)) is not None and any(_is_local(u, s) for u in tensors)), None)
             if base is None:
                 return _read(func, name, args, kwargs)
-    return _dressed(func(*_replaced(args, base, name), **_replaced(kwargs, base, name)), base, args)
+    out = _dressed(func(*_replaced(args, base, name), **_replaced(kwargs, base, name)), base, args)
+    return _lent(out, args[0]) if name in ("detach", "alias") else out
+
+
+def _like_another(like: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """`x.to(like)`: of `like` it takes no more than dtype and device, whatever its shape is."""
+    kwargs = {k: v for k, v in kwargs.items() if k != "other"}
+    changed = (args[0], like.device, like.dtype, *args[2:])
+    if spec_of(args[0]) is None:
+        return torch.Tensor.to(*changed, **kwargs)
+    return _elementwise(torch.Tensor.to, "to", changed, kwargs)
+
+
+def _lent(view: Any, source: torch.Tensor) -> Any:
+    lend(view, source)
+    return view
 
 
 def _give(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -477,10 +504,12 @@ def _foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             bases.append(next((s for t in column if (s := spec_of(t)) is not None and s.shape == shape), None))
     given = []
     for a in args:
-        if a and isinstance(a, (list, tuple)) and isinstance(a[0], torch.Tensor):
+        if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor):
             a = [_part(t, base, name) if base is not None else _whole(t, name) for t, base in zip(a, bases, strict=True)]
+        elif isinstance(a, torch.Tensor):
+            a = _whole(a, name)  # a number for all of them
         given.append(a)
-    out = func(*given, **kwargs)
+    out = func(*given, **_whole(kwargs, name))
     if out is None:
         return None
     return [_dressed(o, base) if base is not None else o for o, base in zip(out, bases, strict=True)]
@@ -489,7 +518,7 @@ def _foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
     """The p-norms of whole tensors, each 0-dim, from one exchange of numbers for each group of ranks."""
     p = float(p)
-    local = [torch._foreach_norm([t], p)[0] if t.numel() else torch.zeros((), dtype=_real(t.dtype), device=t.device) for t in tensors]
+    local = [_norm_here(t, p) for t in tensors]
     apart: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         if (spec := spec_of(t)) is not None:
@@ -504,8 +533,18 @@ def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
         most = every.amax(0) if p > 0 else every.amin(0)
         total = most if math.isinf(p) else every.sum(0).pow(1.0 / p) if p else every.sum(0)
         for i, value in zip(indices, total, strict=True):
-            out[i] = value.to(local[i].dtype)
+            out[i] = value.to(_real(tensors[i].dtype))
     return out
+
+
+def _norm_here(t: torch.Tensor, p: float) -> torch.Tensor:
+    """The norm of a plain tensor, or of this rank's part: that of 16 bits in fp32, since it is rounded when all parts are added."""
+    if spec_of(t) is None:
+        return torch._foreach_norm([t], p)[0]
+    if not t.numel():  # adds nothing to the others'
+        return torch.full((), math.inf if p < 0 else 0.0, dtype=_real(t.dtype), device=t.device)
+    wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else None
+    return torch._foreach_norm([t], p, dtype=wide)[0]
 
 
 def _unscale(func: Any, grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -537,6 +576,20 @@ def _view(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return _cut_as(func(*meta, **{k: _meta(v) for k, v in kwargs.items()}), args[0], spec, func, name, args, kwargs)
 
 
+def _expanded(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name == "broadcast_tensors":
+        tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+        shape = _together(tensors)
+        if shape is not None:
+            return tuple(_expanded(torch.Tensor.expand, "expand", (t, shape), {}) for t in tensors)
+    spec = spec_of(args[0]) if args else None
+    if spec is not None and name != "meshgrid":
+        seen = func(*map(_meta, args), **{k: _meta(v) for k, v in kwargs.items()})
+        if seen.numel() == spec.numel:  # no element twice: whoever writes to it means the parameter
+            return _cut_as(seen, args[0], spec, func, name, args, kwargs)
+    return _read(func, name, args, kwargs)
+
+
 def _meta(value: Any) -> Any:
     spec = spec_of(value)
     return value if spec is None else torch.empty(spec.shape, dtype=value.dtype, device="meta")
@@ -549,7 +602,20 @@ def _cut_as(seen: Any, local: torch.Tensor, spec: IntervalSpec, func: Any, name:
         raise _refusal(func, name, args, kwargs)
     into = spec.within(seen.storage_offset(), seen.shape) if seen.numel() else spec.within(0, seen.shape)
     first = into.first - spec.first + into.start - spec.start if into.stop > into.start else 0
-    return dress(local.detach()[first : first + into.stop - into.start], into)
+    return _lent(dress(local.detach()[first : first + into.stop - into.start], into), local)
+
+
+def _plain_index(index: Any) -> Any:
+    """An index with an int for each number in it: numpy's and 0-dim tensors make views, as ints do."""
+    if isinstance(index, tuple):
+        return tuple(map(_plain_index, index))
+    if isinstance(index, torch.Tensor):
+        number = index.dim() == 0 and spec_of(index) is None and index.dtype in _INTEGERS
+        return int(index) if number else index
+    return int(index) if isinstance(index, Integral) and not isinstance(index, bool) else index
+
+
+_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 
 def _is_basic(index: Any) -> bool:
@@ -559,6 +625,7 @@ def _is_basic(index: Any) -> bool:
 
 
 def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
+    args = (args[0], _plain_index(args[1]))
     if spec_of(args[0]) is None or not _is_basic(args[1]):
         return _read(func, "[...]", args, kwargs)
     return _view(func, "[...]", args, kwargs)
@@ -571,11 +638,14 @@ def _setitem(func: Any, target: torch.Tensor, index: Any, value: Any) -> None:
         return
     if target.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(_LEAF)
+    index = _plain_index(index)
     if _is_basic(index):
         seen = torch.empty(spec.shape, dtype=target.dtype, device="meta")[index]
         if seen.is_contiguous():
             into = _cut_as(seen, target, spec, func, "[...] =", (target,), {})
             given = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=target.dtype, device=target.device)
+            while spec_of(given) is None and given.dim() > seen.dim() and given.shape[0] == 1:  # as torch does
+                given = given[0]
             with torch.no_grad():
                 _elementwise(torch.Tensor.copy_, "copy_", (into, given), {})
             return

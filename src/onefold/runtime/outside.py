@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
+from onefold.memory.saved import is_checkpoint
 from onefold.runtime.interval import spec_of, whole_sight
 from onefold.runtime.moved import Pass
 from onefold.runtime.nested import tensors_in
@@ -75,7 +76,7 @@ def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[
         args, kwargs = _substituted(args), _substituted(kwargs)
         with _saving(by_storage, owner):
             out = func(*args, **kwargs)
-            out = _copied(out, by_storage)
+            out = _copied(out, by_storage, {id(entry.compute) for entry in entries})
         for engine, unit, gathered in used:
             if gathered:
                 engine.gather.release(unit)
@@ -101,10 +102,11 @@ def _saving(by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, Engine]) 
     """Saves elements of gathered buffers as their places, and leaves the rest to whoever saves tensors besides."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     outer_pack, outer_unpack = top if top else (None, None)
+    recomputed = is_checkpoint(outer_pack)  # [Note: a checkpoint around a pass]
 
     def pack(t: torch.Tensor) -> Any:
         hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
-        if hit is not None and id(hit[0]) in owner and t.dtype == hit[1].dtypes.compute:
+        if hit is not None and id(hit[0]) in owner and t.dtype == hit[1].dtypes.compute and not recomputed:
             return _Place(owner[id(hit[0])], *hit, t)
         if outer_pack:
             return outer_pack(t)
@@ -118,12 +120,15 @@ def _saving(by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, Engine]) 
     return saved_tensors_hooks(pack, unpack)
 
 
-def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]]) -> Any:
-    """`out` with copies in place of what lies in a gathered buffer."""
+def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]) -> Any:
+    """`out` with copies in place of what lies in a gathered buffer, and a view in place of a parameter itself, as `p.float()` returns it:
+    what is hung on it is this operation's, not the parameter's for good."""
     if isinstance(out, torch.Tensor):
+        if id(out) in leaves:
+            out = out.view_as(out)
         return out.clone() if out.layout is torch.strided and storage_of(out) in by_storage else out
     if isinstance(out, (list, tuple)):
-        parts = [_copied(o, by_storage) for o in out]
+        parts = [_copied(o, by_storage, leaves) for o in out]
         return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
     return out
 

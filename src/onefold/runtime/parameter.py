@@ -26,7 +26,7 @@ from torch import nn
 
 from onefold.runtime import differentiate, gradient_hooks
 from onefold.runtime.hollow import Hollow, explain, hollow, seen_hollow
-from onefold.runtime.interval import IntervalSpec, ShardedParameterError, dress, spec_of, whole_sight
+from onefold.runtime.interval import IntervalSpec, Lent, ShardedParameterError, dress, spec_of, whole_sight
 from onefold.runtime.operators import OF_ANOTHERS_KIND, _words, compute, is_about_itself, name_of, slice_of, writes_in_place
 from onefold.runtime.outside import compute_outside
 
@@ -166,6 +166,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # In a forward pass, or in a recomputation of one (which autograd runs with gradients on), code wants the whole.
         if ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1):
             args, kwargs = _substitute(func, args, kwargs)
+            if (entries := _differentiated(func, args, kwargs)) is not None:  # another model's, which does not compute now
+                return compute_outside(func, args, kwargs, entries)
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
         if name in OF_ANOTHERS_KIND and not getattr(type(first), "_onefold_faced", False):
             return func(*args, **kwargs)
@@ -176,13 +178,12 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if first.__dict__["onefold"].on_disk:
                 return seen_hollow(func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first))
             out = _seen(first) if name == "data" else func(first)
+            first.__dict__.setdefault("_onefold_lent", Lent()).add(out)
             return out if (spec := spec_of(first)) is None else dress(out, spec)
         if name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
             _refuse_elsewhere(first, found)
-        if torch.is_grad_enabled() and not is_about_itself(func) and not writes_in_place(func, kwargs):
-            entries = _graded(args, kwargs)
-            if any(entry.compute.requires_grad for entry in entries):
-                return compute_outside(func, args, kwargs, entries)
+        if (entries := _differentiated(func, args, kwargs)) is not None:
+            return compute_outside(func, args, kwargs, entries)
         if _specs(args, kwargs):
             return compute(func, args, kwargs)
         return func(*args, **kwargs)
@@ -228,6 +229,11 @@ def _seen_grad(param: Any) -> torch.Tensor | None:
 
 def _give_grad(param: Any, value: torch.Tensor | None) -> None:
     spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
+    shown = None if value is None or isinstance(value, Hollow) else spec_of(value) or value
+    if spec is not None and shown is not None and shown.shape != spec.shape:  # on every rank, also where it has no element
+        raise ShardedParameterError(
+            f"`.grad` of parameter {spec.name!r} was given shape {tuple(shown.shape)}, expected {tuple(spec.shape)} (the whole's)."
+        )
     if entry is not None and spec is not None:
         entry.graded_elsewhere = value is not None and spec.start == spec.stop
     if spec is None or value is None or isinstance(value, Hollow):
@@ -239,7 +245,7 @@ def _give_grad(param: Any, value: torch.Tensor | None) -> None:
 
 
 def _give_data(param: Any, value: torch.Tensor) -> None:
-    """`param.data = value`: the values are taken over; the memory stays where the engine expects it.
+    """`param.data = value`: the values are taken over; the memory stays where the engine expects it. See [Note: old data].
 
     Raises:
         ShardedParameterError: another dtype or device.
@@ -258,7 +264,14 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
             raise ShardedParameterError(
                 f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape {tuple(value.shape)}, expected the same."
             )
-        param.copy_(local)  # also onto itself and where this rank owns nothing: every rank counts the write (see stale.py)
+        lent = param.__dict__.get("_onefold_lent")
+        # A rank that has no element of it writes too: ranks must agree on what has been written.
+        same = local.data_ptr() == param.data_ptr() if local.numel() else lent is not None and value.__dict__.get("_onefold_lent") is lent
+        if not same:
+            if lent is not None:
+                local = local.clone() if local.untyped_storage().data_ptr() == param.untyped_storage().data_ptr() else local
+                lent.move_away(param)
+            param.copy_(local)
 
 
 def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
@@ -397,6 +410,14 @@ def _graded(args: Any, kwargs: Any) -> list[Entry]:
         if isinstance(t, ShardedParameter) and (entry := t.__dict__["_onefold_entry"]()) is not None and entry.engine() is not None:
             out[id(entry)] = entry
     return list(out.values())
+
+
+def _differentiated(func: Any, args: Any, kwargs: Any) -> list[Entry] | None:
+    """The sharded parameters among the arguments, if gradients of `func` reach one of them."""
+    if not torch.is_grad_enabled() or is_about_itself(func) or writes_in_place(func, kwargs):
+        return None
+    entries = _graded(args, kwargs)
+    return entries if any(entry.compute.requires_grad for entry in entries) else None
 
 
 def _flatten(value: Any) -> list[Any]:

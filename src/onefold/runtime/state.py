@@ -15,9 +15,11 @@ from torch import nn
 from onefold.comm import Place
 from onefold.layout import overlap
 from onefold.memory import GATHERED
+from onefold.runtime.buffers import refuse_parts
 from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.interval import Interval
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.tiles.modules import first_tiles
 from onefold.runtime.unit import Unit
@@ -80,6 +82,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         refuse_changes(engine, "full_params")
     held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
     joint: dict[str, torch.Tensor] = {}  # parameters in tiles: the tiles lie one behind another, so that there is a whole to see
+    shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
     with whole_sight():
         for unit in engine.units:
             for flat in unit.flats:
@@ -92,7 +95,10 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                     whole = flat.view(full, entry)
                     if flat.tiled:
                         whole = _place_in(joint, entry, whole).copy_(whole)
-                    flat.swap(entry, nn.Parameter(whole, requires_grad=False))
+                    stand_in = nn.Parameter(whole, requires_grad=False)
+                    flat.swap(entry, stand_in)
+                    if write:
+                        shown.append((entry, stand_in, whole))
                 del full, whole
     engine.whole_depth, engine.whole_write = 1, write
     try:
@@ -100,6 +106,8 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
     finally:
         engine.whole_depth = 0
         with whole_sight(), torch.no_grad():
+            wrong = _take_over(shown)
+            shown.clear()
             for unit, flat, kept in held:
                 for entry in flat.entries:
                     flat.swap(entry, entry.param)
@@ -109,6 +117,26 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
             if write:
                 engine.make_stale()
                 engine.unset.look(engine)
+        if wrong:
+            raise ValueError(wrong)
+
+
+def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
+    """Whole parameters that were given other memory (`p.data = value`), or replaced, are written to the memory they had. Returns what
+    does not fit."""
+    wrong = None
+    for entry, stand_in, whole in shown:
+        placed = [found for places, attribute, _ in entry.places if (found := places.get(attribute)) is not None]
+        param = next((p for p in placed if p is not stand_in), stand_in)
+        if param.data_ptr() != whole.data_ptr():
+            if param.shape == whole.shape:
+                whole.copy_(param)
+            else:
+                wrong = wrong or (
+                    f"inside full_params(write=True) parameter {entry.slot.name!r} of shape {tuple(whole.shape)} was given data of shape "
+                    f"{tuple(param.shape)}. Another shape is given inside `with onefold.unsharded(model):`."
+                )
+    return wrong
 
 
 def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) -> torch.Tensor:
@@ -132,6 +160,8 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
     """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See `onefold.full_state_dict`."""
     if not engine.passive:
         refuse_changes(engine, "full_state_dict")
+        for name, buffer in module.named_buffers():
+            refuse_parts(name, buffer)  # on every rank, not on the one that writes them
     group = engine.group
     engine.unset.look(engine)
     engine.unset.refuse("full_state_dict() would hold")
@@ -165,9 +195,13 @@ def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
     engine.whole_depth += 1  # lets the guard on state_dict() pass
     try:
         with whole_sight(), first_tiles():
-            return module.state_dict(keep_vars=True)
+            held = module.state_dict(keep_vars=True)
     finally:
         engine.whole_depth -= 1
+    for name, value in held.items():
+        if isinstance(value, Interval):
+            refuse_parts(name, value)
+    return held
 
 
 def beside_parameters(engine: Engine, module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
