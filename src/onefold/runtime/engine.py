@@ -325,6 +325,8 @@ class Engine:
         if torch.is_grad_enabled() and self.open_graphs == 0 and not self.outside_graphs:
             for u in self.units:
                 u.calls = 0
+        if self.is_root_pass and self.buffers.due:
+            self.buffers.tensors()  # it refuses parts, while nothing is on its way yet
         self.activations.begin_forward()  # before the gatherer's hooks: these hand on to those
         self.gather.begin_forward(self.is_root_pass)
         self.gather.refresh()
