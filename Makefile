@@ -40,7 +40,7 @@ test-all: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --all $(ARGS)
 	@$(MAKE) --no-print-directory test-processors ARGS=
 
-# Stand-ins for other processors. The last one gives products of each shape bits of their own (tests/products_by_shape.py).
+# Stand-ins for other processors, each with a cache of its own for torch's compiler (its keys do not name the processor). The last one gives products of each shape bits of their own (tests/products_by_shape.py).
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 \
 	ONEFOLD_TEST_PRODUCTS=by-shape
 # What promises equal bits, or is compared within rounding: stages, schedules, groups, tiers, tiles, activations, moments, checkpoints.
@@ -52,7 +52,10 @@ BITS := tests/test_ranks.py tests/invariants tests/optim tests/memory/test_activ
 test-processors: $(VENV)/.dev
 	@failed=; for processor in $(PROCESSORS); do \
 		echo "$$processor"; \
-		env $$processor $(TEST_ENV) $(BIN)/python -m pytest -q -n 4 $(BITS) $(ARGS) || failed="$$failed $$processor"; \
+		compiled=$$(mktemp -d); \
+		env $$processor TORCHINDUCTOR_CACHE_DIR=$$compiled $(TEST_ENV) $(BIN)/python -m pytest -q -n 4 $(BITS) $(ARGS) \
+			|| failed="$$failed $$processor"; \
+		rm -rf $$compiled; \
 	done; \
 	if [ -n "$$failed" ]; then echo "failed with$$failed"; exit 1; fi
 

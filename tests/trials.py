@@ -6,12 +6,10 @@ ordinary loop of PyTorch and know nothing of who wraps the model, so that DDP an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,10 +20,6 @@ from ranks import run_ranks
 
 STAGES = (0, 1, 2, 3)
 STALL_TIMEOUT = 30.0  # seconds: long for a busy machine, short for a test that fails
-COMPILES = pytest.mark.skipif(
-    os.environ.get("ATEN_CPU_CAPABILITY") == "default",
-    reason="with ATEN_CPU_CAPABILITY=default torch's compiler writes vectors whose header it then leaves out",
-)
 
 
 @dataclass

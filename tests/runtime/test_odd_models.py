@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import Block, ResidualBlock, TinyGPT, TinyMLP, features_of
-from trials import COMPILES, Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp
+from trials import Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp
 
 
 class CalledSeveralTimes(MLPCase):
@@ -387,7 +387,6 @@ class CompiledBlocksReplaced(GPTCase):
         return model
 
 
-@COMPILES
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [CompiledBlocks, CompiledBlocksReplaced], ids=lambda case: case.__name__)
 def test_compiled_blocks_train_as_in_ddp(case: type[Case]) -> None:

@@ -19,7 +19,6 @@ from onefold.train.models import load_model, model_shape
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.sample import sample
-from trials import COMPILES
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
@@ -186,7 +185,6 @@ def test_a_saved_run_can_be_trained_further(text: str, tmp_path: Path) -> None:
     assert steps(again)[0]["loss"] < last + 0.1
 
 
-@COMPILES
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_losses(text: str) -> None:
     assert losses(text, compile=True) == pytest.approx(losses(text), rel=1e-4)

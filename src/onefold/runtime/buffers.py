@@ -63,7 +63,6 @@ class Buffers:
         """A pass over the model begins."""
         if not self.due or engine.world_size == 1:
             return
-        self._refuse_parts()
         tensors = self.tensors()
         nbytes = sum(map(_nbytes, tensors))
         if not nbytes:
@@ -71,16 +70,6 @@ class Buffers:
         engine.memory.add(STAGING, nbytes, "buffers")
         from_rank_0(engine, tensors, "forward")
         engine.memory.add(STAGING, -nbytes, "buffers")
-
-    def _refuse_parts(self) -> None:
-        for table in self._tables:
-            for name, buffer in table.items():
-                if buffer is not None and (spec := spec_of(buffer)) is not None:
-                    raise ShardedParameterError(
-                        f"the buffer {name!r} holds one rank's part of a tensor of shape {tuple(spec.shape)} "
-                        f"that was made of {spec.name!r} (a pruning mask, say). "
-                        "Make it before shard(), or inside `with onefold.unsharded(model):`."
-                    )
 
     def after_pass(self, synchronized: bool) -> None:
         """A pass over the model ended well; `synchronized`: with gradients that the ranks will share."""
@@ -121,7 +110,8 @@ def refuse_parts(name: str, buffer: torch.Tensor) -> torch.Tensor:
     if spec is not None:
         raise ShardedParameterError(
             f"buffer {name!r} was made of parameter {spec.name!r} after shard(): it holds this rank's part of it, and buffers are rank 0's "
-            "everywhere. Register a whole copy, `parameter.onefold.gather()` (on every rank), or make it before shard()."
+            "everywhere. Make it (a pruning mask, an average) before shard() or inside `with onefold.unsharded(model):`, or register a "
+            "whole copy, `parameter.onefold.gather()` (on every rank)."
         )
     return buffer
 
