@@ -342,3 +342,43 @@ def test_a_plan_of_a_bf16_model_computes_in_bf16_and_one_of_dimensions_says_what
     assert any("precision=None" in note and "taken as fp32" in note for note in asked(1e8, precision=None).notes)
     auto = onefold.Recipe.auto(bf16_gpt(), seq=12, batch=lambda n: torch.zeros((n, 12), dtype=torch.long))
     assert auto.compute_dtype is None
+
+
+def shown_as_declared(stage: int) -> list[str]:
+    """A bf16 model whose masters are fp32: what scripts ask of its parameters between steps."""
+    import onefold
+    from onefold.runtime.interval import local_part
+
+    torch.manual_seed(0)
+    model: Any = onefold.shard(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).bfloat16(), onefold.Recipe.zero(stage, stall_timeout=20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    x = torch.randn(4, 6)
+    wrong = []
+    for _ in range(2):
+        first = next(model.parameters())
+        y = model(x.to(first.dtype))
+        y.float().square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            seen = {
+                "dtype": {p.dtype for p in model.parameters()} == {torch.bfloat16} and x.to(first).dtype == torch.bfloat16,
+                "bytes": sum(p.numel() * p.element_size() for p in model.parameters()) == sum(p.nbytes for p in model.parameters()) == 166,
+                "masters": {t.dtype for p in model.parameters() for t in (p.data, p.grad)} == {torch.float32},
+                "product": nn.functional.linear(x.bfloat16(), first).dtype == torch.bfloat16,
+            }
+        wrong += [f"{name}, stage {stage}" for name, good in seen.items() if not good]
+        optimizer.zero_grad()
+    before = [local_part(p).clone() for p in model.parameters()]
+    model.bfloat16()  # says what it is already
+    for p in model.parameters():
+        p.data = p.data.to(p.dtype)
+    for p, old in zip(model.parameters(), before, strict=True):
+        wrong += [f"stage {stage}: masters were rounded"] * (not torch.equal(local_part(p), old))
+        p.data = torch.full(p.shape, 0.3, dtype=p.dtype)
+        wrong += [f"stage {stage}: not assigned"] * (not bool((local_part(p) == torch.tensor(0.3).bfloat16()).all()))
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_parameter_shows_the_dtype_that_the_model_was_declared_in(stage: int) -> None:
+    assert run_ranks(2, shown_as_declared, stage) == [[], []]

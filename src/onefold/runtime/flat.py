@@ -221,6 +221,7 @@ class Flat:
         seen = entry.param.__dict__
         seen["onefold"] = ShardInfo(entry, (a - slot.start, b - slot.start))
         seen["_onefold_entry"] = weakref.ref(entry)
+        seen["_onefold_declared"] = entry.declared
         own: Any = type(entry.param)
         seen["_onefold_bare"] = own if dispatches(own) else nn.Parameter
         seen["_onefold_class"] = entry.param.__class__ = over(faced_class(kind), own)

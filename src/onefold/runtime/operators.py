@@ -664,7 +664,10 @@ def _whole(value: Any, what: str) -> Any:
     """`value` with each interval of it gathered. Collective."""
     if isinstance(value, torch.Tensor):
         spec = spec_of(value)
-        return value if spec is None else spec.gather(value.detach(), what)
+        if spec is None:
+            return value
+        # A parameter is read in the dtype that it shows; its masters may be in another.
+        return spec.gather(value.detach(), what).to(value.__dict__.get("_onefold_declared", value.dtype))
     if isinstance(value, (list, tuple)):
         parts = [_whole(v, what) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -78,7 +78,11 @@ class ShardInfo:
 
 _enabled = torch._C._is_torch_function_enabled
 _T: Any = torch._C.TensorBase
-_get_grad, _set_grad, _get_shape = _T.grad.__get__, _T.grad.__set__, _T.shape.__get__
+_get_grad, _set_grad, _get_shape, _get_dtype = _T.grad.__get__, _T.grad.__set__, _T.shape.__get__, _T.dtype.__get__
+
+
+#: Where `optimizer.load_state_dict` gives states the dtype of the parameter: of what the optimizer steps.
+_CASTS_STATES = "_process_value_according_to_param_policy"
 
 
 class ShardedParameter(nn.Parameter):
@@ -97,6 +101,26 @@ class ShardedParameter(nn.Parameter):
     @property
     def ndim(self) -> int:  # type: ignore[override]
         return len(self.shape)
+
+    # What the model was declared in: `x.to(next(model.parameters()).dtype)` is what it computes with. `.data` and `.grad` are in master
+    # precision, and say so.
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        if not _enabled() or sys._getframe(1).f_code.co_name == _CASTS_STATES:
+            return _get_dtype(self)
+        return self.__dict__["_onefold_declared"]
+
+    @property
+    def itemsize(self) -> int:  # type: ignore[override]
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.numel() * self.dtype.itemsize
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -170,7 +194,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return compute_outside(func, args, kwargs, entries)
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
         if name in OF_ANOTHERS_KIND and not getattr(type(first), "_onefold_faced", False):
-            return func(*args, **kwargs)
+            return func(*_as_declared(args), **_as_declared(kwargs))
         found = infos(args, kwargs)
         if name not in _OF_HOLLOW and (gone := next((i for i in found if i.on_disk), None)) is not None:
             raise explain(func, f"parameter {gone.name!r}")
@@ -186,7 +210,19 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return compute_outside(func, args, kwargs, entries)
         if _specs(args, kwargs):
             return compute(func, args, kwargs)
+        if not is_about_itself(func) and not writes_in_place(func, kwargs):
+            args, kwargs = _as_declared(args), _as_declared(kwargs)
         return func(*args, **kwargs)
+
+
+def _as_declared(value: Any) -> Any:
+    """`value` with each whole parameter whose masters are in another dtype than the model was declared in cast to that."""
+    if isinstance(value, ShardedParameter):
+        declared = value.__dict__["_onefold_declared"]
+        return value if declared == value.dtype else value.detach().to(declared)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map(_as_declared, value))
+    return {k: _as_declared(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
@@ -251,7 +287,7 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
         ShardedParameterError: another dtype or device.
     """
     info: ShardInfo = param.__dict__["onefold"]
-    if value.dtype != param.dtype or value.device != param.device:
+    if value.dtype not in (param.dtype, param.__dict__["_onefold_declared"]) or value.device != param.device:
         raise ShardedParameterError(
             f"parameter {info.name!r}, in {param.dtype} on {param.device}, was given data of {value.dtype} on {value.device}: the model "
             "was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device "
@@ -264,6 +300,8 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
             raise ShardedParameterError(
                 f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape {tuple(value.shape)}, expected the same."
             )
+        if local.dtype != param.dtype:  # masters that are given back as the model shows them stay what they are
+            local = torch.where(local == param.to(local.dtype), param, local.to(param.dtype))
         lent = param.__dict__.get("_onefold_lent")
         # A rank that has no element of it writes too: ranks must agree on what has been written.
         same = local.data_ptr() == param.data_ptr() if local.numel() else lent is not None and value.__dict__.get("_onefold_lent") is lent
