@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
+from models import TinyMLP
 from onefold.optim.watch import refuse_unless_elementwise
 from ranks import run_ranks
 
@@ -339,3 +340,13 @@ def offloaded() -> None:
 
 def test_an_offloaded_optimizer_may_call_the_step_of_its_class() -> None:
     run_ranks(2, offloaded)
+
+
+def saved_data(stage: int) -> list[tuple[str, ...]]:
+    """What a tensor that `.data` gave out has on it when it is pickled: nothing, where it is whole."""
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=20.0))
+    return [tuple(p.data.__dict__) for p in model.parameters()]
+
+
+def test_whole_data_is_pickled_as_any_tensor() -> None:
+    assert all(not any(found) for found in run_ranks(2, saved_data, 0))

@@ -399,3 +399,10 @@ def single_precision_only_when_asked() -> str:
 
 def test_on_one_rank_nothing_of_this_is_refused() -> None:
     assert single_precision_only_when_asked() == "ModuleList"
+
+
+def test_what_is_no_module_is_told_by_its_type() -> None:
+    import onefold
+
+    with pytest.raises(TypeError, match="a str was given where the model is expected"):
+        onefold.engine_of("runs/one")  # type: ignore[arg-type]

@@ -245,7 +245,7 @@ def test_a_sharded_parameter_used_as_no_part_can_be_says_its_name_shape_and_reme
     for rank, (kind, message, _) in enumerate(run_ranks(2, call, action, stage)):
         told = f"rank {rank}, stage {stage}, {action}: {kind}: {message}"
         assert kind == "ShardedParameterError", told
-        for word in ("blocks.1.attention.qkv.weight", "(60, 20)", "full_params"):
+        for word in ("blocks.1.attention.qkv.weight", "(60, 20)", "full_params", "onefold.unsharded"):
             assert word in message, f"{word!r} is not in it: {told}"
 
 

@@ -177,7 +177,8 @@ class Lent:
         self._room = 8
 
     def add(self, view: torch.Tensor) -> None:
-        view.__dict__["_onefold_lent"] = self
+        if spec_of(view) is not None:  # a whole tensor leaves no trace: it may be pickled, and its own views are torch's
+            view.__dict__["_onefold_lent"] = self
         self._refs.append(weakref.ref(view))
         if len(self._refs) > self._room:
             self._refs = [ref for ref in self._refs if ref() is not None]

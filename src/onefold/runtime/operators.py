@@ -826,7 +826,8 @@ def _refusal(func: Any, name: str, args: Any, kwargs: Any) -> ShardedParameterEr
         said += "A view in another order would be a copy, and what is written to it would be lost. "
     return ShardedParameterError(
         said + "Every rank: read a whole copy with `parameter.onefold.gather()`, or read and write inside "
-        "`with onefold.full_params(model, write=True):`."
+        "`with onefold.full_params(model, write=True):`. To change the model itself (resize_token_embeddings, a new head) use "
+        "`with onefold.unsharded(model):`."
     )
 
 

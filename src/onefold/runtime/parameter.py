@@ -202,8 +202,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if first.__dict__["onefold"].on_disk:
                 return seen_hollow(func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first))
             out = _seen(first) if name == "data" else func(first)
+            out = out if (spec := spec_of(first)) is None else dress(out, spec)
             first.__dict__.setdefault("_onefold_lent", Lent()).add(out)
-            return out if (spec := spec_of(first)) is None else dress(out, spec)
+            return out
         if name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
             _refuse_elsewhere(first, found)
         if (entries := _differentiated(func, args, kwargs)) is not None:

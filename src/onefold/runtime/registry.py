@@ -52,7 +52,10 @@ def engine_of(module: nn.Module) -> Engine:
 
     Raises:
         ValueError: the module was not sharded.
+        TypeError: it is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a {type(module).__name__} was given where the model is expected that onefold.shard(module, recipe) returned.")
     engine = _engines.get(module)
     if engine is None:
         if is_sharded(getattr(module, "_orig_mod", module)):
