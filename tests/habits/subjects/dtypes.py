@@ -65,7 +65,7 @@ class Sixteen:
 
 NETS: dict[str, Any] = {"norms in fp32, the rest in bf16": MixedNorms, "the head in fp32 on a bf16 body": FloatHead}
 for _title, _net in NETS.items():
-    habit(f"dtypes: {_title}", expect=ROUNDING, steps=1, **LOOSE)(
+    habit(f"dtypes: {_title}", expect=ROUNDING, one=ROUNDING, steps=1, **LOOSE)(
         type("Dtype", (Sixteen,), {"net": staticmethod(_net), "__module__": __name__})
     )
 
@@ -75,12 +75,12 @@ class Double(Sixteen):
     net = staticmethod(double)
 
 
-@habit("dtypes: `model.bfloat16()` before shard(), computed in bf16", steps=1, expect=ROUNDING, **LOOSE)
+@habit("dtypes: `model.bfloat16()` before shard(), computed in bf16", steps=1, expect=ROUNDING, one=ROUNDING, **LOOSE)
 class Bfloat(Sixteen):
     net = staticmethod(lambda: Net().bfloat16())
 
 
-@habit("dtypes: `model.half()` before shard()", steps=1, expect=ROUNDING, **LOOSE)
+@habit("dtypes: `model.half()` before shard()", steps=1, expect=ROUNDING, one=ROUNDING, **LOOSE)
 class Half(Sixteen):
     net = staticmethod(lambda: Net().half())
 
