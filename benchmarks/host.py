@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 SIDES = ("ddp", "0", "1", "2", "3")
 FIGURES = ("step_s", "optimizer_s", "cpu_s", "loss")
-BLOCKS, WIDTH, LAYERS, WARMUP, STEPS = 48, 16, 8, 5, 30
+BLOCKS, WIDTH, LAYERS, WARMUP = 48, 16, 8, 5
 
 
 class Block(nn.Module):
@@ -49,7 +49,7 @@ class Block(nn.Module):
 # -- one rank ----------------------------------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, side: str, folder: str) -> None:
+def rank_main(rank: int, side: str, folder: str, count: int) -> None:
     """Write the seconds of each step, of the optimizer's part of it, of the processor (all threads), and the last loss."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -64,7 +64,7 @@ def rank_main(rank: int, side: str, folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(4, WIDTH)
     steps, stepping, cpu = [], [], 0.0
-    for number in range(WARMUP + STEPS):
+    for number in range(WARMUP + count):
         dist.barrier()
         cpu = time.process_time() if number == WARMUP else cpu
         start = time.perf_counter()
@@ -76,17 +76,18 @@ def rank_main(rank: int, side: str, folder: str) -> None:
         end = time.perf_counter()
         steps.append(end - start)
         stepping.append(end - before)
-    cpu = (time.process_time() - cpu) / STEPS
+    cpu = (time.process_time() - cpu) / count
     dist.barrier()
-    Path(folder, f"{rank}.json").write_text(json.dumps([steps[WARMUP:], stepping[WARMUP:], [cpu] * STEPS, loss.item()]))
+    Path(folder, f"{rank}.json").write_text(json.dumps([steps[WARMUP:], stepping[WARMUP:], [cpu] * count, loss.item()]))
     dist.destroy_process_group()
 
 
-def measured(source: Path, side: str) -> dict[str, Any]:
+def measured(source: Path, side: str, count: int) -> dict[str, Any]:
     """Seconds of a step, of the optimizer in it, of the processor, and the last loss, of two ranks that import Onefold from `source`."""
     with tempfile.TemporaryDirectory() as folder:
         found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen([sys.executable, "-m", "benchmarks.host", "--rank", str(r), side, folder], env=found) for r in (0, 1)]
+        work = [sys.executable, "-m", "benchmarks.host", "--steps", str(count), "--rank"]
+        ranks = [subprocess.Popen([*work, str(rank), side, folder], env=found) for rank in (0, 1)]
         codes = [rank.wait(600) for rank in ranks]
         if any(codes):
             raise RuntimeError(f"{side} of {source} failed; what it said stands above")
@@ -105,12 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--against", nargs="*", type=Path, default=[], help="`src` folders of other checkouts")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=30, help=f"measured in each process, behind {WARMUP}")
     parser.add_argument("--name", default="host")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if options.rank:
         rank, side, folder = options.rank
-        rank_main(int(rank), side, folder)
+        rank_main(int(rank), side, folder, options.steps)
         return 0
     from benchmarks.peers import summary
 
@@ -119,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in range(options.rounds):
         cells = [(side, name) for side in options.sides for name in (["this"] if side == "ddp" else sources)]
         for side, name in cells if number % 2 == 0 else reversed(cells):
-            runs.setdefault(f"{side} {name}", []).append(measured(sources[name], side))
+            runs.setdefault(f"{side} {name}", []).append(measured(sources[name], side, options.steps))
     rows = []
     for side in options.sides:
         for name in ["this"] if side == "ddp" else sources:

@@ -74,3 +74,13 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert with_output(resolve({"output": str(tmp_path), "overwrite": True})).output == str(tmp_path)
     fresh = with_output(resolve({"model": "llama:tiny"})).output
     assert fresh is not None and fresh.startswith("runs/llama-tiny-")
+
+
+@pytest.mark.parametrize(
+    ("text", "where"), [("steps: [1, 2\nlr: 3\n", "in line 2, column 3"), ("steps: 3\n\tlr: 1\n", "in line 2, column 1")]
+)
+def test_a_file_that_is_no_yaml_is_told_in_one_line_with_its_place(text: str, where: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(TrainError) as error:
+        read_config_file(tmp_path / "run.yaml")
+    assert f"is not valid YAML {where}: " in str(error.value) and "\n" not in str(error.value), error.value

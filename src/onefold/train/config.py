@@ -350,7 +350,10 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         try:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise TrainError(f"--config {path} is not valid YAML: {error}") from None
+            place = getattr(error, "problem_mark", None)
+            where = f" in line {place.line + 1}, column {place.column + 1}" if place is not None else ""
+            said = getattr(error, "problem", None) or " ".join(str(error).split())
+            raise TrainError(f"--config {path} is not valid YAML{where}: {said}.") from None
     else:
         raise TrainError(f"--config {path}: expected a file that ends in .yaml, .yml or .toml.")
     if values is None:
