@@ -60,6 +60,10 @@ SAMPLED = {
     "checkpoint/test_tiles_checkpoint.py": 2,
     "cli/test_plan_command.py": 3,
     "integrations/test_deepspeed_offload.py": 2,
+    "invariants/test_bytes_at_rest.py": 2,
+    "invariants/test_bytes_of_groups.py": 2,
+    "invariants/test_diverging_ranks.py": 2,
+    "invariants/test_groups.py": 2,
     "memory/test_activations.py": 4,
     "memory/test_nvme_folder.py": 3,
     "observe/test_report_in_browser.py": 3,
@@ -73,6 +77,8 @@ SAMPLED = {
     "plan/test_trace.py": 2,
     "plan/test_trace_shortcuts.py": 2,
     "runtime/test_activation_offload.py": 6,
+    "runtime/test_differentiate.py": 2,
+    "runtime/test_gradient_hooks.py": 2,
     "runtime/test_micro_batches.py": 2,
     "runtime/test_odd_models.py": 2,
     "runtime/test_odd_parameters.py": 2,
@@ -80,6 +86,8 @@ SAMPLED = {
     "runtime/test_state_dicts.py": 2,
     "runtime/test_tiles.py": 6,
     "runtime/test_transformers_architectures.py": 2,
+    "runtime/test_wire_codecs.py": 2,
+    "train/test_starts.py": 2,
 }
 
 

@@ -19,7 +19,8 @@ from ranks import absolute_path, run_ranks
 # Of the processor's time, not of the clock's, and as a share of torch's own. That of a short import is longer beside others too (their
 # data is in the caches), so the least of many counts, each in a process of its own that has torch already.
 TIMED = """
-import json, os, time
+import gc, json, os, time
+gc.disable()  # one pass over all that torch has made takes longer than this import, and may or may not fall into it
 start = time.process_time()
 import torch, torch.distributed
 torchs = time.process_time() - start

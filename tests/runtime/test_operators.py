@@ -21,7 +21,7 @@ from onefold.runtime import operators
 from onefold.runtime.interval import Interval, IntervalSpec, ShardedParameterError, dress, local_part, spec_of
 from ranks import run_ranks
 
-SAMPLES = 5  # of each operator
+SAMPLES = 2  # of each operator; `--all`: 5
 CUT = 1 << 30
 PARTS = 4
 #: Samples that torch itself refuses, or that compare what is not defined: memory without values, addresses, a decomposition's signs.
@@ -99,7 +99,7 @@ def outcome(call: Any, want: Any, several: bool) -> str:
     return "part" if isinstance(first, torch.Tensor) and spec_of(first) is not None else "whole"
 
 
-def every_operator(part: int) -> tuple[Counter[str], list[str], list[str]]:
+def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], list[str]]:
     """(how often what became of a sample, what went wrong, operators that were refused), over every `PARTS`-th of torch's operators."""
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
@@ -115,7 +115,7 @@ def every_operator(part: int) -> tuple[Counter[str], list[str], list[str]]:
             continue
         torch.manual_seed(0)
         for number, sample in enumerate(op.sample_inputs("cpu", torch.float32)):
-            if number == SAMPLES:
+            if number == samples:
                 break
             given = (sample.input, *sample.args)
             tensors = sum(1 for _ in operators._tensors((given, sample.kwargs)))
@@ -156,8 +156,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_operator_of_torch_is_right_on_a_part_or_refused(part: int) -> None:
-    ranks = run_ranks(2, every_operator, part, timeout=600)
+def test_every_operator_of_torch_is_right_on_a_part_or_refused(part: int, request: pytest.FixtureRequest) -> None:
+    ranks = run_ranks(2, every_operator, part, 5 if request.config.getoption("--all") else SAMPLES, timeout=600)
     for counts, wrong, refused in ranks:
         assert not wrong, "\n".join(wrong)
         assert counts["part"] > 100 and counts["whole"] > 200, counts
