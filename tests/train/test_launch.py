@@ -6,6 +6,8 @@ import contextlib
 import io
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,23 @@ def test_the_agent_ends_with_a_sentence_or_without_a_word_whatever_torchrun_rais
     assert status == 1 and said.count("\n") == 1 and "lost each other while they met (wait timeout" in said, said
     ((status, said),) = run_ranks(1, agent_whose_torchrun_raises, "the end while it tells of a failed rank", str(tmp_path))
     assert (status, said) == (128 + signal.SIGQUIT, "")
+
+
+def test_a_signal_that_is_lost_in_a_callback_comes_again_without_a_traceback() -> None:
+    """In a process of its own, for it takes the signal: the handler raises inside a weak reference's callback, where nothing is raised."""
+    program = """
+import signal, sys, time, weakref
+from onefold.train import agent
+
+class Thing:
+    pass
+
+agent._let_signals_pass()
+sys.unraisablehook = agent._once_more
+thing = Thing()
+reference = weakref.ref(thing, lambda _: signal.raise_signal(agent.END))
+del thing
+time.sleep(30)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGQUIT, "")

@@ -11,8 +11,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from onefold.train.stop import CONTROL, PARENT, end_with_parent, parent_told
 
@@ -25,6 +27,7 @@ GRACE = "ONEFOLD_GRACE"
 def main(arguments: list[str]) -> int:
     """Start the ranks, start them again as often as may be, and wait for them. Returns the exit status."""
     _let_signals_pass()
+    sys.unraisablehook = _once_more
     end_with_parent(parent_told())
     os.environ[PARENT] = str(os.getpid())  # of the ranks
     logging.disable(logging.CRITICAL)
@@ -87,6 +90,17 @@ def _let_signals_pass() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
     signal.signal(END, end)
+
+
+def _once_more(lost: Any) -> None:
+    """`END` raises wherever the process is. Where that is a weak reference's callback or the like, Python prints a traceback and goes on as
+    if nothing had come: the signal is sent again a moment later."""
+    if isinstance(lost.exc_value, SystemExit) or type(lost.exc_value).__name__ == "SignalException":
+        again = threading.Timer(0.05, os.kill, (os.getpid(), END))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _has_spoken(control: Path) -> bool:
