@@ -78,7 +78,8 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
             made.add(self.namespace)
 
     monkeypatch.setattr(hosts, "Host", Seen)
-    folders = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("wires-")}
+    (own := tmp_path / "tmp").mkdir()  # another test's folders come and go beside this one
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
     asked = ("--model", "gpt-tiny", "--tokens", "32", "--rates", "100M", "--sides", "onefold-3", "--steps", "3", "--output", str(tmp_path))
     assert cli.main(asked) == 0, capsys.readouterr()
     document = json.loads((tmp_path / "wires.json").read_text())
@@ -106,7 +107,7 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
     assert "onefold-3" in capsys.readouterr().out and "| onefold-3 |" in (tmp_path / "wires.md").read_text()
     assert len(made) >= 4 and in_networks(made) == []
     assert {child.name() for child in psutil.Process().children(recursive=True)}.isdisjoint({"unshare", "nsenter", "cat", "torchrun"})
-    assert {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("wires-")} <= folders
+    assert [name for name in os.listdir(own) if name.startswith("wires-")] == []
 
 
 def test_a_launcher_that_is_killed_leaves_no_host_and_no_process(permitted: None, tmp_path: Path) -> None:
