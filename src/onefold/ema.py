@@ -118,7 +118,6 @@ class EMA:
             raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
         tell_all(engine, _APPLIED, None)
         engine.about_to_write()
-        engine.beyond.lane.wait()  # masters on the host may still be on their way up
         self._exchange(engine)
         self._inside, engine.copying = True, self._refuse
         try:

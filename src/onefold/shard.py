@@ -15,6 +15,7 @@ from torch import nn
 
 from onefold.comm import Group, Place
 from onefold.comm.members import members
+from onefold.device import default_device, with_index
 from onefold.optim import clip_grad_norm, held_elsewhere, require_torchao, unwatch, watch
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
@@ -274,7 +275,7 @@ def _rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
 def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:
     devices = {p.device for p in module.parameters() if not p.is_meta}
     if device is not None:
-        where = torch.device(device)
+        where = with_index(device)
         if devices - {where}:
             module.to(where)
         return where
@@ -283,7 +284,7 @@ def _device(module: nn.Module, device: torch.device | str | None) -> torch.devic
             f"the model's parameters lie on {', '.join(map(str, sorted(devices, key=str)))}: "
             "move it to one device, or give shard() a device."
         )
-    return devices.pop() if devices else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return with_index(devices.pop()) if devices else default_device()
 
 
 def _close(engine: Engine) -> None:

@@ -70,7 +70,7 @@ def test_no_error_is_above_the_bound_of_its_magnitudes_and_more_magnitude_has_no
 @example(codec("int4"), torch.arange(128, 256).float().repeat_interleave(64) * 7, torch.bfloat16, True)
 def test_what_was_decoded_encodes_to_the_same_bytes(by, source, kept_in, through_bf16):
     """Whatever it was kept in meanwhile: saved in fp32 or in the dtype that is computed in, or exported in bf16."""
-    source = source.to(kept_in) if (source.abs() <= torch.finfo(kept_in).max).all() else source
+    source = source.to(kept_in) if (source.double().abs() <= torch.finfo(kept_in).max).all() else source
     kept = decoded(by, source, source.dtype)
     if through_bf16 and source.dtype != torch.float16:
         kept = kept.to(torch.bfloat16)

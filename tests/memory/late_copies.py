@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from onefold.device import CopyStream
 from onefold.memory.activations import ActivationStore
-from onefold.memory.sidestream import SideStream
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Stream:
         self.waits.append(other.name)
 
 
-class LateSide(SideStream):
+class LateSide(CopyStream):
     """A side stream that is as late as it may be.
 
     Attributes:
@@ -80,7 +80,7 @@ class LateSide(SideStream):
         self.late.append(ticket)
         return ticket
 
-    def order(self, ticket: Any, stream: Any) -> None:
+    def order(self, ticket: Any, stream: Any = None) -> None:
         while ticket is not None and not ticket.done:
             first = self.late.popleft()
             into, source = first.into.bytes(), first.source.bytes()
@@ -90,7 +90,7 @@ class LateSide(SideStream):
                 into.copy_(source)
             first.done = True
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         if self.late:
             self.order(self.late[-1], self.computing)
 
@@ -98,5 +98,5 @@ class LateSide(SideStream):
 def late(store: ActivationStore) -> LateSide:
     """Let the copies of `store` be late."""
     side = LateSide(store)
-    store.side, store.arena.settle = side, side.settle
+    store.side, store.arena.settle = side, side.wait
     return side

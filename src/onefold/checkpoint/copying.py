@@ -23,6 +23,7 @@ import torch
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.on_disk import OnDisk
 from onefold.checkpoint.parts import Part, Parts
+from onefold.device import current_stream, guard, has_streams, new_stream, use_stream
 from onefold.memory import empty
 from onefold.runtime.engine import Engine
 
@@ -45,9 +46,9 @@ class Copying:
         with torch.no_grad():
             for i in sorted(set(range(len(parts.tensors))) - set(still)):
                 self._copy(i)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-            self._event = torch.cuda.current_stream(self._device).record_event()
+        # The copies so far, and whatever the training still writes to masters and states, come before what the other thread copies.
+        computing = current_stream(self._device)
+        self._event = computing.record_event() if computing is not None else None
 
     def _copy(self, i: int) -> None:
         part = self._parts.tensors[i]
@@ -66,17 +67,15 @@ class Copying:
             CheckpointError: somebody wrote to what was being copied.
         """
         try:
-            with torch.no_grad():
-                if self._event is not None:
-                    stream = torch.cuda.Stream(self._device)
+            with guard(self._device), torch.no_grad():
+                stream = new_stream(self._device)
+                if stream is not None:
                     stream.wait_event(self._event)
-                    with torch.cuda.stream(stream):
-                        for i in self._versions:
-                            self._copy(i)
-                    stream.synchronize()
-                else:
+                with use_stream(stream):
                     for i in self._versions:
                         self._copy(i)
+                if stream is not None:
+                    stream.synchronize()  # the first copies too: it came after them
             torn = [i for i, version in self._versions.items() if _version(self._parts.tensors[i].tensor) != version]
         finally:
             self._done.set()
@@ -106,10 +105,9 @@ def _buffer_for(engine: Engine, parts: Parts) -> tuple[torch.Tensor, list[int]]:
     buffer = _buffers.get(engine)
     if buffer is None or buffer.numel() < total:
         _buffers.pop(engine, None)
-        buffer = empty(total, torch.uint8, torch.device("cpu"))
-        if engine.device.type == "cuda":
-            buffer = buffer.pin_memory()
-        _buffers[engine] = buffer
+        buffer = _buffers[engine] = empty(
+            total, torch.uint8, torch.device("cpu"), pinned=engine.device if has_streams(engine.device) else None
+        )
     return buffer, places
 
 

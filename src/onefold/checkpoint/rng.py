@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from onefold.device import default_device, rng_state, set_rng_state
+
 
 def capture() -> dict[str, Any]:
-    """Python's, numpy's, torch's and this rank's CUDA generator."""
+    """Python's, numpy's, torch's and this rank's accelerator's generator."""
     found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
+    here = default_device()
+    state = rng_state(here)
+    if state is not None:
+        found[here.type] = state
     return found
 
 
@@ -26,8 +30,9 @@ def restore(state: dict[str, Any], rank: int, saved_ranks: int) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    here = default_device()
+    if here.type != "cpu" and here.type in state:
+        set_rng_state(state[here.type], here)
     if rank >= saved_ranks:
         draws = np.random.SeedSequence([*np.random.randint(0, 2**31, 4).tolist(), rank]).generate_state(3)
         random.seed(int(draws[0]))

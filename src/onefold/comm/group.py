@@ -38,6 +38,7 @@ from onefold.comm.members import backend_of, members, spelt
 from onefold.comm.pending import Chain, Chains, Pending
 from onefold.comm.stall import Place, StallError, explain
 from onefold.comm.topology import Topology, inner_of, ranks_of_a_node, sides_of
+from onefold.device import current_stream, has_streams, new_event, new_stream
 
 _KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5, "call": 6}
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -70,6 +71,7 @@ class Group:
         self.broken: StallError | None = None
         self.imagined = False  # see [Note: one rank stands for all]
         self.chains = Chains()
+        self.relay = new_stream(device)  # on which the first of two moves is waited for; one, so that all ranks launch in one order
         self._counts: dict[tuple[str, int], int] = {}
         self._groups: list[Any] = []
         process_group, numbers = members(process_group)
@@ -224,17 +226,18 @@ class Group:
         return self.broken
 
     def _wait_on_stream(self, works: list[Any], event: TrafficEvent | None) -> None:
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             start = time.perf_counter()
             for work in works:
                 work.wait()
             self.ledger.waited(event, start)
             return
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
+        before, after = new_event(self.device, timing=True), new_event(self.device, timing=True)
+        stream = current_stream(self.device)
+        before.record(stream)
         for work in works:
             work.wait()
-        after.record()
+        after.record(stream)
         self.ledger.marked(event, before, after)
 
     # -- moves -----------------------------------------------------------------------------------------------------------------
@@ -384,7 +387,7 @@ class Level(Group):
         self.timeout, self.device, self.ledger, self.heard, self.imagined = (
             whole.timeout, whole.device, whole.ledger, whole.heard, whole.imagined,
         )  # fmt: skip
-        self._counts, self._groups, self.chains = {}, [], whole.chains
+        self._counts, self._groups, self.chains, self.relay = {}, [], whole.chains, whole.relay
         self.ranks, self.nodes = [whole.ranks[p] for p in positions], [whole.nodes[p] for p in positions]
         self.borders = whole.borders if len(set(self.nodes)) > 1 else ""
         self.size = len(positions)

@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from onefold.comm.ledger import TrafficEvent
 from onefold.comm.stall import Place
+from onefold.device import current_stream, use_stream
 
 if TYPE_CHECKING:
     from onefold.comm.group import Group
@@ -58,10 +57,9 @@ class Chain(Pending):
         self._then: Callable[[], Pending] | None = then
         self._second: Pending | None = None
         self.place, self.event = first.place, first.event
-        if group.device.type == "cuda":  # the relay waits for the first move, the compute stream for the second only
-            relay = torch.cuda.Stream(group.device)
-            relay.wait_stream(torch.cuda.current_stream(group.device))
-            with torch.cuda.stream(relay):
+        if group.relay is not None:  # the relay waits for the first move, the compute stream for the second only
+            group.relay.wait_stream(current_stream(group.device))
+            with use_stream(group.relay):
                 self.begin()
         else:
             group.chains.append(self)

@@ -1,6 +1,5 @@
 """Room `memory`: buffers with a lifetime, the tiers, and the memory ledger. Knows no modules and no collectives."""
 
-from onefold.memory.lane import Lane, host_empty
 from onefold.memory.pool import (
     GATHERED,
     GRADIENTS,
@@ -27,10 +26,8 @@ __all__ = [
     "REDUCTION",
     "RESIDUALS",
     "STAGING",
-    "Lane",
     "MemoryLedger",
     "Pool",
     "empty",
-    "host_empty",
     "storage_of",
 ]

@@ -17,7 +17,7 @@ makes such) count their versions apart, so each has a copy: another may have bee
 or writes is kept until that copy is done, or until the computing stream has been told to wait for it: then whatever gets the memory
 next comes after the copy. The host never waits. On the way down at most `window` bytes are kept like this.
 
-What autograd keeps instead of a tensor stands in saved.py, the host's memory in arena.py, the copies in sidestream.py.
+What autograd keeps instead of a tensor stands in saved.py, the host's memory in arena.py; the copies are the room device's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from onefold.device import CopyStream, Ticket, capturing, with_index
 from onefold.memory.arena import Arena
 from onefold.memory.pool import MemoryLedger, empty
 from onefold.memory.saved import Copy, Kept, Key, Moved, as_view, extent_of
-from onefold.memory.sidestream import SideStream, Ticket
 
 ACTIVATIONS_ON_HOST, ACTIVATIONS_MOVING = "activations", "activations on their way"
 SMALLEST = 1 << 20  # bytes: below, a copy costs more than its memory is worth
@@ -75,13 +75,13 @@ class ActivationStore:
                 None: 128 MiB, less with a small budget.
         """
         near = min(NEAR, budget // 8)
-        self.device = torch.empty(0, device=device).device  # with its index, as tensors say it
+        self.device = with_index(device)  # as tensors say it
         self.skip, self.moved, self.smallest = skip, moved, smallest
         self.window, self.ahead = near if window is None else window, near if ahead is None else ahead
         self.ledger = MemoryLedger() if ledger is None else ledger
-        self.side = SideStream(self.device)
+        self.side = CopyStream(self.device)
         host = MemoryLedger() if host is None else host
-        self.arena = Arena(budget, ACTIVATIONS_ON_HOST, host, pinned=self.side.behind, settle=self.side.settle)
+        self.arena = Arena(budget, ACTIVATIONS_ON_HOST, host, pinned=self.device if self.side.behind else None, settle=self.side.wait)
         self.down = self.up = self.refused = self.held = 0
         self._found: dict[Key, Copy] = {}
         self._last: Copy | None = None
@@ -186,7 +186,7 @@ class ActivationStore:
         if t.is_conj() or t.is_neg() or t.is_quantized or isinstance(t._base, torch.nn.Parameter):
             return False
         # A graph that is made in a backward pass, as by a recomputation, is read right away.
-        if _task() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(t) or self.side.capturing:
+        if _task() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(t) or capturing(self.device):
             return False
         return self.skip is None or not self.skip(t)
 
@@ -242,7 +242,7 @@ class ActivationStore:
         self._in_window += copy.nbytes
         while self._descending:
             first = self._descending[0]
-            if first.descending and self._in_window <= self.window and not self.side.done(first.ticket):
+            if first.descending and self._in_window <= self.window and not (first.ticket is None or first.ticket.query()):
                 break
             self._descending.popleft()
             if first.descending:
@@ -266,7 +266,7 @@ class ActivationStore:
                 return _bytes_of(original, copy)
             self._bring(copy)
         assert copy.here is not None
-        return copy.here if copy.descending else self.side.readable(copy.here, copy.ticket, copy.stream)
+        return copy.here if copy.descending else self._readable(copy.here, copy.ticket, copy.stream)
 
     def _bring(self, copy: Copy) -> None:
         into = empty(copy.nbytes, torch.uint8, self.device)
@@ -298,6 +298,16 @@ class ActivationStore:
                     return  # it can wait
             room -= before.nbytes
             before = before.before
+
+    def _readable(self, t: torch.Tensor, ticket: Ticket | None, stream: Any) -> torch.Tensor:
+        """`t` for the current stream, which comes after the copy; a clone if its memory belongs to another one."""
+        here = self.side.current()
+        self.side.order(ticket, here)
+        if here == stream:
+            return t
+        clone = t.clone()
+        stream.wait_stream(here)
+        return clone
 
     # -- lifetimes -------------------------------------------------------------------------------------------------------------
 

@@ -10,14 +10,14 @@ framework's own cache of pinned buffers rounds each up to a power of two, and ne
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from onefold.memory.pool import HUGE_PAGE, LARGE, MemoryLedger, empty
+from onefold.device.pinned import HUGE_PAGE
+from onefold.memory.pool import LARGE, MemoryLedger, empty
 
 ALIGNMENT = 512  # bytes: where blocks begin
 SLAB = 256 << 20  # bytes asked of the system at once, as far as the budget goes
@@ -27,21 +27,14 @@ IDLE_SLABS = "idle slabs"
 class Slab:
     """One piece of host memory. `holes` are what is free of it, as (start, stop) in bytes, in order, none touching another."""
 
-    def __init__(self, nbytes: int, pinned: bool) -> None:
+    def __init__(self, nbytes: int, pinned: torch.device | None) -> None:
         self.nbytes = nbytes
         try:
             # A page cannot be pinned twice, so what is pinned shares none with anything else.
-            self.memory = empty(nbytes, torch.uint8, torch.device("cpu"), paged=pinned)
+            self.memory = empty(nbytes, torch.uint8, torch.device("cpu"), paged=pinned is not None, pinned=pinned)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(_REFUSED.format(nbytes=nbytes, what=error)) from error
         self.holes = [(0, nbytes)]
-        if pinned:
-            address = self.memory.data_ptr()
-            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-            if code:
-                raise RuntimeError(_REFUSED.format(nbytes=nbytes, what=f"cudaHostRegister ended with error {code}"))
-            # Before the memory goes. Not at the interpreter's exit: the driver may be gone by then, and its mappings with it.
-            weakref.finalize(self, _unpin, address).atexit = False
 
     def cut(self, nbytes: int) -> int | None:
         """Where a block of `nbytes` begins that is taken from the first hole with room for it; None without one."""
@@ -88,12 +81,18 @@ class Arena:
     """
 
     def __init__(
-        self, budget: int, category: str, ledger: MemoryLedger, *, pinned: bool = False, settle: Callable[[], None] | None = None
+        self,
+        budget: int,
+        category: str,
+        ledger: MemoryLedger,
+        *,
+        pinned: torch.device | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
             category: under which `ledger` counts blocks; the rest of the slabs is "idle slabs".
-            pinned: for copies that a CUDA device makes by itself.
+            pinned: the device that copies from them and to them by itself.
             settle: waits for copies that are under way; called before memory goes back to the system.
         """
         self.budget, self.category, self.ledger, self.pinned, self.settle = budget, category, ledger, pinned, settle
@@ -170,7 +169,3 @@ _REFUSED = (
     "the system gave no {nbytes:,} bytes of host memory, although the budget for activations has room for them: {what}. "
     "Give a smaller budget, or free memory on this machine."
 )
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)

@@ -8,7 +8,6 @@ A buffer is never reused under a reader, and nothing is kept alive by a conventi
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
 import time
@@ -17,7 +16,9 @@ from collections.abc import Callable
 
 import torch
 
-HUGE_PAGE = 2 << 20
+from onefold.device import host_empty, host_pages
+from onefold.device.pinned import HUGE_PAGE
+
 # Categories of the ledger: what the engine holds, in the words that plans and reports use too.
 PARAMETERS, MASTERS, GRADIENTS = "parameters", "master weights", "gradients"
 GATHERED, REDUCTION, IDLE = "gathered units", "reduction buffers", "idle buffers"
@@ -30,40 +31,22 @@ MOMENTS, STAGING = "moments", "staging buffers"
 LARGE = 32 << 20
 
 
-def empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = False, pinned: bool = False) -> torch.Tensor:
+def empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = False, pinned: torch.device | None = None) -> torch.Tensor:
     """A fresh one-dimensional buffer with undefined contents.
 
     A large one on the host lies in a mapping of its own that asks for huge pages: buffers of a step go back to the system after it,
     and touching fresh memory costs a fault for each page. Where the system has no huge pages it is a mapping like any other.
-    `paged` asks for whole pages of its own whatever the size, as direct reads from a disk want them. `pinned`: a GPU copies from it and
-    to it by itself.
+    `paged` asks for whole pages of its own whatever the size, as direct reads from a disk want them. `pinned`: a device that copies from
+    it and to it by itself.
     """
     nbytes = numel * dtype.itemsize
-    if pinned and numel:
-        return _pinned_pages(nbytes)[:nbytes].view(dtype)
+    if pinned is not None and numel:
+        return host_empty(numel, dtype, pinned, paged=paged)
     large = nbytes >= (HUGE_PAGE if paged else LARGE) and hasattr(mmap, "MADV_HUGEPAGE")  # a disk takes huge pages in longer pieces
     plain = device.type != "cpu" or not (large or paged) or numel == 0
     if plain or torch._C._len_torch_dispatch_stack():  # under a mode torch makes the tensor itself: it may be one without contents
         return torch.empty(numel, dtype=dtype, device=device)
-    page = HUGE_PAGE if large else mmap.PAGESIZE  # the kernel aligns mappings of whole huge pages only
-    whole = -(-nbytes // page) * page
-    mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if large:
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    # Owns the mapping: it goes with the last tensor that reads it. A direct transfer moves the last page whole, beyond the tensor's end.
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=whole if paged else nbytes)[:nbytes].view(dtype)
-
-
-def _pinned_pages(nbytes: int) -> torch.Tensor:
-    """Whole pages of pinned memory, as uint8. torch's allocator hands out whole pages as a rule, but does not promise it."""
-    whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    buffer = torch.empty(whole, dtype=torch.uint8, pin_memory=True)
-    if buffer.data_ptr() % mmap.PAGESIZE == 0:
-        return buffer
-    buffer = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
-    skipped = -buffer.data_ptr() % mmap.PAGESIZE
-    return buffer[skipped : skipped + whole]
+    return host_pages(nbytes, large, paged=paged).view(dtype)
 
 
 class MemoryLedger:
@@ -129,7 +112,7 @@ class MemoryLedger:
 class Pool:
     """Flat one-dimensional buffers on one device. See [Note: nobody reads a reused buffer]."""
 
-    def __init__(self, device: torch.device, ledger: MemoryLedger, paged: bool = False, pinned: bool = False) -> None:
+    def __init__(self, device: torch.device, ledger: MemoryLedger, paged: bool = False, pinned: torch.device | None = None) -> None:
         self.device, self.ledger, self.paged, self.pinned = device, ledger, paged, pinned
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._taken: dict[int, tuple[str, str]] = {}

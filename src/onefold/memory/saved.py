@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from onefold.device import Ticket
 from onefold.memory.arena import Block
-from onefold.memory.sidestream import Ticket
 
 
 class Kept:

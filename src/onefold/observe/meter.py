@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.device import current_stream, has_streams, host_empty
 from onefold.observe.tiers import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
 from onefold.plan.schema import MOMENTS
 from onefold.runtime.parameter import whole_sight
@@ -155,7 +156,7 @@ class Meter:
             return float(value)
         if value.numel() != 1:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected one number; take its mean() or sum() first.")
-        if value.device.type != "cuda":
+        if not has_streams(value.device):
             return float(value.detach())
         return self._late.setdefault(name, _Late()).show(value)
 
@@ -172,14 +173,13 @@ class _Late:
     """The last value of a series whose copy from the device has arrived."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self.waiting: list[tuple[torch.Tensor, Any]] = []
         self.last: float | None = None
 
     def show(self, value: torch.Tensor) -> float | None:
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        host.copy_(value.detach(), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(value.device))
+        host = host_empty(1, value.dtype, value.device)
+        host.copy_(value.detach().reshape(1), non_blocking=True)
+        event = current_stream(value.device).record_event()
         self.waiting.append((host, event))
         while self.waiting and self.waiting[0][1].query():
             self.last = float(self.waiting.pop(0)[0])

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from onefold.device import memory_figures
+
 _STATUS = Path("/proc/self/status")
 
 
@@ -36,7 +38,7 @@ class Reconciliation:
     """The ledgers beside what the machine says, in bytes of this rank.
 
     Attributes:
-        device: "cpu" or "cuda".
+        device: the type of its device: "cpu", "cuda", ...
         ledger, ledger_peak: what the engine, the optimizer and (if watched) autograd account for, now and at peak.
         allocated, allocated_peak, reserved, reserved_peak: of the CUDA caching allocator; 0 on a CPU, whose allocator keeps no such books.
         resident, resident_peak: of the process, its libraries and interpreter included.
@@ -60,7 +62,7 @@ class Reconciliation:
     @property
     def unaccounted(self) -> int:
         """Bytes in use that no ledger has: allocated ones on CUDA, resident ones (interpreter and libraries too) on a CPU."""
-        return (self.allocated if self.device == "cuda" else self.resident) - self.ledger
+        return (self.resident if self.device == "cpu" else self.allocated) - self.ledger
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "fragmentation": self.fragmentation, "unaccounted": self.unaccounted}
@@ -69,16 +71,14 @@ class Reconciliation:
 def reconcile(device: torch.device, ledger: int, ledger_peak: int) -> Reconciliation:
     """Ask the machine; reads counters only, so nothing is synchronized."""
     resident, resident_peak = resident_memory()
-    if device.type != "cuda":
+    figures = memory_figures(device)
+    if figures is None:
         return Reconciliation(device.type, ledger, ledger_peak, resident=resident, resident_peak=resident_peak)
     return Reconciliation(
-        "cuda",
+        device.type,
         ledger,
         ledger_peak,
-        torch.cuda.memory_allocated(device),
-        torch.cuda.max_memory_allocated(device),
-        torch.cuda.memory_reserved(device),
-        torch.cuda.max_memory_reserved(device),
+        *figures,
         resident,
         resident_peak,
     )

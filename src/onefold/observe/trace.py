@@ -331,8 +331,9 @@ def _watch_steps(optimizer: torch.optim.Optimizer, engine: Engine, seen: Recordi
 
 def _profiler(engine: Engine) -> Any:
     kinds = [torch.profiler.ProfilerActivity.CPU]
-    if engine.device.type == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    own = getattr(torch.profiler.ProfilerActivity, engine.device.type.upper(), None)
+    if own is not None and own not in kinds:
+        kinds.append(own)
     return torch.profiler.profile(activities=kinds)
 
 

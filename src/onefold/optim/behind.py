@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from onefold.device import current_stream, guard, use_stream
 from onefold.optim.offloaded import HALF, let_go, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -88,7 +89,9 @@ class Behind:
         self._stepped += flat.entries
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold step")
-        self._flying.append(self._thread.submit(partial(self._step, flat)))
+        engine = self._engine()
+        here = current_stream(engine.device) if engine is not None else None
+        self._flying.append(self._thread.submit(partial(self._step, flat, here)))
 
     def _owe(self, flat: Flat) -> None:
         engine = self._engine()
@@ -103,14 +106,16 @@ class Behind:
                     "or leave step_in_backward out."
                 )
 
-    def _step(self, flat: Flat) -> None:
+    def _step(self, flat: Flat, computing: Any) -> None:
+        """In the thread: `computing` is the stream that the backward pass runs on, in whose order device memory is read and written."""
         engine = self._engine()
         if engine is None or engine.failure is not None:
             return
         try:
-            with whole_sight(), torch.no_grad():  # in this thread alone; the main thread goes on seeing faces
+            # Faces are taken off in this thread alone: the main thread goes on seeing them.
+            with guard(engine.device), use_stream(computing), whole_sight(), torch.no_grad():
                 engine.about_to_write()
-                engine.beyond.lane.wait()
+                engine.beyond.down.wait()
                 for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():
                     mine = [e for e in flat.entries if self._owner(e) is optimizer]
                     step_flat(optimizer, engine, flat, mine)

@@ -363,7 +363,7 @@ class _Stepping:
     def _finish(self, chunk: _Chunk) -> None:
         while chunk.moving:
             self.beyond.wait(chunk.moving.pop())
-        self.beyond.lane.wait()  # copies up may still read the masters
+        self.beyond.up.wait()  # copies up may still read the masters
         chunk.buffers.clear()
         while chunk.whole:
             self.beyond.pool.give(chunk.whole.pop())

@@ -268,7 +268,8 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
 def _probe(optimizer: Optimizer) -> str | None:
     """None if element-wise, else what was seen."""
     device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+    apart = {"devices": [device], "device_type": device.type} if device.type != "cpu" else {"devices": []}
+    with torch.random.fork_rng(**apart), torch.enable_grad():
         for shape in ((16, 24), (160, 144)):  # some look at whole matrices only where these are large
             if said := _try(optimizer, shape, {}, device):
                 return said

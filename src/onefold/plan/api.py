@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.device import available, default_device, free_memory
 from onefold.memory.host import free_host_memory
 from onefold.plan import hardware
 from onefold.plan.auto import Beside, machine_here
@@ -64,8 +65,7 @@ def plan(
                 raise ValueError(f"{name}={text!r}: expected a name such as {'h100-80' if name == 'gpu' else '8x200g'}.")
         machine = hardware.machine(gpus, min(per_node, gpus), gpu, link)
     if machine is None:
-        cuda = torch.cuda.is_available()
-        free = int(torch.cuda.mem_get_info()[0]) if cuda else free_host_memory()
-        machine, _ = machine_here(1, 1, free, "cuda" if cuda else "cpu", Beside.here(asked.folders))
+        free = free_memory() if available() else free_host_memory()
+        machine, _ = machine_here(1, 1, free, default_device().type, Beside.here(asked.folders))
     stages = () if stage is None else (stage,)
     return _plan(model, machine, asked, stages=stages, batch=batch, loss=loss, largest=largest)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from onefold.device import default_device, device_count, free_memory, with_index
 from onefold.memory.host import free_host_memory
 from onefold.plan import hardware
 from onefold.plan.calibrate import Calibration, CalibrationError
@@ -154,10 +155,10 @@ def recipe_for(
     if "stage" in options:
         raise ValueError(f"Recipe.auto chooses the stage; for stage {options['stage']} write Recipe.zero({options['stage']}, ...).")
     job = Job.of({"precision": None, "checkpointing": "none", **options}, "Recipe.auto")
-    where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = with_index(device) if device is not None else default_device()
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    local = min(ranks, torch.cuda.device_count() if where.type == "cuda" else ranks)
-    free = int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else free_host_memory() // local
+    local = min(ranks, ranks if where.type == "cpu" else device_count())
+    free = free_memory(where) if where.type != "cpu" else free_host_memory() // local
     free, beside = _least(free, job.folders, ranks)
     found = plan_here(model, job, ranks=ranks, local_ranks=local, free=free, device=where.type, batch=batch, loss=loss, beside=beside)
     if found.recommended is None:

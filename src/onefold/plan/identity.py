@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from onefold.device import device_names
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -42,7 +44,7 @@ def this_machine() -> Identity:
     """The machine this process runs on, as this process may use it."""
     import torch
 
-    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    gpus = device_names()
     return Identity(cpu_name(), usable_cpus(), gpus, torch.__version__)
 
 

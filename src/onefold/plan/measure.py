@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onefold.comm import Group, Place
+from onefold.device import has_streams, synchronize
 from onefold.plan.counting import count
 from onefold.plan.measured import ADAMW_BYTES, BlockPoint, HostLink, MatrixPoint, PassPoint, Points
 from onefold.plan.sizes import Sizes
@@ -45,8 +46,7 @@ class Bench:
         self._every([0.0])
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def span(self, call: Callable[[], object], count: int = 1) -> tuple[float, float]:
         """(begin, end) of `count` calls in a row on this rank, which begins when all are there. Collective."""
@@ -168,7 +168,7 @@ def measure_optimizer(bench: Bench) -> Points:
 
 def measure_host_link(bench: Bench) -> HostLink | None:
     """Copies between pinned host memory and this rank's GPU; None without one."""
-    if bench.device.type != "cuda":
+    if not has_streams(bench.device):
         return None
     nbytes = bench.sizes.copy_bytes[-1]
     host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from onefold.device import current_stream, has_streams, new_event, seconds_between
 from onefold.memory import empty
 from onefold.plan.measure import Bench
 from onefold.plan.measured import Overlap, Points
@@ -106,18 +107,17 @@ def measure_overlap(bench: Bench) -> Overlap:
 
 def _both(bench: Bench, gather: Moves, compute: Callable[[], None]) -> tuple[tuple[float, float], float]:
     """((begin, end) until both are done, seconds of the computing)."""
-    cuda = bench.device.type == "cuda"
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
+    marks = [new_event(bench.device, timing=True) for _ in range(2)] if has_streams(bench.device) else []
     bench.together()
     begin = time.perf_counter()
     pending = gather.group.all_gather(gather.full, bench.place("all-gather"), 0)
-    if cuda:
-        marks[0].record()
+    if marks:
+        marks[0].record(current_stream(bench.device))
     compute()
-    if cuda:
-        marks[1].record()
+    if marks:
+        marks[1].record(current_stream(bench.device))
     computed = time.perf_counter() - begin
     pending.wait()
     bench.synchronize()
     end = time.perf_counter()
-    return (begin, end), marks[0].elapsed_time(marks[1]) / 1000 if cuda else computed
+    return (begin, end), seconds_between(*marks) if marks else computed

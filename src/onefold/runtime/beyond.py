@@ -1,4 +1,4 @@
-"""What an engine has beyond the device: the lane of copies, host buffers, files on NVMe, and the ledgers of all three."""
+"""What an engine has beyond the device: streams of copies, host buffers, files on NVMe, and the ledgers of all three."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 import torch
 
 from onefold.comm import TrafficLedger
-from onefold.memory import STAGING, Lane, MemoryLedger, Pool
+from onefold.device import CopyStream, HostBuffers, Ticket
+from onefold.memory import STAGING, MemoryLedger, Pool
 from onefold.memory.heap import give_large_blocks_back
 from onefold.memory.nvme import Nvme, Region, TierError, Transfer
 from onefold.recipe import Recipe
@@ -22,22 +22,26 @@ BEHIND = 3
 
 class Beyond:
     """Attributes:
-    host, disk: bytes held on the host for what rests off the device (and what is on its way), and on NVMe.
+    device: the ledger of the device's memory. host, disk: bytes held on the host for what rests off the device (and what is on its
+        way), and on NVMe.
     moved: bytes "up" to the device and "down" to the host, "read" from and "written" to NVMe, with the seconds waited for them.
-    pool: host buffers of whole pages, reused. chunk: elements moved at a time, and the size of those buffers.
+    down, up: copies to the host and to the device: a device does both at a time.
+    pinned: host buffers for gradients and casts. pool: host buffers of whole pages, reused. chunk: elements moved at a time, and the
+        size of those buffers.
     broken: why nothing may go on: the disk failed in the middle of a step.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, device: torch.device) -> None:
-        self.recipe, self.rank = recipe, rank
+    def __init__(self, recipe: Recipe, rank: int, device: torch.device, memory: MemoryLedger) -> None:
+        self.recipe, self.rank, self.device = recipe, rank, memory
         self.host, self.disk = MemoryLedger(), MemoryLedger()
         self.moved = TrafficLedger()
-        self.lane = Lane(device)
-        self.pool = Pool(torch.device("cpu"), self.host, paged=True, pinned=device.type == "cuda")
+        self.down, self.up = CopyStream(device), CopyStream(device)
+        self.pinned = HostBuffers(device)
+        self.pool = Pool(torch.device("cpu"), self.host, paged=True, pinned=device if self.up.behind else None)
         self.chunk = recipe.chunk
         self.broken: str | None = None
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
-        self._rising: deque[tuple[Callable[[], bool], torch.Tensor]] = deque()
+        self._rising: deque[tuple[Ticket | None, torch.Tensor]] = deque()
         self._lock = threading.RLock()  # steps behind the backward pass write from a thread of their own
         self._store: Nvme | None = None
 
@@ -49,7 +53,7 @@ class Beyond:
             TierError: a folder is not there, or cannot be written.
         """
         if self._store is None:
-            if self.lane.device.type == "cpu":  # the memory that is to be saved is the C library's
+            if not self.up.behind:  # the memory that is to be saved is the C library's
                 give_large_blocks_back()
             self._store = Nvme(self.recipe.nvme, name=f"rank{self.rank}", threads=self.recipe.nvme_threads)
         return self._store
@@ -84,19 +88,18 @@ class Beyond:
             self.moved.waited(None, begun)
 
     def rise(self, into: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy a buffer of the pool to the device; it goes back when that is done. The current stream waits for it, the host does not."""
-        done = self.lane.copy(into, whole)
-        self.lane.join()
+        """Copy a buffer of the pool to the device, on the stream of copies up; it goes back when that is done. The host does not wait."""
+        ticket = self.up.copy(into, whole)
         with self._lock:
-            self._rising.append((done, whole))
+            self._rising.append((ticket, whole))
         self.risen()
 
     def risen(self, all_of_them: bool = False) -> None:
         """Give back the buffers whose copies are done, or wait for all."""
         if all_of_them:
-            self.lane.wait()
+            self.up.wait()
         with self._lock:
-            while self._rising and (all_of_them or self._rising[0][0]()):
+            while self._rising and (all_of_them or (ticket := self._rising[0][0]) is None or ticket.query()):
                 self.pool.give(self._rising.popleft()[1])
 
     def buffer(self, numel: int, dtype: torch.dtype, unit: str, grain: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +145,8 @@ class Beyond:
     def close(self) -> None:
         """Let go of buffers and files."""
         self.risen(all_of_them=True)
+        self.down.wait()
+        self.pinned.close()
         self.forget_writes()
         self.pool.drain()
         if self._store is not None:

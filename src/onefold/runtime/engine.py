@@ -80,7 +80,7 @@ class Engine:
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
         away = leaving(specs, recipe, self.world_size)
-        self.beyond = Beyond(recipe, self.rank, device)
+        self.beyond = Beyond(recipe, self.rank, device, memory)
         self.pool = Pool(device, self.memory, paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier))
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
@@ -461,6 +461,7 @@ class Engine:
         copying, self.copying = self.copying, None
         if copying is not None:
             copying()
+        self.beyond.up.wait()  # copies up may still read masters on the host
 
     def tell_failure(self) -> None:
         """Raise what work behind the training has failed with, if nobody was told yet."""
@@ -538,7 +539,7 @@ class Engine:
             self.backward_open = False
             self.gather.end_backward()
             self.activations.end_backward()
-            self.beyond.lane.wait()  # what the user finds in `.grad` is there
+            self.beyond.down.wait()  # what the user finds in `.grad` is there
             self.memory.look()
             self.beyond.host.look()
             for unit in self.units:

@@ -18,6 +18,7 @@ gathered again.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from onefold.runtime import differentiate
 from onefold.runtime.flat import Flat
 from onefold.runtime.home import Home
 from onefold.runtime.nested import tensors_in
+from onefold.runtime.route import Beside
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -264,10 +266,16 @@ class Gatherer:
                 continue
             flat.stale = False
             full = self._buffer(unit, flat)
+            home = flat.home
+            # What rests off the device comes up, and is gathered, on the stream of the copies: the computation waits where it is used.
+            beside: Beside = nullcontext if home is None else engine.beyond.up.beside
             if flat.whole_master and flat.route.codec is None:
-                self._put_masters(flat, full)
+                with beside():
+                    self._put_masters(flat, full)
             else:
-                unit.pending.append(flat.route.start(full, partial(self._put_masters, flat, full), place))
+                unit.pending.append(flat.route.start(full, partial(self._put_masters, flat, full), place, beside))
+            if home is not None and (ticket := engine.beyond.up.mark()) is not None:
+                unit.arriving.append(ticket)
 
     def _put_masters(self, flat: Flat, full: torch.Tensor) -> None:
         """This rank's masters into their place in the whole."""
@@ -312,16 +320,24 @@ class Gatherer:
         for pending in unit.pending:
             pending.wait()
         unit.pending.clear()
+        self._join(unit)
         unit.move(State.GATHERED, self.engine.step)
         for flat in unit.flats:
             if not flat.kept:
                 flat.point_at(flat.full)
+
+    def _join(self, unit: Unit) -> None:
+        """What is computed from here on comes after the unit's copies up."""
+        for ticket in unit.arriving:
+            self.engine.beyond.up.order(ticket)
+        unit.arriving.clear()
 
     def release(self, unit: Unit) -> None:
         if self.engine.group.broken is None:
             self.wait(unit)
         elif unit.state is State.GATHERING:  # its bytes will never come
             unit.pending.clear()
+            self._join(unit)
             unit.move(State.GATHERED, self.engine.step)
         unit.claimed, unit.replayed = False, None
         unit.move(State.SHARDED, self.engine.step)

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from onefold.device import host_empty
 from onefold.layout import overlap
-from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING, empty, host_empty, storage_of
+from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING, empty, storage_of
 from onefold.memory.nvme import Region, TierError, Transfer
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry, Flat
 
+#: Bytes of gradients on the device that a copy to the host still reads, as the ledger of its memory calls them.
+LEAVING = "gradients on their way"
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
 
@@ -136,15 +140,16 @@ class Home:
                 whole, data = self._buffer(b - a, self.flat.dtypes.master)
                 data.copy_(master[a:b])
                 self.stepped(a, b, data)
-                self.beyond.lane.wait()
+                self.beyond.up.wait()
                 self._write("master", a, data, whole)
             self.beyond.flush()
         else:
             if storage_of(master) != storage_of(self.shown):
+                self.beyond.up.wait()  # a copy up may still read them
                 self.shown.copy_(master)
             self._versions = -1
             self.follow()
-        self.beyond.lane.wait()
+        self.beyond.up.wait()
 
     def part(self, kind: str, start: int, stop: int) -> torch.Tensor:
         """Elements (or items) [start, stop) of what lies on NVMe as `kind`, in host memory of their own."""
@@ -189,11 +194,15 @@ class Home:
             self._write("parameter", start, low, whole)
 
     def _up(self, into: torch.Tensor, master: torch.Tensor) -> None:
-        if into.device.type == "cuda" and into.dtype != master.dtype:  # cast here: half the bytes go up
-            low = host_empty(master.numel(), into.dtype, into.device)
+        if self.beyond.up.behind and into.device.type != "cpu" and into.dtype != master.dtype:  # cast here: half the bytes go up
+            low = self.beyond.pinned.empty(master.numel(), into.dtype)
             low.copy_(master)
             master = low
-        self.beyond.lane.copy(into, master)
+        if into.device.type == "cpu" and self.beyond.up.behind:  # from host memory to host memory
+            self.beyond.up.wait()
+            into.copy_(master)
+        else:
+            self.beyond.up.copy(into, master)
         if self.tiers.parameters is Tier.DEVICE:
             self.beyond.entered("up", self.flat.unit_name, into.numel() * into.element_size())
 
@@ -214,7 +223,7 @@ class Home:
         """Make what gathers read anew of masters on NVMe."""
         for a, b in self.chunks() if self.on_disk else ():
             self.stepped(a, b, self.part("master", a, b))
-            self.beyond.lane.wait()
+            self.beyond.up.wait()
         self.beyond.flush()
 
     def fetch(self) -> bool:
@@ -232,7 +241,7 @@ class Home:
         return True
 
     def put(self) -> None:
-        """This rank's interval into its part of `flat.full`.
+        """This rank's interval into its part of `flat.full`, on the current stream: that of the copies up (see Gatherer.launch).
 
         Raises:
             TierError: it could not be read.
@@ -243,9 +252,8 @@ class Home:
         mine = full[slice(*self.flat.owned)]
         if self.rest is not None:
             self.follow()
-            self.beyond.lane.join()
             if storage_of(self.rest) != storage_of(mine):
-                mine.copy_(self.rest, non_blocking=True)
+                self.beyond.up.copy(mine, self.rest)
                 if self.tiers.parameters is Tier.HOST:
                     self.beyond.entered("up", self.flat.unit_name, mine.numel() * mine.element_size())
             return
@@ -275,8 +283,9 @@ class Home:
         self.beyond.entered("down", self.flat.unit_name, nbytes)
         if total.device.type == "cpu":
             return total
-        low = host_empty(total.numel(), total.dtype, total.device)
-        self.beyond.lane.copy(low, total)
+        low = self.beyond.pinned.empty(total.numel(), total.dtype)
+        self.beyond.device.add(LEAVING, nbytes)
+        self.beyond.down.copy(low, total, done=partial(self.beyond.device.add, LEAVING, -nbytes))
         return low
 
     def take_gradient(self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]) -> None:

@@ -308,7 +308,7 @@ class Reducer:
             r.total = home.bring_down(r.total)
             self.engine.beyond.host.add(GRADIENTS, _bytes(r.total))
         if home.gradients_on_disk or r.total.dtype != r.flat.dtypes.master or any(e.param.grad is not None for e in r.flat.entries):
-            self.engine.beyond.lane.wait()  # the host is about to read them
+            self.engine.beyond.down.wait()  # the host is about to read them
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
         return self.engine.memory if flat.home is None else self.engine.beyond.host

@@ -13,8 +13,9 @@ interval is encoded once after a step, moved and kept as bytes, and decoded into
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
     from onefold.runtime.units import Found
 
+#: Makes a context whose work may go to another stream than the computing one.
+Beside = Callable[[], AbstractContextManager[Any]]
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 #: Encoded intervals begin at multiples of this many bytes: scales are read as numbers of four.
 _ALIGNED = 16
@@ -142,10 +145,14 @@ class Route:
 
     # -- gathering -------------------------------------------------------------------------------------------------------------
 
-    def start(self, full: torch.Tensor, put: Callable[[], None], place: Place) -> Pending:
-        """Start gathering the whole into `full`; `put` writes this rank's part of the masters there."""
+    def start(self, full: torch.Tensor, put: Callable[[], None], place: Place, beside: Beside) -> Pending:
+        """Start gathering the whole into `full`; `put` writes this rank's part of the masters there. Both go where `beside` says."""
         if self.codec is not None:
-            return self._start_encoded(full, put, place)
+            return self._start_encoded(full, put, place, beside)
+        with beside():
+            return self._start(full, put, place)
+
+    def _start(self, full: torch.Tensor, put: Callable[[], None], place: Place) -> Pending:
         if not self.doubled:
             put()
             return self.group_of_owners.all_gather(full, place, self.flat.index)
@@ -169,11 +176,16 @@ class Route:
         a, b = (edge // max(self.flat.layout.shard_numel, 1) * self.each for edge in self.flat.owned)
         return a, b
 
-    def _start_encoded(self, full: torch.Tensor, put: Callable[[], None], place: Place) -> Pending:
-        kept, pool, group = self.second, self.engine.pool, self.group
+    def _start_encoded(self, full: torch.Tensor, put: Callable[[], None], place: Place, beside: Beside) -> Pending:
+        # Taken on the computing stream, in whose order it is handed on.
+        coded = self.engine.pool.take(self.group.size * self.each, torch.uint8, GATHERED, self.flat.unit_name)
+        with beside():
+            return self._send_encoded(full, coded, put, place)
+
+    def _send_encoded(self, full: torch.Tensor, coded: torch.Tensor, put: Callable[[], None], place: Place) -> Pending:
+        kept, group = self.second, self.group
         plain = full.numel() * full.element_size()
         assert kept is not None
-        coded = pool.take(group.size * self.each, torch.uint8, GATHERED, self.flat.unit_name)
         a, b = self._shard_bytes if self.doubled else self._own_bytes
         renewed = not self.fresh
         if renewed:

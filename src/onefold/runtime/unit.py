@@ -22,6 +22,7 @@ import weakref
 from torch import nn
 
 from onefold.comm import Pending
+from onefold.device import Ticket
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.tiles.modules import EmbeddingTile, Tile
 
@@ -75,6 +76,7 @@ class Unit:
         self.waiting: set[int] = set()
         self.ready = self.launched = self.late = False
         self.pending: list[Pending] = []
+        self.arriving: list[Ticket] = []  # copies up that its gather began with
 
     @property
     def kept(self) -> bool:

@@ -98,9 +98,9 @@ def _gpus() -> int:
     """How many torch finds. Where no driver has made a device file there is none to find, and torch need not be imported."""
     if sys.platform == "linux" and not any(Path(path).exists() for path in DRIVERS):
         return 0
-    import torch
+    from onefold.device import device_count
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return device_count()
 
 
 def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:

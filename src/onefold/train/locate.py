@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.device import rng_state, set_rng_state
 from onefold.runtime.engine import Engine, in_autograd
 from onefold.runtime.gather import tensors_in
 from onefold.runtime.parameter import whole_sight
@@ -55,19 +56,18 @@ class Generators:
     """The states of the random generators that a step may draw from."""
 
     host: torch.Tensor
-    cuda: torch.Tensor | None
+    device: torch.Tensor | None
     python: Any
     arrays: Any
 
     @classmethod
     def of(cls, device: torch.device) -> Generators:
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
+        return cls(torch.get_rng_state(), rng_state(device), random.getstate(), np.random.get_state())
 
     def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.host)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, device)
+        if self.device is not None:
+            set_rng_state(self.device, device)
         random.setstate(self.python)
         np.random.set_state(self.arrays)
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 import onefold
+from onefold.device import memory_figures
 from onefold.observe.meter import Meter
 from onefold.observe.process import resident_memory
 from onefold.train.data import IGNORE, Batch, Samples
@@ -300,8 +301,6 @@ def held_out_batch(samples: Samples, indices: np.ndarray[Any, np.dtype[np.int64]
 
 def memory(run: Run) -> Row:
     """Memory of this rank in bytes: of the process, or its GPU, now and at peak."""
-    if run.ranks.device.type == "cuda":
-        now, peak = torch.cuda.memory_allocated(run.ranks.device), torch.cuda.max_memory_allocated(run.ranks.device)
-    else:
-        now, peak = resident_memory()
+    figures = memory_figures(run.ranks.device)
+    now, peak = (figures.allocated, figures.allocated_peak) if figures is not None else resident_memory()
     return {"memory": now, "memory_peak": peak}

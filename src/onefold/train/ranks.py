@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm import StallError
+from onefold.device import backend_name, default_device, free_memory, set_default
 from onefold.memory.host import free_host_memory
 from onefold.train.meeting import meet
 
@@ -78,8 +79,8 @@ class Ranks:
 
     def free_memory(self) -> int:
         """Bytes free for this rank: of its GPU, or its part of the host's."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
+        if self.device.type != "cpu":
+            return free_memory(self.device)
         return free_host_memory() // self.local_world_size
 
     def _reduce(self, values: tuple[float, ...], how: Any) -> list[float]:
@@ -107,16 +108,15 @@ def join(device: str, timeout: float) -> Ranks:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(where)
-    backend = "nccl" if use_cuda else "gloo"
+    kind = default_device().type if device == "auto" else device
+    where = torch.device(kind, local_rank) if kind != "cpu" else torch.device("cpu")
+    set_default(where)
+    backend = backend_name(where)
     store, _, _ = next(dist.rendezvous("env://", rank, world_size))
     if world_size > 1:
         store = dist.PrefixStore("onefold", store)
         store = dist.PrefixStore(meet(store, rank, world_size, MEETING), store)
-    dist.init_process_group(f"cpu:gloo,cuda:{backend}" if use_cuda else backend, store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend if kind == "cpu" else f"cpu:gloo,{kind}:{backend}", store=store, rank=rank, world_size=world_size)
     # Loading, sampling and saving keep rank 0 longer than the others, so the host group is patient.
     patience = timedelta(seconds=max(1800.0, timeout))
     control = dist.new_group(backend="gloo", timeout=patience) if world_size > 1 else None

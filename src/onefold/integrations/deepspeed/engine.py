@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.device import synchronize
 from onefold.integrations.deepspeed import checkpoints
 from onefold.integrations.deepspeed.saving import save_whole
 from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
@@ -110,9 +111,7 @@ class DeepSpeedEngine(nn.Module):
         """
         self._needs_optimizer("step")
         if self._inside_no_sync:
-            raise RuntimeError(
-                "engine.step() was called inside engine.no_sync(), where nothing is reduced: leave it first."
-            )
+            raise RuntimeError("engine.step() was called inside engine.no_sync(), where nothing is reduced: leave it first.")
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
             with self._timed("step"):
@@ -276,9 +275,7 @@ class DeepSpeedEngine(nn.Module):
             NotImplementedError: `custom_load_fn`.
         """
         if custom_load_fn is not None:
-            raise NotImplementedError(
-                "custom_load_fn: no whole state dict exists here to give it; leave it out, and load by names."
-            )
+            raise NotImplementedError("custom_load_fn: no whole state dict exists here to give it; leave it out, and load by names.")
         wanted = {"optimizer": load_optimizer_states, "scheduler": load_lr_scheduler_states, "counts": True}
         parts = frozenset(part for part, yes in wanted.items() if yes and not load_module_only)
         return checkpoints.load(self, load_dir, tag, load_module_strict, parts)
@@ -299,9 +296,7 @@ class DeepSpeedEngine(nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            raise AttributeError(
-                f"neither the engine nor its {type(self.module).__name__} has an attribute {name!r}."
-            ) from None
+            raise AttributeError(f"neither the engine nor its {type(self.module).__name__} has an attribute {name!r}.") from None
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -374,13 +369,10 @@ class DeepSpeedEngine(nn.Module):
         if not self.config.wall_clock_breakdown:
             yield
             return
-        on_cuda = self.device.type == "cuda"
-        if on_cuda:
-            torch.cuda.synchronize()
+        synchronize(self.device)
         begin = time.perf_counter()
         yield
-        if on_cuda:
-            torch.cuda.synchronize()
+        synchronize(self.device)
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def _report(self) -> None:

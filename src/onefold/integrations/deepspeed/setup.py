@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
+from onefold.device import available, backend_name, default_device, device_count, set_default
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
 from onefold.integrations.deepspeed.schedules import build_schedule
 from onefold.recipe import Recipe
@@ -74,17 +75,13 @@ def initialize(
     if model is None:
         raise ValueError("initialize was given no model: pass model=, an nn.Module that is not wrapped yet.")
     if mpu is not None or mesh_param is not None:
-        raise NotImplementedError(
-            "mpu and mesh_param: other parallel axes than data are not built yet; leave them out."
-        )
+        raise NotImplementedError("mpu and mesh_param: other parallel axes than data are not built yet; leave them out.")
     _join(dist_init_required, distributed_port)
     world_size = _world_size(group)
     read = read_deepspeed(_chosen_config(args, config, config_params), world_size)
     refuse_auto(read.undecided(optimizer is not None, lr_scheduler is not None))
     if read.batch.train is None:
-        raise ValueError(
-            "the configuration has no batch size: set train_micro_batch_size_per_gpu, or train_batch_size."
-        )
+        raise ValueError("the configuration has no batch size: set train_micro_batch_size_per_gpu, or train_batch_size.")
 
     chosen = list(model_parameters) if model_parameters is not None else None
     _check_parameters(model, optimizer, chosen)
@@ -134,7 +131,7 @@ def _join(required: bool | None, port: int) -> None:
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(port))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(backend_name(default_device()))
 
 
 def _world_size(group: Any) -> int:
@@ -145,10 +142,10 @@ def _world_size(group: Any) -> int:
 
 def _device() -> torch.device | None:
     """This rank's accelerator; None leaves the model where it is."""
-    if not torch.cuda.is_available():
+    if not available():
         return None
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device(default_device().type, int(os.environ.get("LOCAL_RANK", 0)) % device_count())
+    set_default(device)
     return device
 
 
@@ -185,16 +182,12 @@ def _check_optimizer(model: nn.Module, read: DeepSpeedConfig, given: Any, lr_sch
         )
 
 
-def _optimizer(
-    read: DeepSpeedConfig, given: OptimizerLike | None, parameters: list[Any]
-) -> torch.optim.Optimizer | None:
+def _optimizer(read: DeepSpeedConfig, given: OptimizerLike | None, parameters: list[Any]) -> torch.optim.Optimizer | None:
     if isinstance(given, torch.optim.Optimizer):
         return given
     if given is not None:
         if not callable(given):
-            raise ValueError(
-                f"optimizer is a {type(given).__name__}: expected a torch optimizer or a function of parameters."
-            )
+            raise ValueError(f"optimizer is a {type(given).__name__}: expected a torch optimizer or a function of parameters.")
         return given(parameters)
     if read.optimizer is None:
         return None
@@ -226,5 +219,5 @@ def _loader(read: DeepSpeedConfig, data: Any, collate_fn: Any, rank: int, world_
         sampler=sampler,
         collate_fn=collate_fn,
         drop_last=read.drop_last,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=available(),
     )

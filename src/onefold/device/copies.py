@@ -1,0 +1,153 @@
+"""Copies between one device and the host on a stream of their own.
+
+    computing    f0     f1     f2 ...             the host waits in `wait` alone, or beyond HOST_WINDOWS
+    copies          [c0 ]  [c1 ]
+
+[Note: nothing is freed under a copy] An allocator hands device memory on in the order of the stream it was asked on. So the device's end
+of a copy is held until the host has seen that the copy is done, or until the computing stream has been told to come after it: whatever
+gets the memory next then comes after the copy. At most `window` bytes are held like this; beyond them the computing stream waits for the
+oldest, not the host. The host's end knows no streams: it is held until the copy is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from onefold.device.streams import current_stream, has_streams, new_stream, use_stream
+
+#: Bytes of copies under way whose device memory is held before the computing stream waits for the oldest: some milliseconds of the link.
+WINDOW = 128 << 20
+#: So many windows of host memory are held by copies under way before the host waits for the oldest.
+HOST_WINDOWS = 8
+
+
+class Ticket(Protocol):
+    """A copy under way: an event of its stream."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class _Flying:
+    """A copy under way. `here` are its ends on the device, `host` those on the host; `stream` computed where it was asked for."""
+
+    __slots__ = ("done", "here", "host", "nbytes", "stream", "ticket")
+
+    def __init__(self, ticket: Any, ends: tuple[torch.Tensor, ...], stream: Any, done: Callable[[], None] | None) -> None:
+        self.ticket, self.stream, self.done = ticket, stream, done
+        self.here: tuple[torch.Tensor, ...] = tuple(t for t in ends if t.device.type != "cpu")
+        self.host: tuple[torch.Tensor, ...] = tuple(t for t in ends if t.device.type == "cpu")
+        self.nbytes = max(t.numel() * t.element_size() for t in ends)
+
+    def let_go(self) -> None:
+        """Of the device's end."""
+        self.here = ()
+        done, self.done = self.done, None
+        if done is not None:
+            done()
+
+
+class CopyStream:
+    """Copies of one device, in order. Where it has no streams a copy is done when the call returns, and its ticket is None.
+
+    Attributes:
+        behind: whether copies run behind the computing stream.
+        stream: theirs; None without streams.
+    """
+
+    def __init__(self, device: torch.device, window: int = WINDOW) -> None:
+        """
+        Args:
+            window: bytes. See [Note: nothing is freed under a copy].
+        """
+        self.device, self.window = device, window
+        self.behind = has_streams(device)
+        self.stream = new_stream(device)
+        self._holding: deque[_Flying] = deque()  # device memory, and perhaps host memory
+        self._landing: deque[_Flying] = deque()  # host memory alone
+        self._held = self._on_host = 0
+        self._idle = True
+        self._lock = threading.RLock()  # steps behind the backward pass copy from a thread of their own
+
+    def current(self) -> Any:
+        """The stream that computes in this thread; None without streams."""
+        return current_stream(self.device) if self.behind else None
+
+    def start(self, into: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy behind what the current stream has been given so far; the caller sees to it that both ends live long enough.
+
+        Args:
+            into, source: the same number of elements, any dtypes; at least one of them on the device, the other there or in pinned memory.
+
+        Returns: a Ticket, or None: it is done.
+        """
+        if self.stream is None:
+            into.copy_(source)
+            return None
+        self._idle = False
+        self.stream.wait_stream(self.current())
+        with use_stream(self.stream):
+            into.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor, done: Callable[[], None] | None = None) -> Any:
+        """`start`, and hold both ends. `done` is called when the device's end is let go of. Returns: a Ticket, or None."""
+        with self._lock:
+            ticket = self.start(into, source)
+            if ticket is None:
+                if done is not None:
+                    done()
+                return None
+            flying = _Flying(ticket, (into, source), self.current(), done)
+            self._holding.append(flying)
+            self._held += flying.nbytes
+            self._on_host += flying.nbytes
+            self._let_go()
+        return ticket
+
+    def _let_go(self) -> None:
+        while self._holding and (self._held > self.window or self._holding[0].ticket.query()):
+            first = self._holding.popleft()
+            first.stream.wait_event(first.ticket)  # costs nothing where it is done
+            self._held -= first.nbytes
+            first.let_go()
+            self._landing.append(first)
+        while self._landing and (self._on_host > HOST_WINDOWS * self.window or self._landing[0].ticket.query()):
+            first = self._landing.popleft()
+            first.ticket.synchronize()
+            self._on_host -= first.nbytes
+
+    def order(self, ticket: Any, stream: Any = None) -> None:
+        """What `stream` (None: the current one) is given from here on comes after the copy. The host does not wait."""
+        if ticket is not None:
+            (self.current() if stream is None else stream).wait_event(ticket)
+
+    def beside(self) -> Any:
+        """A context: this thread's work inside goes to the stream of the copies, behind what the current stream has been given so far."""
+        if self.stream is not None:
+            self._idle = False
+            self.stream.wait_stream(self.current())
+        return use_stream(self.stream)
+
+    def mark(self) -> Any:
+        """A Ticket of everything that the stream of the copies has been given so far; None without streams."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def wait(self) -> None:
+        """The host waits until every copy so far is done."""
+        if self._idle:
+            return
+        with self._lock:
+            self.stream.synchronize()
+            self._idle = True
+            holding = list(self._holding)
+            self._held = self._on_host = 0
+            self._holding.clear()
+            self._landing.clear()
+        for each in holding:
+            each.let_go()

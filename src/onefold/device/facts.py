@@ -1,0 +1,57 @@
+"""Bytes of a device that are taken and free, and what devices there are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from onefold.device.place import available, with_index
+
+
+class MemoryFigures(NamedTuple):
+    """Bytes that torch's allocator has on a device: in use now and at peak, taken from the system now and at peak."""
+
+    allocated: int
+    allocated_peak: int
+    reserved: int
+    reserved_peak: int
+
+
+def memory_figures(device: torch.device) -> MemoryFigures | None:
+    """What torch's allocator holds on `device`; None on a CPU. Reads counters only: nothing is synchronized."""
+    if device.type in ("cpu", "meta"):
+        return None
+    where = with_index(device)
+    a = torch.accelerator
+    return MemoryFigures(a.memory_allocated(where), a.max_memory_allocated(where), a.memory_reserved(where), a.max_memory_reserved(where))
+
+
+def peak_memory_reset(device: torch.device) -> None:
+    """Peaks are counted from now on."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.reset_peak_memory_stats(with_index(device))
+
+
+def free_memory(device: torch.device | None = None) -> int:
+    """Bytes of an accelerator's memory that nobody has: of `device`, or of the current one.
+
+    Raises:
+        RuntimeError: there is no accelerator.
+    """
+    return int(torch.accelerator.get_memory_info(device)[0])
+
+
+def device_count() -> int:
+    """How many accelerators torch can use."""
+    return torch.accelerator.device_count() if available() else 0
+
+
+def device_names() -> tuple[str, ...]:
+    """What each accelerator calls itself."""
+    found = torch.accelerator.current_accelerator() if available() else None
+    if found is None:
+        return ()
+    module = torch.get_device_module(found)
+    named = getattr(module, "get_device_name", None)
+    return tuple(str(named(i)) if named is not None else f"{found.type}:{i}" for i in range(device_count()))

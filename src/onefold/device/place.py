@@ -1,0 +1,76 @@
+"""Which device: its index, the current one of a thread, and its random state."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+#: Devices whose tensors live in host memory, or nowhere.
+_HOSTS = ("cpu", "meta")
+
+
+def available() -> bool:
+    """Whether torch finds an accelerator that it can use."""
+    return bool(torch.accelerator.is_available())
+
+
+def default_device() -> torch.device:
+    """The accelerator that is current in this thread, with its index; the CPU without one."""
+    found = torch.accelerator.current_accelerator() if available() else None
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def with_index(device: torch.device | str) -> torch.device:
+    """`device` with an index: "cuda" means the one that is current in this thread now, and goes on meaning it in every other thread.
+
+    Raises:
+        ValueError: torch finds no such device.
+    """
+    device = torch.device(device)
+    if device.index is not None or device.type in _HOSTS:
+        return device
+    if available() and (found := torch.accelerator.current_accelerator()) is not None and found.type == device.type:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    try:
+        return torch.empty(0, device=device).device  # such as mps
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        here = ", ".join(f"{default_device().type}:{i}" for i in range(torch.accelerator.device_count())) if available() else "none"
+        raise ValueError(
+            f"device={str(device)!r}: torch finds no such device here ({str(error).splitlines()[0]}; accelerators: {here}). "
+            "Give a device that is there, or 'cpu'."
+        ) from None
+
+
+def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, `device` is this thread's current one: kernels, streams and events that name no device go there."""
+    if device.type in _HOSTS or device.index is None:
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
+
+
+def set_default(device: torch.device) -> None:
+    """`device` is this thread's current one from now on."""
+    if device.type not in _HOSTS and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def backend_name(device: torch.device | str) -> str:
+    """The torch.distributed backend that torch names for tensors of this device: "nccl", "xccl", ...; "gloo" on a CPU."""
+    kind = torch.device(device).type
+    known = getattr(torch.distributed.Backend, "default_device_backend_map", {})
+    return str(known.get(kind, "gloo"))
+
+
+def rng_state(device: torch.device) -> torch.Tensor | None:
+    """The state of the device's own random generator, as uint8 on the host; None on a CPU, whose generator is torch's."""
+    if device.type in _HOSTS:
+        return None
+    found: torch.Tensor = torch.get_device_module(device).get_rng_state(with_index(device))
+    return found
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    """Put back what `rng_state` gave."""
+    torch.get_device_module(device).set_rng_state(state, with_index(device))
