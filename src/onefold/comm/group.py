@@ -19,7 +19,8 @@ of this rank's on each level, and a gather over all goes across first, then insi
 next never take each other's bytes for something else: they wait, and the wait ends in a `StallError`.
 
 [Note: one rank stands for all] Under torch's "fake" backend (plan/simulate.py) moves are entered in the ledger and nothing arrives.
-What the others would tell this rank is what it would tell them.
+What the others would tell this rank is what it would tell them. A simulation with a clock (plan/timeline.py) gives each move a work that
+is waited for as NCCL's is.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from onefold.comm.members import backend_of, members, spelt
 from onefold.comm.pending import Chain, Chains, Pending
 from onefold.comm.stall import Place, StallError, explain
 from onefold.comm.topology import Topology, inner_of, ranks_of_a_node, sides_of
-from onefold.device import current_stream, has_streams, new_event, new_stream
+from onefold.device import current_stream, has_streams, new_event, new_stream, simulated
 
 _KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5, "call": 6}
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -71,7 +72,7 @@ class Group:
         self.broken: StallError | None = None
         self.imagined = False  # see [Note: one rank stands for all]
         self.chains = Chains()
-        self.relay = new_stream(device)  # on which the first of two moves is waited for; one, so that all ranks launch in one order
+        self.relay = new_stream(device, "relay")  # where the first of two moves is waited for; one, so that all ranks launch in one order
         self._counts: dict[tuple[str, int], int] = {}
         self._groups: list[Any] = []
         process_group, numbers = members(process_group)
@@ -259,7 +260,7 @@ class Group:
         nbytes = mine.numel() * mine.element_size()
         event = self._record(move, place, [(p, nbytes, plain // self.size) for p in self._peers()], full.dtype)
         if self.imagined:
-            return self._imagine(place, event, full)
+            return self._imagine(place, event, full, ring=True)
         if self.backend != "gloo":
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return Pending(self, [gather(full, mine, group=self.gather_group, async_op=True)], place, event, keep=full)
@@ -281,7 +282,7 @@ class Group:
         was = plain or {}
         event = self._record(move, place, [(p, t.numel() * t.element_size(), was.get(p, 0)) for p, t in sends], dtype)
         if self.imagined:
-            return self._imagine(place, event, (sends, recvs))
+            return self._imagine(place, event, (sends, recvs), ring=False)
         if self.backend != "gloo":
             return self._all_to_all(sends, recvs, place, event)
         return self._pairwise(sends, recvs, place, unit_index, move, event)
@@ -361,7 +362,9 @@ class Group:
             works += [dist.isend(t, group=group, group_dst=self._at[p], tag=tag) for p, t in sends if t.numel()]
         return Pending(self, works, place, event, keep=(sends, recvs), after=after)
 
-    def _imagine(self, place: Place, event: TrafficEvent, keep: Any) -> Pending:
+    def _imagine(self, place: Place, event: TrafficEvent, keep: Any, ring: bool) -> Pending:
+        if (clock := simulated()) is not None:
+            return Pending(self, [clock.collective(event, self.ranks, ring)], place, event, keep)
         return Pending(self, [], place, event, keep, after=[lambda: self.ledger.waited(event, time.perf_counter())])
 
     def _all_to_all(self, sends: Parts, recvs: Parts, place: Place, event: TrafficEvent) -> Pending:

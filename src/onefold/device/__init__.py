@@ -18,18 +18,22 @@ from onefold.device.facts import MemoryFigures, device_count, device_names, free
 from onefold.device.pinned import HostBuffers, host_empty, host_pages, pin
 from onefold.device.place import available, backend_name, default_device, guard, rng_state, set_default, set_rng_state, with_index
 from onefold.device.streams import (
+    Clock,
     Stream,
     capturing,
+    clocked,
     current_stream,
     has_streams,
     new_event,
     new_stream,
     seconds_between,
+    simulated,
     synchronize,
     use_stream,
 )
 
 __all__ = [
+    "Clock",
     "CopyStream",
     "HostBuffers",
     "MemoryFigures",
@@ -38,6 +42,7 @@ __all__ = [
     "available",
     "backend_name",
     "capturing",
+    "clocked",
     "current_stream",
     "default_device",
     "device_count",
@@ -56,6 +61,7 @@ __all__ = [
     "seconds_between",
     "set_default",
     "set_rng_state",
+    "simulated",
     "synchronize",
     "use_stream",
     "with_index",

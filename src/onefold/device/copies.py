@@ -60,14 +60,15 @@ class CopyStream:
         stream: theirs; None without streams.
     """
 
-    def __init__(self, device: torch.device, window: int = WINDOW) -> None:
+    def __init__(self, device: torch.device, window: int = WINDOW, name: str = "copies") -> None:
         """
         Args:
             window: bytes. See [Note: nothing is freed under a copy].
+            name: what a simulation calls the stream.
         """
         self.device, self.window = device, window
         self.behind = has_streams(device)
-        self.stream = new_stream(device)
+        self.stream = new_stream(device, name)
         self._holding: deque[_Flying] = deque()  # device memory, and perhaps host memory
         self._landing: deque[_Flying] = deque()  # host memory alone
         self._held = self._on_host = 0

@@ -2,12 +2,17 @@
 
 [Note: streams and threads] A stream is current in one thread. A new thread begins on the device's default stream, whatever its maker
 computed on: a thread that works on tensors of another is given that one's stream (`use_stream(stream)`), or orders itself by an event.
+
+[Note: simulated streams] Inside `clocked(clock)` streams and events are the clock's, on any device: plan/timeline.py times a step with them
+in which nothing is computed. The code that asks for streams and waits on them is the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +30,45 @@ class Stream(Protocol):
     def query(self) -> bool: ...
 
 
+class Clock(Protocol):
+    """Streams and events of a simulation. See [Note: simulated streams]."""
+
+    def current_stream(self) -> Any: ...
+    def new_stream(self, name: str) -> Any: ...
+    def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
+    def new_event(self) -> Any: ...
+    def synchronize(self) -> None: ...
+
+    def collective(self, event: Any, ranks: list[int], ring: bool) -> Any:
+        """A work for a collective that the current stream launches: `event` of the traffic ledger, among the global `ranks`.
+
+        `ring`: every rank sends the same to all, else each peer its own part.
+        """
+        ...
+
+
+_clock: ContextVar[Clock | None] = ContextVar("onefold's simulated streams", default=None)
+
+
+@contextlib.contextmanager
+def clocked(clock: Clock) -> Iterator[None]:
+    """Inside, this thread's streams and events are those of `clock`."""
+    before = _clock.set(clock)
+    try:
+        yield
+    finally:
+        _clock.reset(before)
+
+
+def simulated() -> Clock | None:
+    """The clock that stands in for this thread's streams; None in every run that computes."""
+    return _clock.get()
+
+
 def has_streams(device: torch.device) -> bool:
     """Whether work for `device` is put into streams, and the host goes on. False on a CPU."""
+    if _clock.get() is not None:
+        return True
     if device.type not in _streamless:
         try:
             torch.Stream(device=device)
@@ -44,16 +86,22 @@ def has_streams(device: torch.device) -> bool:
 
 def current_stream(device: torch.device) -> Any:
     """The stream that this thread computes on; None where the device has none."""
+    if (clock := _clock.get()) is not None:
+        return clock.current_stream()
     return torch.accelerator.current_stream(device) if has_streams(device) else None
 
 
-def new_stream(device: torch.device) -> Any:
-    """A stream beside the computation; None where the device has none."""
+def new_stream(device: torch.device, name: str = "") -> Any:
+    """A stream beside the computation; None where the device has none. `name`: what a simulation calls it."""
+    if (clock := _clock.get()) is not None:
+        return clock.new_stream(name)
     return torch.Stream(device=device) if has_streams(device) else None
 
 
 def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
     """Inside, this thread's work for the stream's device goes to `stream` (None changes nothing)."""
+    if stream is not None and (clock := _clock.get()) is not None:
+        return clock.use_stream(stream)
     return contextlib.nullcontext() if stream is None else _Using(stream)
 
 
@@ -76,6 +124,8 @@ class _Using:
 
 def new_event(device: torch.device, timing: bool = False) -> Any:
     """An event of `device`, not recorded yet. `timing`: for `seconds_between`."""
+    if (clock := _clock.get()) is not None:
+        return clock.new_event()
     return torch.Event(device=device, enable_timing=timing)
 
 
@@ -86,7 +136,9 @@ def seconds_between(first: Any, second: Any) -> float:
 
 def synchronize(device: torch.device) -> None:
     """The host waits until everything that the device was given is done."""
-    if has_streams(device):
+    if (clock := _clock.get()) is not None:
+        clock.synchronize()
+    elif has_streams(device):
         torch.accelerator.synchronize(device)
 
 

@@ -79,7 +79,7 @@ class ActivationStore:
         self.skip, self.moved, self.smallest = skip, moved, smallest
         self.window, self.ahead = near if window is None else window, near if ahead is None else ahead
         self.ledger = MemoryLedger() if ledger is None else ledger
-        self.side = CopyStream(self.device)
+        self.side = CopyStream(self.device, name="activations")
         host = MemoryLedger() if host is None else host
         self.arena = Arena(budget, ACTIVATIONS_ON_HOST, host, pinned=self.device if self.side.behind else None, settle=self.side.wait)
         self.down = self.up = self.refused = self.held = 0

@@ -7,6 +7,9 @@
 Nothing is computed and nothing is sent, so a model of any size on any number of ranks runs here. Everything else is the engine's own:
 its layouts, hooks, schedule, pool and ledgers. No step of it knows that it is a simulation, but that a group of the "fake" backend stays
 silent ([Note: one rank stands for all] in comm/group.py).
+
+With a machine the run is timed as well: the room `device` gives the engine streams of a clock (plan/timeline.py), and every operation,
+collective and wait takes its place on them.
 """
 
 from __future__ import annotations
@@ -28,19 +31,24 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from onefold.device import clocked
 from onefold.plan.architectures import architecture, known
 from onefold.plan.fake import fake_batch, passing_as_real
 from onefold.plan.from_module import _quietly, model_shape, module_of
+from onefold.plan.hardware import Machine
+from onefold.plan.kernels import CudaKernels
+from onefold.plan.prices import Prices
 from onefold.plan.recompute import Checkpointing, checkpointed
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS, MOVES, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.stand_in import code_of, stand_in
 from onefold.plan.states import at_rest, units_of, wire
-from onefold.plan.subject import tokens
+from onefold.plan.subject import dtype_of, tokens
+from onefold.plan.timeline import Clock, Recording, Timeline
 from onefold.plan.trace import loss_of
 from onefold.plan.values import Integers
-from onefold.recipe import Placement, Recipe
+from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
 from onefold.runtime.interval import whole_sight
 
 #: Ranks up to which a simulation is asked for; more would work.
@@ -89,6 +97,7 @@ class Simulation:
         source: whose forward pass ran: "the module", "transformers' code", "a stand-in of the same parameters".
         seconds: that the simulation took, of wall-clock.
         notes: what had to be assumed about values.
+        timeline: when everything ran, on the machine that was given; None without one, and where a stand-in ran, which computes nothing.
     """
 
     name: str
@@ -103,6 +112,7 @@ class Simulation:
     source: str
     seconds: float
     notes: tuple[str, ...] = ()
+    timeline: Timeline | None = None
 
     @property
     def exact(self) -> bool:
@@ -113,6 +123,7 @@ class Simulation:
         """Plain data; events as [what, unit, bytes, is a move]."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         own |= {"account": self.account.to_json(), "predicted": self.predicted.to_json(), "exact": self.exact}
+        own["timeline"] = self.timeline.to_json() if self.timeline is not None else None
         own["events"] = [list(dataclasses.astuple(e)) for e in self.events]
         own["units"] = {name: dataclasses.asdict(u) for name, u in self.units.items()}
         return own
@@ -132,6 +143,7 @@ def simulate(
     checkpointing: Checkpointing = "none",
     optimizer: str = "adamw",
     steps: int = 2,
+    machine: Machine | None = None,
 ) -> Simulation:
     """Run `steps` optimizer steps as rank `rank` of `ranks` and tell what the ledgers say of the last.
 
@@ -144,31 +156,45 @@ def simulate(
             not depend on them).
         optimizer: one of `OPTIMIZERS`.
         steps: at least 2: the orders of units are learned in the first.
+        machine: time the last step on it (`Simulation.timeline`). Its nodes are those of `Recipe.zero(..., group="node")`.
 
     Raises:
-        ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody knows.
+        ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody knows, a machine of another number of
+            ranks, or one or a recipe of which no timeline is made.
         RuntimeError: a process group is there already.
     """
+    if machine is not None:
+        _check_timed(recipe, ranks, machine)
+        if recipe.group == "node":
+            recipe = recipe.replace(group=machine.local)
     _check(recipe, ranks, rank, micro_batches, steps, optimizer)
     module, shape, units, source = _subject(model, recipe)
     begun, integers = time.perf_counter(), Integers()
     recipe = dataclasses.replace(recipe, units=units)
     if recipe.optimizer.placement is Placement.SHARDED:  # it is: those of OPTIMIZERS are element-wise
         recipe = dataclasses.replace(recipe, elementwise_optimizer=True)
+    clock = _clock(machine, recipe, module, shape, rank, samples * seq) if machine is not None and source != _STAND_IN else None
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(passing_as_real())
         stack.enter_context(_one_of(ranks, rank))
         stack.enter_context(_fake_mode())
         stack.enter_context(_quietly())
+        if clock is not None:
+            stack.enter_context(clocked(clock))
         twin = _twin(module, integers).train()
         given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
         seen = stack.enter_context(_engine_on(twin, recipe))
         stack.enter_context(checkpointed(twin, checkpointing if source != _STAND_IN else "none"))
         stack.enter_context(torch.enable_grad())
         answers = _Answers(integers) if source != _STAND_IN else nullcontext()
-        account = _steps(twin, seen, given, answers, loss or loss_of, optimizer, micro_batches, steps)
+        if clock is not None:
+            clock.engine = seen
+            stack.enter_context(CudaKernels())
+            stack.enter_context(Recording(clock))
+        account = _steps(twin, seen, given, answers, loss or loss_of, optimizer, micro_batches, steps, clock)
         events, summaries = _events(seen), _summaries(seen)
+        timeline = clock.timeline() if clock is not None else None
         del twin, given
     plans = units_of(shape, recipe, ranks, rank)
     predicted = Account(
@@ -176,8 +202,9 @@ def simulate(
     )
     seconds = time.perf_counter() - begun
     return Simulation(
-        shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes)
-    )
+        shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes),
+        timeline,
+    )  # fmt: skip
 
 
 _MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
@@ -205,6 +232,24 @@ def _check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, steps: int
             "a process group is initialized in this process, and a simulation needs the place for its own: simulate before "
             "init_process_group, or in another process (`onefold plan --simulate`)."
         )
+
+
+def _check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
+    """Refuse what has no timeline."""
+    if ranks != machine.ranks:
+        raise ValueError(f"a simulation of {ranks} ranks on a machine of {machine.ranks}: expected the same number.")
+    if machine.shared:
+        raise ValueError("a timeline of a CPU, which has no streams: simulate without a machine, or on one with GPUs.")
+    away = {"parameters": recipe.parameters.tier, "optimizer states": recipe.optimizer.tier}
+    named = [kind for kind, tier in away.items() if tier is not Tier.DEVICE] + (["activations"] if recipe.activations is not None else [])
+    if named:
+        raise ValueError(f"a timeline with {' and '.join(named)} off the device: it has none of the host's work; leave the machine out.")
+
+
+def _clock(machine: Machine, recipe: Recipe, module: nn.Module, shape: ModelShape, rank: int, tokens: int) -> Clock:
+    named = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
+    precision = named[recipe.compute_dtype] if recipe.compute_dtype is not None else dtype_of(module)
+    return Clock(Prices(machine, precision, shape.transformer.hidden if shape.transformer else 0, tokens), rank)
 
 
 def _subject(model: Any, recipe: Recipe) -> tuple[nn.Module, ModelShape, tuple[str | type, ...] | None, str]:
@@ -308,7 +353,17 @@ def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
         gc.collect()
 
 
-def _steps(twin: nn.Module, engine: Any, batch: Any, answers: Any, loss: Any, optimizer: str, micro_batches: int, steps: int) -> Account:
+def _steps(
+    twin: nn.Module,
+    engine: Any,
+    batch: Any,
+    answers: Any,
+    loss: Any,
+    optimizer: str,
+    micro_batches: int,
+    steps: int,
+    clock: Clock | None,
+) -> Account:
     from onefold.shard import no_sync
 
     kind, options = OPTIMIZERS[optimizer]
@@ -319,11 +374,16 @@ def _steps(twin: nn.Module, engine: Any, batch: Any, answers: Any, loss: Any, op
             engine.memory.reset_peak()
             engine.traffic.reset()
             engine.memory.record = True
+            if clock is not None:
+                clock.begin_step()
         for k in range(micro_batches):
             with no_sync(twin) if k + 1 < micro_batches else nullcontext(), answers:
                 loss(_call(twin, batch)).backward()
+            if clock is not None:
+                clock.mark()
         engine.memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
-        stepper.step()
+        with clock.updating() if clock is not None else nullcontext():
+            stepper.step()
         stepper.zero_grad()
     left = engine.memory.now()
     engine.memory.record = False

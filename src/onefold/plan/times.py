@@ -127,15 +127,20 @@ class Traffic:
 
     def seconds(self, machine: Machine, software: Software) -> float:
         """Of all its calls, one after another."""
+        inside, between, hops = self.parts(machine, software)
+        return max(inside, between) + hops
+
+    def parts(self, machine: Machine, software: Software) -> tuple[float, float, float]:
+        """Seconds that all its calls keep the link inside the node busy, that between nodes, and that messages follow one another."""
         if self.ranks <= 1 or not (self.nbytes and self.calls):
-            return 0.0
+            return 0.0, 0.0, 0.0
         if machine.measured is not None:
             # All ranks of the machine move at the same time, in however many groups.
             once = machine.measured.seconds_for(self.move, math.ceil(self.nbytes / self.calls), machine.ranks)
-            return self.calls * once / software.move_share
+            return self.calls * once / software.move_share, 0.0, 0.0
         inside = self.inside / (machine.gpu.link * software.link_share)
         between = self.between * machine.local / (machine.between.bandwidth * software.link_share) if machine.between else 0.0
-        return max(inside, between) + self.calls * self.hops * software.hop_seconds
+        return inside, between, self.calls * self.hops * software.hop_seconds
 
 
 def traffic_of(

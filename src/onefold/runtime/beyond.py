@@ -35,7 +35,7 @@ class Beyond:
         self.recipe, self.rank, self.device = recipe, rank, memory
         self.host, self.disk = MemoryLedger(), MemoryLedger()
         self.moved = TrafficLedger()
-        self.down, self.up = CopyStream(device), CopyStream(device)
+        self.down, self.up = CopyStream(device, name="copies down"), CopyStream(device, name="copies up")
         self.pinned = HostBuffers(device)
         self.pool = Pool(torch.device("cpu"), self.host, paged=True, pinned=device if self.up.behind else None)
         self.chunk = recipe.chunk

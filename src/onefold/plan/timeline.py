@@ -1,0 +1,481 @@
+"""When a step's kernels, collectives and waits run: the real engine's calls, timed on streams in which nothing is computed.
+
+    host          ▏▏▏▏▏▏▏▏▏▏▏                      launches, each `LAUNCH` seconds; it waits where the engine makes it wait
+    compute       │ k0 │ k1 │░░░ wait ░░░│ k2 │    kernels and waits, in the order in which they were launched
+    gathers          │▒▒▒ g1 ▒▒▒▒▒▒▒▒▒▒▒▒│         one stream for each communicator: it begins when what was launched before it is done
+    link             │▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│         and when the link is free: two collectives on one link follow one another
+
+A `Clock` stands in for the device's streams (`onefold.device.clocked`) while plan/simulate.py runs a step. Seconds are those of the plan's
+own time model (plan/prices.py), so what differs from the plan's figure is the order: what the plan assumes to overlap (`Software.overlap`,
+the two ends of a micro-batch) happens here, or does not.
+
+Left out: what other ranks do (all are alike), launches of the optimizer's Python, and the allocator.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from onefold.plan.costs import Kernels
+from onefold.plan.counting import flop_formulas, kernels_of
+from onefold.plan.prices import Link, Prices
+
+#: Seconds that the host takes to launch one kernel or collective. An assumption, in the middle of what eager PyTorch takes (3 to 10 µs).
+LAUNCH = 5e-6
+#: What spans on the compute stream are, beside waits.
+Kind = Literal["model", "engine", "optimizer", "collective", "copy", "wait"]
+COMPUTE = "compute"
+LINKS: Mapping[Link, str] = {"inside": "link in the node", "between": "link between nodes"}
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that a stream did.
+
+    Attributes:
+        kind: "model", "engine" or "optimizer": a kernel of theirs; "collective", "copy"; "wait": the stream stood still.
+        name: of the operation, or the move. unit: whose it is, "" if nobody's. phase: "forward", "backward" or "optimizer".
+        begin, end: seconds.
+        nbytes: sent by a collective.
+        after: the number of the span that a wait waited for, or that a collective came after; -1 for none.
+    """
+
+    stream: str
+    kind: Kind
+    name: str
+    unit: str
+    phase: str
+    begin: float
+    end: float
+    nbytes: int = 0
+    after: int = -1
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of the compute stream, which together are a step's.
+
+    Attributes:
+        model: kernels of forward and backward. engine: casts, copies and sums. optimizer: the update.
+        exposed: waits by what was waited for ("all-gather", "reduce-scatter", "all-reduce", "copy").
+        host: idle, since the host had not launched anything yet.
+    """
+
+    model: float = 0.0
+    engine: float = 0.0
+    optimizer: float = 0.0
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    host: float = 0.0
+
+    @property
+    def step(self) -> float:
+        return self.model + self.engine + self.optimizer + self.waits + self.host
+
+    @property
+    def waits(self) -> float:
+        return sum(self.exposed.values())
+
+    def plus(self, other: Parts, times: int) -> Parts:
+        """These, and `times` times those."""
+        exposed = {k: self.exposed.get(k, 0.0) + times * other.exposed.get(k, 0.0) for k in {**self.exposed, **other.exposed}}
+        sums = (getattr(self, name) + times * getattr(other, name) for name in ("model", "engine", "optimizer"))
+        return Parts(*sums, exposed, self.host + times * other.host)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step in the steady state; time 0 is the end of the step before it.
+
+    Attributes:
+        spans: of all streams, in the order of their launch. streams: their names, the compute stream's first.
+        parts: of the step.
+        exposed: seconds of waiting on the compute stream, by unit and by what was waited for.
+        busy: seconds in which the kernels, each link and the host had work.
+        middle: parts of one micro-batch between the first and the last; None where fewer than three were run.
+        micro_batches: that were run.
+    """
+
+    spans: tuple[Span, ...]
+    streams: tuple[str, ...]
+    parts: Parts
+    exposed: Mapping[str, Mapping[str, float]]
+    busy: Mapping[str, float]
+    middle: Parts | None = None
+    micro_batches: int = 1
+
+    @property
+    def step(self) -> float:
+        """Seconds."""
+        return self.parts.step
+
+    @property
+    def bound(self) -> str:
+        """What is busy longest: "compute", a link, or "host"."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+    def of(self, micro_batches: int) -> Parts:
+        """Parts of a step of more micro-batches than were run: those in the middle are alike.
+
+        Raises:
+            ValueError: fewer than three were run, so that nothing is known of one in the middle.
+        """
+        if micro_batches == self.micro_batches:
+            return self.parts
+        if self.middle is None or micro_batches < self.micro_batches:
+            raise ValueError(f"a timeline of {self.micro_batches} micro-batches says nothing of {micro_batches}: run 3.")
+        return self.parts.plus(self.middle, micro_batches - self.micro_batches)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without the spans."""
+        return {
+            "step": self.step,
+            "parts": asdict(self.parts),
+            "exposed_by_unit": {unit: dict(kinds) for unit, kinds in self.exposed.items()},
+            "busy": dict(self.busy),
+            "bound": self.bound,
+            "micro_batches": self.micro_batches,
+            "spans": len(self.spans),
+        }
+
+
+class Stream:
+    """A stream of a clock: it is done with everything it was given at `free`."""
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.clock, self.name = clock, name
+        self.free, self.last = 0.0, -1
+
+    def wait(self, until: float, after: int) -> None:
+        """What comes now comes after `until`, when span `after` ends."""
+        begin = max(self.free, self.clock.host)
+        if until > begin:
+            self.clock.waits(self, begin, until, after)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait(other.free, other.last)
+
+    def wait_event(self, event: Event) -> None:
+        self.wait(event.at, event.after)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.clock)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.clock.host = max(self.clock.host, self.free)
+
+    def query(self) -> bool:
+        return self.free <= self.clock.host
+
+
+class Event:
+    """A moment of a stream."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.at, self.after = 0.0, -1
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._clock.current_stream()
+        self.at, self.after = max(stream.free, self._clock.host), stream.last
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._clock.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._clock.host = max(self._clock.host, self.at)
+
+    def query(self) -> bool:
+        return self.at <= self._clock.host
+
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds."""
+        return 1000 * (later.at - self.at)
+
+
+class _Work:
+    """A collective under way."""
+
+    def __init__(self, clock: Clock, until: float, span: int) -> None:
+        self._clock, self._until, self._span = clock, until, span
+
+    def wait(self, *_: Any) -> None:
+        self._clock.current_stream().wait(self._until, self._span)
+
+
+class _Line:
+    """When a link is taken. A collective that is launched later may go first, where it fits into a gap."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[float, float]] = []
+
+    def free(self, since: float, seconds: float) -> float:
+        """The first moment from `since` on from which it is free for `seconds`."""
+        at = bisect.bisect_right(self.taken, (since, since))
+        if at and self.taken[at - 1][1] > since:
+            since = self.taken[at - 1][1]
+        while at < len(self.taken) and self.taken[at][0] < since + seconds:
+            since = max(since, self.taken[at][1])
+            at += 1
+        return since
+
+    def take(self, begin: float, seconds: float) -> None:
+        bisect.insort(self.taken, (begin, begin + seconds))
+
+    def busy(self, begin: float, end: float) -> float:
+        return sum(max(0.0, min(b, end) - max(a, begin)) for a, b in self.taken)
+
+
+class Clock:
+    """Streams, events and collectives that take time and do nothing: what `onefold.device.clocked` is given.
+
+    Attributes:
+        host: what time it is where the program runs.
+        spans: everything so far.
+        engine: whose units the kernels are named by, once it is there.
+    """
+
+    def __init__(self, prices: Prices, rank: int = 0, launch: float = LAUNCH) -> None:
+        self.prices, self.rank, self.launch = prices, rank, launch
+        self.host = 0.0
+        self.spans: list[Span] = []
+        self.engine: Any = None
+        self.optimizing = False
+        self._computing = Stream(self, COMPUTE)
+        self._current = self._computing
+        self._streams: dict[str, int] = {COMPUTE: 1}
+        self._communicators: dict[tuple[tuple[int, ...], bool], Stream] = {}
+        self._lines: dict[Link, _Line] = {"inside": _Line(), "between": _Line()}
+        self._launched = 0.0
+        self._unnamed: list[Span] = []  # of a backward pass, which says whose they were at the end of each unit
+        self._named = 0
+        self._formulas = flop_formulas()
+        self._marks: list[float] = []
+        self._begun: tuple[int, float] = (0, 0.0)
+
+    # -- what the room `device` asks for ---------------------------------------------------------------------------------------
+
+    def current_stream(self) -> Stream:
+        return self._current
+
+    def new_stream(self, name: str) -> Stream:
+        self._streams[name] = count = self._streams.get(name, 0) + 1
+        return Stream(self, name if count == 1 else f"{name} {count}")
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def new_event(self) -> Event:
+        return Event(self)
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, *(stream.free for stream in (self._computing, *self._communicators.values())))
+
+    def collective(self, event: Any, ranks: list[int], ring: bool) -> _Work:
+        """A collective on its communicator's stream, behind what the current stream was given and when the links are free."""
+        self._launch()
+        stream = self._communicator(tuple(ranks), ring)
+        price = self.prices.move(event.move, event.nbytes, ranks, self.rank, ring)
+        needs = {self._lines[link]: seconds for link, seconds in price.links.items() if seconds}
+        begin = max(self._current.free, stream.free, self.host)
+        while (later := max((line.free(begin, seconds) for line, seconds in needs.items()), default=begin)) > begin:
+            begin = later
+        for line, seconds in needs.items():
+            line.take(begin, seconds)
+        after = self._current.last
+        self._add(stream, "collective", event.move, event.unit, event.phase, begin, begin + price.seconds, event.nbytes, after)
+        return _Work(self, stream.free, stream.last)
+
+    def _communicator(self, ranks: tuple[int, ...], ring: bool) -> Stream:
+        if (ranks, ring) not in self._communicators:
+            machine = self.prices.machine
+            nodes = {rank // machine.local for rank in ranks}
+            where = "" if machine.nodes == 1 or len(ranks) == machine.ranks else " in the node" if len(nodes) == 1 else " between nodes"
+            self._communicators[ranks, ring] = self.new_stream(f"{'gathers' if ring else 'reductions'}{where}")
+        return self._communicators[ranks, ring]
+
+    # -- what runs -------------------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        self.host += self.launch
+        self._launched += self.launch
+
+    def _add(
+        self, stream: Stream, kind: Kind, name: str, unit: str, phase: str, begin: float, end: float, nbytes: int = 0, after: int = -1
+    ) -> Span:
+        span = Span(stream.name, kind, name, unit, phase, begin, end, nbytes, after)
+        stream.free, stream.last = end, len(self.spans)
+        self.spans.append(span)
+        return span
+
+    def waits(self, stream: Stream, begin: float, until: float, after: int) -> None:
+        """`stream` stands still from `begin` until `until`, when span `after` ends."""
+        cause = self.spans[after] if after >= 0 else None
+        name, unit = (cause.name, cause.unit) if cause is not None else ("", "")
+        self._add(stream, "wait", name, unit, self._phase, begin, until, after=after)
+
+    @property
+    def _phase(self) -> str:
+        return "optimizer" if self.optimizing else "forward" if self.engine is None else str(self.engine.phase)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation has run on fake tensors."""
+        name = _name(func)
+        if name == "_local_scalar_dense":  # .item() and the like
+            self._current.synchronize()
+            return
+        mine = not (self.optimizing or _of_engine())
+        kernels = kernels_of(func, args, kwargs, out, self._formulas) if mine else None
+        nbytes = 0 if mine else _moved(func, name, args, kwargs, out)
+        if not (nbytes or kernels):
+            return
+        self._launch()
+        seconds = self.prices.operation(kernels) if kernels else self.prices.traffic(nbytes)
+        begin = max(self._current.free, self.host)
+        kind: Kind = "model" if mine else "optimizer" if self.optimizing else "engine"
+        phase = self._phase
+        span = self._add(self._current, kind, name, self._unit(phase), phase, begin, begin + seconds)
+        if phase == "backward":
+            self._unnamed.append(span)
+            self._name_backward()
+
+    def _unit(self, phase: str) -> str:
+        if phase == "optimizer" or self.engine is None or not self.engine.stack:
+            return ""
+        return self.engine.stack[-1][0].name or "(root)"
+
+    def _name_backward(self) -> None:
+        """The engine notes whose gradients are complete: what ran since the last such note was that unit's."""
+        done = self.engine.timeline if self.engine is not None else ()
+        if len(done) == self._named:
+            return
+        self._named, last = len(done), done[-1]
+        if last.phase == "backward":
+            for span in self._unnamed:
+                span.unit = last.unit or "(root)"
+            self._unnamed.clear()
+
+    # -- a step ----------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """The step that is kept begins: those before it have shown the engine its order, and the operations their number."""
+        self.prices.learned()
+        self._unnamed.clear()
+        self._begun, self._marks, self._launched = (len(self.spans), self._computing.free), [], 0.0
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, operations are the optimizer's."""
+        self.optimizing = True
+        try:
+            yield
+        finally:
+            self.optimizing = False
+
+    def mark(self) -> None:
+        """A micro-batch has ended."""
+        self._marks.append(self._computing.free)
+
+    def timeline(self) -> Timeline:
+        """Of the step that began with `begin_step`, up to here."""
+        first, zero = self._begun
+        end = self._computing.free
+        self.host = max(self.host, end)  # everything can be read
+        kept = self.spans[first:]
+        own = [s for s in kept if s.stream == COMPUTE]
+        exposed: dict[str, Counter[str]] = {}
+        for span in own:
+            if span.kind == "wait":
+                exposed.setdefault(span.unit, Counter())[span.name] += span.seconds
+        busy = {"compute": sum(s.seconds for s in own if s.kind != "wait"), "host": self._launched}
+        busy |= {LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken}
+        middle = _parts(own, *self._marks[:2]) if len(self._marks) > 2 else None
+        for span in kept:
+            span.begin, span.end = span.begin - zero, span.end - zero
+            span.after = span.after - first if span.after >= first else -1
+        streams = dict.fromkeys([COMPUTE, *(s.stream for s in kept)])
+        return Timeline(
+            tuple(kept), tuple(streams), _parts(own, 0.0, end - zero), exposed, busy, middle, max(len(self._marks), 1)
+        )  # fmt: skip
+
+
+def _parts(spans: list[Span], begin: float, end: float) -> Parts:
+    """Of the compute stream's `spans`, those that end in (begin, end]."""
+    seconds: Counter[str] = Counter()
+    exposed: Counter[str] = Counter()
+    for span in spans:
+        if begin < span.end <= end + 1e-12:
+            (exposed if span.kind == "wait" else seconds)[span.name if span.kind == "wait" else span.kind] += span.seconds
+    idle = end - begin - sum(seconds.values()) - sum(exposed.values())
+    return Parts(seconds["model"], seconds["engine"], seconds["optimizer"], dict(exposed), max(idle, 0.0))
+
+
+class Recording(TorchDispatchMode):
+    """Inside it, operations on fake tensors are kernels of `clock`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if _fake((args, kwargs, out)):
+            self._clock.ran(func, args, kwargs, out)
+        return out
+
+
+def _fake(found: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(t, FakeTensor) for t in tree_iter(found))
+
+
+def _of_engine() -> bool:
+    """Whether code of the engine's own is running: it sees parameters as plain tensors, the model does not."""
+    return not torch._C._is_torch_function_enabled()
+
+
+@lru_cache(maxsize=4096)
+def _name(func: Any) -> str:
+    return str(func._schema.name).rpartition("::")[2]
+
+
+#: Operations that do not read what they write to.
+_OVERWRITING = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"})
+
+
+def _moved(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that an operation outside the model's passes reads and writes."""
+    if func._schema.is_mutable:
+        nbytes = 0
+        given = {**{a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+        for argument in func._schema.arguments:
+            tensors = [t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor)]
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            written = written and not (argument.name == "grads" and "fused" in name)  # unscaled in place where there is a scale, else read
+            overwritten = written and (name in _OVERWRITING or argument.name == "out")
+            nbytes += (1 + (written and not overwritten)) * sum(t.numel() * t.element_size() for t in tensors)
+        return nbytes
+    found: Kernels | None = kernels_of(func, args, kwargs, out, {})
+    return found.other_bytes if found is not None else 0
