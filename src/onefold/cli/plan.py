@@ -131,8 +131,12 @@ def plan_command(
     ] = None,
     simulate: Annotated[
         bool,
-        typer.Option("--simulate", help="Also run the engine as one of all ranks, on fake samples of up to 128 tokens, and compare."),
+        typer.Option("--simulate", help="Also run the engine as one of all ranks, on fake samples, and compare bytes and seconds."),
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="With --simulate: write the step's timeline as a file for Perfetto.", show_default=False),
+    ] = None,
     rank: Annotated[int, typer.Option("--rank", help="With --simulate: which rank.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -184,6 +188,8 @@ def plan_command(
         )
         if rank and not simulate:
             raise ValueError(f"--rank {rank} belongs to --simulate; a plan is the same for every rank.")
+        if trace is not None and not simulate:
+            raise ValueError(f"--trace {trace} belongs to --simulate, which makes the timeline.")
         machine = with_host(_machine(here, ranks, gpus, per_node, gpu, link, machines), host_memory, disk_space)
         found = _plan(wanted, machine, job, _stages(stage))
     except (ValueError, OSError) as error:
@@ -193,15 +199,18 @@ def plan_command(
 
         show(found)
     try:
-        ran = _simulated(found, wanted, rank) if simulate else None
+        ran = _simulated(found, wanted, rank, trace) if simulate else None
     except (ValueError, OSError) as error:  # the plan stands all the same
         _refuse(error, as_json, found)
     if as_json:
         print(json.dumps(found.to_json() | ({"simulation": ran.to_json()} if ran is not None else {})))
     elif ran is not None:
-        from onefold.cli.plan_simulation import show_simulation
+        from onefold.cli.plan_simulation import show_simulation, show_timeline, shown_candidate
 
         show_simulation(ran)
+        show_timeline(ran, shown_candidate(found))
+        if trace is not None:
+            print(f"timeline written to {trace}: open it in https://ui.perfetto.dev")
 
 
 def _refuse(error: Exception, as_json: bool, found: Any = None) -> NoReturn:
@@ -232,10 +241,13 @@ def _plan(wanted: Any, machine: Any, job: Any, stages: tuple[int, ...]) -> Any:
     return plan(wanted, machine, job, stages=stages)
 
 
-def _simulated(found: Any, wanted: Any, rank: int) -> Any:
-    from onefold.cli.plan_simulation import simulated
+def _simulated(found: Any, wanted: Any, rank: int, trace: Path | None) -> Any:
+    from onefold.cli.plan_simulation import simulated, write_trace
 
-    return simulated(found, wanted, rank)
+    ran = simulated(found, wanted, rank)
+    if trace is not None:
+        write_trace(ran, trace)
+    return ran
 
 
 def _subject(model: str | None, params: str | None) -> str | float:

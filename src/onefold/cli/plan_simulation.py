@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from onefold.plan.evaluate import Candidate
 from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES, MOVES
 from onefold.plan.simulate import Event, Simulation, simulate
 from onefold.recipe import Tier
 
-#: Micro-batches that are simulated of a longer step: the others do what these do.
-MICRO_BATCHES = 2
+#: Micro-batches that are simulated of a longer step: the others do what the one in the middle does.
+MICRO_BATCHES = 3
+#: Tokens of a sample where no time is asked for: what the engine holds and sends does not depend on them.
+UNTIMED = 128
 _ENDS = 8
+#: Units that are named by their exposed communication.
+_UNITS = 5
+
+
+def shown_candidate(plan: Plan) -> Candidate:
+    """What is simulated: the recommendation, or the last that is shown where nothing fits."""
+    return plan.recommended or plan.stages[-1]
 
 
 def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
-    """The recommended scheme of `plan`, or the first shown where nothing fits, as rank `rank`.
+    """The recommended scheme of `plan`, or the last shown where nothing fits, as rank `rank`; timed where the machine has streams.
 
     Args:
         model: what the plan was asked for: its code runs, if it has any.
@@ -27,13 +38,14 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     Raises:
         ValueError: the scheme cannot run, or no code runs without values.
     """
-    candidate = plan.recommended or plan.stages[-1]
+    candidate = shown_candidate(plan)
     scheme = candidate.scheme
     recipe = scheme.recipe(plan.job)
     if recipe.group == "node":  # nobody launches a simulation on nodes
         recipe = recipe.replace(group=plan.machine.local)
     if any(t is not Tier.DEVICE for t in (recipe.parameters.tier, recipe.optimizer.tier)) or recipe.tile is not None:
         raise ValueError(f"--simulate runs the engine with everything on the device, in one piece, not {scheme}: add --offload none.")
+    timed = not plan.machine.shared and recipe.activations is None
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,
         recipe,
@@ -42,8 +54,57 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
         micro_batches=min(candidate.accumulation, MICRO_BATCHES),
         checkpointing=scheme.checkpointing,  # type: ignore[arg-type]
         optimizer=plan.job.optimizer,
-        seq=min(plan.job.seq, 128),
+        samples=scheme.micro_batch if timed else 1,
+        seq=plan.job.seq if timed else min(plan.job.seq, UNTIMED),
+        machine=plan.machine if timed else None,
     )
+
+
+def write_trace(found: Simulation, path: Path) -> Path:
+    """The timeline as a file for Perfetto.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from onefold.observe.chrome import write_simulated
+
+    if found.timeline is None:
+        raise ValueError(f"--trace {path}: there is no timeline of {found.source}; plan for GPUs, and a model whose code runs.")
+    return write_simulated(found.timeline, path, f"Onefold simulated: rank {found.rank} of {found.ranks}, {found.name}")
+
+
+def show_timeline(found: Simulation, candidate: Candidate, console: Console | None = None) -> None:
+    """Print where the step's time goes by the timeline, beside the plan's figures."""
+    timeline = found.timeline
+    if timeline is None:
+        return
+    out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    told, parts = candidate.account.seconds, timeline.of(candidate.accumulation)
+    table = Table(title="seconds of a rank in one step", title_justify="left", box=None, padding=(0, 2))
+    for name in ("", "plan", "timeline", ""):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    rows: list[tuple[str, float | None, float]] = [
+        ("[bold]a step takes[/bold]", told["step"], parts.step),
+        ("  compute", told["compute"], parts.model + parts.engine),
+        ("    of the engine: casts, copies, sums", None, parts.engine),
+        ("  exposed communication", told["exposed communication"], parts.waits),
+        *((f"    {move}", None, seconds) for move, seconds in sorted(parts.exposed.items(), key=lambda item: -item[1])),
+        ("  optimizer", told["optimizer"], parts.optimizer),
+        ("  waiting for the host's launches", None, parts.host),
+    ]
+    for name, plan, seen in rows:
+        apart = f"{plan / seen - 1:+.1%}" if plan and seen else ""
+        table.add_row(name, _ms(plan) if plan is not None else "", _ms(seen), apart)
+    out.print(table, crop=False)
+    busy = ", ".join(f"{name} {seconds / timeline.step:.0%}" for name, seconds in sorted(timeline.busy.items(), key=lambda i: -i[1]))
+    out.print(f"busy: {busy}; the step is bound by: {timeline.bound}")
+    most = sorted(timeline.exposed.items(), key=lambda item: -sum(item[1].values()))[:_UNITS]
+    for unit, kinds in most:
+        out.print(f"  waits {_ms(sum(kinds.values())):>9} for {unit or 'nobody'}: " + ", ".join(f"{k} {_ms(v)}" for k, v in kinds.items()))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
 
 
 def show_simulation(found: Simulation, console: Console | None = None) -> None:

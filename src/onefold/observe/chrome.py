@@ -2,6 +2,8 @@
 
 One process a rank; rows: compute, optimizer, waiting, and as many rows of gathers and of reductions as were under way at once; a counter
 of memory by category. Times are microseconds from the window's start, or torch.profiler's clock where its events are in the file too.
+
+A simulated step (plan/timeline.py) has a row of units and a row for each stream; arrows lead from a collective to the wait for it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from onefold.observe.tiers import DEVICE, MOVED
 
 if TYPE_CHECKING:
     from onefold.observe.trace import Recording
+    from onefold.plan.timeline import Timeline
 
 #: Process numbers of ranks in the file; far from real process ids, which torch.profiler's events carry.
 FIRST_PROCESS = 10_000_000
@@ -34,6 +37,43 @@ def write(recording: Recording, path: Path) -> Path:
     return path
 
 
+def write_simulated(timeline: Timeline, path: Path, title: str) -> Path:
+    """A simulated step; `title` names its process. Makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": simulated_events(timeline, title), "displayTimeUnit": "ms"}), encoding="utf-8")
+    return path
+
+
+def simulated_events(timeline: Timeline, title: str) -> list[dict[str, Any]]:
+    """The events of a simulated step."""
+    process, rows = FIRST_PROCESS, {name: row for row, name in enumerate(("units", *timeline.streams), 1)}
+    out = [_name("process_name", process, 0, title)]
+    for name, row in rows.items():
+        out += _row_named(process, row, name)
+
+    def add(row: int, name: str, category: str, begin: float, end: float, **args: Any) -> None:
+        at = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
+        out.append({"ph": "X", "name": name, "cat": category, "pid": process, "tid": row, **at, "args": args})
+
+    for unit, phase, begin, end in timeline.units():
+        add(rows["units"], f"{unit} {phase}", phase, begin, end, unit=unit, phase=phase)
+    for number, span in enumerate(timeline.spans):
+        facts: dict[str, Any] = {"unit": span.unit, "phase": span.phase, "kind": span.kind} | ({"bytes": span.nbytes} if span.nbytes else {})
+        name = f"waits for {span.name} {span.unit}" if span.kind == "wait" else f"{span.name} {span.unit}" if span.nbytes else span.name
+        add(rows[span.stream], name.strip(), span.kind, span.begin, span.end, **facts)
+        if span.kind == "wait" and span.after >= 0:
+            cause = timeline.spans[span.after]
+            flow = {"cat": "wait", "name": "waited for", "id": number, "pid": process}
+            out.append({"ph": "s", "tid": rows[cause.stream], "ts": cause.begin * 1e6, **flow})
+            out.append({"ph": "f", "bp": "e", "tid": rows[span.stream], "ts": span.begin * 1e6, **flow})
+    return out
+
+
+def _row_named(process: int, row: int, title: str) -> list[dict[str, Any]]:
+    sort = {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": row, "args": {"sort_index": row}}
+    return [_name("thread_name", process, row, title), sort]
+
+
 def _offset(recording: Recording, profiler: dict[str, Any]) -> float:
     """Microseconds to add to a recorded time: the window begins at 0, or on the profiler's clock."""
     if not profiler:
@@ -50,8 +90,7 @@ def events(recording: Recording, offset: float) -> list[dict[str, Any]]:
     def row(title: str) -> int:
         nonlocal rows
         rows += 1
-        out.append(_name("thread_name", process, rows, title))
-        out.append({"ph": "M", "name": "thread_sort_index", "pid": process, "tid": rows, "args": {"sort_index": rows}})
+        out.extend(_row_named(process, rows, title))
         return rows
 
     def add(thread: int, name: str, category: str, start: float, end: float, **args: Any) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -378,7 +379,7 @@ def _steps(
                 clock.begin_step()
         for k in range(micro_batches):
             with no_sync(twin) if k + 1 < micro_batches else nullcontext(), answers:
-                loss(_call(twin, batch)).backward()
+                _backward(loss(_call(twin, batch)))
             if clock is not None:
                 clock.mark()
         engine.memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
@@ -391,6 +392,11 @@ def _steps(
         held = [t for state in stepper.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     rest = left | {MOMENTS: sum(t.numel() * t.element_size() for t in held)}
     return Account(rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=_wire(engine))
+
+
+def _backward(scalar: torch.Tensor) -> None:
+    # What scalar.backward() calls. That would leave CudaKernels for its duration, and a recomputation would run other kernels.
+    _engine_run_backward((scalar,), (torch.ones_like(scalar),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _wire(engine: Any) -> dict[str, int]:

@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+import onefold.runtime
 from onefold.plan.costs import Kernels
 from onefold.plan.counting import flop_formulas, kernels_of
 from onefold.plan.prices import Link, Prices
@@ -138,6 +141,22 @@ class Timeline:
         if self.middle is None or micro_batches < self.micro_batches:
             raise ValueError(f"a timeline of {self.micro_batches} micro-batches says nothing of {micro_batches}: run 3.")
         return self.parts.plus(self.middle, micro_batches - self.micro_batches)
+
+    def units(self) -> Iterator[tuple[str, str, float, float]]:
+        """(unit, phase, begin, end) of each stretch in which the compute stream ran one unit's kernels and waits, in order."""
+        now: tuple[str, str] | None = None
+        begin = end = 0.0
+        for span in self.spans:
+            if span.stream != COMPUTE or span.kind == "engine":
+                continue
+            its = (span.unit or span.phase, span.phase)
+            if its != now:
+                if now is not None:
+                    yield *now, begin, end
+                now, begin = its, span.begin
+            end = span.end
+        if now is not None:
+            yield *now, begin, end
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without the spans."""
@@ -452,8 +471,25 @@ def _fake(found: Any) -> bool:
 
 
 def _of_engine() -> bool:
-    """Whether code of the engine's own is running: it sees parameters as plain tensors, the model does not."""
-    return not torch._C._is_torch_function_enabled()
+    """Whether code of the engine's own is running, and not the model's on parameters that the engine looks after."""
+    if torch._C._is_torch_function_enabled():
+        return False  # the engine's own sees parameters as plain tensors
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_RUNTIME):
+            if not file.endswith(_BETWEEN):
+                return True
+        elif file == _MODULE:
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_MODULE = torch.nn.modules.module.__file__
+_RUNTIME = str(Path(onefold.runtime.__file__).parent)
+#: Files of the runtime that carry out what the model asks of parameters.
+_BETWEEN = ("parameter.py", "operators.py", "interval.py", "outside.py")
 
 
 @lru_cache(maxsize=4096)

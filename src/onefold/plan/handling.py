@@ -1,0 +1,58 @@
+"""What the engine's own kernels cost a step: bytes of memory that its casts, copies and sums read and write.
+
+    gathers      this rank's masters, cast into their place in the whole
+    gradients    each is copied into its unit's buffer, or added to it where an earlier micro-batch has left one
+    reductions   on each hop the parts are read, and their sum is written
+    sums         rounded once to the dtype of the wire, or cast to that of the masters, where these are others
+
+They run where the model is computed, so nothing hides them. On a calibrated machine its reference steps have measured them
+(`Software.handed_s`), and the encoding of what travels encoded is counted in plan/coding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onefold.plan.states import FlatPlan, UnitPlan, puts_of
+from onefold.recipe import Recipe
+from onefold.recipe.groups import GROUP
+
+
+def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
+    """Bytes of memory read and written in a step, by one rank."""
+    total = 0.0
+    for unit in units:
+        for flat in (f for f in unit.flats if not f.passive):
+            d = flat.dtypes
+            if not flat.shared and flat.tiers is None:
+                puts = int(flat.trainable) if flat.kept else puts_of(unit, flat, recipe, micro_batches)
+                total += puts * flat.own * (d.master.itemsize + d.compute.itemsize)
+            if flat.trainable:
+                total += _stored(flat, recipe, micro_batches) + _summed(flat, recipe, micro_batches)
+    return total
+
+
+def _stored(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
+    """Gradients on their way into the buffer that is reduced."""
+    d = flat.dtypes
+    if recipe.reduce_at == "micro-batch" or micro_batches == 1:
+        return micro_batches * flat.numel * (d.compute.itemsize + d.wire.itemsize)
+    first, more = d.compute.itemsize + d.sums.itemsize, d.compute.itemsize + 2 * d.sums.itemsize
+    cast = d.sums.itemsize + d.wire.itemsize if d.sums != d.wire else 0
+    return flat.numel * (first + (micro_batches - 1) * more + cast)
+
+
+def _summed(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
+    """Sums of all hops, to where the optimizer finds them."""
+    d, total = flat.dtypes, 0.0
+    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    for at, hop in enumerate(flat.hops):
+        if hop.level == "across" and recipe.gradients.over == GROUP:
+            times = 1
+        sent = d.sums.itemsize if at else d.wire.itemsize
+        cast = (d.sums.itemsize + d.wire.itemsize) * hop.span if at and d.sums != d.wire else 0
+        total += times * (cast + hop.own * (hop.size * (d.wire.itemsize if at else sent) + d.sums.itemsize))
+    landed = d.wire if flat.whole_master or flat.spread else d.sums
+    if landed != d.master:
+        total += times * flat.own * (landed.itemsize + d.master.itemsize)
+    return total
