@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onefold.memory.activations import SMALLEST
@@ -100,18 +100,33 @@ class Activity:
         for unit in [u for u in model.units if u.name not in repeated and u.parameters]:
             largest = max(p.numel for p in unit.parameters) * element_bytes
             slots.append(Slot(unit.name, "backward", held + largest + shared, 0, largest + shared))
-        forward = transformer_flops_per_token(model.active_numel, dims, seq) * tokens / 3
-        whole_step = flops_per_token(model, dims, seq) * tokens
-        again_share = sum(1 for k in kept_of if not k) / max(len(kept_of), 1)
+        whole_step = (flops_per_token(model, dims, seq) - _looked_up(model)) * tokens
+        looked_up = sum(p.numel for u in model.units if u.looks_up_only for p in u.parameters)
+        forward = transformer_flops_per_token(model.active_numel - looked_up, dims, seq) * tokens / 3
+        again = sum(1 for k in kept_of if not k) / max(len(kept_of), 1) * _recomputed(model, dims, seq, blocks) * tokens
         movable = {b.name: whole if kept else point for b, kept in zip(blocks, kept_of, strict=True)} | {"(root)": 4 * entries}
         large = tokens * dims.hidden * element_bytes >= SMALLEST  # else each of a block's tensors is too small to be worth moving
-        done = whole_step + again_share * forward
+        done = whole_step + again
         return cls(tuple(slots), saved, 4 * entries, done, forward, "formula", movable=movable if large else {})
 
 
 def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> float:
     """Model FLOPs of forward and backward, where frozen parameters have no gradients of their own: 4 each instead of 6."""
     return transformer_flops_per_token(model.active_numel, dims, seq) - 2 * frozen_active(model)
+
+
+def _looked_up(model: ModelShape) -> float:
+    """What `flops_per_token` counts of tables of which a token reads one row: no product has them."""
+    return sum((6 if p.trainable else 4) * p.numel for u in model.units if u.looks_up_only for p in u.parameters)
+
+
+def _recomputed(model: ModelShape, dims: Transformer, seq: int, blocks: Sequence[UnitShape]) -> float:
+    """FLOPs a token of the blocks' second forward passes. torch ends one as soon as it has everything that backward needs: before the
+    last product of a block, but where a router weighs what comes out of it."""
+    repeated = {u.name for u in blocks}
+    inside = model.active_numel - sum(u.numel for u in model.units if u.name not in repeated)
+    last = 2 * dims.layers * dims.ffn * dims.hidden if dims.experts <= 1 else 0
+    return max(0.0, transformer_flops_per_token(inside, dims, seq) / 3 - last)
 
 
 def frozen_active(model: ModelShape) -> int:

@@ -22,6 +22,7 @@ from onefold.plan.beyond import HOST, Beyond, beyond_of, moved_by
 from onefold.plan.coding import coded_bytes
 from onefold.plan.division import padded, topology_of
 from onefold.plan.formulas.states import states_by_kind
+from onefold.plan.handling import handled_bytes
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.legs import Leg
@@ -106,6 +107,7 @@ def evaluate(
         carried=carried,
         behind=recipe.step_in_backward,
         coded_bytes=engine.coded,
+        handled_bytes=engine.handled,
     )
     times = step_times(_with_host_update(work, beyond, job), machine, software)
     account = Account(
@@ -164,7 +166,7 @@ def usable_bytes(machine: Machine) -> int:
 @dataclass(frozen=True)
 class _Engine:
     """What depends on the recipe and not on what is recomputed. `stepped`: elements that this rank's update steps on the device; `coded`:
-    bytes that encoding reads and writes."""
+    bytes that encoding reads and writes; `handled`: bytes that copies, casts and sums do."""
 
     moments: tuple[Moment, ...]
     ledger: Mapping[str, int]
@@ -175,6 +177,7 @@ class _Engine:
     legs: tuple[Leg, ...]
     wire: Mapping[str, int]
     coded: float
+    handled: float
 
 
 @lru_cache(maxsize=256)
@@ -186,7 +189,8 @@ def _engine(model: ModelShape, recipe: Recipe, ranks: int, per_node: int | None,
     beyond = beyond_of(units, recipe, micro_batches, optimizer)
     rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few)
     legs, sent, coded = legs_of(units, recipe, micro_batches), wire(units, recipe, micro_batches), coded_bytes(units, recipe, micro_batches)
-    return _Engine(tuple(replay.moments), replay.peak, rest, bound, stepped, beyond, tuple(legs), sent, coded)
+    handled = handled_bytes(units, recipe, micro_batches)
+    return _Engine(tuple(replay.moments), replay.peak, rest, bound, stepped, beyond, tuple(legs), sent, coded, handled)
 
 
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:

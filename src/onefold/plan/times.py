@@ -2,10 +2,12 @@
 
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
                    on a calibrated machine what its operations cost N ranks together (`onefold.plan.costs`) ÷ step_share;
-                   and what encoding and decoding read and write (`onefold.plan.coding`)
+                   and what encoding and decoding (`onefold.plan.coding`) and the engine's own copies, casts and sums
+                   (`onefold.plan.handling`) read and write
     communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over groups is two, each on its level
     exposed        what communication is left over when `overlap` of the compute beside it is used up; never less than the ends:
-                   the first gather and the last reduction of each micro-batch have nothing to hide behind
+                   the first gather and the last reduction of each micro-batch have nothing to hide behind. Moves of several units are
+                   under way at once, so that those inside nodes and those between them take as long as the slower of the two links
     optimizer      bytes that the update moves ÷ memory bandwidth
     io             host link and NVMe, as far as compute leaves room to hide them (`onefold.plan.tier_times`)
 
@@ -224,7 +226,7 @@ class Work:
         hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at that shape.
         kernels: what runs in all passes of the step, where that was traced: a calibrated machine knows what each part of it costs.
         handed: elements of gradients that the engine takes over, all micro-batches together.
-        coded_bytes: read and written by encoding and decoding.
+        coded_bytes: read and written by encoding and decoding. handled_bytes: by the engine's copies, casts and sums.
     """
 
     flops: float
@@ -248,6 +250,7 @@ class Work:
     kernels: Kernels | None = None
     handed: float = 0.0
     coded_bytes: float = 0.0
+    handled_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -299,7 +302,7 @@ def exposed_seconds(work: Work, compute: float, machine: Machine, software: Soft
     by_phase: dict[str, list[Traffic]] = {}
     for traffic in work.traffic:
         by_phase.setdefault(traffic.phase, []).append(traffic)
-    exposed = total = 0.0
+    exposed = 0.0
     # the narrowest room first: what it hides is gone for the wider
     for phase in ("first forward", "last backward", "forward", "backward", "both", "boundary"):
         once = phase in ("first forward", "last backward", "boundary")
@@ -311,16 +314,20 @@ def exposed_seconds(work: Work, compute: float, machine: Machine, software: Soft
                 left[part] -= taken
                 hidden += taken
         exposed += hideable + ends - hidden
-        total += hideable + ends
-    return exposed, total, left
+    return exposed, sum(t.seconds(machine, software) for t in work.traffic), left
 
 
 def _hideable(moves: Sequence[Traffic], micro_batches: int, machine: Machine, software: Software) -> tuple[float, float]:
-    """Seconds of these moves that compute can hide, and those of the first and last of each micro-batch, which it cannot."""
-    seconds = sum(t.seconds(machine, software) for t in moves)
-    calls = sum(t.calls for t in moves if t.nbytes and t.ranks > 1)
-    ends = seconds * min(1.0, 2 * micro_batches / calls) if calls else 0.0
-    return seconds - ends, ends
+    """Seconds of these moves that compute can hide, and those of the first and last of each micro-batch, which it cannot.
+
+    An end goes over its levels one after the other; of the rest one unit's move inside nodes runs beside another's between them.
+    """
+    moving = [t for t in moves if t.calls and t.nbytes and t.ranks > 1]
+    calls = sum(max(t.calls for t in moving if t.move == move) for move in {t.move for t in moving})  # a move's levels are one
+    ends = min(1.0, 2 * micro_batches / calls) if calls else 0.0
+    parts = [t.parts(machine, software) for t in moving]
+    inside, between, hops = (sum(part[i] for part in parts) for i in range(3))
+    return (1 - ends) * (max(inside, between) + hops), ends * sum(t.seconds(machine, software) for t in moving)
 
 
 def step_times(work: Work, machine: Machine, software: Software | None = None) -> Times:
@@ -333,6 +340,8 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     compute = compute_seconds(work, machine, soft)
     exposed, communication, left = exposed_seconds(work, compute, machine, soft)
     compute += work.coded_bytes / (machine.gpu.memory_bandwidth * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU))
+    if machine.measured is None:  # else its reference steps have them
+        compute += work.handled_bytes / machine.gpu.memory_bandwidth
     tiers = tier_times(work, machine, left)
     optimizer = _device_update(work, machine) + tiers.update
     step = compute + exposed + optimizer + tiers.io
