@@ -17,14 +17,17 @@ the same bits, NaN's payload excepted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
-#: Elements that torch adds up at a time on a CPU: sum and addend stay in the cache while part after part is added.
-CPU_SLAB = 1 << 17
+from onefold.comm.launching import served
+
+#: Elements that torch adds up at a time on a CPU where parts are converted: it converts an addend as a whole, into memory of its own.
+CPU_SLAB = 1 << 19
+_SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@torch.no_grad()
 def sum_parts(
     parts: torch.Tensor,
     out: torch.Tensor,
@@ -40,7 +43,7 @@ def sum_parts(
     Args:
         parts: [ranks, n], one row for each rank in rank order: a receive buffer. Rows are contiguous; their distance may be larger than n.
             With `own`: [ranks - 1, n], the rows of the other ranks.
-        out: [n], contiguous, on the device of `parts`. It may be `own` or a row of `parts` (in its dtype); it overlaps nothing else.
+        out: [n], contiguous, on the device of `parts`. It may be `own` or a row of `parts`, if it has its dtype; it overlaps nothing else.
         scale: what the sum is multiplied with, as `Tensor.mul_` would.
         own: [n], contiguous: this rank's part where it lies, in any floating-point dtype. It is added at position `rank`.
         rank: this rank's position among the ranks, counted from 0; read with `own` only.
@@ -51,13 +54,23 @@ def sum_parts(
         ValueError: shapes, layouts or devices that do not belong together.
     """
     _check(parts, out, own, rank)
+    if out.numel() and serve(parts, out, own, round_to, dtype):
+        from onefold.comm import triton_sums
+
+        triton_sums.sum_parts(parts, out, scale, own, rank, _narrower(round_to, dtype))
+        return
     rows = list(parts.unbind())
     if own is not None:
         rows.insert(rank, own)
     add_up(rows, out, scale, round_to=round_to, dtype=dtype)
 
 
-@torch.no_grad()
+def serve(parts: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, round_to: torch.dtype | None, dtype: torch.dtype) -> bool:
+    """Whether the kernel adds these up: in fp32, of and to fp32, bf16 and fp16."""
+    dtypes = {parts.dtype, out.dtype, own.dtype if own is not None else dtype, _narrower(round_to, dtype) or dtype}
+    return dtype == torch.float32 and dtypes.issubset(_SERVED) and served(out)
+
+
 def add_up(
     parts: Sequence[torch.Tensor],
     out: torch.Tensor,
@@ -72,40 +85,72 @@ def add_up(
         parts: one [n] for each rank, in rank order, in any floating-point dtypes.
         out, scale, round_to, dtype: as `sum_parts` has them.
     """
-    slab = CPU_SLAB if out.device.type == "cpu" else max(out.numel(), 1)
-    if out.numel() <= slab:
-        _add_up(parts, out, scale, round_to, dtype)
+    round_to, n = _narrower(round_to, dtype), out.numel()
+    on_cpu, at = out.device.type == "cpu", out.data_ptr()
+    apart, widened = out.dtype != dtype, False
+    for i, part in enumerate(parts):
+        if part.dtype != dtype:
+            widened = widened or (on_cpu and _narrower(part.dtype, dtype) is not None)
+        elif i and part.data_ptr() == at:  # it would be overwritten before it is read
+            apart = True
+    slab = n
+    if on_cpu and n > CPU_SLAB and (apart or widened or round_to):
+        slab = -(-n // -(-n // CPU_SLAB))  # even slabs
+    sums = torch.empty_like(out[:slab], dtype=dtype) if apart else None
+    room = torch.empty_like(out[:slab], dtype=dtype) if widened else None
+    if slab == n:
+        _add_up(parts, out, sums, room, scale, round_to, dtype)
         return
-    for pieces in zip(out.split(slab), *(part.split(slab) for part in parts), strict=True):
-        _add_up(pieces[1:], pieces[0], scale, round_to, dtype)
+    for piece, *pieces in zip(out.split(slab), *(part.split(slab) for part in parts), strict=True):
+        m = piece.numel()
+        _add_up(pieces, piece, sums[:m] if sums is not None else None, room[:m] if room is not None else None, scale, round_to, dtype)
 
 
-def _add_up(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, round_to: torch.dtype | None, dtype: torch.dtype) -> None:
+def _add_up(
+    parts: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    apart: torch.Tensor | None,
+    room: torch.Tensor | None,
+    scale: float,
+    round_to: torch.dtype | None,
+    dtype: torch.dtype,
+) -> None:
+    """`apart`: where the sum is made, if not in `out`. `room`: where narrower parts are converted, lest torch allocates for each."""
     first, *others = parts
-    apart = out.dtype != dtype or any(part.data_ptr() == out.data_ptr() for part in others[1:])
-    sums = torch.empty_like(out, dtype=dtype) if apart else out
+    sums = out if apart is None else apart
     if others and first.dtype == others[0].dtype == dtype:
         torch.add(first, others.pop(0), out=sums)
     else:
         sums.copy_(first)
     for part in others:
-        sums.add_(part)
+        sums.add_(room.copy_(part) if room is not None and _narrower(part.dtype, dtype) else part)
     if scale != 1:
         sums.mul_(scale)
-    rounded = sums if round_to is None or torch.promote_types(round_to, dtype) == round_to else sums.to(round_to)
-    if rounded is not out:
-        out.copy_(rounded)
+    if round_to is not None:
+        sums = sums.to(round_to)
+    if sums is not out:
+        out.copy_(sums)
+
+
+@cache
+def _narrower(other: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
+    """`other`, unless it holds every value of `dtype`."""
+    return None if other is None or torch.promote_types(other, dtype) == other else other
 
 
 def _check(parts: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, rank: int) -> None:
     ranks = (parts.shape[0] if parts.dim() == 2 else 0) + (own is not None)
     if parts.dim() != 2 or not ranks or out.shape != parts.shape[1:] or (own is not None and own.shape != out.shape):
         with_own = f" and own of shape {tuple(own.shape)}" if own is not None else ""
-        raise ValueError(f"parts of shape {tuple(parts.shape)}{with_own} cannot be summed into {tuple(out.shape)}: expected [ranks, n] and [n]")
+        raise ValueError(
+            f"parts of shape {tuple(parts.shape)}{with_own} cannot be summed into {tuple(out.shape)}: expected [ranks, n] and [n]"
+        )
     if own is not None and not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} was given with parts of {ranks} ranks, expected a position from 0 to {ranks - 1}")
-    if any(t is not None and t.device != out.device for t in (parts, own)):
+        raise ValueError(f"rank {rank} was given with the parts of {ranks} ranks, expected a position from 0 to {ranks - 1}")
+    if parts.device != out.device or (own is not None and own.device != out.device):
         on = ", ".join(str(t.device) for t in (parts, own, out) if t is not None)
         raise ValueError(f"parts and sum are on several devices ({on}), expected one")
     if out.numel() > 1 and (parts.stride(1) != 1 or not out.is_contiguous() or not (own is None or own.is_contiguous())):
-        raise ValueError(f"parts of strides {parts.stride()} and a sum of strides {out.stride()} were given, expected contiguous rows")
+        raise ValueError(
+            f"parts of strides {parts.stride()} and a sum of strides {out.stride()} were given, expected contiguous rows and [n]"
+        )
