@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import standin
 from invariants.test_same_numbers import Run
-from models import TinyGPT, TinyMLP, features_of
+from models import TinyMLP, features_of
 from ranks import run_ranks
 from trials import STAGES, GPTCase, MLPCase, differences, train_sharded
 
@@ -184,7 +184,7 @@ def test_every_recipe_gives_the_same_bits_on_a_native_backend(which: str, world_
 
 
 def a_life(folder: str, group: Any, stage: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Everything that moves state: from the meta device, trained, saved (also behind the training), read, written, loaded at another stage."""
+    """Everything that moves state: made from the meta device, trained, saved, read, written, loaded at another stage."""
     import onefold
 
     def made(stage: int, **more: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -235,7 +235,8 @@ def a_life(folder: str, group: Any, stage: int, options: dict[str, Any]) -> dict
 
 LIVES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "stage 0": (2, 0, {}), "stage 1": (2, 1, {}), "stage 2": (3, 2, {}), "stage 3": (3, 3, {}),
-    "stage 3 in groups": (4, 3, {"group": 2}), "HSDP": (4, 3, {"shard_group": 2}), "a second copy": (4, 3, {"group": 2, "second_copy": True}),
+    "stage 3 in groups": (4, 3, {"group": 2}), "HSDP": (4, 3, {"shard_group": 2}),
+    "a second copy": (4, 3, {"group": 2, "second_copy": True}),
     "int8": (4, 3, {"group": 2, "gather_codec": "int8"}), "on the host": (2, 3, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
 }  # fmt: skip
 
