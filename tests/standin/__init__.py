@@ -39,6 +39,8 @@ _Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup
 #: How many operations of each name this process has launched.
 launched: Counter[str] = Counter()
+#: How many communicators it has made by "new_group" (or as the default group) and by "split".
+made: Counter[str] = Counter()
 
 Read = Callable[[], Mapping[int, bytes]]
 Write = Callable[[Mapping[int, bytes]], None]
@@ -157,6 +159,12 @@ class StandIn(_ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self.name = name
 
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._number
+
     def _set_group_desc(self, description: str) -> None:
         pass
 
@@ -192,9 +200,10 @@ class StandIn(_ProcessGroup):
             return None
         ranks = sorted(new_ranks)
         store = PrefixStore(f"split/{self._splits}/{ranks[0]}/", self.store)
-        made = type(self)(store, ranks.index(self.my_rank), len(ranks), timeout or self.timeout)
-        made.name = group_name or ""
-        return made
+        made["split"] += 1
+        part = type(self)(store, ranks.index(self.my_rank), len(ranks), timeout or self.timeout)
+        part.name = group_name or ""
+        return part
 
     def shutdown(self) -> None:
         self.wire.close()
@@ -453,6 +462,7 @@ def _reduce(parts: list[Tensor], op: str, chunk: int) -> Tensor:
 
 
 def _make(store: Any, rank: int, size: int, timeout: timedelta) -> StandIn:
+    made["new_group"] += 1
     return StandIn(store, rank, size, timeout)
 
 

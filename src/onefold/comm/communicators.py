@@ -81,8 +81,11 @@ class Communicators:
         default = dist.distributed_c10d._get_default_group()
         if getattr(default, "bound_device_id", None) is None or not hasattr(dist, "split_group"):
             return False
+        group = default if parent is None else parent
+        if str(dist.get_backend(group)) == "undefined":  # torch splits no group of backends that it chose by itself
+            return False
         try:
-            found = (default if parent is None else parent)._get_backend(self.device)
+            found = group._get_backend(self.device)
         except RuntimeError:
             return False
         return bool(getattr(found, "supports_splitting", False))
@@ -140,6 +143,7 @@ class Communicators:
 
 
 def _split(parent: Any, parts: list[list[int]], patience: timedelta, backend: str) -> Any:
-    known = inspect.signature(dist.split_group).parameters
-    options = {"backend": backend} if "backend" in known else {}  # else all backends of the parent are split, gloo's too
+    options = {}
+    if ":" in str(dist.get_backend(parent)) and "backend" in inspect.signature(dist.split_group).parameters:
+        options["backend"] = backend  # else all backends of the parent are split, gloo's too
     return dist.split_group(parent, parts, timeout=patience, **options)
