@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -39,10 +39,16 @@ class Clock(Protocol):
     def new_event(self) -> Any: ...
     def synchronize(self) -> None: ...
 
-    def collective(self, event: Any, ranks: list[int], ring: bool) -> Any:
+    def kernel(self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+        """One kernel on the current stream, of the engine's own."""
+        ...
+
+    def collective(self, event: Any, ranks: list[int], ring: bool, communicator: str) -> Any:
         """A work for a collective that the current stream launches: `event` of the traffic ledger, among the global `ranks`.
 
-        `ring`: every rank sends the same to all, else each peer its own part.
+        Args:
+            ring: each rank's bytes enter a node once; else each peer is sent its own part.
+            communicator: which of those of these ranks; its collectives follow one another.
         """
         ...
 

@@ -18,7 +18,7 @@ import bisect
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -278,7 +278,7 @@ class Clock:
         self._computing = Stream(self, COMPUTE)
         self._current = self._computing
         self._streams: dict[str, int] = {COMPUTE: 1}
-        self._communicators: dict[tuple[tuple[int, ...], bool], Stream] = {}
+        self._communicators: dict[tuple[tuple[int, ...], str], Stream] = {}
         self._lines: dict[Link, _Line] = {"inside": _Line(), "between": _Line()}
         self._launched = 0.0
         self._unnamed: list[Span] = []  # of a backward pass, which says whose they were at the end of each unit
@@ -310,10 +310,10 @@ class Clock:
     def synchronize(self) -> None:
         self.host = max(self.host, *(stream.free for stream in (self._computing, *self._communicators.values())))
 
-    def collective(self, event: Any, ranks: list[int], ring: bool) -> _Work:
+    def collective(self, event: Any, ranks: list[int], ring: bool, communicator: str) -> _Work:
         """A collective on its communicator's stream, behind what the current stream was given and when the links are free."""
         self._launch()
-        stream = self._communicator(tuple(ranks), ring)
+        stream = self._communicator(tuple(ranks), communicator)
         price = self.prices.move(event.move, event.nbytes, ranks, self.rank, ring)
         needs = {self._lines[link]: seconds for link, seconds in price.links.items() if seconds}
         begin = max(self._current.free, stream.free, self.host)
@@ -325,13 +325,13 @@ class Clock:
         self._add(stream, "collective", event.move, event.unit, event.phase, begin, begin + price.seconds, event.nbytes, after)
         return _Work(self, stream.free, stream.last)
 
-    def _communicator(self, ranks: tuple[int, ...], ring: bool) -> Stream:
-        if (ranks, ring) not in self._communicators:
+    def _communicator(self, ranks: tuple[int, ...], name: str) -> Stream:
+        if (ranks, name) not in self._communicators:
             machine = self.prices.machine
             nodes = {rank // machine.local for rank in ranks}
             where = "" if machine.nodes == 1 or len(ranks) == machine.ranks else " in the node" if len(nodes) == 1 else " between nodes"
-            self._communicators[ranks, ring] = self.new_stream(f"{'gathers' if ring else 'reductions'}{where}")
-        return self._communicators[ranks, ring]
+            self._communicators[ranks, name] = self.new_stream(name + where)
+        return self._communicators[ranks, name]
 
     # -- what runs -------------------------------------------------------------------------------------------------------------
 
@@ -366,13 +366,18 @@ class Clock:
         mine = not (self.optimizing or _of_engine())
         kernels = kernels_of(func, args, kwargs, out, self._formulas) if mine else None
         nbytes = 0 if mine else _moved(func, name, args, kwargs, out)
-        if not (nbytes or kernels):
-            return
+        if kernels:
+            self._run("model", name, self.prices.operation(kernels))
+        elif nbytes:
+            self._run("optimizer" if self.optimizing else "engine", name, self.prices.traffic(nbytes))
+
+    def kernel(self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+        self._run("engine", name, self.prices.traffic(sum(t.numel() * t.element_size() for t in (*read, *written))))
+
+    def _run(self, kind: Kind, name: str, seconds: float) -> None:
+        """A kernel on the current stream."""
         self._launch()
-        seconds = self.prices.operation(kernels) if kernels else self.prices.traffic(nbytes)
-        begin = max(self._current.free, self.host)
-        kind: Kind = "model" if mine else "optimizer" if self.optimizing else "engine"
-        phase = self._phase
+        begin, phase = max(self._current.free, self.host), self._phase
         span = self._add(self._current, kind, name, self._unit(phase), phase, begin, begin + seconds)
         if phase == "backward":
             self._unnamed.append(span)
