@@ -93,7 +93,7 @@ def show_timeline(found: Simulation, candidate: Candidate, console: Console | No
         ("  waiting for the host's launches", None, parts.host),
     ]
     for name, plan, seen in rows:
-        apart = f"{plan / seen - 1:+.1%}" if plan and seen else ""
+        apart = f"{plan / seen - 1:+.1%}" if plan and seen and not table.rows else ""
         table.add_row(name, _ms(plan) if plan is not None else "", _ms(seen), apart)
     out.print(table, crop=False)
     busy = ", ".join(f"{name} {seconds / timeline.step:.0%}" for name, seconds in sorted(timeline.busy.items(), key=lambda i: -i[1]))

@@ -1,11 +1,11 @@
 """What the engine's own kernels cost a step: bytes of memory that its casts, copies and sums read and write.
 
-    gathers      this rank's masters, cast into their place in the whole
     gradients    each is copied into its unit's buffer, or added to it where an earlier micro-batch has left one
     reductions   on each hop the parts are read, and their sum is written
     sums         rounded once to the dtype of the wire, or cast to that of the masters, where these are others
 
-They run where the model is computed, so nothing hides them. On a calibrated machine its reference steps have measured them
+They run where the model is computed, so nothing hides them. Casts of masters for a gather run beside it, on the stream of the copies up.
+On a calibrated machine its reference steps have measured them
 (`Software.handed_s`), and the encoding of what travels encoded is counted in plan/coding.py.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onefold.plan.states import FlatPlan, UnitPlan, puts_of
+from onefold.plan.states import FlatPlan, UnitPlan
 from onefold.recipe import Recipe
 from onefold.recipe.groups import GROUP
 
@@ -22,13 +22,8 @@ def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int 
     """Bytes of memory read and written in a step, by one rank."""
     total = 0.0
     for unit in units:
-        for flat in (f for f in unit.flats if not f.passive):
-            d = flat.dtypes
-            if not flat.shared and flat.tiers is None:
-                puts = int(flat.trainable) if flat.kept else puts_of(unit, flat, recipe, micro_batches)
-                total += puts * flat.own * (d.master.itemsize + d.compute.itemsize)
-            if flat.trainable:
-                total += _stored(flat, recipe, micro_batches) + _summed(flat, recipe, micro_batches)
+        for flat in (f for f in unit.flats if f.trainable and not f.passive):
+            total += _stored(flat, recipe, micro_batches) + _summed(flat, recipe, micro_batches)
     return total
 
 
@@ -49,9 +44,8 @@ def _summed(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
     for at, hop in enumerate(flat.hops):
         if hop.level == "across" and recipe.gradients.over == GROUP:
             times = 1
-        sent = d.sums.itemsize if at else d.wire.itemsize
-        cast = (d.sums.itemsize + d.wire.itemsize) * hop.span if at and d.sums != d.wire else 0
-        total += times * (cast + hop.own * (hop.size * (d.wire.itemsize if at else sent) + d.sums.itemsize))
+        cast = (d.sums.itemsize + d.wire.itemsize) * hop.span if at and d.sums != d.wire else 0  # sums go on in the dtype of the wire
+        total += times * (cast + hop.own * (hop.size * d.wire.itemsize + d.sums.itemsize))
     landed = d.wire if flat.whole_master or flat.spread else d.sums
     if landed != d.master:
         total += times * flat.own * (landed.itemsize + d.master.itemsize)

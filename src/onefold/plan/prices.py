@@ -1,10 +1,9 @@
-"""What one operation, one collective and one copy take: the plan's own time model (plan/times.py), asked for each alone.
+"""What one operation and one collective take: the plan's own time model (plan/times.py), asked for each alone.
 
     operation of the model     its share of what the plan says of all of them: by its FLOPs at the rate of large products, or by the bytes
                                that it reads and writes, whichever takes longer; on a calibrated machine what such an operation costs there
     operation of the engine    bytes read and written ÷ memory bandwidth: casts, copies, sums, the optimizer's update
     collective                 `Traffic` of one call: seconds of each link, and of its hops
-    copy to or from the host   bytes ÷ the host link
 """
 
 from __future__ import annotations
@@ -69,10 +68,6 @@ class Prices:
     def traffic(self, nbytes: float) -> float:
         """Bytes that one operation reads and writes."""
         return nbytes / self.machine.gpu.memory_bandwidth
-
-    def copy(self, nbytes: float) -> float:
-        """Bytes between the device and the host, while all devices of the node do the same."""
-        return nbytes / self.machine.host_link()
 
     def move(self, move: str, nbytes: int, ranks: Sequence[int], me: int, ring: bool) -> Move:
         """One collective in which a rank sends `nbytes` to the others of `ranks`. See `traffic_over`, which has the same for a step."""

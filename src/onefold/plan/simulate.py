@@ -47,6 +47,7 @@ from onefold.plan.stand_in import code_of, stand_in
 from onefold.plan.states import at_rest, units_of, wire
 from onefold.plan.subject import dtype_of, tokens
 from onefold.plan.timeline import Clock, Recording, Timeline
+from onefold.plan.times import Software
 from onefold.plan.trace import loss_of
 from onefold.plan.values import Integers
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
@@ -145,6 +146,7 @@ def simulate(
     optimizer: str = "adamw",
     steps: int = 2,
     machine: Machine | None = None,
+    software: Software | None = None,
 ) -> Simulation:
     """Run `steps` optimizer steps as rank `rank` of `ranks` and tell what the ledgers say of the last.
 
@@ -158,6 +160,7 @@ def simulate(
         optimizer: one of `OPTIMIZERS`.
         steps: at least 2: the orders of units are learned in the first.
         machine: time the last step on it (`Simulation.timeline`). Its nodes are those of `Recipe.zero(..., group="node")`.
+        software: what it makes of the machine; None takes the plan's own.
 
     Raises:
         ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody knows, a machine of another number of
@@ -174,7 +177,7 @@ def simulate(
     recipe = dataclasses.replace(recipe, units=units)
     if recipe.optimizer.placement is Placement.SHARDED:  # it is: those of OPTIMIZERS are element-wise
         recipe = dataclasses.replace(recipe, elementwise_optimizer=True)
-    clock = _clock(machine, recipe, module, shape, rank, samples * seq) if machine is not None and source != _STAND_IN else None
+    clock = _clock(machine, software, recipe, module, shape, rank, samples * seq) if machine is not None and source != _STAND_IN else None
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(passing_as_real())
@@ -194,8 +197,8 @@ def simulate(
             stack.enter_context(CudaKernels())
             stack.enter_context(Recording(clock))
         account = _steps(twin, seen, given, answers, loss or loss_of, optimizer, micro_batches, steps, clock)
-        events, summaries = _events(seen), _summaries(seen)
         timeline = clock.timeline() if clock is not None else None
+        events, summaries = _events(seen), _summaries(seen)
         del twin, given
     plans = units_of(shape, recipe, ranks, rank)
     predicted = Account(
@@ -247,10 +250,12 @@ def _check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
         raise ValueError(f"a timeline with {' and '.join(named)} off the device: it has none of the host's work; leave the machine out.")
 
 
-def _clock(machine: Machine, recipe: Recipe, module: nn.Module, shape: ModelShape, rank: int, tokens: int) -> Clock:
+def _clock(
+    machine: Machine, software: Software | None, recipe: Recipe, module: nn.Module, shape: ModelShape, rank: int, tokens: int
+) -> Clock:
     named = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
     precision = named[recipe.compute_dtype] if recipe.compute_dtype is not None else dtype_of(module)
-    return Clock(Prices(machine, precision, shape.transformer.hidden if shape.transformer else 0, tokens), rank)
+    return Clock(Prices(machine, precision, shape.transformer.hidden if shape.transformer else 0, tokens, software), rank)
 
 
 def _subject(model: Any, recipe: Recipe) -> tuple[nn.Module, ModelShape, tuple[str | type, ...] | None, str]:

@@ -1,6 +1,6 @@
 """When a step's kernels, collectives and waits run: the real engine's calls, timed on streams in which nothing is computed.
 
-    host          ▏▏▏▏▏▏▏▏▏▏▏                      launches, each `LAUNCH` seconds; it waits where the engine makes it wait
+    host          ▏▏▏▏▏▏▏▏▏▏▏                      launches, each `Software.launch_seconds`; it waits where the engine makes it wait
     compute       │ k0 │ k1 │░░░ wait ░░░│ k2 │    kernels and waits, in the order in which they were launched
     gathers          │▒▒▒ g1 ▒▒▒▒▒▒▒▒▒▒▒▒│         one stream for each communicator: it begins when what was launched before it is done
     link             │▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│         and when the link is free: two collectives on one link follow one another
@@ -33,10 +33,8 @@ from onefold.plan.costs import Kernels
 from onefold.plan.counting import flop_formulas, kernels_of
 from onefold.plan.prices import Link, Prices
 
-#: Seconds that the host takes to launch one kernel or collective. An assumption, in the middle of what eager PyTorch takes (3 to 10 µs).
-LAUNCH = 5e-6
 #: What spans on the compute stream are, beside waits.
-Kind = Literal["model", "engine", "optimizer", "collective", "copy", "wait"]
+Kind = Literal["model", "engine", "optimizer", "collective", "wait"]
 COMPUTE = "compute"
 LINKS: Mapping[Link, str] = {"inside": "link in the node", "between": "link between nodes"}
 
@@ -46,7 +44,7 @@ class Span:
     """Something that a stream did.
 
     Attributes:
-        kind: "model", "engine" or "optimizer": a kernel of theirs; "collective", "copy"; "wait": the stream stood still.
+        kind: "model", "engine" or "optimizer": a kernel of theirs; "collective"; "wait": the stream stood still.
         name: of the operation, or the move. unit: whose it is, "" if nobody's. phase: "forward", "backward" or "optimizer".
         begin, end: seconds.
         nbytes: sent by a collective.
@@ -74,7 +72,7 @@ class Parts:
 
     Attributes:
         model: kernels of forward and backward. engine: casts, copies and sums. optimizer: the update.
-        exposed: waits by what was waited for ("all-gather", "reduce-scatter", "all-reduce", "copy").
+        exposed: waits by what was waited for: a move ("all-gather", "reduce-scatter", "all-reduce", "state"), or a kernel beside.
         host: idle, since the host had not launched anything yet.
     """
 
@@ -269,8 +267,8 @@ class Clock:
         engine: whose units the kernels are named by, once it is there.
     """
 
-    def __init__(self, prices: Prices, rank: int = 0, launch: float = LAUNCH) -> None:
-        self.prices, self.rank, self.launch = prices, rank, launch
+    def __init__(self, prices: Prices, rank: int = 0) -> None:
+        self.prices, self.rank = prices, rank
         self.host = 0.0
         self.spans: list[Span] = []
         self.engine: Any = None
@@ -336,8 +334,9 @@ class Clock:
     # -- what runs -------------------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        self.host += self.launch
-        self._launched += self.launch
+        seconds = self.prices.software.launch_seconds
+        self.host += seconds
+        self._launched += seconds
 
     def _add(
         self, stream: Stream, kind: Kind, name: str, unit: str, phase: str, begin: float, end: float, nbytes: int = 0, after: int = -1
@@ -378,10 +377,10 @@ class Clock:
         """A kernel on the current stream."""
         self._launch()
         begin, phase = max(self._current.free, self.host), self._phase
+        self._name_backward()
         span = self._add(self._current, kind, name, self._unit(phase), phase, begin, begin + seconds)
         if phase == "backward":
             self._unnamed.append(span)
-            self._name_backward()
 
     def _unit(self, phase: str) -> str:
         if phase == "optimizer" or self.engine is None or not self.engine.stack:
@@ -422,6 +421,7 @@ class Clock:
 
     def timeline(self) -> Timeline:
         """Of the step that began with `begin_step`, up to here."""
+        self._name_backward()
         first, zero = self._begun
         end = self._computing.free
         self.host = max(self.host, end)  # everything can be read
@@ -435,7 +435,7 @@ class Clock:
         busy |= {LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken}
         middle = _parts(own, *self._marks[:2]) if len(self._marks) > 2 else None
         for span in kept:
-            span.begin, span.end = span.begin - zero, span.end - zero
+            span.begin, span.end = max(span.begin - zero, 0.0), span.end - zero  # a stream beside may have waited since the step before
             span.after = span.after - first if span.after >= first else -1
         streams = dict.fromkeys([COMPUTE, *(s.stream for s in kept)])
         return Timeline(

@@ -51,6 +51,8 @@ class Software:
             that grows with N.
         straggler: spread of the ranks' speeds, an assumption; the slowest of N normally distributed ranks is sqrt(2 ln N) deviations
             behind the mean.
+        launch_seconds: of the host, for one kernel or collective: an assumption, in the middle of what eager PyTorch takes (3 to 10 µs).
+            Only a timeline asks for it (`onefold.plan.timeline`).
         step_share, move_share: on a calibrated machine, what a step of the engine reaches of the rates of its passes and of its moves,
             which were each measured alone; handed_s: seconds that taking over one element of a gradient takes, in each micro-batch. From
             reference steps (`onefold.plan.efficiency`); 1, 1 and 0 without them.
@@ -61,6 +63,7 @@ class Software:
     overlap: float = 0.9
     hop_seconds: float = 7e-6
     straggler: float = 0.01
+    launch_seconds: float = 5e-6
     step_share: float = 1.0
     move_share: float = 1.0
     handed_s: float = 0.0
@@ -74,8 +77,9 @@ class Software:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number above 0.")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap={self.overlap!r}: expected a share from 0 to 1.")
-        if min(self.hop_seconds, self.straggler, self.handed_s) < 0:
-            given = f"hop_seconds={self.hop_seconds!r}, straggler={self.straggler!r}, handed_s={self.handed_s!r}"
+        if min(self.hop_seconds, self.straggler, self.launch_seconds, self.handed_s) < 0:
+            named = ("hop_seconds", "straggler", "launch_seconds", "handed_s")
+            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in named)
             raise ValueError(f"{given}: expected 0 or more.")
 
 
