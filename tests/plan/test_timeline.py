@@ -20,6 +20,7 @@ from onefold.plan.evaluate import evaluate
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.prices import Prices
+from onefold.plan.recompute import Checkpointing
 from onefold.plan.simulate import Simulation, simulate
 from onefold.plan.subject import subject_of
 from onefold.plan.timeline import COMPUTE, Clock, Timeline
@@ -226,7 +227,7 @@ def test_the_trace_has_a_row_for_each_stream_on_which_nothing_overlaps(tmp_path:
 # -- the plan's own figure ---------------------------------------------------------------------------------------------------------
 
 
-def compared(gpus: int, stage: int, checkpointing: str, seq: int = 2048, micro_batches: int = 1) -> tuple[float, Simulation]:
+def compared(gpus: int, stage: int, checkpointing: Checkpointing, seq: int = 2048, micro_batches: int = 1) -> tuple[float, Simulation]:
     """Seconds of a step by the plan, and the simulation."""
     machine = hardware.machine(gpus, 8, "h100-80")
     job = Job(seq=seq, global_batch=gpus * micro_batches, options=(("group", "node"),) if gpus > 8 else ())
@@ -234,14 +235,14 @@ def compared(gpus: int, stage: int, checkpointing: str, seq: int = 2048, micro_b
     told = evaluate(subject.shape, subject.activities(1, checkpointing), machine, job, scheme).account.seconds["step"]
     return told, simulate(
         "llama-3-8b", scheme.recipe(job), gpus, seq=seq, checkpointing=checkpointing, machine=machine, micro_batches=micro_batches
-    )  # type: ignore[arg-type]
+    )
 
 
 @with_transformers
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("gpus", [8, 64])
-def test_llama_3_8b_on_h100s_takes_what_the_plan_says_within_a_tenth(gpus: int, stage: int, checkpointing: str) -> None:
+def test_llama_3_8b_on_h100s_takes_what_the_plan_says_within_a_tenth(gpus: int, stage: int, checkpointing: Checkpointing) -> None:
     told, found = compared(gpus, stage, checkpointing)
     assert found.exact
     assert found.timeline is not None

@@ -58,7 +58,8 @@ def simulated_events(timeline: Timeline, title: str) -> list[dict[str, Any]]:
     for unit, phase, begin, end in timeline.units():
         add(rows["units"], f"{unit} {phase}", phase, begin, end, unit=unit, phase=phase)
     for number, span in enumerate(timeline.spans):
-        facts: dict[str, Any] = {"unit": span.unit, "phase": span.phase, "kind": span.kind} | ({"bytes": span.nbytes} if span.nbytes else {})
+        facts: dict[str, Any] = {"unit": span.unit, "phase": span.phase, "kind": span.kind}
+        facts |= {"bytes": span.nbytes} if span.nbytes else {}
         name = f"waits for {span.name} {span.unit}" if span.kind == "wait" else f"{span.name} {span.unit}" if span.nbytes else span.name
         add(rows[span.stream], name.strip(), span.kind, span.begin, span.end, **facts)
         if span.kind == "wait" and span.after >= 0:

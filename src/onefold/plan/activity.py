@@ -103,10 +103,9 @@ class Activity:
         whole_step = (flops_per_token(model, dims, seq) - _looked_up(model)) * tokens
         looked_up = sum(p.numel for u in model.units if u.looks_up_only for p in u.parameters)
         forward = transformer_flops_per_token(model.active_numel - looked_up, dims, seq) * tokens / 3
-        again = sum(1 for k in kept_of if not k) / max(len(kept_of), 1) * _recomputed(model, dims, seq, blocks) * tokens
+        done = whole_step + kept_of.count(False) / max(len(kept_of), 1) * _recomputed(model, dims, seq, blocks) * tokens
         movable = {b.name: whole if kept else point for b, kept in zip(blocks, kept_of, strict=True)} | {"(root)": 4 * entries}
         large = tokens * dims.hidden * element_bytes >= SMALLEST  # else each of a block's tensors is too small to be worth moving
-        done = whole_step + again
         return cls(tuple(slots), saved, 4 * entries, done, forward, "formula", movable=movable if large else {})
 
 

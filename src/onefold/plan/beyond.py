@@ -199,7 +199,7 @@ def _sums(flat: FlatPlan) -> torch.dtype:
 def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) -> int:
     """Buffers of gradients that wait for the disk, and of units that come from it."""
     read = [f.own * f.dtypes.compute.itemsize for f in flats if f.tiers is not None and f.tiers.parameters is Tier.NVME]
-    fetched = sum(sorted(read, reverse=True)[: 2 + (recipe.prefetch if recipe.overlap else 0)])
+    fetched = sum(sorted(read, reverse=True)[: 2 + recipe.units_ahead(any(f.division.two_levels for f in flats))])
     master = max((f.dtypes.master.itemsize for f in flats), default=0)
     return fetched + ((WRITES + 1) * chunk_of(flats, recipe) * master if on_disk else 0)
 

@@ -29,7 +29,7 @@ from onefold.plan.legs import Leg
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, at_rest, gathers_of, legs_of, units_of, wire
+from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, at_rest, gathers_of, legs_of, units_ahead, units_of, wire
 from onefold.plan.times import Software, Traffic, Work, node_links, step_times, traffic_over
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.groups import GROUP
@@ -196,14 +196,14 @@ def _engine(model: ModelShape, recipe: Recipe, ranks: int, per_node: int | None,
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:
     """Bytes that the engine's ledger never exceeds, in closed form.
 
-    S + G·(prefetch + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, C the gathered units around one
-    another at most, R the largest reduction of a unit (on each hop its buffer, what is received, what is sent where that is a copy), T all
-    gradients once they are reduced (and copied where the masters have another dtype), and as long as they are kept whole or held in a
-    group. Of what is stepped off the device T has the largest alone, or all while they are sent on. Where parameters come from a disk, G
+    S + G·(ahead + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, ahead how many are gathered before
+    their use, C the gathered units around one another at most, R the largest reduction of a unit (on each hop its buffer, what is received,
+    what is sent where that is a copy), T all gradients once they are reduced (and copied where the masters have another dtype), and as long
+    as they are kept whole or held in a group. Of what is stepped off the device T has the largest alone, or all while they are sent on. Where parameters come from a disk, G
     counts once more.
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
-    prefetch, in_flight = (recipe.prefetch, recipe.in_flight) if recipe.overlap else (0, 0)
+    prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0
     gathered = [sum(_gathered(f) for f in u.flats if not f.kept) for u in units]
     late, again = recipe.reduce_at == "boundary" and micro_batches > 1, micro_batches > 1
     names = outer(list(units))

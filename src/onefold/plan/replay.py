@@ -23,7 +23,7 @@ import torch
 from onefold.memory import GATHERED, GRADIENTS, REDUCTION
 from onefold.plan.division import Hop, padded
 from onefold.plan.holding import Buffer, Holding
-from onefold.plan.states import FlatPlan, UnitPlan, resting
+from onefold.plan.states import FlatPlan, UnitPlan, resting, units_ahead
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.groups import GROUP
 
@@ -82,9 +82,9 @@ class Replay(Holding):
         super().__init__()
         self.recipe = recipe
         self.units = [_Unit(u, i) for i, u in enumerate(units)]
-        self.prefetch = recipe.prefetch if recipe.overlap else 0
+        self.ahead = units_ahead(units, recipe)
         self.in_flight = recipe.in_flight if recipe.overlap else 0
-        self.from_disk = bool(self.prefetch) and any(_on_disk(f) for u in units for f in u.flats)
+        self.from_disk = bool(self.ahead) and any(_on_disk(f) for u in units for f in u.flats)
         self.passive = all(f.passive for u in units for f in u.flats)
         self.outer = outer(units)
         self.ends_first = any(u.looks_up_only for u in units)  # the embedding is a unit of its own, so the root is a final norm or a head
@@ -156,7 +156,7 @@ class Replay(Holding):
         unit.claimed = True
         self.unused.discard(unit.index)
         ahead = len(self.unused)
-        while ahead < self.prefetch and self.cursor:
+        while ahead < self.ahead and self.cursor:
             following = self.cursor.pop(0)
             if not following.gathered:
                 self._launch(following)

@@ -33,7 +33,7 @@ whole, this rank's interval where it is gathered, nothing where parameters rest 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -313,6 +313,11 @@ def legs_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> li
             found += gather_legs(flat, gathers_of(unit, flat, recipe, micro_batches))
             found += reduction_legs(flat, recipe, micro_batches) if flat.trainable else []
     return merged(found)
+
+
+def units_ahead(units: Sequence[UnitPlan], recipe: Recipe) -> int:
+    """How many units are gathered ahead of use."""
+    return recipe.units_ahead(any(f.division.two_levels for u in units for f in u.flats))
 
 
 def gathers_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int) -> int:

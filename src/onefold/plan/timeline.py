@@ -17,7 +17,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -93,8 +92,10 @@ class Parts:
     def plus(self, other: Parts, times: int) -> Parts:
         """These, and `times` times those."""
         exposed = {k: self.exposed.get(k, 0.0) + times * other.exposed.get(k, 0.0) for k in {**self.exposed, **other.exposed}}
-        sums = (getattr(self, name) + times * getattr(other, name) for name in ("model", "engine", "optimizer"))
-        return Parts(*sums, exposed, self.host + times * other.host)
+        model, engine, optimizer, host = (
+            getattr(self, name) + times * getattr(other, name) for name in ("model", "engine", "optimizer", "host")
+        )
+        return Parts(model, engine, optimizer, exposed, host)
 
 
 @dataclass(frozen=True)
@@ -389,7 +390,7 @@ class Clock:
 
     def _name_backward(self) -> None:
         """The engine notes whose gradients are complete: what ran since the last such note was that unit's."""
-        done = self.engine.timeline if self.engine is not None else ()
+        done: Any = self.engine.timeline if self.engine is not None else ()
         if len(done) == self._named:
             return
         self._named, last = len(done), done[-1]
@@ -427,13 +428,13 @@ class Clock:
         self.host = max(self.host, end)  # everything can be read
         kept = self.spans[first:]
         own = [s for s in kept if s.stream == COMPUTE]
-        exposed: dict[str, Counter[str]] = {}
+        exposed: dict[str, dict[str, float]] = {}
         for span in own:
             if span.kind == "wait":
-                exposed.setdefault(span.unit, Counter())[span.name] += span.seconds
+                _more(exposed.setdefault(span.unit, {}), span.name, span.seconds)
         busy = {"compute": sum(s.seconds for s in own if s.kind != "wait"), "host": self._launched}
         busy |= {LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken}
-        middle = _parts(own, *self._marks[:2]) if len(self._marks) > 2 else None
+        middle = _parts(own, self._marks[0], self._marks[1]) if len(self._marks) > 2 else None
         for span in kept:
             span.begin, span.end = max(span.begin - zero, 0.0), span.end - zero  # a stream beside may have waited since the step before
             span.after = span.after - first if span.after >= first else -1
@@ -445,13 +446,17 @@ class Clock:
 
 def _parts(spans: list[Span], begin: float, end: float) -> Parts:
     """Of the compute stream's `spans`, those that end in (begin, end]."""
-    seconds: Counter[str] = Counter()
-    exposed: Counter[str] = Counter()
+    seconds = {"model": 0.0, "engine": 0.0, "optimizer": 0.0}
+    exposed: dict[str, float] = {}
     for span in spans:
         if begin < span.end <= end + 1e-12:
-            (exposed if span.kind == "wait" else seconds)[span.name if span.kind == "wait" else span.kind] += span.seconds
+            _more(*((exposed, span.name) if span.kind == "wait" else (seconds, span.kind)), span.seconds)
     idle = end - begin - sum(seconds.values()) - sum(exposed.values())
-    return Parts(seconds["model"], seconds["engine"], seconds["optimizer"], dict(exposed), max(idle, 0.0))
+    return Parts(seconds["model"], seconds["engine"], seconds["optimizer"], exposed, max(idle, 0.0))
+
+
+def _more(of: dict[str, float], name: str, seconds: float) -> None:
+    of[name] = of.get(name, 0.0) + seconds
 
 
 class Recording(TorchDispatchMode):

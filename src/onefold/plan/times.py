@@ -342,10 +342,10 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     """
     soft = software or measured_software(work, machine)
     compute = compute_seconds(work, machine, soft)
-    exposed, communication, left = exposed_seconds(work, compute, machine, soft)
-    compute += work.coded_bytes / (machine.gpu.memory_bandwidth * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU))
     if machine.measured is None:  # else its reference steps have them
         compute += work.handled_bytes / machine.gpu.memory_bandwidth
+    exposed, communication, left = exposed_seconds(work, compute, machine, soft)
+    compute += work.coded_bytes / (machine.gpu.memory_bandwidth * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU))
     tiers = tier_times(work, machine, left)
     optimizer = _device_update(work, machine) + tiers.update
     step = compute + exposed + optimizer + tiers.io

@@ -95,7 +95,8 @@ class Recipe:
             gradients, else "micro-batch".
         reshard_after_forward: sharded parameters are dropped after the forward pass and gathered again in backward
             (3Ψ on the wire); False keeps them in between (2Ψ).
-        prefetch: units gathered ahead of use; 0 gathers on demand.
+        prefetch: units gathered ahead of use, for each level that gathers go over (two where they go across groups, then inside: one
+            unit is then on each of the two links); 0 gathers on demand.
         in_flight: reductions that may be under way behind the backward pass; 0 waits for each at once.
         overlap: False turns prefetch and in_flight to 0 (same bits, for debugging).
         cast_inputs: floating-point inputs of the forward pass are cast to the compute dtype, where the recipe names one.
@@ -289,6 +290,11 @@ class Recipe:
         return replace(self, **changes)
 
     # -- what it says ----------------------------------------------------------------------------------------------------------
+
+    def units_ahead(self, two_levels: bool) -> int:
+        """How many units are gathered ahead of use. `two_levels`: the ranks stand in groups, several of several."""
+        levels = 2 if two_levels and self.parameters.over != GROUP else 1
+        return levels * self.prefetch if self.overlap else 0
 
     @property
     def stage(self) -> int | None:

@@ -96,7 +96,8 @@ class Gatherer:
         self.unwanted: list[Unit] = []
         self.let_go = False  # a unit of this pass was released although the recipe keeps them: a re-entrant checkpoint gathers it again
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
-        self.prefetch = engine.recipe.prefetch if engine.recipe.overlap else 0
+        topology = engine.group.topology
+        self.ahead = engine.recipe.units_ahead(1 not in (topology.inner, topology.outer))
         self.from_disk = any(flat.home is not None and flat.home.rest is None for unit in self.sharded for flat in unit.flats)
         # What is copied for a gather (from the host, or cast) is copied, and gathered, on the stream of the copies up: the computation
         # goes on, and waits where the unit is used.
@@ -218,12 +219,12 @@ class Gatherer:
 
     def _look_ahead(self, cursor: Cursor) -> None:
         ahead = sum(1 for u in self.sharded if not u.away and not u.claimed and u.index not in self.staying)
-        while ahead < self.prefetch and (index := cursor.next()) is not None:
+        while ahead < self.ahead and (index := cursor.next()) is not None:
             cursor.at += 1
             if (unit := self.units[index]).away:
                 self.launch(unit)
                 ahead += 1
-        if self.prefetch and self.from_disk:  # a disk is slower than the wire: it is asked for one unit more
+        if self.ahead and self.from_disk:  # a disk is slower than the wire: it is asked for one unit more
             for index in cursor.order[cursor.at : cursor.at + 1]:
                 self.fetch(self.units[index])
 
