@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -45,6 +46,14 @@ def test_what_cannot_be_simulated_gets_a_sentence(options: list[str], says: str)
     assert "at rest" in shown.output, "the plan stands all the same"
     found = json.loads(CliRunner().invoke(app, [*ASK, *options, "--json"]).stdout)
     assert found["event"] == "error" and says in found["message"] and len(found["stages"]) == 4
+
+
+def test_a_trace_without_a_timeline_is_refused(tmp_path: Path) -> None:
+    for options, says in ((ASK[:-1], "belongs to --simulate"), (ASK, "there is no timeline of a stand-in")):
+        shown = CliRunner().invoke(app, [*options, "--trace", str(tmp_path / "step.json")])
+        assert shown.exit_code == 2
+        assert says in " ".join(shown.output.split())
+        assert not (tmp_path / "step.json").exists()
 
 
 def test_a_rank_without_a_simulation_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from onefold.device import clocked, current_stream, has_streams, simulated
 from onefold.observe.chrome import write_simulated
 from onefold.plan import hardware
 from onefold.plan.evaluate import evaluate
+from onefold.plan.from_module import model_shape
+from onefold.plan.handling import handled_bytes
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.prices import Prices
 from onefold.plan.recompute import Checkpointing
 from onefold.plan.simulate import Simulation, simulate
+from onefold.plan.states import units_of
 from onefold.plan.subject import subject_of
 from onefold.plan.timeline import COMPUTE, Clock, Timeline
 from onefold.plan.times import Software
@@ -130,6 +134,16 @@ def test_reductions_of_a_boundary_are_those_of_the_last_micro_batch_and_those_in
         two.of(4)
 
 
+@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 2), (2, 2), (3, 1)])
+def test_the_engines_own_kernels_read_and_write_what_the_plan_says(stage: int, micro_batches: int) -> None:
+    slow = by_hand(1.0)
+    slow = replace(slow, gpu=replace(slow.gpu, memory_bandwidth=1e6))
+    recipe = onefold.Recipe.zero(stage, precision="bf16", units=(nn.Linear,))
+    told = handled_bytes(units_of(model_shape(Blocks(), (nn.Linear,)), recipe, 2), recipe, micro_batches)
+    told += micro_batches * ROWS * HIDDEN * (4 + 2)  # the batch is cast
+    assert run(stage=stage, micro_batches=micro_batches, machine=slow).parts.engine == pytest.approx(told / 1e6, rel=0.01)
+
+
 def test_launches_take_the_hosts_time() -> None:
     slow = Software(kernel_share=1, link_share=1, hop_seconds=0, straggler=0, launch_seconds=3.0)
     found = run(software=slow)
@@ -138,9 +152,9 @@ def test_launches_take_the_hosts_time() -> None:
     assert found.step == pytest.approx(found.busy["host"], rel=0.2)
 
 
-def test_levels_use_different_links_at_the_same_time() -> None:
+def test_levels_use_different_links_at_the_same_time_with_one_unit_ahead_for_each() -> None:
     """Four ranks in two nodes: an interval across (half the bytes of a block between two ranks), then a shard inside."""
-    found = run(machine=by_hand(4.0, ranks=4), group="node", prefetch=2)
+    found = run(machine=by_hand(4.0, ranks=4), group="node")
     assert {"gathers in the node", "gathers between nodes"} <= set(found.streams)
     first = [(s.stream, s.begin, s.end) for s in found.spans if s.kind == "collective" and s.unit == "blocks.0" and s.phase == "forward"]
     assert first == [("gathers between nodes", 0.0, 2.0), ("gathers in the node", 2.0, 6.0)]

@@ -190,3 +190,13 @@ def test_the_links_of_onefolds_moves_carry_the_ledgers_bytes(n: int, nccl: bool,
 def test_what_is_not_sent_is_no_move() -> None:
     assert traffic_of({"all-gather": 0}, {}, plain()) == []
     assert links_of([]) == {"inside": 0, "between": 0}
+
+
+def test_moves_inside_nodes_and_between_them_run_beside_each_other() -> None:
+    there, soft = machine(16, 8, "h100-80"), Software(overlap=0, straggler=0, hop_seconds=0)
+    levels = [Traffic.within_nodes("all-gather", 50e9, 1000, there), Traffic.across_nodes("all-gather", 50e9, 1000, there)]
+    inside, between = (t.seconds(there, soft) for t in levels)
+    found = step_times(Work(1e15, levels), there, soft)
+    ends = 2 / 1000 * (inside + between)  # one behind the other
+    assert found.seconds["exposed communication"] == pytest.approx(max(inside, between) * (1 - 2 / 1000) + ends)
+    assert found.communication == pytest.approx(inside + between)

@@ -196,11 +196,11 @@ def _engine(model: ModelShape, recipe: Recipe, ranks: int, per_node: int | None,
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:
     """Bytes that the engine's ledger never exceeds, in closed form.
 
-    S + G·(ahead + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, ahead how many are gathered before
-    their use, C the gathered units around one another at most, R the largest reduction of a unit (on each hop its buffer, what is received,
-    what is sent where that is a copy), T all gradients once they are reduced (and copied where the masters have another dtype), and as long
-    as they are kept whole or held in a group. Of what is stepped off the device T has the largest alone, or all while they are sent on. Where parameters come from a disk, G
-    counts once more.
+    S + G·(ahead + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, ahead how many are gathered
+    before their use, C the gathered units around one another at most, R the largest reduction of a unit (on each hop its buffer, what
+    is received, what is sent where that is a copy), T all gradients once they are reduced (and copied where the masters have another
+    dtype), and as long as they are kept whole or held in a group. Of what is stepped off the device T has the largest alone, or all
+    while they are sent on. Where parameters come from a disk, G counts once more.
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0

@@ -33,8 +33,7 @@ def _stored(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
     if recipe.reduce_at == "micro-batch" or micro_batches == 1:
         return micro_batches * flat.numel * (d.compute.itemsize + d.wire.itemsize)
     first, more = d.compute.itemsize + d.sums.itemsize, d.compute.itemsize + 2 * d.sums.itemsize
-    cast = d.sums.itemsize + d.wire.itemsize if d.sums != d.wire else 0
-    return flat.numel * (first + (micro_batches - 1) * more + cast)
+    return flat.numel * (first + (micro_batches - 1) * more)
 
 
 def _summed(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
@@ -44,8 +43,12 @@ def _summed(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
     for at, hop in enumerate(flat.hops):
         if hop.level == "across" and recipe.gradients.over == GROUP:
             times = 1
-        cast = (d.sums.itemsize + d.wire.itemsize) * hop.span if at and d.sums != d.wire else 0  # sums go on in the dtype of the wire
-        total += times * (cast + hop.own * (hop.size * d.wire.itemsize + d.sums.itemsize))
+        wide = d.sums != d.wire and (at > 0 or (recipe.reduce_at == "boundary" and micro_batches > 1))
+        # Parts for others are cast from the dtype of sums to that of the wire, the own one stays.
+        cast = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize) if wide else 0
+        parts = (hop.size - 1) * d.wire.itemsize + (d.sums if wide else d.wire).itemsize
+        total += times * (cast + hop.own * (parts + d.sums.itemsize))
+    total += (times - 1) * flat.own * 3 * d.master.itemsize  # added to what earlier micro-batches left
     landed = d.wire if flat.whole_master or flat.spread else d.sums
     if landed != d.master:
         total += times * flat.own * (landed.itemsize + d.master.itemsize)
