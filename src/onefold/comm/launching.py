@@ -15,7 +15,6 @@ arguments are. On another device than the tensors' the pointers are foreign ther
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import warnings
 from collections.abc import Callable
@@ -25,12 +24,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from onefold.device import guard
+
 _COMPUTE_CAPABILITY = (8, 0)
-
-
-def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside, `device` is this thread's current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **options: Any) -> None:
