@@ -137,7 +137,9 @@ def test_a_triton_that_cannot_build_is_told_once_and_left_alone(asked_anew):
     asked_anew.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     asked_anew.setattr(launching, "launch", broken)
     asked_anew.setattr(torch, "empty", lambda *_, **__: torch.zeros(0))
-    with pytest.warns(UserWarning, match=r"Triton is installed but cannot run a kernel \(RuntimeError: Failed to find C compiler. .*\)\. Sums"):
+    with pytest.warns(
+        UserWarning, match=r"Triton is installed but cannot run a kernel \(RuntimeError: Failed to find C compiler. .*\)\. Sums"
+    ):
         assert not launching.usable(GPU_1)
 
 

@@ -33,19 +33,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from onefold.device import guard
 
 _COMPUTE_CAPABILITY = (8, 0)
+#: How every kernel is compiled. Products are not fused with sums: a fused operation rounds once where torch's two operations round twice.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 #: Read once, as Triton does when it is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _allowed: ContextVar[bool] = ContextVar("kernels_are_allowed", default=True)
 
 
 def launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **options: Any) -> None:
-    """Start `programs` programs of a Triton kernel on the device of `like`, on its current stream; see [Note: the tensor's device].
-
-    Products are not fused with sums: a fused operation rounds once where torch's two operations round twice.
-    """
+    """Start `programs` programs of a Triton kernel on the device of `like`, on its current stream; see [Note: the tensor's device]."""
     if programs:
         with guard(like.device):
-            kernel[(programs,)](*arguments, num_warps=4, enable_fp_fusion=False, **options)
+            kernel[(programs,)](*arguments, **OPTIONS, **options)
 
 
 def served(like: torch.Tensor) -> bool:
