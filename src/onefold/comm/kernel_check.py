@@ -171,6 +171,8 @@ def parts_of(ranks: int, n: int, dtype: torch.dtype, generator: torch.Generator)
     found = found.clamp(info.min, info.max).to(dtype)
     found[0, kinds == 3] = -found[-1, kinds == 3]
     found[ranks // 2, kinds == 4] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)[torch.arange(int((kinds == 4).sum())) % 3]
+    raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    found.view(raw)[-1, kinds == 5] = torch.iinfo(raw).max  # the NaN that CUDA makes: all bits set but the sign
     return found
 
 
