@@ -25,6 +25,8 @@ from onefold.comm.launching import served
 
 #: Elements that torch adds up at a time on a CPU where parts are converted: it converts an addend as a whole, into memory of its own.
 CPU_SLAB = 1 << 19
+#: Up to here that memory comes at no cost (glibc maps none of its own for it).
+_SMALL = 1 << 15
 _SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -90,7 +92,7 @@ def add_up(
     apart, widened = out.dtype != dtype, False
     for i, part in enumerate(parts):
         if part.dtype != dtype:
-            widened = widened or (on_cpu and _widens(part.dtype, dtype))
+            widened = widened or (on_cpu and n > _SMALL and _widens(part.dtype, dtype))
         elif part.data_ptr() == at and (i > 1 or (i and parts[0].dtype != dtype)):  # it would be overwritten before it is read
             apart = True
     slab = n
