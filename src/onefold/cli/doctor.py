@@ -111,9 +111,7 @@ def _doctor(calibrate: bool, as_json: bool, output: Path | None, device: str, ra
         console.print(f"\n{note}", markup=False, soft_wrap=True)
 
 
-def _refuse(
-    check: bool, calibrate: bool, as_json: bool, file: Path | None, output: Path | None, disk: Path | None, quick: bool
-) -> None:
+def _refuse(check: bool, calibrate: bool, as_json: bool, file: Path | None, output: Path | None, disk: Path | None, quick: bool) -> None:
     """Raise CalibrationError for options that mean nothing together."""
     from onefold.plan.calibrate import CalibrationError
 

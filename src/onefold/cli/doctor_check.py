@@ -220,15 +220,15 @@ class Checking:
         if missing:
             where = self._over(number, ranks, "hung")
             raised = any(outcome.ended for outcome in found.values())
-            for rank, how in lost.items():
-                found[rank] = Outcome(check.name, WRONG, how, check.advice, seconds, ended=True)
+            if lost:  # what others raise then is that its connections have closed
+                found = {rank: outcome for rank, outcome in found.items() if not outcome.ended}
+                found |= {rank: Outcome(check.name, WRONG, how, check.advice, seconds, ended=True) for rank, how in lost.items()}
             if not lost and not raised:
                 said = f"not finished after {seconds:.0f} s: " + ", ".join(f"rank {r} in {where.get(r, '?')}" for r in missing)
                 found |= {
                     rank: Outcome(check.name, WRONG, said, check.advice, seconds, ended=True, where=where.get(rank, "")) for rank in missing
                 }
-        row = merge(check, found)
-        return row
+        return merge(check, found, ranks)
 
     def _lost(self, number: int, ranks: int) -> dict[int, str]:
         """Ranks whose process has ended, and how; of others' children what their minders say."""

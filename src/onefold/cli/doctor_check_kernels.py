@@ -33,12 +33,15 @@ def kernels_run_here(device: torch.device) -> str:
 @contextlib.contextmanager
 def by_kernels(wanted: bool) -> Iterator[None]:
     """Inside, whole blocks are done by the kernels, or by plain operations."""
-    before = kernels.serve
-    kernels.serve = lambda by, floats: wanted and by.name in kernels.NAMES and floats.numel() >= by.block  # type: ignore[assignment]
+
+    def serve(codec: Blockwise, floats: torch.Tensor) -> bool:
+        return wanted and codec.name in kernels.NAMES and floats.numel() >= codec.block
+
+    before, kernels.serve = kernels.serve, serve
     try:
         yield
     finally:
-        kernels.serve = before  # type: ignore[assignment]
+        kernels.serve = before
 
 
 def cases(numel: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -137,7 +137,7 @@ class Part(nn.Module):
 def ordered_sums(here: Here, findings: Findings) -> str:
     """Onefold's reduction at every stage, to the bit; and that the next gather brings what was stepped."""
     for stage in range(4):
-        _reduced(here, findings, Recipe.zero(stage), lambda g, parts, inner: _ordered_mean(g, parts, inner))
+        _reduced(here, findings, Recipe.zero(stage), is_ordered_mean)
     findings.figures |= {"stages": 4, "elements": sum(PARAMETERS)}
     return f"stages 0 to 3 add {sum(PARAMETERS):,} gradients up in rank order, to the bit, and gather what was stepped"
 
@@ -163,14 +163,13 @@ def native_sums(here: Here, findings: Findings) -> str:
     return f"{here.backend}'s reduce-scatter, called by itself, adds {compared:,} numbers up within rounding"
 
 
-def _ordered_mean(found: torch.Tensor, parts: list[torch.Tensor], inner: int) -> bool:
-    total = ordered(parts, inner)
-    return same_bits(found, total / len(parts)) or same_bits(found, total * (1 / len(parts)))
+def is_ordered_mean(found: torch.Tensor, parts: list[torch.Tensor], inner: int = 0) -> bool:
+    """Whether these are the bits of a mean in rank order, the factor 1/N having been put to the parts or to their sum."""
+    factor = 1 / len(parts)
+    return same_bits(found, ordered(parts, inner) * factor) or same_bits(found, ordered([part * factor for part in parts], inner))
 
 
-def _reduced(
-    here: Here, findings: Findings, recipe: Recipe, right: Callable[[torch.Tensor, list[torch.Tensor], int], bool]
-) -> None:
+def _reduced(here: Here, findings: Findings, recipe: Recipe, right: Callable[[torch.Tensor, list[torch.Tensor], int], bool]) -> None:
     """Two steps of SGD with a learning rate of 1 from zero: after the first, weights are the negated mean gradients."""
     model: Any = onefold.shard(Probe().to(here.device), recipe)
     engine = engine_of(model)

@@ -1,10 +1,12 @@
 """The check that communication hides behind computing, as far as this device lets one see it.
 
-| where                   | what is measured                                                                                   | what decides        |
-|-------------------------|----------------------------------------------------------------------------------------------------|---------------------|
-| everywhere              | gathers that were launched before the computing of the unit before them had ended, by the recording | none of them        |
-| an accelerator, N ranks | seconds that the compute stream waited for moves, by timing events around its waits; with overlap=False | less than a tenth hidden |
-| an accelerator, 1 rank  | a trace of steps with parameters on the host: copies that had a kernel beside them                  | less than a tenth hidden |
+| where                   | what is measured                                                   | wrong if           |
+|-------------------------|--------------------------------------------------------------------|--------------------|
+| everywhere              | gathers that were launched while what precedes them was computed   | none               |
+| an accelerator, N ranks | waits of the compute stream for moves, by timing events around     | under LEAST hidden |
+|                         | them, with overlap and with overlap=False                          |                    |
+| an accelerator, 1 rank  | copies of parameters from the host that had a kernel beside them,  | under LEAST hidden |
+|                         | in a trace of torch's profiler                                     |                    |
 
 On a CPU, where the ranks' own threads move the bytes, seconds tell of the load on the machine and decide nothing.
 """
@@ -19,8 +21,9 @@ import torch
 import onefold
 from onefold.cli.doctor_check_steps import VOCABULARY, Small, adamw
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
+from onefold.device import has_streams, synchronize
 from onefold.observe import Recording, record
-from onefold.observe.trace import covered, merged
+from onefold.observe.trace import covered
 from onefold.recipe import Recipe
 from onefold.shard import engine_of
 
@@ -37,20 +40,20 @@ def overlap(here: Here, findings: Findings) -> str:
     """Stage 3 with overlap and without, or copies of parameters beside computing on a lone accelerator."""
     if here.world > 1:
         return _between_ranks(here, findings)
-    if here.device.type == "cpu":
+    if not has_streams(here.device):
         raise LeftOut("one rank on a CPU neither sends nor copies")
     return _between_tiers(here, findings)
 
 
 def _model(here: Here, recipe: Recipe) -> Any:
-    width, blocks, _ = SIZES["cpu" if here.device.type == "cpu" else "cuda"]
+    width, blocks, _ = SIZES["cuda" if has_streams(here.device) else "cpu"]
     torch.manual_seed(0)
     return onefold.shard(Small(width, 4 * width, blocks).to(here.device), recipe)
 
 
 def _step(here: Here, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     """A step that leaves its loss alone."""
-    *_, ids = SIZES["cpu" if here.device.type == "cpu" else "cuda"]
+    *_, ids = SIZES["cuda" if has_streams(here.device) else "cpu"]
     model(torch.full(ids, number % VOCABULARY, device=here.device)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -63,14 +66,14 @@ def _between_ranks(here: Here, findings: Findings) -> str:
         optimizer, engine = adamw(model), engine_of(model)
         for step in range(2):
             _step(here, model, optimizer, step)
-        _wait_for(here.device)
+        synchronize(here.device)
         engine.traffic.reset()
         if overlapping:
             with record(model, optimizer) as seen:
                 _step(here, model, optimizer, 2)
         for step in range(STEPS - overlapping):
             _step(here, model, optimizer, 3 + step)
-        _wait_for(here.device)
+        synchronize(here.device)
         exposed[name] = engine.traffic.exposed / STEPS
     assert seen is not None
     early, gathers = launched_early(seen)
@@ -80,7 +83,7 @@ def _between_ranks(here: Here, findings: Findings) -> str:
         "exposed_ms": 1000 * exposed["with"], "exposed_without_overlap_ms": 1000 * exposed["without"], "hidden": round(hidden, 3),
     }  # fmt: skip
     findings.expect(early > 0, f"none of {gathers} gathers was launched before the unit before it had been computed: nothing is prefetched")
-    if here.device.type == "cpu":
+    if not has_streams(here.device):
         return (
             f"{early} of {gathers} gathers were launched ahead, by the recording. A CPU has no streams: seconds decide nothing here "
             f"(waits of a step {1000 * exposed['with']:.0f} ms, {1000 * exposed['without']:.0f} ms without overlap)"
@@ -90,10 +93,13 @@ def _between_ranks(here: Here, findings: Findings) -> str:
 
 
 def launched_early(seen: Recording) -> tuple[int, int]:
-    """(gathers of the recording with computing between their launch and the wait for them, all its gathers)"""
-    spans = merged((w.start, w.end) for w in seen.work if w.kind == "compute")
+    """(gathers that were launched before the computing of another unit had ended, which then ended before they were waited for; all)
+
+    The outermost unit computes from the first block to the last: its computing ends behind every wait, and counts for none.
+    """
+    spans = [(w.unit, w.end) for w in seen.work if w.kind == "compute"]
     gathers = [m for m in seen.moves if m.move == "all-gather" and m.phase in ("forward", "backward")]
-    early = [m for m in gathers if any(min(b, m.landed - m.exposed) > max(a, m.launched) for a, b in spans)]
+    early = [m for m in gathers if any(unit != m.unit and m.launched < end <= m.landed - m.exposed for unit, end in spans)]
     return len(early), len(gathers)
 
 
@@ -102,11 +108,11 @@ def _between_tiers(here: Here, findings: Findings) -> str:
     optimizer = adamw(model)
     for step in range(2):
         _step(here, model, optimizer, step)
-    _wait_for(here.device)
+    synchronize(here.device)
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profiler:
         _step(here, model, optimizer, 2)
-        _wait_for(here.device)
+        synchronize(here.device)
     copies, kernels = split(profiler.events() or ())
     if not copies or not kernels:
         raise LeftOut("torch's profiler sees nothing of this device (is CUPTI there, and may it be used?)")
@@ -138,8 +144,3 @@ def split(events: Sequence[Any]) -> tuple[Spans, Spans]:
 def shared(a: Spans, b: Spans) -> float:
     """How long both were under way."""
     return covered(a) + covered(b) - covered([*a, *b])
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onefold
 from onefold.cli.doctor_check_moves import same_bits
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
+from onefold.device import has_streams, memory_figures, synchronize
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.interval import whole_sight
 from onefold.shard import engine_of
@@ -244,18 +245,24 @@ def two_levels(here: Here, findings: Findings) -> str:
         findings.expect(not what, f"in groups of {inner}, {name} and stage 3 differ in {what}")
     expect_near(findings, f"groups of {inner} and DDP", distance(here, trained["stage 3"], train_with_ddp(here, "fp32", 1)), "fp32")
 
-    model = onefold.shard(small(here), recipes["stage 3"])
-    optimizer, engine = adamw(model), engine_of(model)
-    for step in range(2):
-        engine.traffic.reset()
-        one_step(here, model, optimizer, step)
-    sent = engine.traffic.by_link()["between"]
-    interval = sum(4 * unit.numel for unit in engine.units) // here.world
-    due = 3 * MICRO_BATCHES * (here.world // inner - 1) * interval
+    sent = _sent_in_a_step(here, recipes["stage 3"])["between"]
+    flat = sum(_sent_in_a_step(here, Recipe.zero(3, group=here.world)).values())
+    # A flat move sends to each of N − 1 ranks what groups send to one rank of each of the others.
+    due = flat * (here.world // inner - 1) // (here.world - 1)
     findings.figures |= {"group": inner, "bytes between groups": sent, "formula": due}
     findings.expect(sent == due, f"{sent:,} bytes went between groups in a step, the formula says {due:,}")
     said = "nodes" if nodes else "groups on this node, standing for nodes"
     return f"{here.world // inner} {said}: recipes over groups agree to the bit, {sent:,} bytes between them as the formula says"
+
+
+def _sent_in_a_step(here: Here, recipe: Recipe) -> dict[str, int]:
+    """Bytes that this rank sends in a step, by link."""
+    model = onefold.shard(small(here), recipe)
+    optimizer, engine = adamw(model), engine_of(model)
+    for step in range(2):
+        engine.traffic.reset()
+        one_step(here, model, optimizer, step)
+    return engine.traffic.by_link()
 
 
 OFFLOADED: dict[str, dict[str, Any]] = {
@@ -288,7 +295,7 @@ def offload(here: Here, findings: Findings) -> str:
 
 
 def save_and_reload(here: Here, findings: Findings) -> str:
-    """A step while `save_async` is under way; what is then loaded, at another stage, is what was there at the call, and trains on as it did."""
+    """Steps while `save_async` is under way. What is loaded afterwards, at another stage, is what was there at the call, and trains on."""
     path = Path(here.folder) / "checkpoint"
     if here.rank == 0:
         (Path(here.folder) / "seen").touch()
@@ -314,7 +321,7 @@ def save_and_reload(here: Here, findings: Findings) -> str:
     resumed = [one_step(here, loaded, again, 2 + step) for step in range(2)]
     at_the_end = onefold.full_state_dict(loaded)
     other = [name for name, value in after.items() if not same_bits(at_the_end[name], value)]
-    findings.expect(not other, f"two steps after the load {len(other)} weights differ from the run that was saved, {(other or [''])[0]} first")
+    findings.expect(not other, f"two steps after the load {len(other)} weights are not those of the saved run, {(other or [''])[0]} first")
     numbers = [[float(x) for losses, norm in run for x in (*losses, norm)] for run in (went_on, resumed)]
     findings.expect(numbers[0] == numbers[1], f"after the load losses or norms differ, by up to {_relative(*numbers):.1e}")
     findings.figures |= {"save_s": saving.seconds, "stall_s": saving.stall_s}
@@ -345,8 +352,6 @@ def memory_at_rest(here: Here, findings: Findings) -> str:
             p = 4 * sum(unit.numel for unit in engine.units)
             share = 1 if stage == 0 else 1 / here.world
             parameters = (p * share if stage == 3 else p) if precision == "fp32" else (0 if stage == 3 else p / 2) + p * share
-            if here.world == 1:  # a lone rank holds everything whole, whatever the stage
-                parameters = p if precision == "fp32" else p / 2 + p
             due = parameters + 2 * p * share
             ledger = sum(engine.memory.now().values())
             held = _held(here) - before
@@ -365,9 +370,10 @@ def memory_at_rest(here: Here, findings: Findings) -> str:
 def _held(here: Here) -> int:
     """Bytes on the device: the allocator's, or on a CPU of every tensor that Python can reach, each storage once."""
     gc.collect()
-    if here.device.type == "cuda":
-        torch.cuda.synchronize(here.device)
-        return torch.cuda.memory_allocated(here.device)
+    figures = memory_figures(here.device)
+    if figures is not None:
+        synchronize(here.device)
+        return figures.allocated
     storages: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass(), whole_sight():
         for thing in gc.get_objects():
@@ -380,8 +386,10 @@ def _held(here: Here) -> int:
 
 def no_synchronization(here: Here, findings: Findings) -> str:
     """Steps in which CUDA raises where the host would wait for the device."""
+    if not has_streams(here.device):
+        raise LeftOut("a CPU has no streams: nothing runs behind the host, and it has nothing to wait for")
     if here.device.type != "cuda":
-        raise LeftOut("on a CPU nothing runs behind the host, so that it has nothing to wait for")
+        raise LeftOut(f"torch tells of waits of the host on CUDA and ROCm only, not on {here.device.type}")
     if here.backend == "gloo" and here.world > 1:
         raise LeftOut("ranks that share a GPU move through gloo, which goes through the host's memory")
     for stage in range(4):
@@ -394,7 +402,7 @@ def _step_without_waiting(here: Here, findings: Findings, name: str, recipe: Rec
     model = onefold.shard(small(here), recipe)
     optimizer = adamw(model)
     steps = [[batch(here, step, micro) for micro in range(MICRO_BATCHES)] for step in range(4)]
-    torch.cuda.synchronize(here.device)
+    synchronize(here.device)
     for number, ids in enumerate(steps):
         with _refusing() if number == 3 else contextlib.nullcontext():
             try:

@@ -197,14 +197,18 @@ def answer(check: Check, here: Here) -> Outcome:
     return Outcome(check.name, status, said, check.advice if status == WRONG else "", seconds, findings.figures, ended)
 
 
-def merge(check: Check, outcomes: dict[int, Outcome]) -> Outcome:
-    """One row of what the ranks answered: wrong if any is; otherwise left out if any is. The lowest such rank speaks."""
+def merge(check: Check, outcomes: dict[int, Outcome], ranks: int = 0) -> Outcome:
+    """One row of what the ranks answered: wrong if any is; otherwise left out if any is. The lowest such rank speaks.
+
+    Args:
+        ranks: how many there are, where some did not answer; 0: as many as answered.
+    """
     first = next((s for s in (WRONG, LEFT_OUT) if any(o.status == s for o in outcomes.values())), OK)
     speaks = min(rank for rank, o in outcomes.items() if o.status == first)
     # A rank that raised in the middle leaves the others waiting: what they then say comes from it.
     speaks = min((rank for rank, o in outcomes.items() if o.ended and not o.said.startswith("StallError")), default=speaks)
     chosen, differ = outcomes[speaks], len({o.status for o in outcomes.values()}) > 1
-    said = f"rank {speaks}: {chosen.said}" if first == WRONG and len(outcomes) > 1 else chosen.said
+    said = f"rank {speaks}: {chosen.said}" if first == WRONG and max(ranks, len(outcomes)) > 1 else chosen.said
     figures = dict(outcomes[min(outcomes)].figures)
     if first == WRONG and speaks != min(outcomes):
         figures[f"rank {speaks}"] = chosen.figures
