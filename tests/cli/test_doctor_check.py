@@ -417,12 +417,12 @@ def test_under_torchrun_rank_0_tells_and_a_rank_that_is_lost_is_a_row(broken: st
         "limits = {'collectives': 4.0 if 'stands still' in os.environ['BROKEN'] else 60.0, 'ordered sums': 60.0, 'native sums': 60.0}\n"
         "doctor_check.CHECKS = tuple(replace(c, limit=limits[c.name]) for c in CHECKS if c.name in limits)\n"
         "rows = doctor_check.check_with_launcher({'device': 'cpu', 'gpus': []}, lambda name: None, 'broken_doctor')\n"
-        "print([(row.name, row.status, row.said) for row in rows] if rows else 'nothing')\n"
+        "print([(row.name, row.status, row.said) for row in rows] if rows else 'a silent rank')\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "BROKEN": broken})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("nothing") == 1 and done.stdout.count("collectives") == 1, done.stdout
+    assert done.stdout.count("a silent rank") == 1 and done.stdout.count("collectives") == 1, done.stdout
     lost, _, how = broken.partition("=")
     for name in ("collectives", "ordered sums", "native sums"):
         assert f"('{name}', '{WRONG if name == lost else OK}'" in done.stdout, done.stdout

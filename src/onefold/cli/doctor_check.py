@@ -376,10 +376,10 @@ def _environment(folder: Path, device: str, ranks: int) -> dict[str, str]:
 
 
 def _line_of(said: str) -> str:
-    """The innermost line of Onefold's in what faulthandler wrote of the thread that a signal found."""
+    """The innermost line in what faulthandler wrote of the thread that a signal found, libraries left out."""
     current = said.rpartition("Current thread")[2]
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', current)
-    own = [frame for frame in frames if "onefold" in frame[0]] or frames
+    own = [f for f in frames if "/onefold/" in f[0] or not re.search(r"/(site|dist)-packages/|/lib/python3", f[0])] or frames
     return f"{own[0][0].rpartition('onefold/')[2]}:{own[0][1]} in {own[0][2]}" if own else "a place it could not name"
 
 
