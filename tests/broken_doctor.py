@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -200,6 +201,23 @@ def a_kernel_writes_a_wrong_bit() -> None:
     doctor_check_kernels.kernels_run_here = lambda device: ""
 
 
+def a_summing_kernel_leaves_a_part_out() -> None:
+    """The kernel is torch's addition without the last rank's part in its last element."""
+    from onefold.cli import doctor_check_kernels
+    from onefold.comm import launching, sums
+    from onefold.comm.codecs import kernels
+
+    def sum_parts(parts: torch.Tensor, out: torch.Tensor, scale: float, own: Any, rank: int, round_to: Any) -> None:
+        with launching.by_torch():
+            sums.sum_parts(parts, out, scale)
+        out[-1] -= parts[-1, -1] * scale
+
+    sys.modules["onefold.comm.triton_sums"] = sys.modules["onefold.comm"].triton_sums = SimpleNamespace(sum_parts=sum_parts)
+    sums.serve = lambda *_: launching._allowed.get()
+    kernels.encode = kernels.decode = lambda *_: 0
+    doctor_check_kernels.kernels_run_here = lambda device: ""
+
+
 def a_buffer_stays() -> None:
     """Every engine keeps 2 MiB that no formula knows."""
     from onefold.runtime.engine import Engine
@@ -277,6 +295,7 @@ BREAKINGS: dict[str, Callable[[], None]] = {
     "a torn copy": a_copy_is_torn,
     "a wrong load": a_load_is_wrong,
     "a kernel": a_kernel_writes_a_wrong_bit,
+    "a sum's kernel": a_summing_kernel_leaves_a_part_out,
     "a buffer stays": a_buffer_stays,
     "a ledger": a_ledger_is_wrong,
     "no prefetch": nothing_is_prefetched,

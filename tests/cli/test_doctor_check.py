@@ -96,6 +96,7 @@ def test_what_cannot_run_is_left_out_with_a_reason() -> None:
         ("save and reload", "a torn copy", "weights are not those of the save's moment"),
         ("save and reload", "a wrong load", "after the load"),
         ("kernels", "a kernel", "int4, 64 a block, 1,000 float32 numbers: encoded differ"),
+        ("kernels", "a sum's kernel", "sums of 2 parts of 1,000 float32 differ"),
         ("memory at rest", "a buffer stays", "bytes are held, the formula says"),
         ("memory at rest", "a ledger", "bytes without moments, the formula"),
         ("overlap", "no prefetch", "nothing is prefetched"),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 
 import torch
 
+from onefold.cli.doctor_check_moves import values
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
+from onefold.comm import sums
 from onefold.comm.codecs import Blockwise, Encoded, Stochastic, codec, kernels
+from onefold.comm.launching import INTERPRETED, by_torch, usable
 
 BLOCK_SIZES = (64, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Parts of a sum.
+RANKS = (2, 5)
 #: Elements: whole blocks and a shorter last one; on an accelerator also many programs at once.
 NUMELS = {"cpu": (1000,), "cuda": (1000, 256 * 17 + 64, 1 << 20)}
 
@@ -21,12 +25,11 @@ NUMELS = {"cpu": (1000,), "cuda": (1000, 256 * 17 + 64, 1 << 20)}
 def kernels_run_here(device: torch.device) -> str:
     """Why they cannot be compared on this device; "" if they can."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: torch's operations encode and decode, to the same bits but slower"
-    if device.type == "cpu":
-        return "" if os.environ.get("TRITON_INTERPRET") == "1" else "TRITON_INTERPRET is set to 0: on a CPU kernels run in the interpreter"
-    floats = torch.zeros(max(BLOCK_SIZES), device=device)
-    if not any(kernels.serve(_blockwise(name, max(BLOCK_SIZES)), floats) for name in kernels.NAMES):
-        return "the kernels do not serve this device (they need compute capability 8.0): torch's operations encode and decode"
+        return "Triton is not installed: torch's operations encode and add up, to the same bits but slower"
+    if device.type == "cpu" and not INTERPRETED:
+        return "TRITON_INTERPRET is set to 0: on a CPU kernels run in Triton's interpreter only"
+    if not usable(device):
+        return "Triton runs no kernel on this device (it needs compute capability 8.0 and a C compiler): torch's operations do it"
     return ""
 
 
@@ -66,27 +69,33 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def kernels_and_operations(here: Here, findings: Findings) -> str:
-    """Encoding, decoding and adding of every codec that has kernels, with both."""
+    """Encoding, decoding and adding of every codec that has kernels, and the sums of reductions, with both."""
     reason = kernels_run_here(here.device)
     if reason:
         raise LeftOut(reason)
     interpreted, compared = here.device.type == "cpu", 0
+    for numel in NUMELS["cpu" if interpreted else "cuda"]:
+        for dtype in DTYPES:
+            for ranks in RANKS:
+                compared += 1
+                spelt = str(dtype).removeprefix("torch.")
+                findings.expect(_sums_agree(here.device, ranks, numel, dtype), f"sums of {ranks} parts of {numel:,} {spelt} differ")
     for name in kernels.NAMES:
         for block in BLOCK_SIZES:
             by = _blockwise(name, block)
             for numel in NUMELS["cpu" if interpreted else "cuda"]:
                 for dtype in DTYPES:
                     for what, source in cases(numel, dtype):
-                        for act, right in _acts(by, source.to(here.device), interpreted):
+                        for act, right in _acts(by, source.to(here.device)):
                             compared += 1
                             spelt = str(dtype).removeprefix("torch.")
                             findings.expect(right, f"{name}, {block} a block, {numel:,} {spelt} {what}: {act} differ")
     findings.figures |= {"compared": compared, "codecs": list(kernels.NAMES), "interpreted": interpreted}
     how = " in Triton's interpreter (the device's own compiler is not tried on a CPU)" if interpreted else ""
-    return f"{compared} results of {', '.join(kernels.NAMES)} have the bits of torch's operations{how}"
+    return f"{compared} sums and results of {', '.join(kernels.NAMES)} have the bits of torch's operations{how}"
 
 
-def _acts(by: Blockwise, source: torch.Tensor, interpreted: bool) -> Iterator[tuple[str, bool]]:
+def _acts(by: Blockwise, source: torch.Tensor) -> Iterator[tuple[str, bool]]:
     """(what was done, whether both did the same)"""
 
     def both(act: Callable[[torch.Tensor], object], like: torch.Tensor) -> bool:
@@ -103,10 +112,20 @@ def _acts(by: Blockwise, source: torch.Tensor, interpreted: bool) -> Iterator[tu
     if by.stochastic:
         chance = Stochastic(2, 3, 2**33 - 77)
         yield "stochastically encoded", both(lambda into: by.encode(source, into, rounding=chance), torch.empty_like(payload))
-    # Triton's interpreter cuts bf16 off where every device rounds.
-    for dtype in [d for d in DTYPES if not (interpreted and d == torch.bfloat16)]:
+    for dtype in DTYPES:
         yield f"decoded into {dtype}", both(lambda into: by.decode(payload, into), torch.empty_like(source, dtype=dtype))
     yield "decoded and added", both(lambda into: by.decode_add(payload, into), source.float())
+
+
+def _sums_agree(device: torch.device, ranks: int, numel: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel that adds up the parts of a reduction gives torch's bits, rounded to the dtype of the parts."""
+    parts = torch.stack([values(numel, rank, dtype) for rank in range(ranks)]).to(device)
+    results = []
+    for alone in (contextlib.nullcontext, by_torch):
+        results.append(torch.empty(numel, dtype=dtype, device=device))
+        with alone():
+            sums.sum_parts(parts, results[-1], 1 / ranks)
+    return same(*results)
 
 
 def _blockwise(name: str, block: int) -> Blockwise:
