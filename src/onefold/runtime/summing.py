@@ -281,7 +281,7 @@ class Summing:
                 self.forget()
             return
         for lost in self.residuals.values():  # without asking: the answer would cost a synchronization
-            lost.masked_fill_(bad.to(torch.bool), 0.0)
+            lost.masked_fill_(bad.to(lost.device, torch.bool), 0.0)
 
     @property
     def draw(self) -> int:
@@ -438,7 +438,7 @@ class Summing:
         if r.whole:  # the backend has done it
             r.gathering = Pending(group, [], place)
             return
-        if group.native or (self.by_backend and group.imagined):
+        if group.native or group.imagined:
             division = self._cut(flat, r.covers, len(flat.hops) - 1)
             if group.can_reduce(division):
                 r.gathering = group.gather_sums(r.total, division, place, flat.index)
