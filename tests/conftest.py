@@ -51,6 +51,7 @@ SLOW_FILES = {
                 "test_transformers_architectures.py", "test_unsharded.py"],
     "train": ["test_claim.py", "test_early.py", "test_examples.py", "test_machines.py", "test_run.py", "test_starts.py",
               "test_survival.py"],
+    "virtual": ["test_virtual_device.py"],
 }  # fmt: skip
 
 
