@@ -83,6 +83,9 @@ class TrainConfig(BaseModel):
     )
     error_feedback: bool = Field(False, description="Add what encoding a gradient lost to the next one; with --reduce-codec.")
     wire_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="Rounding of encoded gradients.")
+    reduce: Literal["ordered", "native"] = Field(
+        "ordered", description="Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo)."
+    )
     frozen: Literal["none", "int8", "nf4", "int4", "fp8"] | None = Field(
         None, description="What frozen matrices rest and travel in (nf4 under adapters: QLoRA); stage 3."
     )
