@@ -186,7 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / f"{options.name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     places = {(cell.side, cell.blocks, cell.ranks) for cell in cells}
-    same = all(len({run["loss"] for cell in cells if place == (cell.side, cell.blocks, cell.ranks) for run in runs[cell]}) == 1 for place in places)
+    same = all(
+        len({run["loss"] for cell in cells if place == (cell.side, cell.blocks, cell.ranks) for run in runs[cell]}) == 1 for place in places
+    )
     return 0 if same else 1
 
 
@@ -201,7 +203,10 @@ def _row(cell: Cell, runs: dict[Cell, list[dict[str, Any]]]) -> dict[str, Any]:
                 row[f"of_{peer}"] = _ratio(own, found)
         row["goal"] = "of_{} {}".format(*GOALS[cell.side]) if cell.side in GOALS else None
     else:
-        fewest = min((c for c in runs if (c.side, c.blocks, c.source, c.world) == (cell.side, cell.blocks, cell.source, "fake")), key=lambda c: c.ranks)
+        fewest = min(
+            (c for c in runs if (c.side, c.blocks, c.source, c.world) == (cell.side, cell.blocks, cell.source, "fake")),
+            key=lambda c: c.ranks,
+        )
         row["of_fewest_ranks"], row["goal"] = _ratio(own, runs[fewest]), f"of_fewest_ranks {FAKE_GOAL}"
     if cell.source != "this":
         row["of_this"] = _ratio(own, runs[Cell(cell.side, cell.blocks, cell.ranks, "this")])
