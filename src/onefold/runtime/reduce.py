@@ -25,6 +25,7 @@ import torch
 
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger
 from onefold.memory.nvme import TierError
+from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.home import Home
@@ -277,7 +278,7 @@ class Reducer:
     def _is_due(self) -> bool:
         """Whether to wait for the oldest reduction: too many are under way, or it has a hop to go and another unit has been sent since."""
         if len(self.flying) > self.in_flight:
-            return True
+            return not self.in_flight or sum(_bytes(r.buffer) for r in self.flying) > SMALL_TRAFFIC
         return bool(self.flying) and not self.flying[0].is_last and self.flying[0].unit is not self.flying[-1].unit
 
     def _launch(self, unit: Unit) -> None:

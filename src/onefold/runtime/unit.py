@@ -51,6 +51,7 @@ class Unit:
     """Attributes:
     name: the dotted name of its module, "(root)" for the root; path: the same, "" for the root.
     numel: elements of its flat buffers, alignment and padding included.
+    gathered_bytes: of its buffers while it is gathered.
     handles: tensors saved for backward that stand for a part of its gathered buffers.
     depth: forward passes of its module that are open.
     calls: forward passes with gradients whose backward has not run.
@@ -79,6 +80,7 @@ class Unit:
         self.aside_bytes = 0
         self.ready = self.launched = self.late = False
         self.pending: list[Pending] = []
+        self.gathered_bytes = sum(f.layout.numel * f.dtypes.compute.itemsize for f in flats if not f.kept)
         self.arriving: list[Ticket] = []  # copies up that its gather began with
 
     @property
