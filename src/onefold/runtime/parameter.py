@@ -139,8 +139,8 @@ class ShardedParameter(nn.Parameter):
         if gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
             return entry.compute.grad
         with whole_sight():
-            if sys._getframe(1).f_code in _DROPS and (own := get_grad(self)) is not None:
-                return own
+            if sys._getframe(1).f_code in _DROPS:
+                return _dropped(self)
             return _seen_grad(self)
 
     @grad.setter
@@ -267,6 +267,17 @@ def _seen_grad(param: Any) -> torch.Tensor | None:
     if entry is not None and entry.kept is grad:
         spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, unreduced=True)
     return dress(grad.detach(), spec)
+
+
+_nothing = torch.empty(0)
+
+
+def _dropped(param: Any) -> torch.Tensor | None:
+    """`.grad` for who only drops it: any tensor where other ranks have a gradient and this one owns nothing."""
+    own: torch.Tensor | None = get_grad(param)
+    if own is None and (entry := param.__dict__["_onefold_entry"]()) is not None and entry.graded_elsewhere:
+        return _nothing
+    return own
 
 
 def _give_grad(param: Any, value: torch.Tensor | None) -> None:

@@ -206,7 +206,10 @@ class Summing:
 
         Their step is left out. What encoding their finite numbers lost may be huge all the same, and must not reach the next step.
         """
-        if self.residuals and bool(bad):
+        if bad.device.type != "cpu":  # looking would make the host wait
+            for lost in self.residuals.values():
+                lost.masked_fill_(bad != 0, 0)
+        elif self.residuals and bool(bad):
             self.forget()
 
     @property
