@@ -138,3 +138,24 @@ def what_encoding_lost_is_forgotten() -> None:
 
 def test_what_encoding_lost_is_forgotten_on_the_device() -> None:
     what_encoding_lost_is_forgotten()
+
+
+@virtual.alone
+def a_batch_is_sent() -> None:
+    from onefold.train.loop import loss_of
+
+    seen = []
+
+    def model(**batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch["input_ids"])
+        return batch["input_ids"].float().mean()
+
+    batch = {"input_ids": torch.arange(6).view(2, 3)}
+    with virtual.no_synchronization():
+        loss = loss_of(model, batch, torch.device("virtual", 0))
+        batch["input_ids"].zero_()  # the device may read as late as it likes
+    assert float(loss) == 2.5 and torch.equal(seen[0].cpu(), torch.arange(6).view(2, 3))
+
+
+def test_train_sends_batches_without_waiting() -> None:
+    a_batch_is_sent()
