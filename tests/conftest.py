@@ -29,7 +29,7 @@ products_by_shape.install()
 
 # Files whose tests start processes by the dozen or trace whole models: they take minutes together, so `make test-fast` leaves them out.
 SLOW_FILES = {
-    "benchmarks": ["test_checkpoint_benchmark.py", "test_gpu_benchmark.py", "test_host_benchmark.py", "test_ledgers_benchmark.py",
+    "benchmarks": ["test_checkpoint_benchmark.py", "test_gpu_benchmark.py", "test_host_time.py", "test_ledgers_benchmark.py",
                    "test_peers.py", "test_wires.py"],
     "checkpoint": ["test_adapters.py", "test_dcp.py", "test_export.py", "test_faults.py", "test_from_deepspeed.py", "test_huggingface.py",
                    "test_moments_checkpoint.py", "test_reshard_and_diff.py"],
