@@ -142,7 +142,7 @@ def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if every side was measured and all sources had the same losses."""
+    """0 if every side was measured and all sources had the same losses over gloo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--against", nargs="*", type=Path, default=[], help="`src` folders of other checkouts")
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / f"{options.name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    places = {(cell.side, cell.blocks, cell.ranks) for cell in cells}
+    places = {(cell.side, cell.blocks, cell.ranks) for cell in cells if cell.world == "gloo"}  # what the fake backend brings is undefined
     same = all(
         len({run["loss"] for cell in cells if place == (cell.side, cell.blocks, cell.ranks) for run in runs[cell]}) == 1 for place in places
     )
