@@ -1,7 +1,8 @@
 """Who of the ranks holds what of a flat buffer, over which levels it moves and in which form: runtime/route.py and summing.py in integers.
 
     gathers     interval ── across ──► shard ── inside ──► whole         (one hop over all ranks where there are no groups)
-    reductions  whole ── inside ──► shard ── across ──► interval         and back across, where the shard's sums are held in each group
+    reductions  whole ── inside ──► shard ── across ──► interval         and back across, where the shard's sums are held in each group,
+                                                                         and inside, where everybody holds the whole
 
 Six ranks in groups of three, a buffer of 6 intervals: rank 0 has interval 0, rank 3 interval 1, and both the shard 0, 1.
 
@@ -66,10 +67,10 @@ class Division:
         first = self.position // self.topology.outer * self.topology.outer
         return first * interval, (first + self.topology.outer) * interval
 
-    def hops(self, interval: int, whole: bool) -> tuple[Hop, ...]:
-        """Of a reduction of `interval` elements a rank; `whole`: the sums are everybody's."""
+    def hops(self, interval: int) -> tuple[Hop, ...]:
+        """Of a reduction of `interval` elements a rank."""
         size, inner, outer = self.topology.size, self.topology.inner, self.topology.outer
-        if whole or not self.two_levels:
+        if not self.two_levels:
             return (Hop("all", size, size * interval, interval),)
         return Hop("inside", inner, size * interval, outer * interval), Hop("across", outer, outer * interval, interval)
 
@@ -96,7 +97,7 @@ class Division:
 
 
 def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topology:
-    """The groups of a recipe; "node" is `per_node` ranks in a row, all where nobody says.
+    """The groups of a recipe; a node is `per_node` ranks in a row, all where nobody says.
 
     Raises:
         ValueError: the groups do not divide the ranks.

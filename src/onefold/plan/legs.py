@@ -10,6 +10,7 @@ follow from who stands where. The counts are those of the traffic ledger (`Traff
 | reduction, inside, then across                | a shard, then an interval       | m, or once at the boundary; across once where     |
 |                                               |                                 | gradients are divided in the group                |
 | sums to the other groups, across (HSDP, MiCS) | an interval                     | as the reduction across                           |
+| sums to all, across, then inside (stage 0)    | an interval, then a shard       | as the reduction                                  |
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def reduction_legs(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> list[L
         if hop.level == "across" and recipe.gradients.over == GROUP:
             times, phase = 1, "last backward"
         legs.append(Leg(move, False, hop.level, times * (hop.size - 1) * hop_bytes(flat, hop), times, phase))
-    if flat.spread:
+    for hop in flat.spreads:
         nbytes = times * (hop.size - 1) * hop.own * flat.dtypes.wire.itemsize
         legs.append(Leg("all-reduce", True, hop.level, nbytes, times, phase))
     return legs

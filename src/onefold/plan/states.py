@@ -12,11 +12,12 @@ With P the bytes of a unit's flat buffer (padding included), N ranks, by placeme
 In fp32 the masters are (a slice of) the parameters themselves at stages 0 to 2. Frozen parameters have neither masters nor moments and
 rest in the compute dtype. The rows are read from the recipe; no stage is asked for.
 
-With groups of G of the N ranks (plan/division.py), and e bytes of each byte left by a codec, × (G−1)/G inside and (N−G)/NG across:
+With groups of G of the N ranks (plan/division.py), by themselves those of a node, and e bytes of each byte left by a codec, × (G−1)/G
+inside and (N−G)/NG across:
 
 | recipe (stage 3)          | beside the above at rest     | sent inside a group         | sent across groups              |
 |---------------------------|------------------------------|-----------------------------|---------------------------------|
-| groups                    |                              | 3m·P                        | 3m·P                            |
+| groups (all stages)       |                              | as above                    | as above                        |
 | `shard_group`             | masters, moments: 1/G        | 3m·P                        | 2P, once                        |
 | … `optimizer_over="all"`  | parameters (compute): P/G    | 3m·P                        | 2P, once                        |
 | `second_copy`             | parameters (compute): P/G    | 3m·P                        | P once, m·P                     |
@@ -94,12 +95,19 @@ class FlatPlan:
     @property
     def hops(self) -> tuple[Hop, ...]:
         """Of a reduction of its gradients."""
-        return self.division.hops(self.layout.shard_numel, self.whole_master)
+        return self.division.hops(self.layout.shard_numel)
 
     @property
     def spread(self) -> bool:
         """Sums go on to who holds them too."""
         return self.ranks > 1 and self.owned != self.interval
+
+    @property
+    def spreads(self) -> tuple[Hop, ...]:
+        """The hops by which they go on: back over those of the reduction, all where everybody holds them, else the last."""
+        if not self.spread:
+            return ()
+        return self.hops[::-1] if self.whole_master else self.hops[-1:]
 
     @property
     def each(self) -> int:
@@ -148,7 +156,7 @@ def units_of(model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0, per_n
     """The units as the engine lays them out.
 
     Args:
-        per_node: ranks of a node, for recipes with group="node"; None is all.
+        per_node: ranks of a node, as a launcher would say; None is all.
 
     Raises:
         ValueError: no such rank, or groups that do not divide the ranks.

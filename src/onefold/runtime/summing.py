@@ -3,6 +3,7 @@
     stage 1 to 3          whole ── all ──► interval
     stage 0               whole ── all ──► interval ── all ──► whole            (a reduce-scatter and an all-gather: an all-reduce)
     over groups           whole ── inside ──► shard ── across ──► interval
+    stage 0               ... ──► interval ── across ──► shard ── inside ──► whole
     HSDP, MiCS            whole ── inside ──► shard ── across ──► interval ── across ──► shard
 
 [Note: held sums] Where gradients are divided inside a group, micro-batches before the boundary go one hop only: the group's sums are held
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import Pending, Place
+from onefold.comm import Chain, Pending, Place
 from onefold.comm.codecs import Codec, Stochastic, codec
 from onefold.layout import overlap, round_up
 from onefold.memory import GRADIENTS, REDUCTION, RESIDUALS
@@ -334,16 +335,22 @@ class Summing:
     # -- spreading -------------------------------------------------------------------------------------------------------------
 
     def spread(self, r: Reduction) -> None:
-        """Start sending this rank's sums to all that hold them too, and receiving theirs."""
+        """Start sending this rank's sums to all that hold them too, and receiving theirs; over groups across first, then inside."""
         flat, hop = r.flat, r.flat.spread
-        assert r.total is not None and hop is not None
-        place = Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
-        group = hop.group
+        assert hop is not None
+        r.gathering = self._send_on(r, hop)
+        if flat.whole_master and hop is not flat.hops[0]:
+            r.gathering = Chain(self.engine.group, r.gathering, lambda: self._send_on(r, flat.hops[0]))
+
+    def _send_on(self, r: Reduction, hop: Hop) -> Pending:
+        """The sums that this rank has of the addresses of a hop, to the ranks of its group, and theirs from them."""
+        assert r.total is not None
+        group, place = hop.group, Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
+        span = overlap(r.covers, (hop.ranges[0][0], hop.ranges[-1][1]))
+        part = cut(r.total[span[0] - r.covers[0] : span[1] - r.covers[0]], span, hop)
         peers = [p for p in range(group.size) if p != group.rank]
-        own = r.total[r.own[0] - r.covers[0] : r.own[1] - r.covers[0]]
-        part = cut(r.total, r.covers, hop) if not group.imagined else ()
-        recvs = [(p, part[p]) for p in peers] if part else []
-        r.gathering = group.exchange([(p, own) for p in peers], recvs, place, flat.index, move="all-reduce")
+        recvs = [(p, part[p]) for p in peers] if not group.imagined else []
+        return group.exchange([(p, part[group.rank]) for p in peers], recvs, place, r.flat.index, move="all-reduce")
 
 
 def cut(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:
