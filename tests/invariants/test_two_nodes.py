@@ -112,6 +112,22 @@ def test_groups_are_the_launchers_nodes_where_these_are_several_and_alike(per_no
         assert len(asked) == told and all("group='node' makes one group of the 4 ranks" in text for text in asked), asked
 
 
+def initialized() -> tuple[int, list[str]]:
+    """(groups, notes) of an engine made from a DeepSpeed file that says nothing of nodes."""
+    from onefold.integrations import deepspeed
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    zero = {"stage": 3, "zero_quantized_gradients": True}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = deepspeed.initialize(model=TinyMLP(8, 24, 2, 6), config=config)
+    found = onefold.engine_of(engine.module)
+    return found.group.topology.outer, [note for note in found.recipe.notes if "group" in note]
+
+
+def test_initialize_takes_nodes_for_groups() -> None:
+    assert run_ranks(4, initialized) == [(2, [])] * 4
+
+
 def test_a_process_group_that_is_spread_unevenly_over_nodes_is_flat() -> None:
     found = run_ranks(4, levels, "2", CASES[:2], (0, 1, 2))
     assert found == [[(1, []), (1, [])]] * 3 + [[]]

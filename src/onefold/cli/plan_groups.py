@@ -15,14 +15,15 @@ def groups_asked(**words: Any) -> dict[str, Any]:
     """Arguments of `Recipe.zero` from the options of the command line, by their names; what was not given is None or False.
 
     Raises:
-        ValueError: a group that is neither "node" nor a number of ranks.
+        ValueError: a group that is neither "node" (or "flat", of `group`) nor a number of ranks.
     """
     found = {name: value for name, value in words.items() if value not in (None, False, "none", "nearest")}
     for name in ("group", "shard_group"):
-        if name in found and found[name] != "node":
+        words = ("node", "flat") if name == "group" else ("node",)
+        if name in found and found[name] not in words:
             text = str(found[name]).strip()
             if not text.isdecimal() or int(text) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {text}: expected node, or a number of ranks, 1 or more.")
+                raise ValueError(f"--{name.replace('_', '-')} {text}: expected {', '.join(words)}, or a number of ranks, 1 or more.")
             found[name] = int(text)
     return found
 
