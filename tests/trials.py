@@ -156,12 +156,13 @@ def train_reference(case: Case) -> Curve:
     return train(case, model, inner, inner.state_dict)
 
 
-def train_sharded(case: Case, stage: int, **options: Any) -> Curve:
+def train_sharded(case: Case, stage: int, process_group: Any = None, **options: Any) -> Curve:
+    """`process_group`: the ranks to shard over, as `onefold.shard` has them as `group`. `options`: of Recipe.zero."""
     import onefold
 
     inner = fresh(case)
     recipe = onefold.Recipe.zero(stage, **{"stall_timeout": STALL_TIMEOUT, **case.options, **options})
-    model = onefold.shard(inner, recipe, units=case.units)
+    model = onefold.shard(inner, recipe, units=case.units, group=process_group)
     return train(case, model, inner, lambda: onefold.full_state_dict(model))
 
 

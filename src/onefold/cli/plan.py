@@ -101,7 +101,7 @@ def plan_command(
     ] = False,
     group: Annotated[
         str | None,
-        typer.Option("--group", help="Moves go inside groups and across: node, ranks, or flat.", show_default=False, rich_help_panel=_WIRES),
+        typer.Option("--group", help="Moves go inside groups and across: node, ranks; flat.", show_default=False, rich_help_panel=_WIRES),
     ] = None,
     shard_group: Annotated[
         str | None,

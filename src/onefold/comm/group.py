@@ -1,11 +1,13 @@
 """The ranks of one data-parallel axis, and the moves between placements that are the only things to touch the wire.
 
-| from         | to         | move           | pairwise (gloo)                            | native (NCCL)          |
-|--------------|------------|----------------|--------------------------------------------|------------------------|
-| sharded      | replicated | all-gather     | each rank sends its interval to each other | all_gather_single      |
-| partial sums | sharded    | reduce-scatter | sends of intervals, then a local sum       | all_to_all, local sum  |
-| partial sums | replicated | all-reduce     | the two above                              | the two above          |
-| replicated   | sharded    | slice          | no traffic                                 | no traffic             |
+| from         | to         | move           | pairwise (gloo)                            | native (NCCL)                |
+|--------------|------------|----------------|--------------------------------------------|------------------------------|
+| sharded      | replicated | all-gather     | each rank sends its interval to each other | all_gather_single            |
+| partial sums | sharded    | reduce-scatter | sends of intervals, then a local sum       | all_to_all_single, local sum |
+| partial sums | replicated | all-reduce     | the two above                              | the two above                |
+| replicated   | sharded    | slice          | no traffic                                 | no traffic                   |
+
+With `reduce="native"` in the recipe partial sums go by the backend's own reduce_scatter_single and all_reduce.
 
 [Note: sums are local and in rank order] Every reduction moves the parts as they are and adds them up on the rank that owns the
 interval, in the order of the ranks, in the accumulation dtype. The bits of a sum therefore depend neither on the placement of
@@ -19,6 +21,11 @@ once.
 [Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count. Two ranks that disagree on what comes
 next never take each other's bytes for something else: they wait, and the wait ends in a `StallError`.
 
+[Note: order instead of tags] A native backend matches operations by the order in which each rank launches them, and takes a unit's bytes
+for another's where they have one size. So each communicator's launches are added up to a checksum (`launched`), which the ranks compare
+at the end of every backward pass, before anything is stepped. Moves of gathers and of reductions have a communicator each: which of the
+two comes first may differ from rank to rank.
+
 [Note: one rank stands for all] Under torch's "fake" backend (plan/simulate.py) moves are entered in the ledger and nothing arrives.
 What the others would tell this rank is what it would tell them.
 """
@@ -26,14 +33,18 @@ What the others would tell this rank is what it would tell them.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from onefold.comm.communicators import Communicators
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.members import backend_of, members, spelt
 from onefold.comm.pending import Chain, Chains, Pending
@@ -41,8 +52,26 @@ from onefold.comm.stall import Place, StallError, explain
 from onefold.comm.topology import Topology, inner_of, ranks_of_a_node, sides_of
 from onefold.device import current_stream, has_streams, new_event, new_stream
 
-_KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5, "call": 6}
+_KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "control": 4, "state": 5, "call": 6, "agreement": 7}
 Parts = Sequence[tuple[int, torch.Tensor]]
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the ranks of a group divide one buffer among themselves, lengths in elements.
+
+    Attributes:
+        sizes: by position. numel: of the buffer. own: this rank's part. away: of the buffer, what belongs to ranks on other nodes.
+        even: all parts are of one length.
+    """
+
+    sizes: tuple[int, ...]
+    numel: int
+    own: int
+    away: int
+    even: bool
 
 
 class Group:
@@ -69,19 +98,20 @@ class Group:
     def __init__(self, process_group: Any, device: torch.device, timeout: float, inner: int | str | None = None) -> None:
         self.timeout, self.device = timeout, device
         self.ledger = TrafficLedger()
-        self.heard: dict[int, int] = {}
+        self.heard: int | None = None  # the step at whose end all ranks agreed last
         self.broken: StallError | None = None
         self.imagined = False  # see [Note: one rank stands for all]
         self.chains = Chains()
         self.relay = new_stream(device)  # on which the first of two moves is waited for; one, so that all ranks launch in one order
         self._counts: dict[tuple[str, int], int] = {}
-        self._groups: list[Any] = []
+        self._launched = [0, 0]  # checksums of what the gathers' communicator was given, and the reductions'
         process_group, numbers = members(process_group)
         self.size = len(numbers)
         self.ranks, self.name = numbers, spelt(numbers)
         self.rank, self.number = 0, 0
         self._inside: Level | None = None
         self._across: Level | None = None
+        self.communicators = Communicators(numbers, device, timeout)
         per_node = ranks_of_a_node()
         if isinstance(inner, int):
             Topology(self.size, inner_of(inner, numbers, None))  # refused before anything is made
@@ -89,25 +119,39 @@ class Group:
             self.number = numbers.index(dist.get_rank())
             self.backend = backend_of(process_group, device)
             self.imagined = self.backend == "fake"
-        if self.imagined:
-            self.control_group = None
-        elif self.size > 1:
-            with self._meeting():
-                self.control_group = self._make("gloo", timeout)
-                if self.backend == "gloo":
-                    self.gather_group = self.reduce_group = self.control_group
-                else:
-                    self.gather_group, self.reduce_group = self._make(self.backend, timeout), self._make(self.backend, timeout)
+        self.control_group = self.gather_group = self.reduce_group = None
+        if self.size > 1 and not self.imagined:
+            with self.communicators.rendezvous():
+                self.control_group = self.communicators.make("gloo")
+            self._stand_at(self.number, list(range(self.size)), list(range(self.size)), [0] * self.size)
             per_node = self._agreed(per_node)
         self.topology = Topology(self.size, inner_of(inner, numbers, per_node))
-        self.ranks = [numbers[i] for i in self.topology.order]
+        order = self.topology.order  # the communicators' own numbers of the positions
+        self.ranks = [numbers[i] for i in order]
         self.nodes, self.borders = sides_of(self.ranks, per_node, inner, self.topology)
-        self._at = self.topology.order  # the communicators' own numbers of the positions
         if self.size == 1:
             return
-        self.rank = self.ranks.index(dist.get_rank())
-        levels = self.topology.inside(self.rank), self.topology.across(self.rank)
-        self._inside, self._across = (None if len(at) == self.size else Level(self, at) for at in levels)
+        self._stand_at(self.ranks.index(dist.get_rank()), order, order, self.nodes)
+        if self.backend == "gloo":
+            self.gather_group = self.reduce_group = self.control_group
+        elif not self.imagined:
+            with self.communicators.rendezvous():
+                self.gather_group = self.reduce_group = self.communicators.make(self.backend, parent=process_group)
+                if 1 in (self.topology.inner, self.topology.outer):  # else all that is gathered goes over the levels
+                    self.gather_group = self.communicators.make(self.backend, parent=process_group)
+        levels = self.topology.inside, self.topology.across
+        self._inside, self._across = (None if len(part(self.rank)) == self.size else Level(self, part) for part in levels)
+
+    def _stand_at(self, rank: int, numbers: list[int], control: list[int], nodes: Sequence[int]) -> None:
+        """Take a position, and prepare what every move asks for. `numbers`, `control`: of the positions, as the communicators of data and
+        of control messages count."""
+        self.rank, self._at, self._at_control = rank, numbers, control
+        self._ordered = numbers == sorted(numbers)
+        self._row_of: torch.Tensor | None = None  # where rows by position lie among rows by number
+        # Starting behind oneself spreads the load: no rank is everybody's first.
+        self._peers = [(rank + i) % self.size for i in range(1, self.size)]
+        self._away = [node != nodes[rank] for node in nodes]
+        self._peers_away = sum(self._away)
 
     @property
     def inside(self) -> Group:
@@ -121,64 +165,13 @@ class Group:
 
     def _agreed(self, per_node: int | None) -> int | None:
         """`per_node` if all ranks were told the same; None where nodes have unequal numbers of ranks, of which some may seem to divide."""
-        said = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        start = time.perf_counter()
-        try:
-            dist.all_gather(said, torch.tensor([per_node or 0]), group=self.control_group)
-        except RuntimeError as error:
-            raise self._alone(time.perf_counter() - start, "shard()", error) from None
-        return per_node if len({int(t) for t in said}) == 1 else None
+        said = (per_node or 0).to_bytes(8, "little")
+        return per_node if alike(self.any_of(both(said), Place("control", "(start)", 0, "state"))) else None
 
     def communicator(self, timeout: float) -> Any:
         """One more gloo communicator over the same ranks, for messages of the host that may wait `timeout` seconds. Collective."""
-        with self._meeting():
-            return self._make("gloo", timeout, "the first save or load")
-
-    def _make(self, backend: str, timeout: float, where: str = "shard()") -> Any:
-        # A subset calls new_group without the others, which use_local_synchronization allows; over all ranks it is collective.
-        options: dict[str, Any] = {} if self.size == dist.get_world_size() else {"use_local_synchronization": True}
-        start = time.perf_counter()
-        try:
-            self._groups.append(dist.new_group(sorted(self.ranks), backend=backend, timeout=timedelta(seconds=timeout), **options))
-        except RuntimeError as error:
-            raise self._alone(time.perf_counter() - start, where, error) from None
-        return self._groups[-1]
-
-    def _alone(self, waited: float, where: str, error: Exception) -> StallError:
-        return StallError(
-            f"rank {dist.get_rank()} waited {waited:.0f} s in {where} for the other ranks of {self.ranks} "
-            f"to call it too. (backend: {str(error).splitlines()[0][:200]})"
-        )
-
-    @contextlib.contextmanager
-    def _meeting(self) -> Iterator[None]:
-        """Inside, the ranks of a subset know equally many groups, and more than when they last made one.
-
-        torch makes the name by which a subset's new group meets from its ranks and that number: a rank that is in more groups than
-        another would wait under another name, and after a group has gone the next would meet at its stale addresses. Lone groups make
-        up the difference.
-        """
-        known = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", None)
-        if self.size == dist.get_world_size() or known is None:
-            yield
-            return
-        me, store, name = dist.get_rank(), dist.distributed_c10d._get_default_store(), f"onefold/groups/{sorted(self.ranks)}/"
-        turn = store.add(f"{name}turns/{me}", 1)  # the same on every rank, since each comes here as often as the others
-        used = int(store.get(f"{name}used/{me}")) if turn > 1 else 0
-        store.set(f"{name}{turn}/{me}", str(max(len(known), used)))
-        keys, start = [f"{name}{turn}/{rank}" for rank in self.ranks], time.perf_counter()
-        try:
-            store.wait(keys, timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            raise self._alone(time.perf_counter() - start, "shard()", error) from None
-        most = max(int(store.get(key)) for key in keys)
-        fill = [dist.new_group([me], backend="gloo", use_local_synchronization=True) for _ in range(most - len(known))]
-        try:
-            yield
-        finally:
-            store.set(f"{name}used/{me}", str(len(known)))
-            for lone in fill:
-                dist.destroy_process_group(lone)
+        with self.communicators.rendezvous():
+            return self.communicators.make("gloo", timeout, "the first save or load")
 
     def close(self) -> None:
         """Give the communicators back. Local; call it when nothing is under way."""
@@ -187,22 +180,30 @@ class Group:
             if level is not None:
                 level.close()
         self.chains.clear()
-        groups, self._groups = self._groups, []
         self.control_group = self.gather_group = self.reduce_group = None  # the last reference closes the sockets
-        for group in groups:
-            with contextlib.suppress(Exception):  # already destroyed with the default group
-                dist.destroy_process_group(group)
+        self.communicators.close()
+
+    def give_up(self) -> None:
+        """A rank does not come: the native communicators stop waiting for it on the device."""
+        for level in (self._inside, self._across):
+            if level is not None:
+                level.communicators.give_up()
+        self.communicators.give_up()
 
     # -- waiting ---------------------------------------------------------------------------------------------------------------
 
     def wait(self, works: list[Any], place: Place, event: TrafficEvent | None = None) -> None:
-        """Wait for `works`, and enter in the ledger how long that took. On NCCL the compute stream waits, not the host."""
+        """Wait for `works`, and enter in the ledger how long that took. On a device with streams the current stream waits, not the host."""
+        on_host = self.backend == "gloo" or not has_streams(self.device)
+        self._wait(works, place, event, on_host)
+
+    def _wait(self, works: list[Any], place: Place, event: TrafficEvent | None, on_host: bool) -> None:
         if self.broken is not None:  # the connections are closed: say again what happened rather than wait again
             raise self.broken
         self.chains.relay_before(place)
         start = time.perf_counter()
         try:
-            if self.backend == "gloo" or place.move == "control":
+            if on_host:
                 limit = timedelta(seconds=self.timeout)
                 for work in works:
                     work.wait(limit)
@@ -225,17 +226,16 @@ class Group:
     def _lost(self, place: Place, waited: float, error: Exception) -> StallError:
         name = getattr(self.control_group, "group_name", "")
         self.broken = explain(place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard)
+        self.give_up()
         return self.broken
 
     def _wait_on_stream(self, works: list[Any], event: TrafficEvent | None) -> None:
-        if not has_streams(self.device):
-            start = time.perf_counter()
+        stream = current_stream(self.device)
+        if stream == self.relay:  # nothing that computes waits
             for work in works:
                 work.wait()
-            self.ledger.waited(event, start)
             return
         before, after = new_event(self.device, timing=True), new_event(self.device, timing=True)
-        stream = current_stream(self.device)
         before.record(stream)
         for work in works:
             work.wait()
@@ -258,16 +258,128 @@ class Group:
             low = self.across.all_gather(full[first : first + shard * self.across.size], place, unit_index, move=move, plain=part)
             return Chain(self, low, lambda: self.inside.all_gather(full, place, unit_index, move=move, plain=plain))
         mine = full[self.rank * shard : (self.rank + 1) * shard]
-        nbytes = mine.numel() * mine.element_size()
-        event = self._record(move, place, [(p, nbytes, plain // self.size) for p in self._peers()], full.dtype)
+        each, part = mine.numel() * mine.element_size(), plain // self.size
+        event = self._record(move, place, full.dtype, each * len(self._peers), each * self._peers_away,
+                             part * len(self._peers), part * self._peers_away)  # fmt: skip
         if self.imagined:
             return self._imagine(place, event, full)
         if self.backend != "gloo":
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return Pending(self, [gather(full, mine, group=self.gather_group, async_op=True)], place, event, keep=full)
-        sends = [(peer, mine) for peer in self._peers()]
-        recvs = [(peer, full[peer * shard : (peer + 1) * shard]) for peer in self._peers()]
+            self._launches(0, move, unit_index, full.numel())
+            with self._launching(place):
+                work = _gather(full, mine, group=self.gather_group, async_op=True)
+            return Pending(self, [work], place, event, keep=full)
+        sends = [(peer, mine) for peer in self._peers]
+        recvs = [(peer, full[peer * shard : (peer + 1) * shard]) for peer in self._peers]
         return self._pairwise(sends, recvs, place, unit_index, move, event)
+
+    # -- moves of reductions on native backends --------------------------------------------------------------------------------
+
+    @property
+    def native(self) -> bool:
+        """Moves are operations of a backend's own, on the device."""
+        return self.size > 1 and self.backend not in ("gloo", "fake")
+
+    def cut(self, sizes: Sequence[int]) -> Cut:
+        """A division of a buffer by position, `sizes` in elements, for the moves below. Make it once."""
+        away = sum(size for size, far in zip(sizes, self._away, strict=True) if far)
+        return Cut(tuple(sizes), sum(sizes), sizes[self.rank], away, len(set(sizes)) == 1)
+
+    def scatter_parts(
+        self, sent: torch.Tensor, cut: Cut, received: torch.Tensor, place: Place, unit_index: int, move: str, plain: int = 0
+    ) -> Pending:
+        """The wire half of a reduction, in one operation.
+
+        Args:
+            sent: each rank's part, one behind the other by position, [numel]; or without this rank's own part, [numel - own].
+            received: what comes from each rank, by position: [ranks, own] with this rank's row among them; or without, [ranks - 1, own].
+            plain: bytes that each rank's part was encoded from, for the ledger.
+        """
+        width, alone = sent.element_size(), received.shape[0] < self.size
+        event = self._record(move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width,
+                             plain * len(self._peers), plain * self._peers_away)  # fmt: skip
+        if self.imagined:
+            return self._imagine(place, event, (sent, received))
+        self._launches(1, move, unit_index)
+        gives, gets = list(cut.sizes), [cut.own] * self.size
+        if alone:
+            gives[self.rank] = gets[self.rank] = 0
+        with self._launching(place):
+            if not self._ordered:
+                work = self._all_to_all_by_number(sent.split(gives), received.view(-1).split(gets))
+            elif cut.even and not alone:
+                work = dist.all_to_all_single(received.view(-1), sent, group=self.reduce_group, async_op=True)
+            else:
+                work = dist.all_to_all_single(received.view(-1), sent, gets, gives, group=self.reduce_group, async_op=True)
+        return Pending(self, [work], place, event, keep=(sent, received))
+
+    def _all_to_all_by_number(self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Any:
+        """What is given by position in the order of the communicator's numbers."""
+        by_number = sorted(range(self.size), key=self._at.__getitem__)
+        return dist.all_to_all([recvs[p] for p in by_number], [sends[p] for p in by_number], group=self.reduce_group, async_op=True)
+
+    def can_reduce(self, cut: Cut) -> bool:
+        """Whether the backend itself can scatter sums of such parts: they are even, and in its own order of the ranks."""
+        return cut.even and self._ordered
+
+    def reduce_scatter(
+        self, sent: torch.Tensor, cut: Cut, own: torch.Tensor, place: Place, unit_index: int, move: str, mean: bool
+    ) -> Pending:
+        """The backend's own: the sum of all ranks' `sent` [numel], or their mean. This rank gets its part `own`. Added in their dtype."""
+        width = sent.element_size()
+        event = self._record(move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width)
+        if self.imagined:
+            return self._imagine(place, event, (sent, own))
+        self._launches(1, move, unit_index)
+        with self._launching(place):
+            work = _reduce_scatter(own, sent, op=_operation(mean), group=self.reduce_group, async_op=True)
+        return Pending(self, [work], place, event, keep=(sent, own))
+
+    def all_reduce(self, whole: torch.Tensor, place: Place, unit_index: int, mean: bool) -> Pending:
+        """The backend's own: the sum of all ranks' `whole`, or their mean, in place. In its dtype."""
+        move, each = "all-reduce", 2 * math.ceil(whole.numel() / self.size) * whole.element_size()
+        event = self._record(move, place, whole.dtype, each * len(self._peers), each * self._peers_away)
+        if self.imagined:
+            return self._imagine(place, event, whole)
+        self._launches(1, move, unit_index, whole.numel())
+        with self._launching(place):
+            work = dist.all_reduce(whole, op=_operation(mean), group=self.reduce_group, async_op=True)
+        return Pending(self, [work], place, event, keep=whole)
+
+    def gather_sums(self, whole: torch.Tensor, cut: Cut, place: Place, unit_index: int) -> Pending:
+        """Each rank's part of `whole` ([numel], by position) to all others, in place: behind a reduction, and in the order of reductions.
+
+        `cut` is one that `can_reduce`.
+        """
+        move, at = "all-reduce", self.rank * cut.own
+        each = cut.own * whole.element_size()
+        event = self._record(move, place, whole.dtype, each * len(self._peers), each * self._peers_away)
+        if self.imagined:
+            return self._imagine(place, event, whole)
+        self._launches(1, move, unit_index)
+        with self._launching(place):
+            work = _gather(whole, whole[at : at + cut.own], group=self.reduce_group, async_op=True)
+        return Pending(self, [work], place, event, keep=whole)
+
+    def launched(self) -> bytes:
+        """A checksum of what the native communicators were given so far, in order: one on all ranks. See [Note: order instead of tags]."""
+        found = [self._launched, *(level._launched for level in (self._inside, self._across) if level is not None)]
+        return zlib.crc32(repr(found).encode()).to_bytes(4, "little")
+
+    def out_of_order(self, place: Place) -> StallError:
+        """What all ranks say once they know that they launched different moves. Nothing can be trusted from here on."""
+        self.broken = StallError(
+            f"rank {self.ranks[self.rank]} found at the end of the backward pass of step {place.step} that ranks {sorted(self.ranks)} "
+            "launched gathers or reductions of different units, or in different orders. "
+            f"{self.backend} matches them by their order: one unit was taken for another. Do not use the results of this step. "
+            "Ranks must use the units of a sharded model in one order; where they cannot, use gloo."
+        )
+        self.give_up()
+        return self.broken
+
+    def _launches(self, which: int, move: str, unit_index: int, numel: int = 0) -> None:
+        self._launched[which] = zlib.crc32(f"{move} {unit_index} {numel}".encode(), self._launched[which])
+
+    # -- other moves -----------------------------------------------------------------------------------------------------------
 
     def exchange(
         self, sends: Parts, recvs: Parts, place: Place, unit_index: int, *, move: str, plain: Mapping[int, int] | None = None
@@ -280,16 +392,21 @@ class Group:
         if self.size == 1:
             return Pending(self, [], place)
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.uint8)
-        was = plain or {}
-        event = self._record(move, place, [(p, t.numel() * t.element_size(), was.get(p, 0)) for p, t in sends], dtype)
+        was, away = plain or {}, self._away
+        counts = [(t.numel() * t.element_size(), was.get(p, 0), away[p]) for p, t in sends]
+        event = self._record(move, place, dtype, sum(c[0] for c in counts), sum(c[0] for c in counts if c[2]),
+                             sum(c[1] for c in counts), sum(c[1] for c in counts if c[2]))  # fmt: skip
         if self.imagined:
             return self._imagine(place, event, (sends, recvs))
         if self.backend != "gloo":
+            self._launches(1, move, unit_index)
             return self._all_to_all(sends, recvs, place, event)
         return self._pairwise(sends, recvs, place, unit_index, move, event)
 
     def exchange_control(self, payload: torch.Tensor, place: Place, kind: str = "control") -> list[torch.Tensor]:
         """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank order. Waits.
+
+        In log2(ranks) rounds: in each a rank passes on all that it has (Bruck et al. 1997). Over gloo on any backend: the host reads it.
 
         `kind`: messages of two kinds never meet ("call": a collective that the user calls, which may come at any time).
         """
@@ -297,17 +414,45 @@ class Group:
             return [payload]
         if self.imagined:
             return [payload] * self.size
-        parts = [payload if r == self.rank else torch.empty_like(payload) for r in range(self.size)]
-        self.ledger.control_bytes += payload.numel() * (self.size - 1)
-        tag = self._tag(kind, payload.numel())  # messages of another length are another kind: they never meet
+        have = torch.empty((self.size, payload.numel()), dtype=torch.uint8)  # row i: of the rank i positions behind this one
+        have[0] = payload
+        step = 1
+        while step < self.size:
+            more = min(step, self.size - step)
+            self._round(have[:more], (self.rank - step) % self.size, have[step : step + more], (self.rank + step) % self.size, place, kind,
+                        payload.numel())  # fmt: skip
+            step *= 2
+        return list(have.roll(self.rank, 0).unbind())
+
+    def any_of(self, bits: bytes, place: Place) -> bytes:
+        """The bits that any rank has set, of as many on each. Waits.
+
+        In log2(ranks) rounds of one message, over gloo on any backend. See `both` for what all ranks have alike.
+        """
+        if self.size == 1 or self.imagined:
+            return bits
+        mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+        step = 1
+        while step < self.size:  # whose bits come twice changes nothing: any number of ranks will do
+            theirs = torch.empty_like(mine)
+            self._round(mine, (self.rank + step) % self.size, theirs, (self.rank - step) % self.size, place, "agreement", len(bits))
+            mine = mine | theirs
+            step *= 2
+        return mine.numpy().tobytes()
+
+    def _round(self, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, place: Place, kind: str, length: int) -> None:
+        """Send to one rank and receive from another, on the host. Messages of another length are another kind: they never meet."""
+        tag = self._tag(kind, length)
+        self.ledger.control_bytes += sent.numel()
         with self._launching(place):
-            works = [dist.irecv(parts[p], group=self.control_group, group_src=self._at[p], tag=tag) for p in self._peers()]
-            works += [dist.isend(payload, group=self.control_group, group_dst=self._at[p], tag=tag) for p in self._peers()]
-        self.wait(works, place)
-        return parts
+            works = [
+                dist.irecv(received, group=self.control_group, group_src=self._at_control[source], tag=tag),
+                dist.isend(sent, group=self.control_group, group_dst=self._at_control[to], tag=tag),
+            ]
+        self._wait(works, place, None, on_host=True)
 
     def gather_values(self, value: torch.Tensor, place: Place) -> torch.Tensor:
-        """A few numbers of every rank: [...] becomes [size, ...], in rank order. On NCCL without waiting on the host."""
+        """A few numbers of every rank: [...] becomes [size, ...], in rank order. On native backends without waiting on the host."""
         shape = (self.size, *value.shape)
         if self.size == 1 or self.imagined:
             return value.expand(shape)
@@ -316,35 +461,48 @@ class Group:
             return torch.cat(self.exchange_control(payload, place)).view(value.dtype).view(shape).to(value.device)
         out = torch.empty(shape, dtype=value.dtype, device=value.device)
         self.ledger.control_bytes += value.numel() * value.element_size() * (self.size - 1)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(out.view(-1), value.reshape(-1).contiguous(), group=self.reduce_group)
-        return out
+        self._launches(1, "control", 0, value.numel())
+        with self._launching(place):
+            work = _gather(out.view(-1), value.reshape(-1).contiguous(), group=self.reduce_group, async_op=True)
+        self.wait([work], place)
+        if self._ordered:
+            return out
+        if self._row_of is None:  # sent to the device once
+            self._row_of = torch.tensor(self._at).to(value.device)
+        return out.index_select(0, self._row_of)
 
     def broadcast(self, tensors: list[torch.Tensor], place: Place) -> None:
-        """Rank 0's tensors to all ranks, in place. Waits."""
-        for t in tensors if self.size > 1 else ():
-            if not t.numel():
-                continue
-            flat = t.detach().reshape(-1).view(torch.uint8)
-            buffer = flat if self.rank == 0 else torch.empty_like(flat)
-            sends = [(p, buffer) for p in range(1, self.size)] if self.rank == 0 else []
-            self.exchange(sends, [] if self.rank == 0 else [(0, buffer)], place, 0x7FFF, move="state").wait()
-            if self.rank != 0:
-                with torch.no_grad():
-                    t.copy_(buffer.view(t.dtype).view(t.shape))
+        """Rank 0's tensors to all ranks, in place, in one message. Waits."""
+        flat = [t.detach().reshape(-1).view(torch.uint8) for t in tensors if t.numel()] if self.size > 1 else []
+        if not flat:
+            return
+        message = torch.cat([t.to(self.device) for t in flat]) if len(flat) > 1 or self.rank else flat[0].to(self.device)
+        self.from_first(message, place, 0x7FFF).wait()
+        if self.rank != 0:
+            parts = message.split([t.numel() for t in flat])
+            with torch.no_grad():
+                for t, part in zip((t for t in tensors if t.numel()), parts, strict=True):
+                    t.copy_(part.clone().view(t.dtype).view(t.shape))  # where a part begins need not suit the dtype
 
-    def _record(self, move: str, place: Place, sent: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> TrafficEvent:
-        """Enter `sent`: (peer, bytes, bytes that these were encoded from or 0) each."""
-        on_the_wire, here = str(dtype).removeprefix("torch."), self.nodes[self.rank]
-        away = [part for part in sent if self.nodes[part[0]] != here]
-        (nbytes, plain), (between, plain_between) = ((sum(p[1] for p in parts), sum(p[2] for p in parts)) for parts in (sent, away))
+    def from_first(self, message: torch.Tensor, place: Place, number: int) -> Pending:
+        """Rank 0's `message`, uint8 [n] on the device, into everybody's. `number`: messages of two numbers never meet on gloo."""
+        if self.backend == "gloo" or self.imagined:
+            sends = [(p, message) for p in range(1, self.size)] if self.rank == 0 else []
+            return self.exchange(sends, [] if self.rank == 0 else [(0, message)], place, number, move="state")
+        event = self._record("state", place, message.dtype, message.numel() if self.rank == 0 else 0, 0)
+        self._launches(1, "state", number, message.numel())
+        with self._launching(place):
+            work = dist.broadcast(message, group=self.reduce_group, group_src=self._at[0], async_op=True)
+        return Pending(self, [work], place, event, keep=message)
+
+    def _record(
+        self, move: str, place: Place, dtype: torch.dtype, nbytes: int, between: int, plain: int = 0, plain_between: int = 0
+    ) -> TrafficEvent:
+        """Enter bytes that are sent, those of them to other nodes, and what these were encoded from, or 0."""
+        on_the_wire = str(dtype).removeprefix("torch.")
         return self.ledger.record(
             move, place.unit, nbytes, self.size, on_the_wire, place.phase, place.step, self.name, between, plain, plain_between
         )
-
-    def _peers(self) -> list[int]:
-        # Starting behind oneself spreads the load: no rank is everybody's first.
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def _tag(self, move: str, unit_index: int) -> int:
         count = self._counts[move, unit_index] = self._counts.get((move, unit_index), 0) + 1
@@ -384,12 +542,12 @@ class Level(Group):
 
     _level = 1
 
-    def __init__(self, whole: Group, positions: Sequence[int]) -> None:
+    def __init__(self, whole: Group, part: Callable[[int], list[int]]) -> None:
+        """`part`: the positions of a level, itself among them, by the position of one."""
+        positions = part(whole.rank)
         self.whole = whole
-        self.timeout, self.device, self.ledger, self.heard, self.imagined = (
-            whole.timeout, whole.device, whole.ledger, whole.heard, whole.imagined,
-        )  # fmt: skip
-        self._counts, self._groups, self.chains, self.relay = {}, [], whole.chains, whole.relay
+        self.timeout, self.device, self.ledger, self.imagined = whole.timeout, whole.device, whole.ledger, whole.imagined
+        self._counts, self._launched, self.chains, self.relay = {}, [0, 0], whole.chains, whole.relay
         self.ranks, self.nodes = [whole.ranks[p] for p in positions], [whole.nodes[p] for p in positions]
         self.borders = whole.borders if len(set(self.nodes)) > 1 else ""
         self.size = len(positions)
@@ -397,19 +555,29 @@ class Level(Group):
         self.name = spelt(sorted(self.ranks))
         self.topology = Topology(self.size, self.size)
         self._inside = self._across = None
-        self._at = [whole._at[p] for p in positions]
+        self.communicators = Communicators(self.ranks, whole.device, whole.timeout)
+        control = [whole._at_control[p] for p in positions]
+        numbers = [whole._at[p] for p in positions]  # gloo's messages go over the connections of the whole
         self.control_group: Any = whole.control_group
-        if self.size == 1:
-            return
-        self.backend = whole.backend
-        if self.imagined:
-            return
         self.gather_group: Any = whole.gather_group
         self.reduce_group: Any = whole.reduce_group
-        if self.backend != "gloo":
-            self._at = [sorted(self.ranks).index(r) for r in self.ranks]
-            with self._meeting():
-                self.gather_group, self.reduce_group = self._make(self.backend, self.timeout), self._make(self.backend, self.timeout)
+        self.backend = whole.backend
+        if self.size > 1 and self.backend != "gloo" and not self.imagined:
+            parts = sorted({tuple(sorted(whole._at[p] for p in part(at))) for at in range(whole.size)})
+            divided = [list(each) for each in parts]
+            with self.communicators.rendezvous():
+                self.gather_group, self.reduce_group = (
+                    self.communicators.make_part(self.backend, whole.reduce_group, divided) for _ in range(2)
+                )
+            numbers = [sorted(self.ranks).index(r) for r in self.ranks]
+        self._stand_at(self.rank, numbers, control, self.nodes)
+
+    def give_up(self) -> None:
+        self.whole.give_up()
+
+    @property
+    def heard(self) -> int | None:  # type: ignore[override]
+        return self.whole.heard
 
     @property
     def broken(self) -> StallError | None:
@@ -418,3 +586,18 @@ class Level(Group):
     @broken.setter
     def broken(self, error: StallError | None) -> None:
         self.whole.broken = error
+
+
+def both(bits: bytes) -> bytes:
+    """`bits` and their opposites: `any_of` these, `alike` says whether all ranks had the same ones."""
+    return bits + bytes(b ^ 0xFF for b in bits)
+
+
+def alike(found: bytes) -> bool:
+    """Whether no bit was set on one rank and not on another, of what `both` gave."""
+    half = len(found) // 2
+    return not any(a & b for a, b in zip(found[:half], found[half:], strict=True))
+
+
+def _operation(mean: bool) -> Any:
+    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onefold.device import backend_name
+
 
 def spelt(ranks: Sequence[int]) -> str:
     """Ranks in few letters: "0-7", "0,8,16", "0-3,8-11"."""
@@ -63,8 +65,23 @@ def members(given: Any) -> tuple[Any, list[int]]:
 
 
 def backend_of(process_group: Any, device: torch.device) -> str:
-    """The backend that moves tensors of `device` in this group: 'gloo', 'nccl', ..."""
-    name = str(dist.get_backend(process_group))
-    if ":" in name:  # such as cpu:gloo,cuda:nccl
-        name = dict(part.split(":") for part in name.split(",")).get(device.type, "gloo")
-    return "gloo" if name in ("gloo", "undefined") else name
+    """The backend that moves tensors of `device` in this group: 'gloo', 'nccl', ...
+
+    A group that was made without a backend has one for each type of device, as torch chose them. gloo that was asked for by its name moves
+    tensors of any device, through the host.
+
+    Raises:
+        ValueError: the group has no backend for such tensors.
+    """
+    backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(",") if ":" in part)
+    found = backends.get(device.type)
+    if found is not None:
+        return found
+    if str(dist.get_backend(process_group)) == "gloo":
+        return "gloo"
+    has = ", ".join(f"{name} for {kind}" for kind, name in backends.items())
+    wanted = f"cpu:gloo,{device.type}:{backend_name(device)}" if device.type != "cpu" else "gloo"
+    raise ValueError(
+        f"the model is on {device}, and the process group has no backend for {device.type!r} tensors (it has {has or 'none'}): start it "
+        f"with torch.distributed.init_process_group({wanted!r}), or give shard() another group or device."
+    )

@@ -36,10 +36,8 @@ class Place:
 GRACE = 3.0
 
 
-def explain(
-    place: Place, waited: float, cause: Exception, group_name: str, rank: int, ranks: list[int], heard: dict[int, int]
-) -> StallError:
-    """Exchange notes through the store and build the error. `ranks` are global ranks; `heard` the last step heard of each."""
+def explain(place: Place, waited: float, cause: Exception, group_name: str, rank: int, ranks: list[int], heard: int | None) -> StallError:
+    """Exchange notes through the store and build the error. `ranks` are global ranks; `heard` the last step that all ended."""
     notes: dict[int, str] = {rank: f"{place}, {waited:.1f} s"}
     missing = [r for r in ranks if r != rank]
     try:
@@ -58,9 +56,8 @@ def explain(
     except Exception:  # the store may be gone with its rank; the error must come out all the same
         pass
     for other in missing:
-        last = heard.get(other)
         notes[other] = "not waiting in any collective of this model (ended, or busy elsewhere); " + (
-            f"last heard of at the end of step {last}" if last is not None else "not heard of yet"
+            f"last heard of at the end of step {heard}" if heard is not None else "not heard of yet"
         )
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     closed = "closed" in text or "reset" in text

@@ -147,6 +147,7 @@ class Recipe:
     frozen: str | None = None
     error_feedback: bool = False
     wire_rounding: str = "nearest"
+    reduce: Literal["ordered", "native"] = "ordered"
     nvme: tuple[str, ...] = ()
     nvme_threads: int = 4
     chunk: int = 1 << 21

@@ -1,10 +1,14 @@
-"""What the ranks tell each other at the end of a backward pass: one message of a few hundred bytes.
+"""What the ranks tell each other at the end of a backward pass, in one exchange of a few hundred bits (`Group.any_of`).
 
-    step | checksums of the orders seen in forward, in backward, of readiness | something behind the training has failed
-         | parameters used | units late | units gathered in backward
+    checksums of the orders seen in forward, in backward, of readiness, and of what was launched | the same bits inverted
+        | something behind the training has failed | parameters used | units late | units gathered in backward
 
-From it every rank knows which parameters got a gradient anywhere, whether a unit needs a second reduction, and whether all ranks walked
-through the units alike, in which case that walk becomes the agreed order of the next steps.
+Every rank learns which bits are set on any. From that it knows which parameters got a gradient anywhere, whether a unit needs a second
+reduction, and whether all ranks walked through the units alike, in which case that walk becomes the agreed order of the next steps.
+
+[Note: the exchange is never left out] Each of these may be another rank's news, of which this one knows nothing. On a native backend it is
+also where the host learns that a rank does not come, or came to other moves. It costs log2(ranks) messages of the host; the device goes
+on.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import Place
+from onefold.comm.group import alike, both
 from onefold.memory.nvme import TierError
 
 if TYPE_CHECKING:
@@ -25,31 +30,34 @@ _TOLD = 512  # bytes of a message about what went wrong
 
 
 def agree_and_finish(engine: Engine, used: set[int]) -> None:
-    """Exchange which parameters were used and which orders were seen; then set the gradients."""
+    """Exchange which parameters were used and which orders were seen; then set the gradients.
+
+    Raises:
+        StallError: the ranks launched different moves on a native backend: what they received is not what they asked for.
+    """
+    group = engine.group
     late = {u.index for u in engine.units if u.late}
     gathered = set(engine.gather.backward_log)
     orders = [zlib.crc32(repr(log).encode()) for log in (engine.gather.forward_log, engine.gather.backward_log, engine.reduce.log)]
-    head = struct.pack("<qIIIB", engine.step, *orders, engine.failure is not None)
-    sizes = (len(engine.entries), len(engine.units), len(engine.units))
-    body = b"".join(_bits(s, n) for s, n in zip((used, late, gathered), sizes, strict=True))
-    payload = torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
+    walked, launched = both(struct.pack("<III", *orders)), both(group.launched())
+    sizes = (1, len(engine.entries), len(engine.units), len(engine.units))
+    parts = [walked, launched, *map(_bits, ({0} if engine.failure is not None else set(), used, late, gathered), sizes)]
     place = Place("control", "(end of backward)", engine.step, "backward")
-    parts = [bytes(p.tolist()) for p in engine.group.exchange_control(payload, place)]
-    seen, same = [0, 0, 0], True
-    for rank, part in enumerate(parts):
-        engine.group.heard[engine.group.ranks[rank]] = struct.unpack_from("<q", part)[0]
-        same = same and part[8:20] == head[8:20]
-        at = len(head)
-        for i, n in enumerate(sizes):
-            seen[i] |= int.from_bytes(part[at : at + (n + 7) // 8], "little")
-            at += (n + 7) // 8
-    engine.failure_agreed = any(part[20] for part in parts)
-    everywhere = [_members(bits) for bits in seen]
-    engine.reduce.finish(everywhere[0])
-    if everywhere[1]:
-        engine.reduce.second_round(sorted(everywhere[1]), everywhere[0])
-    if same and not (engine.reduce.learned and (engine.gather.learned or not engine.gather.sharded)):
-        _learn(engine, everywhere[2])
+    anywhere = group.any_of(b"".join(parts), place)
+    group.heard = engine.step
+    found, at = [], 0
+    for part in parts:
+        found.append(anywhere[at : at + len(part)])
+        at += len(part)
+    if not alike(found[1]):
+        raise group.out_of_order(place)
+    failed, used_anywhere, late_anywhere, gathered_anywhere = (_members(int.from_bytes(bits, "little")) for bits in found[2:])
+    engine.failure_agreed = bool(failed)
+    engine.reduce.finish(used_anywhere)
+    if late_anywhere:
+        engine.reduce.second_round(sorted(late_anywhere), used_anywhere)
+    if alike(found[0]) and not (engine.reduce.learned and (engine.gather.learned or not engine.gather.sharded)):
+        _learn(engine, gathered_anywhere)
 
 
 def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> None:

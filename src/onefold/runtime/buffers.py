@@ -88,9 +88,7 @@ def from_rank_0(engine: Engine, tensors: list[torch.Tensor], phase: str) -> None
         message = torch.cat([_as_bytes(_once(t)).to(engine.device) for t in tensors])
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=engine.device)
-    sends = [(p, message) for p in range(1, group.size)] if group.rank == 0 else []
-    recvs = [(0, message)] if group.rank != 0 else []
-    group.exchange(sends, recvs, Place("state", "buffers", engine.step, phase), number, move="state").wait()
+    group.from_first(message, Place("state", "buffers", engine.step, phase), number).wait()
     if group.rank == 0 or group.imagined:
         return
     for buffer, size, part in zip(tensors, sizes, message.split(sizes), strict=True):

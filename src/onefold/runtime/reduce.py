@@ -184,10 +184,15 @@ class Reducer:
                 self.engine.gather.pass_by(unit)
             self._launch(unit)
             self.turn += 1
-            while self._is_due():
-                self._land(self.flying.pop(0))
-            while len(self.crossing) > self.in_flight:
-                self._land(self.crossing.pop(0))
+            self._land_what_is_due()
+
+    def _land_what_is_due(self) -> None:
+        """After every launch, whoever was ready when: what is sent on by a landing comes at the same place on all ranks, which backends
+        without tags need."""
+        while self._is_due():
+            self._land(self.flying.pop(0))
+        while len(self.crossing) > self.in_flight:
+            self._land(self.crossing.pop(0))
 
     def _is_due(self) -> bool:
         """Whether to wait for the oldest reduction: too many are under way, or it has a hop to go and another unit has been sent since."""
@@ -352,6 +357,7 @@ class Reducer:
         while self.turn < len(self.order):
             self._launch(self.units[self.order[self.turn]])
             self.turn += 1
+            self._land_what_is_due()
 
     def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
         """Gradients that came after their unit was reduced (re-entrant checkpointing of a shared module): reduce them too."""

@@ -12,6 +12,10 @@ in the accumulation dtype, and the hop across carries them once a step.
 [Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once to the dtype of the wire, whether it
 then travels on or stays. The second half of stage 0's all-reduce thus weighs what the formula says, and stages 1 to 3 have its bits.
 
+[Note: all parts at once] On a native backend one operation brings the parts of all ranks into the rows of one buffer, and one kernel
+adds them (comm/sums.py). This rank's part comes along, unless it is in a wider dtype than what travels: then it stays where it is, since it
+is not rounded on gloo either. With `reduce="native"` the backend adds, in the dtype of the wire and an order of its own.
+
 [Note: encoded sums] Where gradients travel encoded, every part is encoded for its receiver, decoded there and added in the accumulation
 dtype: sums are never made of encoded values. A rank's own part is not encoded. What the encoding lost can be kept and added to the next
 gradient.
@@ -26,6 +30,9 @@ import torch
 
 from onefold.comm import Chain, Pending, Place
 from onefold.comm.codecs import Codec, Stochastic, codec
+from onefold.comm.group import Cut
+from onefold.comm.sums import sum_parts
+from onefold.device import has_streams
 from onefold.layout import overlap, round_up
 from onefold.memory import GRADIENTS, REDUCTION, RESIDUALS
 from onefold.runtime.flat import Flat
@@ -48,6 +55,8 @@ class Reduction:
         own: the addresses of `span` that this rank sums; `parts`: what the ranks send of them, by position in the hop's group.
         filled: which entries got a gradient here.
         lent: one buffer of which the parts are rows. sent: what travels, where that is not `buffer` itself.
+        rows: how many parts lie in `lent` without being in `parts`; see [Note: all parts at once].
+        summed: the backend adds them up: one row. whole: the backend sums the whole run for every rank.
         total: the sums, over `own`, or over what the rank keeps if they are spread (`covers`).
         down: the sums have left the device.
     """
@@ -64,6 +73,9 @@ class Reduction:
     pending: Pending | None = None
     lent: torch.Tensor | None = None
     sent: torch.Tensor | None = None
+    rows: int = 0
+    summed: bool = False
+    whole: bool = False
     total: torch.Tensor | None = None
     covers: tuple[int, int] = (0, 0)
     gathering: Pending | None = None
@@ -86,6 +98,8 @@ class Summing:
         self.engine = engine
         recipe = engine.recipe
         self.codec: Codec | None = codec(recipe.gradients.codec) if recipe.gradients.codec else None
+        self.by_backend = recipe.reduce == "native"
+        self._cuts: dict[tuple[int, tuple[int, int], int], Cut] = {}  # by flat buffer, span and hop
         self.residuals: dict[tuple[int, int, int], torch.Tensor] = {}  # by flat buffer, first address and hop
         self._drawn = 0  # how far the run that this one resumes was ahead of it
 
@@ -100,6 +114,17 @@ class Summing:
         if self.encodes(flat, hop):
             r.pending = self._send_encoded(r, place)
             return
+        if group.native or (self.by_backend and group.size > 1):
+            cut = self._cut(flat, r.span, r.at)
+            if not self.by_backend:
+                self._send_at_once(r, cut, place)
+            elif flat.whole_master:
+                self._send_to_all(r, place)
+            elif group.can_reduce(cut):
+                self._send_to_be_summed(r, cut, place)
+            else:  # parts of a buffer whose other parameters are frozen
+                self._send_at_once(r, cut, place)
+            return
         sent = r.buffer
         if r.buffer.dtype != flat.dtypes.wire:
             sent = engine.pool.take(r.buffer.numel(), flat.dtypes.wire, REDUCTION, r.unit.name).copy_(r.buffer)
@@ -110,8 +135,48 @@ class Summing:
             a, b = r.own[0] - r.span[0], r.own[1] - r.span[0]
             sends = [(group.rank, sent[:a]), (group.rank, sent[b:])]
         else:
-            sends = [(p, piece) for p, piece in enumerate(cut(sent, r.span, hop)) if p != group.rank]
+            sends = [(p, piece) for p, piece in enumerate(pieces(sent, r.span, hop)) if p != group.rank]
         r.pending = group.exchange(sends, recvs, place, flat.index, move=move)
+
+    def _cut(self, flat: Flat, span: tuple[int, int], at: int) -> Cut:
+        """How hop `at` divides a buffer over `span`. As many are kept as there are ways in which parameters have been frozen."""
+        key, hop = (flat.index, span, at), flat.hops[at]
+        if key not in self._cuts:
+            self._cuts[key] = hop.group.cut([b - a for a, b in (overlap(span, there) for there in hop.ranges)])
+        return self._cuts[key]
+
+    def _send_at_once(self, r: Reduction, cut: Cut, place: Place) -> None:
+        """See [Note: all parts at once]."""
+        pool, wire, group, sent = self.engine.pool, r.flat.dtypes.wire, r.hop.group, r.buffer
+        r.rows = group.size
+        if sent.dtype != wire:
+            r.rows -= 1
+            a, b = r.own[0] - r.span[0], r.own[1] - r.span[0]
+            sent = r.sent = pool.take(cut.numel - cut.own, wire, REDUCTION, r.unit.name)
+            sent[:a].copy_(r.buffer[:a])
+            sent[a:].copy_(r.buffer[b:])
+        r.lent = pool.take(r.rows * cut.own, wire, REDUCTION, r.unit.name)
+        r.pending = group.scatter_parts(sent, cut, r.lent.view(r.rows, cut.own), place, r.flat.index, place.move)
+
+    def _send_to_be_summed(self, r: Reduction, cut: Cut, place: Place) -> None:
+        """The backend adds the parts up, in the dtype of the wire."""
+        sent, r.rows, r.summed = self._on_the_wire(r), 1, True
+        r.lent = self.engine.pool.take(cut.own, sent.dtype, REDUCTION, r.unit.name)
+        mean = self.early_scale(r.flat) == 1
+        r.pending = r.hop.group.reduce_scatter(sent, cut, r.lent, place, r.flat.index, place.move, mean)
+
+    def _send_to_all(self, r: Reduction, place: Place) -> None:
+        """The backend adds everything up for everybody."""
+        sent, r.whole, r.at = self._on_the_wire(r), True, len(r.flat.hops) - 1  # on however many levels the backend likes
+        r.total = self.engine.pool.fresh(sent.numel(), sent.dtype).copy_(sent)
+        self.engine.memory.add(GRADIENTS, _bytes(r.total))
+        r.pending = self.engine.group.all_reduce(r.total, place, r.flat.index, self.early_scale(r.flat) == 1)
+
+    def _on_the_wire(self, r: Reduction) -> torch.Tensor:
+        """The whole buffer in the dtype of the wire."""
+        if r.buffer.dtype != r.flat.dtypes.wire:
+            r.sent = self.engine.pool.take(r.buffer.numel(), r.flat.dtypes.wire, REDUCTION, r.unit.name).copy_(r.buffer)
+        return r.buffer if r.sent is None else r.sent
 
     def encodes(self, flat: Flat, hop: Hop) -> bool:
         """Whether gradients of `flat` travel encoded on `hop`."""
@@ -161,6 +226,9 @@ class Summing:
                 recvs.append((p, r.parts[p]))
         r.parts[group.rank] = r.buffer[r.own[0] - r.span[0] : r.own[1] - r.span[0]]
         r.parts = dict(sorted(r.parts.items()))
+        if group.native and {self.codec.encoded_bytes(b - a) for a, b in cuts} == {each}:
+            even, received = group.cut([each] * group.size), r.lent.view(group.size, each)
+            return group.scatter_parts(r.sent, even, received, place, flat.index, place.move, plain=plain[group.rank])
         return group.exchange(sends, recvs, place, flat.index, move=place.move, plain=plain)
 
     def _residual(self, r: Reduction) -> torch.Tensor | None:
@@ -207,8 +275,12 @@ class Summing:
 
         Their step is left out. What encoding their finite numbers lost may be huge all the same, and must not reach the next step.
         """
-        if self.residuals and bool(bad):
-            self.forget()
+        if not has_streams(self.engine.device):
+            if self.residuals and bool(bad):
+                self.forget()
+            return
+        for lost in self.residuals.values():  # without asking: the answer would cost a synchronization
+            lost.masked_fill_(bad.to(torch.bool), 0.0)
 
     @property
     def draw(self) -> int:
@@ -237,8 +309,13 @@ class Summing:
         if sent is not None and not self.encodes(r.flat, r.hop):
             pool.give(sent)
             sent = None
-        into = self.summed_into(r)
-        total = self._sum_apart(r) if into is None else self._sum_in_place(r, into)
+        if r.whole:
+            assert r.total is not None
+            total, r.covers = r.total, r.run
+        elif (into := self.summed_into(r)) is None:
+            total = self._sum_apart(r)
+        else:
+            total = self._sum_in_place(r, into)
         r.parts.clear()
         lent, r.lent = r.lent, None
         for buffer in (lent, sent):
@@ -252,11 +329,12 @@ class Summing:
         """The sums of this hop are what the next one sends."""
         assert r.total is not None
         r.buffer, r.total, r.span, r.at = r.total, None, r.own, r.at + 1
+        r.rows, r.summed = 0, False
 
     def summed_into(self, r: Reduction) -> int | None:
         """The peer whose part becomes the sum, if sums need no other dtype and no other place."""
         group, flat = r.hop.group, r.flat
-        if not r.is_last or flat.spread is not None or group.size == 1 or flat.dtypes.wire != flat.dtypes.sums:
+        if r.rows or not r.is_last or flat.spread is not None or group.size == 1 or flat.dtypes.wire != flat.dtypes.sums:
             return None
         if r.buffer.dtype != flat.dtypes.wire or self.encodes(flat, r.hop):
             return None
@@ -285,18 +363,34 @@ class Summing:
             total = pool.fresh(r.covers[1] - r.covers[0], flat.dtypes.wire if sent_on else sums_dtype)
             target = total[r.own[0] - r.covers[0] : r.own[1] - r.covers[0]]
             self.engine.memory.add(GRADIENTS, _bytes(total))
+        scale = 1.0 / r.hop.group.size if r.hop.group.size > 1 and self.early_scale(flat) == 1 else 1.0
+        if r.rows:
+            self._add_rows(r, target, scale)
+            return total
         sums = target
         if target.dtype != sums_dtype:
             sums = pool.take(target.numel(), sums_dtype, REDUCTION, r.unit.name)
         self._add_up(r, sums)
-        if r.hop.group.size > 1 and self.early_scale(flat) == 1:
-            sums.mul_(1.0 / r.hop.group.size)
+        if scale != 1:
+            sums.mul_(scale)
         if sums is not target:
             target.copy_(sums)
             pool.give(sums)
         elif r.is_last:
             self._round(r, sums)
         return total
+
+    def _add_rows(self, r: Reduction, target: torch.Tensor, scale: float) -> None:
+        """The rows of `lent`, and this rank's part if it is not among them, into `target`: one kernel."""
+        assert r.lent is not None
+        group, dtypes = r.hop.group, r.flat.dtypes
+        own = None
+        if r.summed:
+            scale = 1.0  # it has been applied: early, or by the backend, which made the mean
+        elif r.rows < group.size:
+            own = r.buffer[r.own[0] - r.span[0] : r.own[1] - r.span[0]]
+        round_to = dtypes.wire if r.is_last else None
+        sum_parts(r.lent.view(r.rows, target.numel()), target, scale, own=own, rank=group.rank, round_to=round_to, dtype=dtypes.sums)
 
     def _round(self, r: Reduction, sums: torch.Tensor) -> None:
         """See [Note: rounded once]; in place, by way of the memory that the parts came in, which have been added."""
@@ -337,23 +431,35 @@ class Summing:
     def spread(self, r: Reduction) -> None:
         """Start sending this rank's sums to all that hold them too, and receiving theirs; over groups across first, then inside."""
         flat, hop = r.flat, r.flat.spread
-        assert hop is not None
-        r.gathering = self._send_on(r, hop)
-        if flat.whole_master and hop is not flat.hops[0]:
-            r.gathering = Chain(self.engine.group, r.gathering, lambda: self._send_on(r, flat.hops[0]))
+        assert r.total is not None and hop is not None
+        if r.whole:  # the backend has done it
+            r.gathering = Pending(self.engine.group, [], self._place_of_sums(r))
+            return
+        last = len(flat.hops) - 1
+        r.gathering = self._send_on(r, last)
+        if flat.whole_master and last:
+            r.gathering = Chain(self.engine.group, r.gathering, lambda: self._send_on(r, 0))
 
-    def _send_on(self, r: Reduction, hop: Hop) -> Pending:
-        """The sums that this rank has of the addresses of a hop, to the ranks of its group, and theirs from them."""
+    def _send_on(self, r: Reduction, at: int) -> Pending:
+        """The sums that this rank has of the addresses of hop `at`, to the ranks of its group, and theirs from them."""
         assert r.total is not None
-        group, place = hop.group, Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
-        span = overlap(r.covers, (hop.ranges[0][0], hop.ranges[-1][1]))
-        part = cut(r.total[span[0] - r.covers[0] : span[1] - r.covers[0]], span, hop)
+        hop, place = r.flat.hops[at], self._place_of_sums(r)
+        group, span = hop.group, overlap(r.covers, (hop.ranges[0][0], hop.ranges[-1][1]))
+        total = r.total[span[0] - r.covers[0] : span[1] - r.covers[0]]
+        if group.native or (self.by_backend and group.imagined):
+            division = self._cut(r.flat, span, at)
+            if group.can_reduce(division):
+                return group.gather_sums(total, division, place, r.flat.index)
+        part = pieces(total, span, hop)
         peers = [p for p in range(group.size) if p != group.rank]
         recvs = [(p, part[p]) for p in peers] if not group.imagined else []
         return group.exchange([(p, part[group.rank]) for p in peers], recvs, place, r.flat.index, move="all-reduce")
 
+    def _place_of_sums(self, r: Reduction) -> Place:
+        return Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
 
-def cut(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:
+
+def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:
     """The ranks' pieces of a buffer over `span`, by position in the hop's group."""
     cuts = [overlap(span, there) for there in hop.ranges]
     return buffer.split([b - a for a, b in cuts])

@@ -1,34 +1,27 @@
 """Which intervals the kernels for CUDA serve, and where: the plain operations do the rest, with equal results.
 
 Triton is imported when the first interval on CUDA is encoded or decoded, never before. The kernels do whole blocks; a shorter last one
-is left to the plain operations.
+is left to the plain operations. Which devices have kernels says comm/launching.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from onefold.comm.codecs.rounding import Stochastic
+from onefold.comm.launching import served
 
 if TYPE_CHECKING:
     from onefold.comm.codecs.blockwise import Blockwise
 
-NAMES = ("int8", "int4")
-_COMPUTE_CAPABILITY = (8, 0)  # from here on bf16 is the device's own
+NAMES = ("int8", "int4", "fp8", "nf4")
 
 
 def serve(codec: Blockwise, floats: torch.Tensor) -> bool:
     """Whether kernels do the whole blocks of this interval."""
-    return floats.is_cuda and codec.name in NAMES and floats.numel() >= codec.block and _usable(floats.device)
-
-
-@cache
-def _usable(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= _COMPUTE_CAPABILITY and importlib.util.find_spec("triton") is not None
+    return codec.name in NAMES and floats.numel() >= codec.block and served(floats)
 
 
 def encode(codec: Blockwise, source: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor, rounding: Stochastic | None) -> int:

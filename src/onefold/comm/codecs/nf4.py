@@ -35,7 +35,14 @@ def levels() -> tuple[float, ...]:
 
 
 @cache
-def _pairs(device: torch.device) -> torch.Tensor:
+def borders() -> tuple[float, ...]:
+    """The 15 borders between levels, in fp32: halfway between neighbours, rounded once."""
+    level = torch.tensor(levels(), dtype=torch.float32)
+    return tuple(((level[1:] + level[:-1]) / 2).tolist())
+
+
+@cache
+def pairs(device: torch.device) -> torch.Tensor:
     """The two numbers of each byte, low bits first, as the bits of one float64: a look-up yields both."""
     level = torch.tensor(levels(), dtype=torch.float32)
     return torch.stack([level.repeat(16), level.repeat_interleave(16)], dim=1).view(torch.float64).flatten().to(device)
@@ -47,12 +54,11 @@ def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
     By cell: the level at its lower end (int32), and the border inside it (fp32; infinity where there is none).
     """
-    level = torch.tensor(levels(), dtype=torch.float32)
-    borders = (level[1:] + level[:-1]) / 2
+    between = torch.tensor(borders(), dtype=torch.float32)
     ends = torch.arange(CELLS + 1) * (2.0 / CELLS) - 1.0
-    lower = torch.bucketize(ends, borders, out_int32=True)
-    inside = torch.bucketize(ends + 2.0 / CELLS, borders) > lower
-    border = torch.where(inside, borders[lower.long().clamp(max=14)], torch.inf)
+    lower = torch.bucketize(ends, between, out_int32=True)
+    inside = torch.bucketize(ends + 2.0 / CELLS, between) > lower
+    border = torch.where(inside, between[lower.long().clamp(max=14)], torch.inf)
     return lower.to(device), border.to(device)
 
 
@@ -79,4 +85,4 @@ class Nf4(Blockwise):
         return scales * (part * max(b - a for a, b in pairwise(levels())))
 
     def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
-        torch.index_select(_pairs(numbers.device), 0, payload.view(-1).to(torch.int32), out=numbers.view(-1).view(torch.float64))
+        torch.index_select(pairs(numbers.device), 0, payload.view(-1).to(torch.int32), out=numbers.view(-1).view(torch.float64))
