@@ -42,7 +42,7 @@ import torch
 
 from onefold.layout import FlatLayout, Slot, overlap
 from onefold.memory import MASTERS, PARAMETERS, RESIDUALS
-from onefold.plan.division import Division, Hop, padded, position_of, topology_of
+from onefold.plan.division import Division, Hop, adds_of, padded, position_of, topology_of
 from onefold.plan.legs import Leg, gather_legs, merged, reduction_legs
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
@@ -95,7 +95,7 @@ class FlatPlan:
     @property
     def hops(self) -> tuple[Hop, ...]:
         """Of a reduction of its gradients."""
-        return self.division.hops(self.layout.shard_numel)
+        return self.division.hops(self.layout.shard_numel, self.whole_master)
 
     @property
     def spread(self) -> bool:
@@ -152,11 +152,14 @@ class UnitPlan:
         return self is not other and (self.path == "" or other.path.startswith(self.path + "."))
 
 
-def units_of(model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0, per_node: int | None = None) -> list[UnitPlan]:
+def units_of(
+    model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0, per_node: int | None = None, nccl: bool = False
+) -> list[UnitPlan]:
     """The units as the engine lays them out.
 
     Args:
         per_node: ranks of a node, as a launcher would say; None is all.
+        nccl: what moves is an operation of the backend's own, on the device; else gloo's messages.
 
     Raises:
         ValueError: no such rank, or groups that do not divide the ranks.
@@ -165,7 +168,7 @@ def units_of(model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0, per_n
         raise ValueError(f"rank {rank} of {ranks}: expected at least one rank, and a rank below their number.")
     away = leaving_of_sizes([sum(p.numel for p in u.parameters if p.trainable) for u in model.units], recipe, ranks)
     topology = topology_of(recipe, ranks, per_node)
-    plain = Division(topology, position_of(topology, rank), feedback=recipe.error_feedback)
+    plain = Division(topology, position_of(topology, rank), feedback=recipe.error_feedback, adds=adds_of(recipe, nccl))
     return [_unit(u, recipe, plain, index in away) for index, u in enumerate(model.units)]
 
 

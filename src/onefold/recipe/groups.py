@@ -140,7 +140,7 @@ def check_groups(recipe: Recipe) -> None:
 
 def without_codec(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, str]:
     """Options of `given` that change nothing, with the reason."""
-    said = {}
+    said: dict[str, str] = {}
     if recipe.gradients.codec is None:
         why = "where gradients travel as they are: reduce_codec encodes them"
         said |= {name: why for name in ("error_feedback", "wire_rounding") if name in given}
