@@ -200,7 +200,8 @@ def test_adapters_larger_than_what_they_adapt_are_refused() -> None:
 
 def test_a_plan_states_what_its_seconds_assume_of_software() -> None:
     assumed = [n for n in plan("gpt2", machine(64, 8, "h100-80"), Job(seq=512), largest=False).notes if n.startswith("seconds assume")]
-    for figure in ("77% of the rate", "80% of the links'", "90% of the compute", "7 µs × up to 7 hops", "2.9% waiting for the slowest of 64"):
+    hops = "7 µs × up to 7 hops"
+    for figure in ("77% of the rate", "80% of the links'", "90% of the compute", hops, "2.9% waiting for the slowest of 64"):
         assert len(assumed) == 1 and figure in assumed[0], assumed
     (alone,) = (n for n in plan("gpt2", machine(1, 1, "h100-80"), Job(seq=512), largest=False).notes if n.startswith("seconds assume"))
     assert "hops" not in alone and "77%" in alone

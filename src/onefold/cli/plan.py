@@ -126,6 +126,9 @@ def plan_command(
     wire_rounding: Annotated[
         Literal["nearest", "stochastic"], typer.Option("--wire-rounding", help="Of encoded gradients.", rich_help_panel=_WIRES)
     ] = "nearest",
+    reduce: Annotated[
+        Literal["ordered", "native"], typer.Option("--reduce", help="Who adds gradients up; native: NCCL.", rich_help_panel=_WIRES)
+    ] = "ordered",
     frozen: Annotated[
         Stored | None, typer.Option("--frozen", help="What frozen matrices rest in.", show_default=False, rich_help_panel=_WIRES)
     ] = None,
@@ -168,6 +171,8 @@ def plan_command(
             wire_rounding=wire_rounding,
             frozen=frozen,
         )
+        if reduce != "ordered":
+            places["reduce"] = reduce
         if reduce_at != "auto":
             places["reduce_at"] = reduce_at
         job = Job(
