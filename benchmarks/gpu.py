@@ -11,7 +11,7 @@ Seven questions, each answered in fresh processes:
    several GPUs, else gloo with two ranks on one.
 4. What does state on the host or on NVMe cost, beside plain PyTorch, FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-Offload, and
 5. how large a model does each of them train on this GPU? See benchmarks/offload/on_gpu.py. DeepSpeed takes part if it is installed.
-6. Are codecs as quick as memory, and do their kernels write what plain operations write? See benchmarks/codecs.py.
+6. Are codecs as quick as memory, and do their kernels write what torch writes? See benchmarks/codecs.py.
 7. Do groups and codecs train the same with streams as without? See benchmarks/wires/on_gpu.py.
 
 Prints its tables last; writes gpu.json and the traces (chrome://tracing) to --output.

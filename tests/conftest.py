@@ -34,6 +34,7 @@ SLOW_FILES = {
                    "test_moments_checkpoint.py", "test_reshard_and_diff.py"],
     "cli": ["test_checkpoint_command.py", "test_doctor_command.py", "test_plan_command.py", "test_plan_simulate_command.py",
             "test_train_command.py"],
+    "comm": ["test_native.py", "test_native_divergence.py", "test_native_reduce.py"],
     "habits": ["test_habits.py"],
     "integrations": ["test_deepspeed.py"],
     "invariants": ["test_diverging_ranks.py", "test_import.py", "test_nothing_left_behind.py", "test_wire_bytes.py"],

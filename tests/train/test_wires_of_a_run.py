@@ -52,6 +52,8 @@ ALL = {"second_copy": True, **CODECS, "error_feedback": True, "wire_rounding": "
         ({"shard_group": "4", "optimizer_over": "all"}, {"shard_group": 4, "optimizer_over": "all"}),
         (ALL, ALL),
         ({"frozen": "nf4"}, {"frozen": "nf4"}),
+        ({"reduce": "native"}, {"reduce": "native"}),
+        ({"reduce": "ordered"}, {}),
     ],
     ids=repr,
 )
@@ -94,6 +96,8 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
         ({"stage": "0", "reduce_codec": "int4"}, "use stage 1, 2 or 3"),
         ({"stage": "0", "shard_group": "node"}, "at stage 0 nothing is divided"),
         ({"stage": "1", "frozen": "nf4"}, "use stage 3"),
+        ({"reduce": "sorted"}, "--reduce 'sorted': input should be 'ordered' or 'native'"),
+        ({"reduce": "native", "reduce_codec": "int4"}, "leave one of them out"),
         ({"optimizer_over": "all"}, "needs a shard_group"),
         ({"shard_group": 2, "second_copy": True}, "divided inside the group already"),
         ({"shard_group": 2, "group": 4}, "they are the same groups; give one of them"),

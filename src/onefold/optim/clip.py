@@ -109,9 +109,7 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
     for group in by_device(t for t in parts if isinstance(t, torch.Tensor)):
         found |= zip(map(id, group), torch._foreach_norm(group, p), strict=True)
     each = [found[id(part)] if isinstance(part, torch.Tensor) else _norm_on_disk(part, p) for part in parts]
-    norms = (
-        torch.stack([n.to(device, torch.float64) for n in each]) if each else torch.zeros(1, dtype=torch.float64, device=device)
-    )
+    norms = torch.stack([n.to(device, torch.float64) for n in each]) if each else torch.zeros(1, dtype=torch.float64, device=device)
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
     values = engine.group.gather_values(mine, Place("control", "(gradient norm)", engine.step, "optimizer"))
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
-from onefold.recipe.groups import FLAT, GROUP, NODE, check_groups, read_groups
+from onefold.recipe.groups import FLAT, GROUP, NATIVE, NODE, check_groups, read_groups
 from onefold.recipe.groups import OPTIONS as GROUP_OPTIONS
 from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.tiers import OPTIONS, UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
@@ -117,6 +117,8 @@ class Recipe:
             are several with as many ranks each; "node": the same, and says so where it cannot be; "flat": every rank to every other.
         frozen: the codec in which frozen weights rest and are gathered, "int8", "nf4", "int4" or "fp8"; None: in the compute dtype.
         error_feedback: what encoding a gradient lost is added to the next one. wire_rounding: of encoded gradients.
+        reduce: "ordered" moves gradients as they are and adds them in rank order in the accumulation dtype: stages have the same bits.
+            "native" lets the backend (NCCL) add them, in the dtype of the wire and in its own order: stages agree within rounding.
         nvme: folders on the disks that hold what rests on NVMe, striped. nvme_threads: transfers under way at a time.
         chunk: elements stepped at a time of states on NVMe.
         notes: sentences about options that have no effect; `shard` logs them once.
@@ -362,6 +364,8 @@ class Recipe:
         if self.gradients.codec:
             tail += ["what encoding loses is fed back"] if self.error_feedback else []
             tail += ["rounded stochastically"] if self.wire_rounding == "stochastic" else []
+        if self.reduce == NATIVE:
+            tail.append("gradients added by the backend, in the dtype of the wire")
         return tail
 
     def _tails(self) -> list[str]:

@@ -28,6 +28,8 @@ Options of `Recipe.zero`:
 | `frozen`         | None, "int8", "nf4", "int4", "fp8"  | frozen weights rest encoded, and are gathered so (as in QLoRA)                |
 | `error_feedback` | False, True                         | what encoding a gradient lost is added to the next one                         |
 | `wire_rounding`  | "nearest", "stochastic"             | of encoded gradients                                                           |
+| `reduce`         | "ordered", "native"                 | who adds gradients up: Onefold, in rank order and fp32, so that stages agree   |
+|                  |                                     | to the bit; or the backend (NCCL), in the dtype of the wire and its own order  |
 
 Sources: Zhao et al. 2023 (PyTorch FSDP, hybrid sharding), Zhang et al. 2022 (MiCS), Wang et al. 2023 (ZeRO++).
 """
@@ -47,6 +49,7 @@ ALL, GROUP = "all", "group"
 NODE, FLAT = "node", "flat"
 CODECS = ("int8", "fp8", "int4", "nf4")
 ROUNDINGS = ("nearest", "stochastic")
+ORDERED, NATIVE = "ordered", "native"
 
 
 def read_groups(options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str | None], dict[str, Any]]:
@@ -134,6 +137,13 @@ def check_groups(recipe: Recipe) -> None:
         raise ValueError("the optimizer's states do not travel: they have no codec.")
     if recipe.wire_rounding not in ROUNDINGS:
         raise ValueError(f"wire_rounding={recipe.wire_rounding!r}: expected 'nearest' or 'stochastic'.")
+    if recipe.reduce not in (ORDERED, NATIVE):
+        raise ValueError(f"reduce={recipe.reduce!r}: expected 'ordered' or 'native'.")
+    if recipe.reduce == NATIVE and recipe.gradients.codec:
+        raise ValueError(
+            f"reduce='native' with reduce_codec={recipe.gradients.codec!r}: a backend adds numbers, and encoded gradients must be decoded "
+            "before they are added; leave one of them out."
+        )
     if not isinstance(recipe.error_feedback, bool):
         raise ValueError(f"error_feedback={recipe.error_feedback!r}: expected True or False.")
 

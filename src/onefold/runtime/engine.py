@@ -28,7 +28,7 @@ from onefold.comm import Group, Place
 from onefold.layout import round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.groups import GROUP
+from onefold.recipe.groups import GROUP, NATIVE
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime import differentiate, functional
 from onefold.runtime.activations import HostActivations
@@ -76,6 +76,13 @@ class Engine:
         again = isinstance(process_group, Group)
         self.group = process_group if again else Group(process_group, device, recipe.stall_timeout, recipe.group)
         self.rank, self.world_size = self.group.number, self.group.size
+        if recipe.reduce == NATIVE and self.world_size > 1 and self.group.backend == "gloo":
+            if not again:
+                self.group.close()
+            raise ValueError(
+                "reduce='native' asks for the backend's own reduce-scatter, and gloo has none: leave it out, or run on a backend that has "
+                "one, such as NCCL."
+            )
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record

@@ -160,6 +160,8 @@ class Flat:
         self.home: Home | None = Home(self, tiers, engine) if tiers is not None else None
         # Who has which part of what parameters show; None where every rank has the whole.
         self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
+        # Gathers begin with a copy of this rank's masters: from another tier, in another dtype, or into a buffer of their own.
+        self.copies_masters = self.home is not None or not self.kept or dtypes.compute != dtypes.master
         self.held: dict[tuple[int, int], torch.Tensor] = {}  # sums inside the group that wait for the boundary, by run
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None

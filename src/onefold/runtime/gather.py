@@ -98,6 +98,9 @@ class Gatherer:
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         self.prefetch = engine.recipe.prefetch if engine.recipe.overlap else 0
         self.from_disk = any(flat.home is not None and flat.home.rest is None for unit in self.sharded for flat in unit.flats)
+        # What is copied for a gather (from the host, or cast) is copied, and gathered, on the stream of the copies up: the computation
+        # goes on, and waits where the unit is used.
+        self.beside: Beside = engine.beyond.up.beside if engine.beyond.up.behind else nullcontext
         self._hooks: Any = None
         self.reached = 0  # how often a backward pass has come to the output of a unit
         self.resident: frozenset[int] = frozenset()  # units that stay gathered between passes without gradients (runtime/resident.py)
@@ -266,16 +269,14 @@ class Gatherer:
                 continue
             flat.stale = False
             full = self._buffer(unit, flat)
-            home = flat.home
-            # What rests off the device comes up, and is gathered, on the stream of the copies: the computation waits where it is used.
-            beside: Beside = nullcontext if home is None else engine.beyond.up.beside
+            beside = self.beside if flat.copies_masters else nullcontext
             if flat.whole_master and flat.route.codec is None:
                 with beside():
                     self._put_masters(flat, full)
             else:
                 unit.pending.append(flat.route.start(full, partial(self._put_masters, flat, full), place, beside))
-            if home is not None and (ticket := engine.beyond.up.mark()) is not None:
-                unit.arriving.append(ticket)
+            if beside is not nullcontext:
+                unit.arriving.append(engine.beyond.up.mark())
 
     def _put_masters(self, flat: Flat, full: torch.Tensor) -> None:
         """This rank's masters into their place in the whole."""

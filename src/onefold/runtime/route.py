@@ -24,7 +24,7 @@ from onefold.comm import Chain, Group, Pending, Place
 from onefold.comm.codecs import Blockwise, Codec, codec
 from onefold.layout import round_up
 from onefold.memory import GATHERED, PARAMETERS
-from onefold.recipe.groups import FLAT, GROUP
+from onefold.recipe.groups import FLAT, GROUP, NATIVE
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
@@ -249,6 +249,7 @@ def of_routes(engine: Engine) -> list[str]:
         named = {"gather_codec": recipe.parameters.codec, "reduce_codec": recipe.gradients.codec}
         idle = [f"{name}={value!r}" for name, value in named.items() if value]
         idle += ["a division inside groups"] if divides else []
+        idle += [f"reduce={NATIVE!r}"] if recipe.reduce == NATIVE else []
         if idle:
             said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
     # By itself a recipe takes nodes for groups, and does without.

@@ -35,6 +35,7 @@ from onefold.comm.sums import sum_parts
 from onefold.device import has_streams
 from onefold.layout import overlap, round_up
 from onefold.memory import GRADIENTS, REDUCTION, RESIDUALS
+from onefold.recipe.groups import NATIVE
 from onefold.runtime.flat import Flat
 from onefold.runtime.route import Hop
 from onefold.runtime.unit import Unit
@@ -98,7 +99,7 @@ class Summing:
         self.engine = engine
         recipe = engine.recipe
         self.codec: Codec | None = codec(recipe.gradients.codec) if recipe.gradients.codec else None
-        self.by_backend = recipe.reduce == "native"
+        self.by_backend = recipe.reduce == NATIVE
         self._cuts: dict[tuple[int, tuple[int, int], int], Cut] = {}  # by flat buffer, span and hop
         self.residuals: dict[tuple[int, int, int], torch.Tensor] = {}  # by flat buffer, first address and hop
         self._drawn = 0  # how far the run that this one resumes was ahead of it
@@ -190,10 +191,11 @@ class Summing:
         if into is not None:
             places[into] = self.engine.pool.fresh(mine.numel(), dtype)
             self.engine.memory.add(REDUCTION, _bytes(places[into]), r.unit.name)
-        others = [p for p in range(group.size) if p not in places]
-        r.lent = self.engine.pool.take(len(others) * mine.numel(), dtype, REDUCTION, r.unit.name) if others else None
+        rows = group.size - len(places)
+        r.lent = self.engine.pool.take(rows * mine.numel(), dtype, REDUCTION, r.unit.name) if rows else None
         if r.lent is not None and not group.imagined:  # else nothing arrives there
-            places |= zip(others, r.lent.view(len(others), mine.numel()).unbind(), strict=True)
+            others = (p for p in range(group.size) if p not in (group.rank, into))
+            places |= zip(others, r.lent.view(rows, mine.numel()).unbind(), strict=True)
         r.parts = dict(sorted(places.items()))
 
     def _send_encoded(self, r: Reduction, place: Place) -> Pending:
@@ -280,7 +282,7 @@ class Summing:
                 self.forget()
             return
         for lost in self.residuals.values():  # without asking: the answer would cost a synchronization
-            lost.masked_fill_(bad.to(torch.bool), 0.0)
+            lost.masked_fill_(bad.to(lost.device, torch.bool), 0.0)
 
     @property
     def draw(self) -> int:
@@ -446,7 +448,7 @@ class Summing:
         hop, place = r.flat.hops[at], self._place_of_sums(r)
         group, span = hop.group, overlap(r.covers, (hop.ranges[0][0], hop.ranges[-1][1]))
         total = r.total[span[0] - r.covers[0] : span[1] - r.covers[0]]
-        if group.native or (self.by_backend and group.imagined):
+        if group.native or group.imagined:
             division = self._cut(r.flat, span, at)
             if group.can_reduce(division):
                 return group.gather_sums(total, division, place, r.flat.index)

@@ -85,6 +85,9 @@ class TrainConfig(BaseModel):
     )
     error_feedback: bool = Field(False, description="Add what encoding a gradient lost to the next one; with --reduce-codec.")
     wire_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="Rounding of encoded gradients.")
+    reduce: Literal["ordered", "native"] = Field(
+        "ordered", description="Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo)."
+    )
     frozen: Literal["none", "int8", "nf4", "int4", "fp8"] | None = Field(
         None, description="What frozen matrices rest and travel in (nf4 under adapters: QLoRA); stage 3."
     )
@@ -115,9 +118,7 @@ class TrainConfig(BaseModel):
     step_in_backward: bool = Field(False, description="Step offloaded units behind the backward pass; needs --clip 0.")
 
     # batches and length of the run
-    micro_batch: int | Literal["auto"] = Field(
-        2, description="Sequences a rank computes at once, or auto for the most that fit."
-    )
+    micro_batch: int | Literal["auto"] = Field(2, description="Sequences a rank computes at once, or auto for the most that fit.")
     global_batch: int | None = Field(
         None,
         ge=1,
