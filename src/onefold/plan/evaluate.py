@@ -32,6 +32,7 @@ from onefold.plan.shapes import ModelShape
 from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, at_rest, gathers_of, legs_of, units_of, wire
 from onefold.plan.times import Software, Traffic, Work, node_links, step_times, traffic_over
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.groups import GROUP
 
 #: Of what comes and goes in a step on a GPU, the share that its allocator cannot use again (blocks of other sizes). An assumption, in
@@ -207,7 +208,8 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
     another at most, R the largest reduction of a unit (on each hop its buffer, what is received, what is sent where that is a copy), T all
     gradients once they are reduced (and copied where the masters have another dtype), and as long as they are kept whole or held in a
     group. Of what is stepped off the device T has the largest alone, or all while they are sent on, and what copies to the host still read:
-    at most a `window` and the largest, or all of it. Where parameters come from a disk, G counts once more.
+    at most a `window` and the largest, or all of it. Where parameters come from a disk, G counts once more. Small units that do not count
+    as ahead or under way (SMALL_TRAFFIC) add 1 MiB at most.
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = (recipe.prefetch, recipe.in_flight) if recipe.overlap else (0, 0)
@@ -239,8 +241,10 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
     every = sum(gathered) if not recipe.reshard_after_forward else 0
     fetched = any(f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.kept for u in units for f in u.flats)
     ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
+    # Small units may be gathered, and small reductions be under way, beyond those counts: the latter with what they send and receive.
+    small = min(sum(gathered), SMALL_TRAFFIC) * bool(prefetch) + min(sum(reductions), 3 * SMALL_TRAFFIC) * bool(in_flight)
     read = min(window + max(leaving), sum(leaving)) if window else 0
-    return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total + max(leaving) + read
+    return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total + max(leaving) + read + small
 
 
 def _gathered(flat: FlatPlan) -> int:

@@ -26,6 +26,7 @@ from onefold.plan.division import Hop, padded
 from onefold.plan.holding import Buffer, Holding
 from onefold.plan.states import FlatPlan, UnitPlan, resting
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.groups import GROUP
 
 
@@ -165,14 +166,21 @@ class Replay(Holding):
             return
         unit.claimed = True
         self.unused.discard(unit.index)
-        ahead = len(self.unused)
-        while ahead < self.prefetch and self.cursor:
+        ahead, nbytes = len(self.unused), sum(self._bytes(self.units[i]) for i in self.unused)
+        while self.prefetch and self.cursor:
+            nbytes += self._bytes(self.cursor[0])
+            if ahead >= self.prefetch and nbytes > SMALL_TRAFFIC:
+                break
             following = self.cursor.pop(0)
             if not following.gathered:
                 self._launch(following)
                 ahead += 1
         if self.from_disk and self.cursor and not self.cursor[0].gathered:
             self._hold(self.cursor[0], [i for i, f in enumerate(self.cursor[0].plan.flats) if _on_disk(f) and self._reads(f)])
+
+    @staticmethod
+    def _bytes(unit: _Unit) -> int:
+        return sum(flat.numel * flat.dtypes.compute.itemsize for flat in unit.plan.flats if not flat.kept)
 
     def _launch(self, unit: _Unit) -> None:
         unit.gathered = True
@@ -339,7 +347,7 @@ class Replay(Holding):
     def _is_due(self) -> bool:
         """Whether to wait for the oldest: too many are under way, or it has a hop to go and another unit has been sent since."""
         if len(self.flying) > self.in_flight:
-            return True
+            return not self.in_flight or sum(r.buffer.nbytes for r in self.flying) > SMALL_TRAFFIC
         return bool(self.flying) and not self.flying[0].is_last and self.flying[0].unit != self.flying[-1].unit
 
     def _land(self, r: _Reduction) -> None:

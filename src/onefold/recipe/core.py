@@ -45,6 +45,11 @@ class Tier(enum.Enum):
     NVME = "nvme"
 
 
+#: Bytes of small units that may be gathered ahead, and of small reductions that may be under way, beyond the counts `prefetch` and
+#: `in_flight`: so few bytes cost latency, and waiting for each in turn would hold the ranks in lockstep.
+SMALL_TRAFFIC = 256 << 10
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of the recipe: placement, tier, the dtype at rest, the dtype on the wire (None: it does not travel).
@@ -95,8 +100,8 @@ class Recipe:
             gradients, else "micro-batch".
         reshard_after_forward: sharded parameters are dropped after the forward pass and gathered again in backward
             (3Ψ on the wire); False keeps them in between (2Ψ).
-        prefetch: units gathered ahead of use; 0 gathers on demand.
-        in_flight: reductions that may be under way behind the backward pass; 0 waits for each at once.
+        prefetch: units gathered ahead of use; 0 gathers on demand. Unless it is 0, small units do not count up to SMALL_TRAFFIC bytes.
+        in_flight: reductions that may be under way behind the backward pass; 0 waits for each at once. Small ones as with prefetch.
         overlap: False turns prefetch and in_flight to 0 (same bits, for debugging).
         cast_inputs: floating-point inputs of the forward pass are cast to the compute dtype, where the recipe names one.
         sync_buffers: which buffers become rank 0's before a forward pass, whenever DDP would send them (the first pass, and each that

@@ -199,7 +199,7 @@ class Engine:
                 flat.held.clear()
                 flat.full, flat.hops, flat.spread = None, (), None
                 del flat.route
-                flat.entries.clear()
+                flat.forget()
             unit.flats.clear()
         self.entries.clear()
         self.unit_of.clear()
@@ -432,8 +432,9 @@ class Engine:
 
     def follow_trainable_of(self, unit: Unit) -> None:
         for flat in unit.flats:
-            if flat.passive or not flat.refresh_active():
+            if flat.passive or not flat.refresh_active() or flat.hooked:
                 continue
+            flat.hooked = True
             for entry in flat.entries:
                 if entry.active and not entry.hooked:
                     entry.hooked = True
@@ -529,6 +530,7 @@ class Engine:
             if self.differentiating:
                 self._end_differentiating()
                 return
+            self.reduce.collect()
             self.gather.join_rest_of_backward()
             used = self.reduce.used
             if used and not self.deferring:
@@ -596,8 +598,7 @@ class Engine:
 
 def _arrival(engine: weakref.ref[Engine], entry: weakref.ref[Entry]) -> Any:
     def hook(_: torch.Tensor) -> None:
-        e, x = engine(), entry()
-        if e is not None and x is not None and not e.closed:
+        if (e := engine()) is not None and (x := entry()) is not None and not e.closed:
             e.reduce.arrived(x)
 
     return hook
