@@ -12,6 +12,7 @@ from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES, MOVES
 from onefold.plan.simulate import Event, Simulation, simulate
 from onefold.recipe import Tier
+from onefold.recipe.groups import NODE
 
 #: Micro-batches that are simulated of a longer step: the others do what these do.
 MICRO_BATCHES = 2
@@ -30,8 +31,10 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     candidate = plan.recommended or plan.stages[-1]
     scheme = candidate.scheme
     recipe = scheme.recipe(plan.job)
-    if recipe.group == "node":  # nobody launches a simulation on nodes
+    if recipe.group in (None, NODE) and plan.machine.nodes > 1:  # nobody launches a simulation on nodes
         recipe = recipe.replace(group=plan.machine.local)
+    elif recipe.group == NODE:
+        recipe = recipe.replace(group=plan.machine.ranks)
     if any(t is not Tier.DEVICE for t in (recipe.parameters.tier, recipe.optimizer.tier)) or recipe.tile is not None:
         raise ValueError(f"--simulate runs the engine with everything on the device, in one piece, not {scheme}: add --offload none.")
     return simulate(

@@ -41,6 +41,7 @@ from onefold.plan.subject import tokens
 from onefold.plan.trace import loss_of
 from onefold.plan.values import Integers
 from onefold.recipe import Placement, Recipe
+from onefold.recipe.groups import FLAT
 from onefold.runtime.interval import whole_sight
 
 #: Ranks up to which a simulation is asked for; more would work.
@@ -150,6 +151,7 @@ def simulate(
         RuntimeError: a process group is there already.
     """
     _check(recipe, ranks, rank, micro_batches, steps, optimizer)
+    recipe = recipe.replace(group=FLAT) if recipe.group is None else recipe  # a simulation knows no nodes
     module, shape, units, source = _subject(model, recipe)
     begun, integers = time.perf_counter(), Integers()
     recipe = dataclasses.replace(recipe, units=units)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
-from onefold.recipe.groups import GROUP, NATIVE, NODE, check_groups, read_groups
+from onefold.recipe.groups import FLAT, GROUP, NATIVE, NODE, check_groups, read_groups
 from onefold.recipe.groups import OPTIONS as GROUP_OPTIONS
 from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.tiers import OPTIONS, UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
@@ -118,7 +118,8 @@ class Recipe:
             behind the rest of the backward pass.
         activations: bytes of host memory for tensors that autograd keeps between forward and backward; None keeps them on the device.
         tile: bytes of one gathered weight above which linear and embedding layers are computed in tiles; None: never.
-        group: ranks of a group, inside which and across which everything moves; "node": as the launcher says; None: all are one group.
+        group: ranks of a group, inside which and across which everything moves. None: those of a node, where the launcher says that there
+            are several with as many ranks each; "node": the same, and says so where it cannot be; "flat": every rank to every other.
         frozen: the codec in which frozen weights rest and are gathered, "int8", "nf4", "int4" or "fp8"; None: in the compute dtype.
         error_feedback: what encoding a gradient lost is added to the next one. wire_rounding: of encoded gradients.
         reduce: "ordered" moves gradients as they are and adds them in rank order in the accumulation dtype: stages have the same bits.
@@ -149,7 +150,7 @@ class Recipe:
     step_in_backward: bool = False
     activations: int | None = None
     tile: int | None = None
-    group: int | Literal["node"] | None = None
+    group: int | Literal["node", "flat"] | None = None
     frozen: str | None = None
     error_feedback: bool = False
     wire_rounding: str = "nearest"
@@ -354,9 +355,13 @@ class Recipe:
         """What the recipe says about groups and codecs besides the rows."""
         rows = {"parameters": self.parameters, "gradients": self.gradients, "optimizer states": self.optimizer}
         tail = []
-        if self.group is not None:
-            inside = [name for name, row in rows.items() if row.over == GROUP]
-            what = f"{', '.join(inside)} divided inside each" if inside else "moves go inside and across"
+        inside = [name for name, row in rows.items() if row.over == GROUP]
+        what = f"{', '.join(inside)} divided inside each" if inside else "moves go inside and across"
+        if self.group is None:
+            tail.append("moves go inside nodes and across, where there are several")
+        elif self.group == FLAT:
+            tail.append("moves go from every rank to every other")
+        else:
             tail.append(f"groups: {'nodes' if self.group == NODE else f'of {self.group} ranks'}, {what}")
         tail += [f"{name} travel as {row.codec}" for name, row in rows.items() if row.codec]
         if self.frozen:

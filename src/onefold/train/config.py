@@ -63,8 +63,10 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
 
     # how it travels where links between nodes are slow
-    group: int | Literal["node"] | None = Field(
-        None, description="Where groups end, inside and across which everything moves: node (the launcher's), or a number of ranks."
+    group: int | Literal["node", "flat"] | None = Field(
+        None,
+        description="Where groups end, inside and across which everything moves: node (the launcher's), a number of ranks, or flat: "
+        "none (default: node where there are several).",
     )
     shard_group: int | Literal["node"] | None = Field(
         None, description="HSDP, MiCS: divide state inside such groups only, and sum gradients across them once a step."
@@ -202,12 +204,13 @@ class TrainConfig(BaseModel):
 
     @field_validator("group", "shard_group", mode="before")
     @classmethod
-    def _groups_are_nodes_or_counts(cls, value: object) -> object:
-        if value in (None, "none", "node"):
+    def _groups_are_nodes_or_counts(cls, value: object, info: ValidationInfo) -> object:
+        words = ("node", "flat") if info.field_name == "group" else ("node",)
+        if value in (None, "none", *words):
             return None if value == "none" else value
         text = str(value).strip()
         if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
-            raise ValueError("expected node, or a number of ranks, 1 or more")
+            raise ValueError(f"expected {', '.join(words)}, or a number of ranks, 1 or more")
         return int(text)
 
     @field_validator("units", mode="before")

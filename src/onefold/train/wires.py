@@ -3,6 +3,7 @@
 | option                        | words                  | argument                                                   |
 |-------------------------------|------------------------|------------------------------------------------------------|
 | --group, --shard-group        | node; 4                | "node", 4                                                  |
+| --group                       | flat                   | "flat"                                                     |
 | --optimizer-over              | all                    | the same                                                   |
 | --second-copy                 |                        | True                                                       |
 | --gather-codec                | int8, fp8, int4        | the same                                                   |
