@@ -1,4 +1,4 @@
-"""Training steps on the virtual device, whose streams run as late and in as strange an order as the declared waits allow (tests/virtual)."""
+"""Training steps on the virtual device (tests/virtual), whose streams run as late and in as strange an order as the waits allow."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def differences(expected: tuple[list[float], dict[str, Tensor]], got: tuple[list
 
 
 def under_schedules(trial: Trial, seeds: Iterable[int], folder: str, check: bool = True) -> list[str]:
-    """On one rank: what differs from the same steps in the order of the program, and what no wait orders, under any of the schedules `seeds`."""
+    """On one rank: what differs from the same steps in the program's order, and what no wait orders, under any of the schedules `seeds`."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     virtual.start(seed=None, check=False)  # each operation at once, as on one stream

@@ -2,8 +2,8 @@
 
     python tests/waits_taken_out.py [--only TEXT] [--seeds 6] [--write benchmarks/results/waits.md]
 
-A wait is a call that orders streams, or makes the host wait for the device: those named in WAITS, wherever they stand in the rooms that work
-with streams. Each is replaced by nothing in a copy of the source, on which the tests of invariant 9 run, those first that the file is
+A wait is a call that orders streams, or makes the host wait for the device: those named in WAITS, wherever they stand in the rooms that
+work with streams. Each is replaced by nothing in a copy of the source, on which the tests of invariant 9 run, those first that the file is
 likely to matter to, until one fails. A wait that no test misses is listed: the exit status is then 1.
 """
 
@@ -22,12 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "onefold"
-TEST = "tests/invariants/test_waits.py"
+TESTS = ["tests/device", "tests/invariants/test_waits.py", "tests/comm/test_launching.py"]
 #: Calls by the last names of what they are called on and of themselves; "*" is anything.
 WAITS = {
     ("*", "wait_stream"), ("*", "wait_event"), ("*", "synchronize"), ("up", "wait"), ("down", "wait"), ("up", "order"), ("side", "order"),
-    ("self", "order"), ("pending", "wait"), ("gathering", "wait"), ("_moving", "wait"), ("first", "wait"), ("second", "wait"), ("work", "wait"),
-    ("self", "_join"), ("*", "record_stream"),
+    ("self", "order"), ("pending", "wait"), ("gathering", "wait"), ("_moving", "wait"), ("first", "wait"), ("second", "wait"),
+    ("work", "wait"), ("self", "_join"), ("*", "record_stream"),
 }  # fmt: skip
 #: Calls that say on which stream work goes: replaced by a context that changes nothing.
 CONTEXTS = {"use_stream", "guard"}
@@ -99,7 +99,7 @@ def notices(site: Site, seeds: int, copy: Path, tests: list[str]) -> tuple[str, 
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     finally:
         target.write_text(text, encoding="utf-8")
-    failed = [line.split(" ", 2)[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [line.split(" ", 1)[1].partition(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode and not failed:
         raise RuntimeError(done.stdout[-4000:])
     return (failed[0].rpartition("::")[2] if failed else ""), time.monotonic() - begun
@@ -120,7 +120,7 @@ def main() -> int:
         for site in sites():
             if given.only not in site.name or time.monotonic() > end:
                 continue
-            failed, seconds = notices(site, given.seeds, copy, [TEST])
+            failed, seconds = notices(site, given.seeds, copy, TESTS)
             rows.append((site.name, failed or "NONE", seconds))
             print(f"{seconds:5.0f} s  {failed or 'NONE NOTICES':90}  {site.name}", flush=True)
     missed = [row for row in rows if row[1] == "NONE"]
