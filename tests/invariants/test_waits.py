@@ -1,7 +1,7 @@
 """Invariant 9: every use of a buffer on another stream is behind a wait.
 
-On the virtual device (tests/virtual) every copy and kernel runs as late, and in as strange an order, as the declared waits allow, by a
-seed; and a checker names two uses of the same bytes that no wait orders. Collectives are those of the stand-in for NCCL (tests/standin), each
+On the virtual device (tests/virtual) every copy and kernel runs as late, and in as strange an order, as the waits allow, by a seed; and a
+checker names two uses of the same bytes that no wait orders. Collectives are those of the stand-in for NCCL (tests/standin), each
 communicator on a stream of its own. What is compared with is the same program with each operation done at once.
 """
 
