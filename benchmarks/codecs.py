@@ -1,6 +1,7 @@
-"""Codecs of the wire: bytes a second beside a plain copy, and whether kernels and plain operations agree: `python -m benchmarks.codecs`.
+"""Codecs of the wire and sums: bytes a second beside a copy, and whether kernels and torch agree: `python -m benchmarks.codecs`.
 
-A rate counts the bytes that must be touched: read the floats and write the encoding, or the reverse; a sum is read and written. It is
+A rate counts the bytes that must be touched: read the floats and write the encoding, or the reverse; a sum is read and written. Of the
+parts of a reduction (16 bits or fp32, summed in fp32) each is read once and their sum written once. A rate is
 printed beside the rate of `copy_` of the same floats in the same minute, which is what memory can do. On a CPU there is one thread, and
 seconds are the thread's own, so that what else runs on the machine shows less. `--check` compares only: on a machine without a GPU but
 with Triton, `TRITON_INTERPRET=1 python -m benchmarks.codecs --check` runs the kernels in Triton's interpreter.
@@ -11,103 +12,32 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.offload.cli import shown_command
 from benchmarks.peers import launch, summary, worker
-from onefold.comm.codecs import Blockwise, Encoded, Stochastic, codec, kernels
+from onefold.comm.codecs import Encoded, Stochastic, codec
+from onefold.comm.kernel_check import DTYPES, compared, differences
+from onefold.comm.launching import INTERPRETED, served
+from onefold.comm.sums import sum_parts
 
 SCHEMA = "onefold-codecs/1"
 NAMES = ("int8", "int4", "fp8", "nf4")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TARGETS = list(DTYPES.values())
+RANKS = 8  # whose parts are added up
 GOAL = 0.8  # of the rate of a copy, on CUDA
 
 
-# --- equal? ---
-
-
-@contextmanager
-def by_kernels(wanted: bool) -> Iterator[None]:
-    """Whole blocks of int8 and int4 are done by the kernels, or by plain operations."""
-    with patch.object(kernels, "serve", lambda by, floats: wanted and by.name in kernels.NAMES and floats.numel() >= by.block):
-        yield
-
-
-def cases(device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Intervals with everything in them that rounds, overflows, underflows or is not a number."""
-    generator = torch.Generator().manual_seed(7)
-    for numel in (1000, 256 * 17 + 64) if INTERPRETED else (64, 1000, 256 * 17 + 64, 1 << 20):
-        for name, dtype in DTYPES.items():
-            info = torch.finfo(dtype)
-            floats = torch.randn(numel, generator=generator, dtype=torch.float64)
-            floats *= torch.exp2(torch.randint(-12, 6, (numel,), generator=generator))
-            for at, factor in ((0, 4 * info.smallest_normal), (200, info.max / 2), (500, 0.0), (700, 2.0**-140)):
-                floats[at : at + 150] *= factor
-            values = floats.clamp(info.min, info.max).to(dtype)
-            yield f"{name} {numel}", values.to(device)
-            values[30], values[numel // 2], values[-1] = torch.inf, torch.nan, info.max
-            yield f"{name} {numel} with inf and nan", values.to(device)
-            halves = torch.arange(numel).remainder(255).sub(127).mul(0.5)  # ties, once the scale is a power of two
-            yield f"{name} {numel} of halves", halves.to(dtype).to(device)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits; one NaN is as good as another."""
-    broken = a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return bool(((a.view(bits) == b.view(bits)) | broken).all())
-
-
-def differences(device: str) -> list[str]:
-    """Where kernels and plain operations differ on this device: nowhere, or what and with which input."""
-    found = []
-    for name in kernels.NAMES:
-        for block in (64, 256):
-            by = codec(name, block=block)
-            assert isinstance(by, Blockwise)
-            for case, source in cases(device):
-                found += [f"{name}, {block} a block, {case}: {what}" for what in _differ(by, source)]
-    return found
-
-
-def compared() -> int:
-    """Intervals that `differences` looks at."""
-    return 2 * len(kernels.NAMES) * sum(1 for _ in cases("cpu"))
-
-
-def _differ(by: Blockwise, source: torch.Tensor) -> Iterator[str]:
-    def both(act: Callable[[torch.Tensor], object], like: torch.Tensor) -> bool:
-        results = []
-        for wanted in (False, True):
-            results.append(like.clone())
-            with by_kernels(wanted):
-                act(results[-1])
-        return same(*results)
-
-    payload = Encoded.of(source, by).payload
-    for rounding in (None, Stochastic(1), Stochastic(2, 3, 2**33 - 77)) if by.stochastic else (None,):
-        if not both(lambda into, r=rounding: by.encode(source, into, rounding=r), torch.empty_like(payload)):
-            yield f"encoded with {rounding or 'rounding to the nearest'}"
-    for dtype in TARGETS:
-        if not both(lambda into: by.decode(payload, into), torch.empty_like(source, dtype=dtype)):
-            yield f"decoded into {dtype}"
-    if not both(lambda into: by.decode_add(payload, into), source.float()):
-        yield "added"
-    if source.dtype in TARGETS and not both(lambda into: by.keep_residual(payload, into), source):
-        yield "residual"
+def differing(device: str) -> list[str]:
+    """Where kernels and torch differ on this device; nowhere, if no kernel runs on it."""
+    return differences(device) if served(torch.empty(1, device=device)) else []
 
 
 # --- how quick? ---
@@ -145,7 +75,7 @@ def acts(name: str, source: torch.Tensor) -> Iterator[tuple[str, int, Callable[[
 
 
 def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
-    """One row for each codec, dtype and act: nanoseconds an element, bytes a second, and the part of a copy's rate."""
+    """One row for each codec, dtype and act, and for sums: nanoseconds an element, bytes a second, and the part of a copy's rate."""
     rows: list[dict[str, Any]] = []
     for spelt in ("fp32", "bf16"):
         source = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(DTYPES[spelt]).to(device)
@@ -157,6 +87,11 @@ def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
                 took = seconds_of(call, device, rounds)
                 row = {"codec": name, "dtype": spelt, "act": act, "ns": 1e9 * took / numel, "bytes_per_s": nbytes / took}
                 rows.append({**row, "of_copy": nbytes / took / copy})
+        parts = source[: numel // RANKS * RANKS].view(RANKS, -1)
+        total = torch.empty(parts.shape[1], device=device)
+        took = seconds_of(partial(sum_parts, parts, total, 1 / RANKS), device, rounds)
+        row = {"codec": "sum", "dtype": spelt, "act": f"of {RANKS} parts", "ns": 1e9 * took / parts.numel()}
+        rows.append({**row, "bytes_per_s": (parts.nbytes + total.nbytes) / took, "of_copy": (parts.nbytes + total.nbytes) / took / copy})
     return rows
 
 
@@ -187,31 +122,31 @@ def work() -> NoReturn:
     job, path, rank = worker.read_job()
     device = job["device"]
     rates = measured(device, job["elements"], job["rounds"])
-    worker.leave({"rates": rates, "differences": differences(device) if device == "cuda" else []}, path, rank)
+    worker.leave({"rates": rates, "differences": differing(device) if device == "cuda" else []}, path, rank)
 
 
 def chapter(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
-    """Question 6 of benchmarks/gpu.py. Kernels that differ from plain operations fail it; a rate below the goal does not."""
+    """Question 6 of benchmarks/gpu.py. Kernels that differ from torch fail it; a rate below the goal does not."""
     from benchmarks import gpu
 
     columns = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
-    table = gpu.Table(f"6. Codecs: int8 and int4 are kernels, their goal is {GOAL:.0%} of a copy", columns)
+    table = gpu.Table(f"6. Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy", columns)
     job = {"setting": {"ranks": 1}, "device": options.device, "elements": 1 << 28 if options.device == "cuda" else 1 << 20, "rounds": 5}
     outcome = {"peer": "codecs", **launch.run_ranks("benchmarks.codecs", job, 1, threads=1, timeout=options.timeout)}
     if outcome["status"] == "ok":
         table.rows = lines(outcome["ranks"][0]["rates"])
         if found := outcome["ranks"][0]["differences"]:
-            outcome |= {"status": "failed", "error": "kernels and plain operations differ:\n" + "\n".join(found)}
+            outcome |= {"status": "failed", "error": "kernels and torch differ:\n" + "\n".join(found)}
     return table, [outcome]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 unless kernels and plain operations differ."""
+    """0 unless kernels and torch differ."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     p.add_argument("--elements", type=int, default=1 << 24)
     p.add_argument("--rounds", type=int, default=7)
-    p.add_argument("--check", action="store_true", help="compare kernels and plain operations, and measure nothing")
+    p.add_argument("--check", action="store_true", help="compare kernels and torch, and measure nothing")
     p.add_argument("--output", type=Path, help="a folder for codecs.json")
     options = p.parse_args(arguments)
     torch.set_num_threads(1)
@@ -219,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.device == "cpu" and not INTERPRETED:
             p.error("--check on a CPU needs TRITON_INTERPRET=1")
         found = differences(options.device)
-        print("\n".join(found) or f"kernels and plain operations agree on every bit of {compared()} intervals")
+        print("\n".join(found) or "kernels and torch agree on every bit of {} intervals and {} sums".format(*compared()))
         return int(bool(found))
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -231,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     result |= {"device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu, one thread", "errors": errors()}
     result |= {"rates": measured(options.device, options.elements, options.rounds), "goal": GOAL}
-    result |= {"differences": differences(options.device) if options.device == "cuda" else []}
+    result |= {"differences": differing(options.device) if options.device == "cuda" else []}
     for row in result["errors"]:
         print(f"{row['codec']:5} {row['block']:4} a block  {row['bits']:.3f} bits  {row['error']:.4f} of the values")
     for line in lines(result["rates"]):

@@ -1,36 +1,43 @@
-"""Onefold on a CUDA machine, one GPU being enough: `python benchmarks/gpu.py`.
+"""Onefold on a CUDA machine in under ten minutes, one GPU being enough: `python benchmarks/gpu.py`.
 
-Seven questions, each answered in fresh processes:
+What tells most comes first, and each result is written at once: a call that is cut off has left its gpu.json and gpu.md.
 
-1. Same numbers? Several ranks over gloo share the GPU (NCCL refuses that); the losses of Onefold's stages, of DDP and
-   of one process on the whole batch are compared.
-2. What does sharding cost where there is nothing to shard? Plain PyTorch, FSDP2 and Onefold at world size 1: step time
-   and allocated memory, as multiples of plain PyTorch's.
-3. Does communication hide behind computation? A profile of Onefold's stage 3: which part of the time in communication
-   and copies had a compute kernel beside it, and how long the GPU idled. NCCL with a rank a GPU where there are
-   several GPUs, else gloo with two ranks on one.
-4. What does state on the host or on NVMe cost, beside plain PyTorch, FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-Offload, and
-5. how large a model does each of them train on this GPU? See benchmarks/offload/on_gpu.py. DeepSpeed takes part if it is installed.
-6. Are codecs as quick as memory, and do their kernels write what plain operations write? See benchmarks/codecs.py.
-7. Do groups and codecs train the same with streams as without? See benchmarks/wires/on_gpu.py.
+| chapter   | question                                                                                        | by default         |
+|-----------|-------------------------------------------------------------------------------------------------|--------------------|
+| check     | is it right here? `onefold doctor --check`                                                      | yes                |
+| ranks     | step time and peak memory of DDP, FSDP2, DeepSpeed and Onefold's stages, native sums and codecs | on several GPUs    |
+| step      | the same at world size 1 beside plain PyTorch: what does sharding cost where there is nothing   | yes                |
+|           | to shard? The goal is 1.02 × its time and memory                                                |                    |
+| host      | optimizer and parameters on the host beside FSDP2's CPUOffloadPolicy and ZeRO-Offload           | yes                |
+| memory    | activations on the host, weights in tiles                                                       | yes                |
+| codecs    | are codecs as quick as memory, do kernels write what torch writes? See benchmarks/codecs.py      | yes                |
+| fp32      | `ranks` and `step` with the larger model in fp32, which takes longest                           | yes                |
+| overlap   | a profile: how much of communication and copies had a compute kernel beside it                  | `--only overlap`   |
+| numbers   | losses of several ranks that share one GPU over gloo, beside one process on the whole batch     | `--only numbers`   |
+| offload   | host and NVMe with a trace of the copies. See benchmarks/offload/on_gpu.py                      | `--only offload`   |
+| largest   | how large a model does each side train on this GPU? See benchmarks/offload/on_gpu.py            | `--only largest`   |
+| groups    | groups and codecs with streams as without. See benchmarks/wires/on_gpu.py                       | `--only groups`    |
 
-Prints its tables last; writes gpu.json and the traces (chrome://tracing) to --output.
-Without a GPU it says so and exits 0.
+Sides take turns in one process for each comparison (benchmarks/gpu_turns.py); DeepSpeed takes part where it is installed, in one of its
+own. `--tiny` runs every row with a tiny model on a CPU. Without a GPU it says so and exits 0.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NoReturn
 
 if __package__ in (None, ""):  # started as a file: Python put its folder on the path, not the repository
@@ -39,6 +46,7 @@ if __package__ in (None, ""):  # started as a file: Python put its folder on the
 import torch
 import torch.distributed as dist
 
+from benchmarks import gpu_turns
 from benchmarks.offload import sides
 from benchmarks.offload.cli import shown_command
 from benchmarks.offload.traced import overlap as overlap
@@ -49,7 +57,9 @@ from benchmarks.peers.settings import Setting
 from benchmarks.wires import sides as in_groups
 
 SCHEMA = "onefold-gpu/1"
-CHAPTERS = ("numbers", "alone", "overlap", "offload", "largest", "codecs", "groups")
+CHAPTERS = ("check", "ranks", "step", "host", "memory", "codecs", "fp32", "overlap", "numbers", "offload", "largest", "groups")
+USUAL = CHAPTERS[:7]
+GOAL = 1.02  # of plain PyTorch's step time and memory at world size 1
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
 
 
@@ -182,6 +192,11 @@ class Table:
         ]
         return "\n".join([self.title, text[0], "-" * len(text[0]), *text[1:], ""])
 
+    def markdown(self) -> str:
+        """The same as a heading and a table of Markdown."""
+        rows = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in [list(self.columns), *self.rows]]
+        return "\n".join([f"## {self.title}", "", rows[0], "|" + "---|" * len(self.columns), *rows[1:], ""])
+
 
 def run(
     peer: str, setting: Setting, options: argparse.Namespace, python: str = sys.executable, **more: Any
@@ -210,9 +225,9 @@ def mean_losses(outcome: dict[str, Any]) -> list[float]:
 
 
 def same_numbers(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
-    """Question 1. The reference is one process that takes the ranks' parts one after another."""
+    """The reference is one process that takes the ranks' parts one after another."""
     table = Table(
-        "1. Several ranks, one GPU: losses",
+        "Several ranks, one GPU: losses",
         ("peer", "precision", "ranks", "backend", "last loss", "× one process's", "largest difference"),
     )
     outcomes = []
@@ -252,58 +267,207 @@ def same_numbers(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any
     return table, outcomes
 
 
-def alone(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
-    """Question 2. Rounds alternate over the peers; a ratio is the median over rounds."""
-    columns = ("peer", "precision", "step ms", "× plain", "tokens/s", "peak MiB", "× plain", "loss difference")
-    table = Table(f"2. One GPU, world size 1: {options.model}, {options.tokens:,} tokens a step", columns)
-    peers = ("plain", "fsdp2", *STAGES)
-    outcomes = []
-    for precision in options.precisions:
-        setting = Setting(
-            model=options.model,
-            tokens=options.tokens,
-            precision=precision,
-            ranks=1,
-            warmup=3,
-            steps=options.steps,
-            device=options.device,
-        )
-        found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in peers}
-        for _ in range(options.rounds):
-            for peer in peers:
-                outcome = run(peer, setting, options)
-                outcomes.append(outcome)
-                if outcome["status"] == "ok":
-                    found[peer].append(outcome["ranks"][0])
-        for peer in peers:
-            table.rows.append(_alone_row(peer, setting, found[peer], found["plain"]))
-    return table, outcomes
+# --- sides in turns ---
 
 
-def _alone_row(peer: str, setting: Setting, mine: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
-    if not mine or len(mine) != len(plain):
-        return [peer, setting.precision, "failed", *["–"] * 5]
-    step = median(second for rank in mine for second in rank["step_s"])
-    slower = median(median(a["step_s"]) / median(b["step_s"]) for a, b in zip(mine, plain, strict=True))
-    peak, base = (median(rank["peak_mib"] for rank in part) for part in (mine, plain))
-    difference = relative(mine[0]["losses"][:6], plain[0]["losses"][:6])
-    return [
-        peer,
-        setting.precision,
-        f"{1000 * step:.1f}",
-        f"{slower:.3f}",
-        f"{setting.tokens / step:,.0f}",
-        f"{peak:,.0f}",
-        f"{peak / base:.3f}" if base else "–",
-        f"{difference:.1e}",
-    ]
+@dataclass(frozen=True)
+class Comparison:
+    """Sides that take turns, and the one that the others are measured by. `goal`: the most that a stage may be of it, 0 for none."""
+
+    title: str
+    setting: Setting
+    sides: tuple[str, ...]
+    to: str
+    goal: float = 0.0
+
+
+def compared(options: argparse.Namespace) -> dict[str, list[Comparison]]:
+    """What each chapter compares on this machine, what tells most first."""
+
+    def setting(ranks: int = 1, model: str = options.model, precision: str = "bf16", **more: Any) -> Setting:
+        shared = {"warmup": 1 if options.tiny else 3, "steps": options.steps, "threads": options.threads, "device": options.device}
+        return Setting(model=model, tokens=options.tokens, precision=precision, ranks=ranks, **{**shared, **more})
+
+    gpus = 2 if options.tiny else torch.cuda.device_count() if options.device == "cuda" else 0
+    natives = tuple(side for side in ("onefold-2-native", gpu_turns.NATIVE) if gpu_turns.known(side))
+    deepspeed = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
+    alone = ("plain", "fsdp2", *STAGES, *deepspeed)
+    together = ("ddp", "fsdp2", *STAGES, *natives, "onefold-3-codecs", *deepspeed)
+    found: dict[str, list[Comparison]] = {"ranks": [], "step": [], "fp32": []}
+    cases = dict.fromkeys((precision, name) for precision in ("bf16", "fp32") for name in (options.model, options.smaller))
+    for precision, name in (case for case in cases if case[0] in options.precisions):
+        title = f"{name}, {precision}, {options.tokens:,} tokens a rank"
+        last = precision == "fp32" and name == options.model
+        if gpus > 1:
+            many = Comparison(f"{gpus} ranks: {title}", setting(gpus, name, precision), together, "ddp")
+            found["fp32" if last else "ranks"].append(many)
+        one = Comparison(f"World size 1: {title}", setting(1, name, precision), alone, "plain", GOAL)
+        found["fp32" if last else "step"].append(one)
+    about = f"{options.model}, bf16, {options.tokens:,} tokens"
+    several = setting(accumulation=2 if options.tiny else 4, steps=max(2, options.steps // 2))
+    host = ("plain", "onefold-2-cpu", "onefold-2-cpu-behind", "onefold-3-cpu-param", "fsdp2-cpu")
+    host += ("deepspeed-2-cpu", "deepspeed-3-cpu-param")
+    found["host"] = [Comparison(f"State on the host: {about}, {several.accumulation} micro-batches", several, host, "plain")]
+    tight = ("plain", "onefold-3", "onefold-3-activations", "onefold-3-tiles")
+    found["memory"] = [Comparison(f"Activations on the host, weights in tiles: {about}", setting(), tight, "plain")]
+    return found
+
+
+class Report:
+    """What is known by now: written as gpu.json and gpu.md whenever something is added."""
+
+    def __init__(self, options: argparse.Namespace, arguments: Sequence[str]) -> None:
+        self.options = options
+        self.deadline = time.monotonic() + options.seconds
+        self.tables: dict[str, Table] = {}
+        self.outcomes: dict[str, list[dict[str, Any]]] = {}
+        device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+        self.head = {
+            "schema": SCHEMA,
+            "command": shown_command(arguments, "python benchmarks/gpu.py"),
+            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "machine": {**summary.machine(), "gpu": device, "gpus": torch.cuda.device_count()},
+            "versions": summary.versions(options.deepspeed_python),
+        }
+
+    def left(self) -> float:
+        """Seconds before everything should have ended."""
+        return self.deadline - time.monotonic()
+
+    def put(self, name: str, table: Table, outcomes: list[dict[str, Any]]) -> None:
+        """Another table, or the same with more rows."""
+        self.tables[name], self.outcomes[name] = table, outcomes
+        self.write()
+
+    def write(self, finished: bool = False) -> None:
+        """Both files, whole at any moment."""
+        tables = [{"title": t.title, "columns": list(t.columns), "rows": t.rows} for t in self.tables.values()]
+        result = {**self.head, "finished": finished, "tables": tables, "runs": self.outcomes}
+        machine = self.head["machine"]
+        text = [f"# Onefold on {machine['gpu']}", "", f"`{self.head['command']}`, {self.head['date']}", ""]
+        text += [table.markdown() for table in self.tables.values()]
+        for name, content in (("gpu.json", json.dumps(result, indent=1)), ("gpu.md", "\n".join(text))):
+            part = self.options.output / f".{name}.part"
+            part.write_text(content, encoding="utf-8")
+            part.replace(self.options.output / name)
+
+
+def take_turns(comparison: Comparison, options: argparse.Namespace, report: Report, name: str) -> None:
+    """Let the sides take turns, and report after every one. A side that ends its process or stands still loses its turns only."""
+    have = {p: launch.interpreter_has(python, p) for p, python in (("deepspeed", options.deepspeed_python), ("onefold", sys.executable))}
+    absent = [side for side in comparison.sides if (package := adapters.requirement(side)) and not have[package]]
+    here = [side for side in comparison.sides if side not in absent]
+    # DeepSpeed patches what it finds of torch, and may have another interpreter: its sides have processes of their own.
+    parts = [[side for side in here if not side.startswith("deepspeed")], [side for side in here if side.startswith("deepspeed")]]
+    turns: list[dict[str, Any]] = []
+    outcomes: list[dict[str, Any]] = []
+    for waiting in parts:
+        while waiting and report.left() > 0:
+            with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+                lines = Path(folder, "turns.jsonl")
+                deepspeed = waiting[0].startswith("deepspeed")
+                job = {"setting": comparison.setting.to_json(), "sides": waiting, "rounds": options.rounds, "lines": str(lines)}
+                python = options.deepspeed_python if deepspeed else sys.executable
+                limit = min(options.timeout, report.left())
+                with ThreadPoolExecutor(1) as pool:
+                    running = pool.submit(
+                        launch.run_ranks, "benchmarks.gpu_turns", job | {"deepspeed": deepspeed}, comparison.setting.ranks,
+                        threads=comparison.setting.threads, python=python, timeout=limit,
+                    )  # fmt: skip
+                    before = list(turns)
+                    while True:
+                        ended = running.done()
+                        turns = before + gpu_turns.read(lines)
+                        report.put(name, _turned(comparison, turns, absent), _outcomes(comparison, turns) + outcomes)
+                        if ended:
+                            break
+                        time.sleep(0.5)
+                outcome = running.result()
+            if outcome["status"] == "ok":
+                break
+            done = {turn["side"] for turn in turns}
+            lost = next((side for side in waiting if side not in done), None)
+            if lost is not None:
+                turns.append({"side": lost, "round": 0, "status": "failed", "error": outcome["error"][-600:]})
+                waiting = waiting[waiting.index(lost) + 1 :]
+            else:  # its first round is there
+                outcomes.append({"peer": waiting[-1], "setting": comparison.setting.to_json(), **outcome})
+                break
+            report.put(name, _turned(comparison, turns, absent), _outcomes(comparison, turns) + outcomes)
+    report.put(name, _turned(comparison, turns, absent), _outcomes(comparison, turns) + outcomes)
+    print(report.tables[name], file=sys.stderr, flush=True)
+
+
+def _outcomes(comparison: Comparison, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A run for each turn, as the other chapters give them."""
+    setting = comparison.setting.to_json()
+    return [{"peer": turn["side"], "setting": setting, "error": "", **turn} for turn in turns]
+
+
+def _turned(comparison: Comparison, turns: list[dict[str, Any]], absent: Sequence[str]) -> Table:
+    """A row of each side; "–" for what is not there yet."""
+    by = comparison.to
+    columns = ("side", "step ms", f"time × {by}", "tokens/s", "peak MiB", f"peak × {by}", "rest MiB", "loss difference", "rounds")
+    table = Table(comparison.title, columns)
+    found = gpu_turns.by_side(turns)
+    base = found.get(by, {})
+    for side in comparison.sides:
+        mine = found.get(side)
+        if mine is None or "error" in mine:
+            said = "not installed" if side in absent else "not reached" if mine is None else "failed"
+            table.rows.append([side, said, *["–"] * 7])
+            continue
+        slower = gpu_turns.ratio(turns, side, by)
+        if slower is None and "step_s" in base:
+            slower = mine["step_s"] / base["step_s"]
+        larger = mine["peak_mib"] / base["peak_mib"] if mine["peak_mib"] and base.get("peak_mib") else None
+        goal = comparison.goal if side in STAGES else 0.0
+        table.rows.append([
+            side,
+            f"{1000 * mine['step_s']:.1f}",
+            _marked(slower, goal),
+            f"{comparison.setting.tokens_a_step / mine['step_s']:,.0f}",
+            f"{mine['peak_mib']:,.0f}" if mine["peak_mib"] is not None else "–",
+            _marked(larger, goal),
+            f"{mine['rest_mib']:,.0f}" if mine["rest_mib"] is not None else "–",
+            f"{relative(mine['losses'], base['losses']):.1e}" if "losses" in base else "–",
+            str(mine["rounds"]),
+        ])  # fmt: skip
+    return table
+
+
+def _marked(multiple: float | None, goal: float) -> str:
+    """A multiple; with "!" where it is over the goal."""
+    if multiple is None:
+        return "–"
+    return f"{multiple:.3f}" + ("!" if goal and multiple > goal else "")
+
+
+def check(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
+    """`onefold doctor --check` on all GPUs; its JSON stays beside ours."""
+    table = Table("onefold doctor --check", ("check", "found", "seconds", "said"))
+    file = options.output / "gpu-check.json"
+    command = [sys.executable, "-m", "onefold", "doctor", "--check", "--device", options.device, "--json", str(file)]
+    try:
+        done = subprocess.run(
+            command, cwd=launch.ROOT, env=launch.environment(options.threads), capture_output=True, text=True, timeout=options.timeout,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return table, [{"peer": "check", "status": "timeout", "error": f"not finished after {options.timeout:.0f} s"}]
+    if done.returncode not in (0, 1) or not file.exists():
+        return table, [{"peer": "check", "status": "failed", "error": (done.stderr or done.stdout)[-600:]}]
+    report = json.loads(file.read_text())
+    table.rows = [[c["name"], c["status"], f"{c['seconds']:.1f}", c["said"]] for c in report["checks"]]
+    wrong = [f"{c['name']}: {c['said']}" for c in report["checks"] if c["status"] == "wrong"]
+    return table, [{"peer": "check", "status": "failed" if wrong else "ok", "error": "\n".join(wrong), "report": report}]
 
 
 def hidden(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
-    """Question 3."""
+    """Profiled steps of rank 0."""
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     columns = ("peer", "ranks", "backend", "comm + copies ms", "of it hidden", "compute ms", "idle ms")
-    table = Table("3. Overlap in two profiled steps of rank 0", columns)
+    table = Table("Overlap in two profiled steps of rank 0", columns)
     outcomes = []
     for peer in ("fsdp2", *STAGES):
         setting = Setting(
@@ -330,34 +494,41 @@ def hidden(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; the defaults take some ten minutes on one large GPU."""
+    """The options; the defaults take under ten minutes on one large GPU."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    p.add_argument("--only", nargs="+", default=["numbers", "alone", "overlap"], choices=CHAPTERS)
+    p.add_argument("--only", nargs="+", default=list(USUAL), choices=CHAPTERS)
+    p.add_argument("--seconds", type=float, default=570.0, help="no turn goes on beyond that")
     p.add_argument("--model", default="gpt-1b", choices=list(model.SHAPES))
-    p.add_argument("--tokens", type=int, default=8192, help="tokens a rank and micro-batch of questions 2 to 4")
+    p.add_argument("--smaller", default="gpt-110m", choices=list(model.SHAPES), help="the other model of `step` and `ranks`")
+    p.add_argument("--tokens", type=int, default=8192, help="tokens a rank and micro-batch")
     p.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    p.add_argument("--ranks", nargs="+", type=int, default=[2, 3], help="ranks of question 1")
+    p.add_argument("--ranks", nargs="+", type=int, default=[2, 3], help="ranks of `numbers`")
     p.add_argument("--rounds", type=int, default=2)
-    p.add_argument("--steps", type=int, default=10)
-    p.add_argument("--accumulations", nargs="+", type=int, default=[1, 8], help="micro-batches a step of question 4")
-    p.add_argument("--blocks", type=int, default=16, help="blocks of the first attempt of question 5")
-    p.add_argument("--width", type=int, default=4096, help="width of the blocks of question 5, a multiple of 128")
-    p.add_argument("--largest-tokens", type=int, default=1024, help="tokens a step of question 5")
-    p.add_argument("--threads", type=int, default=8, help="threads of a process of questions 4 and 5: they step the optimizer")
+    p.add_argument("--steps", type=int, default=8)
+    p.add_argument("--accumulations", nargs="+", type=int, default=[1, 8], help="micro-batches a step of `offload`")
+    p.add_argument("--blocks", type=int, default=16, help="blocks of the first attempt of `largest`")
+    p.add_argument("--width", type=int, default=4096, help="width of the blocks of `largest`, a multiple of 128")
+    p.add_argument("--largest-tokens", type=int, default=1024, help="tokens a step of `largest`")
+    p.add_argument("--threads", type=int, default=8, help="threads of a process: they step the optimizer on the host")
     p.add_argument("--disk", type=Path, default=Path.cwd(), help="a folder on the disk for state on NVMe")
     p.add_argument("--deepspeed-python", default=sys.executable, help="an interpreter that has DeepSpeed, if not this one")
     p.add_argument("--deepspeed-adam", action="store_true", help="DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler")
     p.add_argument("--timeout", type=float, default=240.0, help="seconds a turn may take")
     p.add_argument("--output", type=Path, default=launch.ROOT / "benchmarks" / "results")
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a rehearsal of the script itself")
+    p.add_argument("--tiny", action="store_true", help="every row with a tiny model on a CPU, several GPUs being two ranks over gloo")
     return p
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when every turn ended well or there is no GPU, else 1."""
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(given)
+    if options.tiny:
+        tiny = {"device": "cpu", "model": "gpt-tiny", "smaller": "gpt-tiny", "tokens": 64, "steps": 2, "rounds": 1, "threads": 1}
+        vars(options).update(tiny)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
         return 0
@@ -366,29 +537,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.offload import on_gpu
     from benchmarks.wires import on_gpu as groups
 
-    chapters = {"numbers": same_numbers, "alone": alone, "overlap": hidden, "offload": on_gpu.offload, "largest": on_gpu.largest}
+    chapters = {"check": check, "numbers": same_numbers, "overlap": hidden, "offload": on_gpu.offload, "largest": on_gpu.largest}
     chapters |= {"codecs": codecs.chapter, "groups": groups.chapter}
-    tables, outcomes = [], {}
-    with contextlib.suppress(KeyboardInterrupt):  # what is complete by then is written and shown
+    comparisons = compared(options)
+    report = Report(options, given)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and schedulers end us like Ctrl-C
+    try:
         for name in options.only:
-            table, outcomes[name] = chapters[name](options)
-            tables.append(table)
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    result = {
-        "schema": SCHEMA,
-        "command": shown_command(sys.argv[1:] if arguments is None else arguments, "python benchmarks/gpu.py"),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": {**summary.machine(), "gpu": device, "gpus": torch.cuda.device_count()},
-        "versions": summary.versions(options.deepspeed_python),
-        "tables": [{"title": t.title, "columns": list(t.columns), "rows": t.rows} for t in tables],
-        "runs": outcomes,
-    }
-    (options.output / "gpu.json").write_text(json.dumps(result, indent=1))
-    failed = [o for name, part in outcomes.items() for o in part if o["status"] != "ok" and name != "largest"]
+            if name in chapters and report.left() > 0:
+                options.timeout = min(options.timeout, max(10.0, report.left()))
+                report.put(name, *chapters[name](options))
+            for number, comparison in enumerate(comparisons.get(name, ())):
+                take_turns(comparison, options, report, f"{name} {number}")
+        report.write(finished=True)
+    except KeyboardInterrupt:
+        print("# stopped; what was measured so far is kept", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    failed = [o for name, part in report.outcomes.items() for o in part if o["status"] != "ok" and name != "largest"]
     for outcome in failed:
         print(f"{outcome['peer']} {outcome['status']}: {outcome['error']}\n", file=sys.stderr)
-    print(f"\nmeasured on {device}\n")
-    for table in tables:
+    print(f"\nmeasured on {report.head['machine']['gpu']}; \"!\": over the goal of {GOAL} × plain PyTorch\n")
+    for table in report.tables.values():
         print(table)
     return int(bool(failed))
 

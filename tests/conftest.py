@@ -29,14 +29,17 @@ products_by_shape.install()
 
 # Files whose tests start processes by the dozen or trace whole models: they take minutes together, so `make test-fast` leaves them out.
 SLOW_FILES = {
-    "benchmarks": ["test_checkpoint_benchmark.py", "test_host_benchmark.py", "test_ledgers_benchmark.py", "test_peers.py", "test_wires.py"],
+    "benchmarks": ["test_checkpoint_benchmark.py", "test_gpu_benchmark.py", "test_host_time.py", "test_ledgers_benchmark.py",
+                   "test_peers.py", "test_wires.py"],
     "checkpoint": ["test_adapters.py", "test_dcp.py", "test_export.py", "test_faults.py", "test_from_deepspeed.py", "test_huggingface.py",
                    "test_moments_checkpoint.py", "test_reshard_and_diff.py"],
-    "cli": ["test_checkpoint_command.py", "test_doctor_command.py", "test_plan_command.py", "test_plan_simulate_command.py",
-            "test_train_command.py"],
+    "cli": ["test_checkpoint_command.py", "test_doctor_check.py", "test_doctor_check_whole.py", "test_doctor_command.py",
+            "test_plan_command.py", "test_plan_simulate_command.py", "test_train_command.py"],
+    "comm": ["test_native.py", "test_native_divergence.py", "test_native_reduce.py"],
     "habits": ["test_habits.py"],
     "integrations": ["test_deepspeed.py"],
-    "invariants": ["test_diverging_ranks.py", "test_import.py", "test_nothing_left_behind.py", "test_wire_bytes.py"],
+    "invariants": ["test_diverging_ranks.py", "test_import.py", "test_nothing_left_behind.py", "test_waits.py",
+                   "test_wire_bytes.py"],
     "observe": ["test_measured.py", "test_ranks_observed.py", "test_report_command.py", "test_report_in_browser.py",
                 "test_what_a_run_leaves.py"],
     "memory": ["test_activations.py", "test_nvme_folder.py"],
@@ -50,14 +53,18 @@ SLOW_FILES = {
                 "test_transformers_architectures.py", "test_unsharded.py"],
     "train": ["test_claim.py", "test_early.py", "test_examples.py", "test_machines.py", "test_run.py", "test_starts.py",
               "test_survival.py"],
+    "virtual": ["test_virtual_device.py"],
 }  # fmt: skip
 
 
 # Files of many combinations of the same few properties: a run takes every n-th test of each, by a hash of its name; `--all` all of them.
 SAMPLED = {
+    "benchmarks/test_gpu_benchmark.py": 13,
     "benchmarks/test_peers.py": 2,
     "checkpoint/test_huggingface.py": 3,
     "checkpoint/test_tiles_checkpoint.py": 4,
+    "cli/test_doctor_check.py": 3,
+    "cli/test_doctor_check_whole.py": 11,
     "cli/test_plan_command.py": 6,
     "integrations/test_deepspeed_offload.py": 2,
     "invariants/test_bytes_at_rest.py": 2,
@@ -65,6 +72,7 @@ SAMPLED = {
     "invariants/test_diverging_ranks.py": 3,
     "invariants/test_groups.py": 4,
     "invariants/test_same_numbers.py": 2,
+    "invariants/test_waits.py": 3,
     "invariants/test_wire_bytes.py": 2,
     "memory/test_activations.py": 4,
     "memory/test_nvme_folder.py": 3,

@@ -92,11 +92,11 @@ SIDES: dict[str, Side] = {
     "deepspeed-qwz": _zeropp("zero_quantized_weights"),
     "deepspeed-qgz": _zeropp("zero_quantized_gradients"),
     "deepspeed-zeropp": _zeropp("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
-    "onefold-1": Side("onefold", "Recipe.zero(1)", {"stage": 1}, between=2.0),
-    "onefold-2": Side("onefold", "Recipe.zero(2)", {"stage": 2}, between=2.0),
-    "onefold-3": Side("onefold", "Recipe.zero(3)", {"stage": 3}, between=3.0),
+    "onefold-1": Side("onefold", "Recipe.zero(1, group='flat')", {"stage": 1, "group": "flat"}, between=2.0),
+    "onefold-2": Side("onefold", "Recipe.zero(2, group='flat')", {"stage": 2, "group": "flat"}, between=2.0),
+    "onefold-3": Side("onefold", "Recipe.zero(3, group='flat'): every rank to every other", {"stage": 3, "group": "flat"}, between=3.0),
     # In groups: each byte enters a host once, half of what pairwise moves of two ranks send. `between` has (H - 1) / H = 1/2 in it.
-    "onefold-3-groups": Side("onefold", "Recipe.zero(3, group='node'): inside a host, then across", {"stage": 3, "group": "node"}, 1.5),
+    "onefold-3-groups": Side("onefold", "Recipe.zero(3), as it is by itself: inside a host, then across", {"stage": 3}, 1.5),
     "zeropp-qwz": Side("onefold", "stage 3, gathers encoded in int8", {"stage": 3, "gather_codec": "int8"}, 1.0, encoded=0.5),
     "zeropp-hpz": Side("onefold", "stage 3, a second copy sharded inside the host", {"stage": 3, "second_copy": True}, 1.0),
     "zeropp-qgz": Side(

@@ -45,7 +45,7 @@ def test_every_option_is_in_the_recipe_that_comes_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--group", "0"), "--group 0: expected node, or a number of ranks, 1 or more"),
+        (("--group", "0"), "--group 0: expected node, flat, or a number of ranks, 1 or more"),
         (("--shard-group", "3"), "groups of 3 ranks do not divide 16 ranks"),
         (("--shard-group", "node", "--second-copy"), "leave one of them out"),
         (("--optimizer-over", "all"), "needs a shard_group"),

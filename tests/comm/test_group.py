@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import standin
-from models import features_of
+from models import TinyMLP, features_of
 from onefold.comm import Group, Place
 from onefold.comm.members import backend_of
 from ranks import run_ranks
@@ -170,3 +171,39 @@ def one_message(native: bool) -> int:
 
 def test_rank_0s_tensors_go_in_one_operation() -> None:
     assert run_ranks(3, one_message, True) == [1, 1, 1]
+
+
+def calls_of_a_step(world_size: int, stage: int, options: dict[str, Any]) -> int:
+    """Python and C calls of one training step, as one of `world_size` ranks that are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import onefold
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    model = onefold.shard(TinyMLP(8, 16, 4, 8), onefold.Recipe.zero(stage, **options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    count = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for step in range(4):
+        sys.setprofile(seen if step == 3 else None)
+        model(features_of(step, 3, 8)).sum().backward()
+        onefold.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(0, {}), (1, {}), (3, {}), (3, {"shard_group": 8, "precision": "bf16"}), (0, {"reduce": "native"}), (2, {"reduce": "native"})],
+    ids=str,
+)
+def test_the_hosts_work_in_a_step_does_not_grow_with_the_ranks(stage: int, options: dict[str, Any]) -> None:
+    (few,), (many,) = (run_ranks(1, calls_of_a_step, n, stage, options) for n in (16, 1024))
+    assert few > 300 and many <= few * 1.15, (few, many)  # what of a unit is this rank's differs a little

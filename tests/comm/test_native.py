@@ -111,6 +111,8 @@ def over_groups() -> Recipes:
 
     return {
         "stage 0 in groups": (run(), 0, {"group": 2}),
+        "stage 0 in groups, bf16": (run(), 0, {"group": 2, "precision": "bf16"}),
+        "frozen later at stage 0 in groups": (FrozenLater(kind="sgd", steps=4), 0, {"group": 2}),
         "stage 1 in groups": (run(), 1, {"group": 2}),
         "stage 3 in groups": (run(), 3, {"group": 2}),
         "HSDP": (run(), 3, {"shard_group": 2}),

@@ -13,6 +13,7 @@ def over_groups(size: int) -> Bits:
         ("stage 3 in groups", 3, {"group": size}),
         ("stage 2 in groups", 2, {"group": size}),
         ("stage 1 in groups", 1, {"group": size}),
+        ("stage 0 in groups", 0, {"group": size}),
         ("HSDP", 3, {"shard_group": size}),
         ("stage 2 inside groups", 2, {"shard_group": size}),
         ("stage 1 inside groups", 1, {"shard_group": size}),
@@ -42,4 +43,4 @@ def test_accumulation_inside_groups_is_bit_equal_where_sums_are_held() -> None:
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
 def test_activation_checkpointing_changes_no_bit_over_groups(checkpointing: str) -> None:
-    assert_same(4, Run(checkpointing=checkpointing), [over_groups(2)[i] for i in (0, 3, 6, 7)])  # type: ignore[arg-type]
+    assert_same(4, Run(checkpointing=checkpointing), [over_groups(2)[i] for i in (0, 3, 4, 7, 8)])  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from wire import counted_sends, formula, train_steps
+from wire import counted_sends, formula, formula_over_nodes, train_steps
 
 from models import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import absolute_path, run_ranks
@@ -90,6 +90,46 @@ def test_the_wire_dtype_of_gradients_is_a_column_of_its_own(stage: int) -> None:
 @pytest.mark.parametrize("options", [{"prefetch": 0}, {"overlap": False}, {"prefetch": 4, "in_flight": 4}], ids=str)
 def test_the_schedule_sends_no_byte_more(options: dict[str, Any]) -> None:
     assert_formula(2, 3, 1, **options)
+
+
+def sent_over_nodes(stage: int, micro_batches: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Payload a step on two nodes of two ranks, by link: counted from outside, and by the ledger."""
+    import onefold
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    model = onefold.shard(TinyMLP(8, 24, 4, 6), onefold.Recipe.zero(stage, stall_timeout=10.0, **options))
+    engine = onefold.engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = [features_of(i + 100 * dist.get_rank(), 2, 8) for i in range(micro_batches)]
+    train_steps(model, optimizer, batches * 2, micro_batches)
+    engine.traffic.reset()
+    with counted_sends() as sent:
+        train_steps(model, optimizer, batches, micro_batches)
+    here = dist.get_rank() // 2
+    return {
+        "counted": {
+            "inside": sum(n for rank, n in sent.to.items() if rank // 2 == here),
+            "between": sum(n for rank, n in sent.to.items() if rank // 2 != here),
+        },
+        "ledger": engine.traffic.by_link(),
+        "numel": sum(unit.numel for unit in engine.units),
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_between_nodes_a_step_sends_the_bytes_of_the_two_level_formula(stage: int, micro_batches: int, options: dict[str, Any]) -> None:
+    for seen in run_ranks(4, sent_over_nodes, stage, micro_batches, options):
+        expected = formula_over_nodes(stage, seen["numel"], 2, 2, micro_batches, **options)
+        assert seen["counted"] == seen["ledger"] == expected, f"stage {stage}, {micro_batches}, {options}: {seen}, expected {expected}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_flat_sends_over_a_nodes_border_as_many_times_the_bytes_as_the_node_has_ranks(stage: int) -> None:
+    for seen in run_ranks(4, sent_over_nodes, stage, 1, {"group": "flat"}):
+        expected = formula_over_nodes(stage, seen["numel"], 2, 2)
+        assert seen["counted"] == seen["ledger"] == {"inside": expected["inside"] // 2, "between": 2 * expected["between"]}, seen
 
 
 def lone_embedding() -> dict[str, Any]:

@@ -17,6 +17,7 @@ included; N ranks; every term times (N-1)/N):
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ SENDERS = ["isend", "send", "broadcast", "all_reduce", "reduce", "all_gather", "
 
 @dataclass
 class Sent:
-    """Bytes given to isend: payload (floating point) and control (bytes, uint8); and calls of any other sender."""
+    """Bytes given to isend: payload (floating point; `to` the ranks of a group by number) and control (bytes, uint8); and calls of any
+    other sender."""
 
     payload: int = 0
     control: int = 0
@@ -42,6 +44,7 @@ class Sent:
 
     def __post_init__(self) -> None:
         self.others: list[str] = []
+        self.to: Counter[int] = Counter()
 
 
 @contextlib.contextmanager
@@ -57,6 +60,7 @@ def counted_sends() -> Iterator[Sent]:
         else:
             sent.payload += nbytes
             sent.messages += 1
+            sent.to[kwargs["group_dst"]] += nbytes
         return originals["isend"](tensor, *args, **kwargs)
 
     def other(name: str) -> Any:
@@ -86,6 +90,15 @@ def formula(stage: int, numel: int, world_size: int, micro_batches: int = 1, **o
     total = numel * (gathers * gather_bytes + reductions * reduce_bytes) * (world_size - 1)
     assert total % world_size == 0, "a unit's padded length is a multiple of the number of ranks"
     return total // world_size
+
+
+def formula_over_nodes(stage: int, numel: int, node: int, nodes: int, micro_batches: int = 1, **options: Any) -> dict[str, int]:
+    """The same over `nodes` nodes of `node` ranks, by link: each of its terms inside a node over the node's ranks, (G-1)/G, and between
+    nodes a rank's share of what the node exchanges with the others, (H-1)/HG."""
+    inside = formula(stage, numel, node, micro_batches, **options)
+    between = formula(stage, numel, nodes, micro_batches, **options)
+    assert between % node == 0, "a unit's padded length is a multiple of the number of ranks"
+    return {"inside": inside, "between": between // node}
 
 
 def train_steps(model: nn.Module, optimizer: Any, batches: list[Any], micro_batches: int) -> None:

@@ -30,6 +30,12 @@ from ranks import run_ranks
 ALL_PARTS = {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}
 #: (stage, precision, micro-batches, options of Recipe.zero). Nodes have two ranks; groups of one rank and of all are no groups.
 RECIPES: list[tuple[int, str, int, dict[str, Any]]] = [
+    (0, "fp32", 2, {}),
+    (0, "bf16", 2, {"in_flight": 0}),
+    (1, "bf16", 1, {}),
+    (3, "bf16", 2, {}),
+    (0, "bf16", 1, {"group": "flat"}),
+    (3, "fp32", 1, {"group": "flat"}),
     (3, "fp32", 2, {"group": "node"}),
     (2, "bf16", 2, {"group": 2}),
     (1, "fp32", 2, {"group": 2}),

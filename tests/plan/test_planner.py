@@ -85,15 +85,17 @@ def test_more_ranks_never_hold_more_at_rest_beyond_their_padding(
     assert high <= low + slack, (low, high, slack)
 
 
-@given(shapes(), st.sampled_from(("fp32", "bf16")), st.integers(2, 64), st.integers(2, 64), st.integers(1, 3))
+@given(shapes(), st.sampled_from(("fp32", "bf16")), st.integers(2, 64), st.integers(2, 64), st.integers(1, 3), st.booleans())
 @settings(max_examples=50)
 def test_more_ranks_never_need_a_higher_peak_beyond_their_padding(
-    shape: ModelShape, precision: str, few: int, more: int, accumulated: int
+    shape: ModelShape, precision: str, few: int, more: int, accumulated: int, nodes: bool
 ) -> None:
-    """From two ranks on: a lone one reduces nothing, hence has no buffers for it."""
-    few, more = sorted((few, more))
+    """From two ranks on: a lone one reduces nothing, hence has no buffers for it. On one node, or on nodes of eight: sums of two hops have
+    buffers on each."""
+    few, more = sorted((8 * few, 8 * more) if nodes else (few, more))
     asked = Job(seq=16, precision=precision, checkpointing="none", offload="none")
-    low, high = (plan(shape, gpus(n), replace(asked, global_batch=n * accumulated), largest=False).stages for n in (few, more))
+    machines = [replace(gpus(n), per_node=8 if nodes else n) for n in (few, more)]
+    low, high = (plan(shape, on, replace(asked, global_batch=on.ranks * accumulated), largest=False).stages for on in machines)
     # An element of padding may lie in every buffer that an element has: states, gathered, reduced, received, summed.
     padded = FRAGMENTED_FACTOR * 36 * more_padding(shape, few, more)
     # Stage 0 divides nothing, and what a reduction receives grows: (N - 1)/N of each unit that is under way, and of one that lies idle.

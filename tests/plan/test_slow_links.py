@@ -36,8 +36,9 @@ def test_what_rounds_is_named_and_never_taken(link: str, stages: tuple[int, ...]
     slow, best = found.slow_links, found.recommended
     plain = next(c for c in slow.rows if c.scheme == best.scheme.with_(wires=""))
     assert not WIRES[best.scheme.wires].lossy and best.scheme.stage == plain.scheme.stage and best.fits
-    assert best.account.seconds["step"] < plain.account.seconds["step"]
-    assert found.recipe.parameters.codec is found.recipe.gradients.codec is None and found.recipe.group == "node"
+    flat = next(c for c in slow.rows if c.scheme == best.scheme.with_(wires="flat"))
+    assert best.account.seconds["step"] <= plain.account.seconds["step"] < flat.account.seconds["step"]
+    assert found.recipe.parameters.codec is found.recipe.gradients.codec is None and found.recipe.group in (None, "node")
     assert slow.named is not None and WIRES[slow.named.scheme.wires].lossy
     assert "yours to ask for: Recipe.zero(" in slow.why[-1] and "--reduce-codec int4" in slow.why[-1]
     said = slow.why[-1].split("Recipe.zero(")[1].split(")")[0]
@@ -53,9 +54,9 @@ def test_every_part_sends_less_between_nodes_than_none_of_it_and_all_of_them_lea
     assert set(at_3) == set(WIRES)
     between = {name: account.node_links["between"] for name, account in at_3.items()}
     for part in ("qwZ", "hpZ", "qgZ", "HSDP", "hybrid"):
-        assert between["ZeRO++"] < between[part] < between["groups"] < between[""], between
+        assert between["ZeRO++"] < between[part] < between[""] < between["flat"], between
     assert at_3["ZeRO++"].seconds["step"] == min(a.seconds["step"] for a in at_3.values())
-    assert at_3["hpZ"].rest_bytes > at_3["groups"].rest_bytes == at_3[""].rest_bytes
+    assert at_3["hpZ"].rest_bytes > at_3["flat"].rest_bytes == at_3[""].rest_bytes
 
 
 def test_where_links_are_fast_or_there_is_one_node_or_the_job_says_what_to_do_nothing_is_proposed() -> None:
@@ -68,18 +69,21 @@ def test_where_links_are_fast_or_there_is_one_node_or_the_job_says_what_to_do_no
 
 def test_where_nobody_knows_how_fast_nodes_are_linked_the_bytes_are_said_and_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    found = plan_here("gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu")
+    found = plan_here("gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu", stages=(3,))
     assert found.slow_links is None and found.recommended is not None and found.recommended.scheme.wires == ""
     (said,) = (n for n in found.notes if n.startswith("a node sends"))
-    assert f"{found.recommended.account.node_links['between'] / 1e9:.2f} GB" in said and "Recipe.zero(1, group='node')" in said
+    assert f"{found.recommended.account.node_links['between'] / 1e9:.2f} GB" in said and "Recipe.zero(3, second_copy=True)" in said
+    lower = plan_here("gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu", stages=(1,))
+    assert not any(n.startswith("a node sends") for n in lower.notes)  # two levels are all that rounds nothing there
 
 
 def test_the_ways_are_in_the_json() -> None:
-    found = of("10g")
+    found = plan("gpt2-medium", machine(16, 8, "a100-80", "10g"), Job(seq=512), stages=(3,), largest=False)
     said = json.loads(json.dumps(found.to_json(), allow_nan=False))
     rows = {(r["stage"], r["wires"]): r for r in said["slow_links"]["rows"]}
-    assert said["recommended"]["wires"] == said["slow_links"]["recommended"] == "groups" and rows[1, "groups"]["recommended"]
-    assert said["recipe"]["group"] == "node" and said["slow_links"]["lossy"] == "ZeRO++"
+    assert said["recommended"]["wires"] == said["slow_links"]["recommended"] == "hpZ" and rows[3, "hpZ"]["recommended"]
+    assert rows[3, "flat"]["options"] == {"group": "flat"} and rows[3, ""]["options"] == {}
+    assert said["recipe"]["second_copy"] is True and said["slow_links"]["lossy"] == "ZeRO++"
     assert rows[3, "ZeRO++"]["options"] == {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}
     assert rows[3, "HSDP"]["node_links"]["between"] == 8 * rows[3, "HSDP"]["links"]["between"]
     assert Account.from_json(said["recommended"]["account"]) == found.recommended.account  # type: ignore[union-attr]
@@ -88,8 +92,8 @@ def test_the_ways_are_in_the_json() -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "pairwise": {},
-    "groups": {"group": "node"},
+    "pairwise": {"group": "flat"},
+    "groups": {},
     "second copy": {"second_copy": True},
     "shard group": {"shard_group": "node"},
     "optimizer over all": {"shard_group": "node", "optimizer_over": "all"},
@@ -102,8 +106,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_what_crosses_a_nodes_border_is_the_formula(way: str, gathered: str | None, reduced: str | None) -> None:
     """All ranks of a node of eight together, three nodes, three micro-batches; every unit of a GPT that is gathered in both passes."""
     shape, per_node, nodes, micro = architecture("gpt2"), 8, 3, 3
-    pairwise = {"group": per_node * nodes} if way == "pairwise" else {}  # codecs alone would take nodes for groups
-    recipe = Recipe.zero(3, precision="bf16", gather_codec=gathered, reduce_codec=reduced, **WAYS[way], **pairwise)
+    recipe = Recipe.zero(3, precision="bf16", gather_codec=gathered, reduce_codec=reduced, **WAYS[way])
     topology = topology_of(recipe, per_node * nodes, per_node)
     units = [u for u in units_of(shape, recipe, per_node * nodes, per_node=per_node) if not u.looks_up_only]
     legs = by_level(legs_of(units, recipe, micro))

@@ -17,6 +17,7 @@ import onefold
 from onefold.device import clocked, current_stream, has_streams, simulated
 from onefold.observe.chrome import write_simulated
 from onefold.plan import hardware
+from onefold.plan.coding import summed_bytes
 from onefold.plan.evaluate import evaluate
 from onefold.plan.from_module import model_shape
 from onefold.plan.handling import handled_bytes
@@ -28,10 +29,10 @@ from onefold.plan.simulate import Simulation, simulate
 from onefold.plan.states import units_of
 from onefold.plan.subject import subject_of
 from onefold.plan.timeline import COMPUTE, Clock, Timeline
-from onefold.plan.times import Software
+from onefold.plan.times import SUMMING_ON_A_GPU, Software
 
 with_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-BLOCKS, HIDDEN, ROWS = 4, 64, 32
+BLOCKS, HIDDEN, ROWS = 4, 1024, 32  # blocks that are not small traffic
 #: A product takes 2 s, all memory traffic and launches nothing.
 EXACT = Software(kernel_share=1, link_share=1, hop_seconds=0, straggler=0, launch_seconds=0)
 
@@ -139,9 +140,10 @@ def test_the_engines_own_kernels_read_and_write_what_the_plan_says(stage: int, m
     slow = by_hand(1.0)
     slow = replace(slow, gpu=replace(slow.gpu, memory_bandwidth=1e6))
     recipe = onefold.Recipe.zero(stage, precision="bf16", units=(nn.Linear,))
-    told = handled_bytes(units_of(model_shape(Blocks(), (nn.Linear,)), recipe, 2), recipe, micro_batches)
+    units = units_of(model_shape(Blocks(), (nn.Linear,)), recipe, 2, nccl=True)
+    told = handled_bytes(units, recipe, micro_batches) + summed_bytes(units, recipe, micro_batches) / SUMMING_ON_A_GPU
     told += micro_batches * ROWS * HIDDEN * (4 + 2)  # the batch is cast
-    assert run(stage=stage, micro_batches=micro_batches, machine=slow).parts.engine == pytest.approx(told / 1e6, rel=0.01)
+    assert run(stage=stage, micro_batches=micro_batches, machine=slow).parts.engine == pytest.approx(told / 1e6, rel=0.05)
 
 
 def test_launches_take_the_hosts_time() -> None:
@@ -244,7 +246,7 @@ def test_the_trace_has_a_row_for_each_stream_on_which_nothing_overlaps(tmp_path:
 def compared(gpus: int, stage: int, checkpointing: Checkpointing, seq: int = 2048, micro_batches: int = 1) -> tuple[float, Simulation]:
     """Seconds of a step by the plan, and the simulation."""
     machine = hardware.machine(gpus, 8, "h100-80")
-    job = Job(seq=seq, global_batch=gpus * micro_batches, options=(("group", "node"),) if gpus > 8 else ())
+    job = Job(seq=seq, global_batch=gpus * micro_batches)
     scheme, subject = Scheme(stage, checkpointing), subject_of("llama-3-8b", job, None, None, machine)
     told = evaluate(subject.shape, subject.activities(1, checkpointing), machine, job, scheme).account.seconds["step"]
     return told, simulate(

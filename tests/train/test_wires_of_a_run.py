@@ -47,10 +47,13 @@ ALL = {"second_copy": True, **CODECS, "error_feedback": True, "wire_rounding": "
         ({"group": "2"}, {"group": 2}),
         ({"group": 2}, {"group": 2}),
         ({"group": "node"}, {"group": "node"}),
+        ({"group": "flat"}, {"group": "flat"}),
         ({"group": "none", "gather_codec": "none", "frozen": "none", "wire_rounding": "nearest", "second_copy": False}, {}),
         ({"shard_group": "4", "optimizer_over": "all"}, {"shard_group": 4, "optimizer_over": "all"}),
         (ALL, ALL),
         ({"frozen": "nf4"}, {"frozen": "nf4"}),
+        ({"reduce": "native"}, {"reduce": "native"}),
+        ({"reduce": "ordered"}, {}),
     ],
     ids=repr,
 )
@@ -81,9 +84,11 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"group": "nodes"}, "--group 'nodes': expected node, or a number of ranks, 1 or more"),
+        ({"group": "nodes"}, "--group 'nodes': expected node, flat, or a number of ranks, 1 or more"),
         ({"shard_group": 0}, "--shard-group 0: expected node, or a number of ranks"),
         ({"shard_group": True}, "--shard-group True: expected node"),
+        ({"shard_group": "flat"}, "--shard-group 'flat': expected node, or a number of ranks"),
+        ({"group": "flat", "second_copy": True}, "the recipe says group='flat': give group='node' or a number of ranks"),
         ({"gather_codec": "int9"}, "--gather-codec 'int9': input should be 'none', 'int8', 'fp8' or 'int4'"),
         ({"reduce_codec": "nf4"}, "--reduce-codec 'nf4': input should be"),
         ({"stage": "1", "second_copy": True}, "needs sharded parameters: stage 3"),
@@ -91,6 +96,8 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
         ({"stage": "0", "reduce_codec": "int4"}, "use stage 1, 2 or 3"),
         ({"stage": "0", "shard_group": "node"}, "at stage 0 nothing is divided"),
         ({"stage": "1", "frozen": "nf4"}, "use stage 3"),
+        ({"reduce": "sorted"}, "--reduce 'sorted': input should be 'ordered' or 'native'"),
+        ({"reduce": "native", "reduce_codec": "int4"}, "leave one of them out"),
         ({"optimizer_over": "all"}, "needs a shard_group"),
         ({"shard_group": 2, "second_copy": True}, "divided inside the group already"),
         ({"shard_group": 2, "group": 4}, "they are the same groups; give one of them"),
@@ -166,6 +173,8 @@ def every_way(folder: str) -> dict[str, Any]:
     refused("of three", group=3)
     refused("nothing is frozen", frozen="nf4")
     os.environ["LOCAL_WORLD_SIZE"] = "2"
+    one("by itself", stage="1")
+    one("flat", stage="1", group="flat")
     one("plain", second_copy=True)
     one("encoded", second_copy=True, **CODECS, save_every=2)
     one("goes on", shard_group=1, resume=str(root / "encoded"), steps=4)
@@ -198,6 +207,16 @@ def test_rows_say_what_went_between_nodes_and_what_it_would_be_without_codecs(se
             assert 0 < plain["wire_bytes_between"] < plain["wire_bytes"]
             assert abs(encoded["loss"] - plain["loss"]) < 0.05 * plain["loss"]
         assert rank["one node"]["borders"] == "" and rank["two groups"]["borders"] == "2 groups" and rank["plain"]["borders"] == "2 nodes"
+
+
+def test_nodes_are_groups_by_themselves_and_flat_sends_as_many_times_the_bytes_between_them_as_they_have_ranks(
+    seen: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    for rank in seen[1]:
+        for two_levels, flat in zip(rank["by itself"]["rows"], rank["flat"]["rows"], strict=True):
+            assert two_levels["wire_bytes"] == flat["wire_bytes"] and 2 * two_levels["wire_bytes_between"] == flat["wire_bytes_between"]
+            assert abs(two_levels["loss"] - flat["loss"]) < 1e-4 * flat["loss"]
+        assert rank["by itself"]["wires"] == {} and rank["flat"]["wires"] == {"group": "flat"}
 
 
 def test_stage_auto_takes_one_that_the_options_can_be_with(seen: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -1,4 +1,4 @@
-"""`onefold doctor`: what this machine has, and with --calibrate what it can do."""
+"""`onefold doctor`: what this machine has, with --calibrate what it can do, and with --check whether Onefold is right on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ def doctor_command(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure rates of compute, memory, moves and disk, and training steps: some minutes.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check collectives, stages, offload, checkpoints, kernels and overlap: under two minutes.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables; with --check and a FILE: write it there as well.")
+    ] = False,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="With --check --json: the file to write.", show_default=False)] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", help="Calibration file to write, or show (default: onefold/doctor.json in ~/.cache).", show_default=False),
@@ -29,7 +35,7 @@ def doctor_command(
         str | None,
         typer.Option(
             "--ranks", help="With --calibrate: numbers of ranks to measure with, such as 1,2,4 (default: 1, up to what onefold train "
-            "would start).", show_default=False,
+            "would start). With --check: how many (default: one a GPU, two on a CPU).", show_default=False,
         ),
     ] = None,
     disk: Annotated[
@@ -40,7 +46,8 @@ def doctor_command(
 ) -> None:  # fmt: skip
     """Show what this machine has for training: processors, memory, GPUs, backends, the ranks that would start.
 
-    With --calibrate also measure what they can do. `onefold plan --here` predicts with these figures.
+    With --calibrate also measure what they can do. `onefold plan --here` predicts with these figures. With --check see whether Onefold is
+    right here: alone it starts ranks of its own, under torchrun it takes part with the launcher's. Exit status 1 if a check failed.
     """
     from onefold.cli.doctor_facts import facts  # noqa: F401, imports torch: from here on a Ctrl-C finds nothing half imported
     from onefold.cli.doctor_ranks import MeasurementError, Stopped
@@ -48,16 +55,21 @@ def doctor_command(
     from onefold.train.errors import TrainError
 
     try:
+        _refuse(check, calibrate, as_json, file, output, disk, quick)
+        if check:
+            with interruptible():
+                status = _check(as_json, file, device, ranks)
+            raise typer.Exit(status)
         only = [name for name, given in (("--ranks", ranks), ("--disk", disk), ("--quick", quick)) if given]
         if only and not calibrate:
             raise CalibrationError(f"{' and '.join(only)} say{'s' if len(only) == 1 else ''} how to measure: add --calibrate.")
         with interruptible():
             _doctor(calibrate, as_json, output, device, ranks, disk, quick)
     except Stopped as stop:
-        _tell(f"stopped by {stop}; nothing was measured.", as_json, "Stopped")
+        _tell(f"stopped by {stop}; nothing was {'checked' if check else 'measured'}.", as_json, "Stopped")
         raise typer.Exit(128 + stop.number) from None
     except KeyboardInterrupt:
-        _tell("stopped by SIGINT; nothing was measured.", as_json, "Stopped")
+        _tell(f"stopped by SIGINT; nothing was {'checked' if check else 'measured'}.", as_json, "Stopped")
         raise typer.Exit(130) from None
     except (CalibrationError, TrainError) as error:
         _tell(f"error: {error}", as_json, type(error).__name__, str(error))
@@ -97,6 +109,67 @@ def _doctor(calibrate: bool, as_json: bool, output: Path | None, device: str, ra
         console.print(f"saved to {path}", markup=False, soft_wrap=True)
     if note:
         console.print(f"\n{note}", markup=False, soft_wrap=True)
+
+
+def _refuse(check: bool, calibrate: bool, as_json: bool, file: Path | None, output: Path | None, disk: Path | None, quick: bool) -> None:
+    """Raise CalibrationError for options that mean nothing together."""
+    from onefold.plan.calibrate import CalibrationError
+
+    if file is not None and not (check and as_json):
+        raise CalibrationError(f"{file}: a file is written by --check --json FILE only.")
+    unfit = [name for name, given in (("--calibrate", calibrate), ("--output", output), ("--disk", disk), ("--quick", quick)) if given]
+    if check and unfit:
+        raise CalibrationError(f"--check and {' and '.join(unfit)}: one at a time. The result of a check goes to --json FILE.")
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise CalibrationError(f"--json {file}: this is a folder, or its folder is not there; name a file.")
+
+
+def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> int:
+    """Check and show; the exit status. With a launcher rank 0 shows, and the others have status 0."""
+    import os
+    import shlex
+    import time
+
+    from onefold.cli.doctor_check import check_here, check_with_launcher, report_of
+    from onefold.cli.doctor_facts import facts
+    from onefold.plan.calibrate import CalibrationError
+    from onefold.train.launch import joins
+
+    begun = time.monotonic()
+    launched = joins(os.environ)
+    first = not launched or os.environ["RANK"] == "0"
+    if ranks is not None and (launched or not ranks.isdigit()):
+        what = "the launcher has said how many" if launched else "expected one number with --check"
+        raise CalibrationError(f"--ranks {ranks}: {what}.")
+    found = facts(device)
+
+    def say(name: str) -> None:
+        if first and not as_json and sys.stderr.isatty():
+            print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
+
+    try:
+        rows = check_with_launcher(found, say) if launched else check_here(found, int(ranks) if ranks else None, say)
+    finally:
+        if first and not as_json and sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    if not first:
+        return 0
+    report = report_of(found, rows, shlex.join(["onefold", *sys.argv[1:]]), time.monotonic() - begun)
+    if file is not None:
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if as_json and file is None:
+        print(json.dumps(report, indent=1))
+    else:
+        from rich.console import Console
+
+        from onefold.cli.doctor_tables import show_checks, show_facts
+
+        console = Console(highlight=False)
+        show_facts(console, found)
+        show_checks(console, report)
+        if file is not None:
+            console.print(f"saved to {file}", markup=False, soft_wrap=True)
+    return 0 if report["ok"] else 1
 
 
 def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:

@@ -46,6 +46,18 @@ def show_calibration(console: Console, found: Calibration) -> None:
         console.print(escape(line))
 
 
+def show_checks(console: Console, report: dict[str, Any]) -> None:
+    """What `onefold doctor --check` found, a row a check."""
+    table = _table("Checks", ["", "", "seconds", "found"])
+    for row in report["checks"]:
+        style = {"ok": "green", "wrong": "bold red"}.get(row["status"], "yellow")
+        said = escape(row["said"]) + (f"\n[bold]{escape(row['advice'])}[/bold]" if row["advice"] else "")
+        table.add_row(row["name"], f"[{style}]{row['status']}[/{style}]", f"{row['seconds']:.1f}" if row["seconds"] else "–", said)
+    console.print(table)
+    count = {status: sum(row["status"] == status for row in report["checks"]) for status in ("ok", "wrong", "left out")}
+    console.print(", ".join(f"{number} {status}" for status, number in count.items() if number) + f", in {report['seconds']:.0f} s")
+
+
 def _compute(found: Calibration) -> Table:
     table = _table(
         "Rates of one rank", ["ranks", "threads", "dtype", "matrices TFLOP/s", "block TFLOP/s", "in a step", "copy GB/s", "AdamW GB/s"]

@@ -42,9 +42,7 @@ def plan_command(
     here: Annotated[
         bool, typer.Option("--here", help="This machine, as onefold doctor --calibrate measured it.", rich_help_panel=_MACHINE)
     ] = False,
-    ranks: Annotated[
-        int, typer.Option("--ranks", help="With --here: ranks (0: as many as were measured).", rich_help_panel=_MACHINE)
-    ] = 0,
+    ranks: Annotated[int, typer.Option("--ranks", help="With --here: ranks (0: as many as were measured).", rich_help_panel=_MACHINE)] = 0,
     host_memory: Annotated[
         str | None, typer.Option("--host-memory", help="Memory of one node's host: 64GB.", show_default=False, rich_help_panel=_MACHINE)
     ] = None,
@@ -101,7 +99,7 @@ def plan_command(
     ] = False,
     group: Annotated[
         str | None,
-        typer.Option("--group", help="Moves go inside groups and across: node, or ranks.", show_default=False, rich_help_panel=_WIRES),
+        typer.Option("--group", help="Moves go inside groups and across: node, ranks; flat.", show_default=False, rich_help_panel=_WIRES),
     ] = None,
     shard_group: Annotated[
         str | None,
@@ -126,6 +124,9 @@ def plan_command(
     wire_rounding: Annotated[
         Literal["nearest", "stochastic"], typer.Option("--wire-rounding", help="Of encoded gradients.", rich_help_panel=_WIRES)
     ] = "nearest",
+    reduce: Annotated[
+        Literal["ordered", "native"], typer.Option("--reduce", help="Who adds gradients up; native: NCCL.", rich_help_panel=_WIRES)
+    ] = "ordered",
     frozen: Annotated[
         Stored | None, typer.Option("--frozen", help="What frozen matrices rest in.", show_default=False, rich_help_panel=_WIRES)
     ] = None,
@@ -172,6 +173,8 @@ def plan_command(
             wire_rounding=wire_rounding,
             frozen=frozen,
         )
+        if reduce != "ordered":
+            places["reduce"] = reduce
         if reduce_at != "auto":
             places["reduce_at"] = reduce_at
         job = Job(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.table import Table
 
 from onefold.cli.plan_words import gib, in_seconds
 from onefold.plan.planner import Plan
+from onefold.plan.sums import Sums
 from onefold.plan.wires import WIRES
 
 
@@ -15,16 +17,38 @@ def groups_asked(**words: Any) -> dict[str, Any]:
     """Arguments of `Recipe.zero` from the options of the command line, by their names; what was not given is None or False.
 
     Raises:
-        ValueError: a group that is neither "node" nor a number of ranks.
+        ValueError: a group that is neither "node" (or "flat", of `group`) nor a number of ranks.
     """
     found = {name: value for name, value in words.items() if value not in (None, False, "none", "nearest")}
     for name in ("group", "shard_group"):
-        if name in found and found[name] != "node":
+        known = ("node", "flat") if name == "group" else ("node",)
+        if name in found and found[name] not in known:
             text = str(found[name]).strip()
             if not text.isdecimal() or int(text) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {text}: expected node, or a number of ranks, 1 or more.")
+                raise ValueError(f"--{name.replace('_', '-')} {text}: expected {', '.join(known)}, or a number of ranks, 1 or more.")
             found[name] = int(text)
     return found
+
+
+def sums_said(sums: Sums) -> str:
+    """Who adds gradients up, what the other would take, and which is faster when."""
+    ordered, native = (c.account for c in (sums.ordered, sums.native))
+    times = [in_seconds(a.seconds["step"]) for a in (ordered, native)]
+    peaks = [gib(a.peak_bytes) for a in (ordered, native)]
+    start = sums.faster_from
+    when = "at any size" if start <= 0 else "at no size" if start == math.inf else f"from {gib(start)} of gradients in a unit on"
+    here = f" (the largest unit here has {gib(sums.largest)})" if 0 < start < math.inf else ""
+    mine, others = ("rank order", "NCCL") if sums.asked == "ordered" else ("NCCL", "rank order")
+    if sums.asked == "native":
+        times, peaks = times[::-1], peaks[::-1]
+    words = {
+        "rank order": f"added in rank order, in {sums.sums_dtype}: the same bits at every stage",
+        "NCCL": f"added by NCCL, in {sums.dtype} and an order of its own (reduce='native')",
+    }
+    return (
+        f"gradients are {words[mine]}; {words[others]}, a step would take {times[1]} instead of {times[0]}, with {peaks[1]} instead of "
+        f"{peaks[0]} at peak. NCCL's sums are the faster {when}{here}"
+    )
 
 
 def slow_links_table(plan: Plan) -> Table | None:

@@ -14,6 +14,7 @@ from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES, MOVES
 from onefold.plan.simulate import Event, Simulation, simulate
 from onefold.recipe import Tier
+from onefold.recipe.groups import NODE
 
 #: Micro-batches that are simulated of a longer step: the others do what the one in the middle does.
 MICRO_BATCHES = 3
@@ -41,8 +42,10 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     candidate = shown_candidate(plan)
     scheme = candidate.scheme
     recipe = scheme.recipe(plan.job)
-    if recipe.group == "node":  # nobody launches a simulation on nodes
+    if recipe.group in (None, NODE) and plan.machine.nodes > 1:  # nobody launches a simulation on nodes
         recipe = recipe.replace(group=plan.machine.local)
+    elif recipe.group == NODE:
+        recipe = recipe.replace(group=plan.machine.ranks)
     if any(t is not Tier.DEVICE for t in (recipe.parameters.tier, recipe.optimizer.tier)) or recipe.tile is not None:
         raise ValueError(f"--simulate runs the engine with everything on the device, in one piece, not {scheme}: add --offload none.")
     timed = not plan.machine.shared and recipe.activations is None

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from onefold.cli.plan_groups import slow_links_table
+from onefold.cli.plan_groups import slow_links_table, sums_said
 from onefold.cli.plan_tiers import moves_said, tiers_table
 from onefold.cli.plan_words import count, gib, in_seconds
 from onefold.plan.evaluate import Candidate
@@ -39,6 +39,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
         _print(out, slow)
         for sentence in plan.slow_links.why:
             out.print(sentence)
+    if plan.sums is not None:
+        out.print(sums_said(plan.sums))
     shown = plan.recommended or plan.stages[-1]
     placed = tiers_table(shown)
     if placed is not None:

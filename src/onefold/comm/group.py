@@ -14,8 +14,9 @@ interval, in the order of the ranks, in the accumulation dtype. The bits of a su
 the result nor on how the unit was cut into messages, which is why stages 0 to 3 are bit-equal; and 16-bit gradients can travel
 in 16 bits and still be summed in fp32.
 
-[Note: two levels] Ranks may stand in groups (comm/topology.py), as a rule the ranks of a node. `inside` and `across` are then the groups
-of this rank's on each level, and a gather over all goes across first, then inside: each byte enters a node once.
+[Note: two levels] Ranks may stand in groups (comm/topology.py), by themselves those of a node where there are several. `inside` and
+`across` are then the groups of this rank's on each level, and a gather over all goes across first, then inside: each byte enters a node
+once.
 
 [Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count. Two ranks that disagree on what comes
 next never take each other's bytes for something else: they wait, and the wait ends in a `StallError`.
@@ -81,7 +82,8 @@ class Group:
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks (or for a lone process).
         device: where the moved tensors live.
         timeout: seconds a wait may take before it ends in a `StallError`.
-        inner: ranks of a group inside; "node": as many as the launcher has started on each; None: all are one. See [Note: two levels].
+        inner: ranks of a group inside; None: as many as the launcher has started on each node; "node": the same, asked for; "flat": all are
+            one. See [Note: two levels] and comm/topology.py.
 
     Attributes:
         ranks: global ranks by position. rank, size: this rank's position, and how many there are. number: this rank among them in the
@@ -112,7 +114,7 @@ class Group:
         self._across: Level | None = None
         self.communicators = Communicators(numbers, device, timeout)
         per_node = ranks_of_a_node()
-        if inner != "node":
+        if isinstance(inner, int):
             Topology(self.size, inner_of(inner, numbers, None))  # refused before anything is made
         if self.size > 1:
             self.number = numbers.index(dist.get_rank())

@@ -9,6 +9,9 @@
 8.0 is the least that Triton supports. No kernel asks for more: bf16 and e4m3 are made by integer arithmetic, because conversions differ by
 architecture (cvt to e4m3 exists from 8.9 on) and by what they make of values that are out of range.
 
+With TRITON_INTERPRET=1 in the environment kernels run in Triton's interpreter, and serve tensors of the CPU: whatever uses them can be
+tried on any machine, slowly.
+
 [Note: the tensor's device] Triton launches on the current device of the calling thread and on that device's current stream, whatever its
 arguments are. On another device than the tensors' the pointers are foreign there: an error, or reads over the link between the two.
 """
@@ -17,54 +20,70 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from onefold.device import guard
+
 _COMPUTE_CAPABILITY = (8, 0)
-
-
-def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside, `device` is this thread's current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+#: How every kernel is compiled. Products are not fused with sums: a fused operation rounds once where torch's two operations round twice.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+#: Read once, as Triton does when it is imported.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_allowed: ContextVar[bool] = ContextVar("kernels_are_allowed", default=True)
 
 
 def launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **options: Any) -> None:
-    """Start `programs` programs of a Triton kernel on the device of `like`, on its current stream; see [Note: the tensor's device].
-
-    Products are not fused with sums: a fused operation rounds once where torch's two operations round twice.
-    """
+    """Start `programs` programs of a Triton kernel on the device of `like`, on its current stream; see [Note: the tensor's device]."""
     if programs:
         with guard(like.device):
-            kernel[(programs,)](*arguments, num_warps=4, enable_fp_fusion=False, **options)
+            kernel[(programs,)](*arguments, **OPTIONS, **options)
 
 
 def served(like: torch.Tensor) -> bool:
-    """Whether kernels can run on this tensor."""
-    return like.is_cuda and not isinstance(like, FakeTensor) and usable(like.device)
+    """Whether kernels run on this tensor."""
+    if not (like.is_cuda or INTERPRETED) or not _allowed.get() or isinstance(like, FakeTensor):
+        return False
+    return usable(like.device)
+
+
+@contextlib.contextmanager
+def by_torch() -> Iterator[None]:
+    """Inside, torch's operations do what kernels do otherwise. For this thread; to compare the two."""
+    token = _allowed.set(False)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
 
 
 @cache
 def usable(device: torch.device) -> bool:
     """Whether kernels run on this device: asked once, by launching an empty one."""
-    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device) < _COMPUTE_CAPABILITY:
+    if importlib.util.find_spec("triton") is None or device.type not in ("cuda", "cpu"):
         return False
-    from onefold.comm.triton_floats import nothing
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _COMPUTE_CAPABILITY:
+        return False
+    return _starts(device)
 
-    return _starts(lambda: launch(nothing, 1, torch.empty(0, device=device), 0))
 
-
-def _starts(probe: Callable[[], None]) -> bool:
+def _starts(device: torch.device) -> bool:
     """Whether Triton can build and launch: it needs a C compiler and Python's headers, which a slim image may lack."""
     try:
-        probe()
+        from onefold.comm.triton_floats import nothing
+
+        launch(nothing, 1, torch.empty(0, device=device), 0)
     except Exception as error:  # whatever it is, torch's operations give the same bits
+        said = str(error).splitlines()
         warnings.warn(
-            f"Triton is installed but cannot run a kernel ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). "
+            f"Triton is installed but cannot run a kernel ({type(error).__name__}: {said[0] if said else ''}). "
             "Sums and codecs use torch's operations: the same results, more slowly.",
             stacklevel=2,
         )

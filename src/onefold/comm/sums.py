@@ -26,6 +26,8 @@ from onefold.device import simulated
 
 #: Elements that torch adds up at a time on a CPU where parts are converted: it converts an addend as a whole, into memory of its own.
 CPU_SLAB = 1 << 19
+#: Up to here that memory comes at no cost (glibc maps none of its own for it).
+_SMALL = 1 << 15
 _SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -94,8 +96,8 @@ def add_up(
     apart, widened = out.dtype != dtype, False
     for i, part in enumerate(parts):
         if part.dtype != dtype:
-            widened = widened or (on_cpu and _narrower(part.dtype, dtype) is not None)
-        elif i and part.data_ptr() == at:  # it would be overwritten before it is read
+            widened = widened or (on_cpu and n > _SMALL and _widens(part.dtype, dtype))
+        elif part.data_ptr() == at and (i > 1 or (i and parts[0].dtype != dtype)):  # it would be overwritten before it is read
             apart = True
     slab = n
     if on_cpu and n > CPU_SLAB and (apart or widened or round_to):
@@ -127,7 +129,7 @@ def _add_up(
     else:
         sums.copy_(first)
     for part in others:
-        sums.add_(room.copy_(part) if room is not None and _narrower(part.dtype, dtype) else part)
+        sums.add_(room.copy_(part) if room is not None and _widens(part.dtype, dtype) else part)
     if scale != 1:
         sums.mul_(scale)
     if round_to is not None:
@@ -140,6 +142,12 @@ def _add_up(
 def _narrower(other: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
     """`other`, unless it holds every value of `dtype`."""
     return None if other is None or torch.promote_types(other, dtype) == other else other
+
+
+@cache
+def _widens(part: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether `dtype` holds every value of another dtype, `part`."""
+    return part != dtype and torch.promote_types(part, dtype) == dtype
 
 
 def _check(parts: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, rank: int) -> None:

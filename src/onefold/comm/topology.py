@@ -8,6 +8,15 @@ Six ranks in groups of three; in the first picture by their numbers, in the seco
 [Note: positions] A rank's interval of a flat buffer is that of its position, and positions count across the groups first. So the
 intervals of the ranks that hold the same part in different groups (`across`) lie side by side, and what one of them gathers there is one
 interval of the division among the ranks of a group (`inside`): moves over both levels need no reordering.
+
+| group given      | ranks of a group, where each node has the same number of neighbouring ranks, above 1 | elsewhere             |
+|------------------|------------------------------------------------------------------------------------|-----------------------|
+| None             | those of a node: two levels                                                         | all: one level        |
+| "node"           | those of a node                                                                     | all where nobody says |
+|                  |                                                                                     | where nodes end;      |
+|                  |                                                                                     | raises where uneven   |
+| "flat"           | all: one level, every rank to every other                                           | the same              |
+| a number         | that many                                                                           | the same              |
 """
 
 from __future__ import annotations
@@ -15,6 +24,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from onefold.recipe.groups import FLAT, NODE
 
 
 @dataclass(frozen=True)
@@ -66,18 +77,21 @@ def ranks_of_a_node(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None) -> int:
-    """Ranks of a group: `group` itself, all of `ranks` (None), or those of a node ("node"; all, if nobody says where nodes end).
+    """Ranks of a group, by the table of this module; `per_node` is None where nobody says where nodes end.
 
     Raises:
-        ValueError: `ranks` are spread over nodes unevenly, or not in a row.
+        ValueError: "node" was asked for, and `ranks` are spread over nodes unevenly, or not in a row.
     """
-    if group is None or (group == "node" and per_node is None):
+    if group == FLAT or (group in (None, NODE) and per_node is None):
         return len(ranks)
-    if group != "node":
+    if group is not None and group != NODE:
         return int(group)
     nodes = nodes_of(ranks, per_node)
     each = len(ranks) // len(set(nodes))
-    if [nodes[i // each * each] for i in range(len(ranks))] != nodes or len(ranks) % each:
+    uneven = [nodes[i // each * each] for i in range(len(ranks))] != nodes or len(ranks) % each != 0
+    if group is None:  # nobody asked for groups: none where they are not there, or have one rank
+        return len(ranks) if uneven or each == 1 else each
+    if uneven:
         raise ValueError(
             f"group='node': ranks {list(ranks)} lie on nodes {nodes}, unevenly. Give the same number of neighbouring ranks on each node, "
             "or the number of ranks of a group."

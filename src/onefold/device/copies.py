@@ -118,10 +118,13 @@ class CopyStream:
             self._held -= first.nbytes
             first.let_go()
             self._landing.append(first)
-        while self._landing and (self._on_host > HOST_WINDOWS * self.window or self._landing[0].ticket.query()):
-            first = self._landing.popleft()
-            first.ticket.synchronize()
-            self._on_host -= first.nbytes
+        while self._landing:
+            first = self._landing[0]
+            if not first.ticket.query():
+                if self._on_host <= HOST_WINDOWS * self.window:
+                    break
+                first.ticket.synchronize()
+            self._on_host -= self._landing.popleft().nbytes
 
     def order(self, ticket: Any, stream: Any = None) -> None:
         """What `stream` (None: the current one) is given from here on comes after the copy. The host does not wait."""
@@ -131,7 +134,6 @@ class CopyStream:
     def beside(self) -> Any:
         """A context: this thread's work inside goes to the stream of the copies, behind what the current stream has been given so far."""
         if self.stream is not None:
-            self._idle = False
             self.stream.wait_stream(self.current())
         return use_stream(self.stream)
 
@@ -140,7 +142,7 @@ class CopyStream:
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self) -> None:
-        """The host waits until every copy so far is done."""
+        """The host waits until every copy so far is done; not at all, if there was none since it last did."""
         if self._idle:
             return
         with self._lock:

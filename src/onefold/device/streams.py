@@ -40,7 +40,7 @@ class Clock(Protocol):
     def synchronize(self) -> None: ...
 
     def kernel(self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-        """One kernel on the current stream, of the engine's own."""
+        """One kernel on the current stream, of the engine's own: one that adds up parts."""
         ...
 
     def collective(self, event: Any, ranks: list[int], ring: bool, communicator: str) -> Any:

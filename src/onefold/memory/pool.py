@@ -21,6 +21,8 @@ from onefold.device.pinned import HUGE_PAGE
 
 # Categories of the ledger: what the engine holds, in the words that plans and reports use too.
 PARAMETERS, MASTERS, GRADIENTS = "parameters", "master weights", "gradients"
+#: Bytes of gradients on the device that a copy to the host still reads.
+LEAVING = "gradients on their way"
 GATHERED, REDUCTION, IDLE = "gathered units", "reduction buffers", "idle buffers"
 # What encoding gradients for the wire has lost, to be added to the next ones.
 RESIDUALS = "error feedback"

@@ -63,11 +63,18 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         engine.reduce.summing.forget_if(~torch.isfinite(total))
         scale = (limit / (total + 1e-6)).clamp(max=1.0)
         grads, away = in_memory(engine, (e.param for e in engine.entries))
-        # On the host a look at the number saves a pass over all gradients; on a device looking would cost a synchronization.
-        if not (engine.device.type == "cpu" and not engine.group.imagined and scale.item() == 1.0):
-            scale = scale.to(torch.float32)
-            for on_one in by_device(grads):
-                torch._foreach_mul_(on_one, scale.to(on_one[0].device))
+        scale = scale.to(torch.float32)
+        groups = by_device(grads)
+        for on_one in groups:
+            if on_one[0].device.type != "cpu":
+                torch._foreach_mul_(on_one, scale)
+        # On the host a look at the number saves a pass over all gradients. What is stepped there needs it anyway; on a device looking
+        # would make the host wait.
+        host = [on_one for on_one in groups if on_one[0].device.type == "cpu"]
+        if (host or away) and (engine.group.imagined or scale.item() != 1.0):
+            scale = scale.cpu()
+            for on_one in host:
+                torch._foreach_mul_(on_one, scale)
             for home in away:
                 home.scale_by(scale)
         return total.to(torch.float32)
@@ -109,9 +116,12 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
     for group in by_device(t for t in parts if isinstance(t, torch.Tensor)):
         found |= zip(map(id, group), torch._foreach_norm(group, p), strict=True)
     each = [found[id(part)] if isinstance(part, torch.Tensor) else _norm_on_disk(part, p) for part in parts]
-    norms = (
-        torch.stack([n.to(device, torch.float64) for n in each]) if each else torch.zeros(1, dtype=torch.float64, device=device)
-    )
+    if not each:
+        norms = torch.zeros(1, dtype=torch.float64, device=device)
+    elif len({(n.dtype, n.device) for n in each}) == 1:  # one cast instead of one for each parameter
+        norms = torch.stack(each).to(device, torch.float64)
+    else:
+        norms = torch.stack([n.to(device, torch.float64) for n in each])
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
     values = engine.group.gather_values(mine, Place("control", "(gradient norm)", engine.step, "optimizer"))
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)

@@ -70,11 +70,12 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
         _flush(engine)
         agree_on_failure(engine, engine.failure, "before the step: nothing has been stepped")
     error: BaseException | None = None
+    groups = groups_of(optimizer)
     try:
         for flat in (flat for unit in engine.units for flat in unit.flats):
             if flat.home is None or not flat.home.on_disk:
                 mine = [e for e in flat.entries if id(e) in ready]
-                step_flat(optimizer, engine, flat, mine)
+                step_flat(optimizer, engine, flat, mine, groups)
                 if flat.home is not None and engine.recipe.step_in_backward:
                     # As it will be in the steps to come, and the moments just made need the room.
                     engine.moves.all_of(mine)
@@ -102,8 +103,10 @@ def _flush(engine: Engine) -> None:
         engine.failure = engine.failure or error
 
 
-def step_flat(optimizer: Optimizer, engine: Engine, flat: Flat, entries: Sequence[Entry]) -> None:
-    """Step those parameters of one flat buffer that `entries` are of and that have a gradient. Local.
+def step_flat(
+    optimizer: Optimizer, engine: Engine, flat: Flat, entries: Sequence[Entry], groups: dict[int, int] | None = None
+) -> None:
+    """Step those parameters of one flat buffer that `entries` are of and that have a gradient. Local. `groups`: `groups_of(optimizer)`.
 
     Raises:
         TierError: the disk failed.
@@ -117,7 +120,7 @@ def step_flat(optimizer: Optimizer, engine: Engine, flat: Flat, entries: Sequenc
             moments.step_in_memory(optimizer, how, ready)
         else:
             params = [entry.param for entry in ready]
-            with only(optimizer, groups_of(optimizer), params, params):
+            with only(optimizer, groups if groups is not None else groups_of(optimizer), params, params, engine.device):
                 raw_step(optimizer)
         if flat.home is not None:
             flat.home.touched()
@@ -272,7 +275,7 @@ class _Stepping:
             self._step_unpacked(chunk, how)
             return
         stand_ins = [self._stand_in(chunk, *piece) for piece in chunk.pieces]
-        with only(self.optimizer, self.groups, [e.param for e, _, _ in chunk.pieces], stand_ins):
+        with only(self.optimizer, self.groups, [e.param for e, _, _ in chunk.pieces], stand_ins, self.engine.device):
             try:
                 raw_step(self.optimizer)
             finally:

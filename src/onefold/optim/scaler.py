@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from onefold.optim.clip import by_device, in_memory
+from onefold.optim.implementations import supports_scaling
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.registry import engine_of
@@ -25,6 +26,21 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
         self._engine: Engine = engine_of(module)
         super().__init__(self._engine.device.type, **options)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's. Where the optimizer is stepped by a fused kernel (optim/implementations.py) an overflow is skipped on the device."""
+        engine = self._engine
+        known = "_step_supports_amp_scaling" in optimizer.__dict__ or kwargs.get("closure") or args
+        with whole_sight():
+            alone = not engine.at_home and engine.recipe.moments is None and not engine.passive
+            fuses = not known and alone and supports_scaling(optimizer, engine.device)
+        if not fuses:
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        try:
+            return super().step(optimizer)
+        finally:
+            del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from onefold.optim.implementations import Chosen
+
 
 def groups_of(optimizer: Optimizer) -> dict[int, int]:
     """The index of each parameter's group, by the parameter's id."""
@@ -28,9 +30,16 @@ def raw_step(optimizer: Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def only(optimizer: Optimizer, groups: dict[int, int], real: Sequence[torch.Tensor], stand_ins: Sequence[torch.Tensor]) -> Iterator[None]:
+def only(
+    optimizer: Optimizer,
+    groups: dict[int, int],
+    real: Sequence[torch.Tensor],
+    stand_ins: Sequence[torch.Tensor],
+    device: torch.device | None = None,
+) -> Iterator[None]:
     """Inside, the optimizer knows only `stand_ins`, each in the group of its `real` parameter.
 
+    `device`: of the model, for the implementation that the step takes (optim/implementations.py); None leaves that to torch.
     Groups are copies, and counters of the optimizer's own are put back: a step in pieces counts as one, which the outer step() makes.
     """
     wanted: dict[int, list[torch.Tensor]] = {}
@@ -38,6 +47,8 @@ def only(optimizer: Optimizer, groups: dict[int, int], real: Sequence[torch.Tens
         wanted.setdefault(groups[id(param)], []).append(stand_in)
     before, counters = optimizer.param_groups, {k: v for k, v in optimizer.__dict__.items() if isinstance(v, (int, float))}
     optimizer.param_groups = [{**before[i], "params": params} for i, params in sorted(wanted.items())]
+    if device is not None:
+        Chosen(optimizer, optimizer.param_groups, device)  # they are copies: nothing to undo
     try:
         yield
     finally:

@@ -30,6 +30,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 import onefold.optim.whole_state as whole_state
 from onefold.optim import whole
 from onefold.optim.behind import Behind
+from onefold.optim.implementations import Chosen
 from onefold.optim.moments import torchao_format
 from onefold.optim.offloaded import step_apart, stepped_apart
 from onefold.runtime.engine import Engine
@@ -66,8 +67,8 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
     found: dict[Engine, list[Entry]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            entry = getattr(param, "_onefold_entry", lambda: None)()
-            if entry is not None and (engine := entry.engine()) is not None:
+            known = param.__dict__.get("_onefold_entry")
+            if known is not None and (entry := known()) is not None and (engine := entry.engine()) is not None:
                 found.setdefault(engine, []).append(entry)
     return found
 
@@ -154,11 +155,15 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not found:
             return changed
         args, kwargs = changed if changed is not None else (args, kwargs)
-        return _Arguments.of(args, _Bare([e.param for entries in found.values() for e in entries])), kwargs
+        bare_ones = _Bare([e.param for entries in found.values() for e in entries])
+        bare_ones.chosen = Chosen(optimizer, optimizer.param_groups, next(iter(found)).device)
+        return _Arguments.of(args, bare_ones), kwargs
 
 
 class _Bare:
     """Parameters that are plain ones until `end`, or until nobody holds this any more. See [Note: bare parameters]."""
+
+    chosen: Chosen | None = None  # of torch's implementations, for as long
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
@@ -167,6 +172,8 @@ class _Bare:
 
     def end(self) -> None:
         params, self.params = self.params, []
+        if self.chosen is not None:
+            self.chosen.end()
         if params:
             Stepping.depth -= 1
             face(params)

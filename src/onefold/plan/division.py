@@ -1,7 +1,8 @@
 """Who of the ranks holds what of a flat buffer, over which levels it moves and in which form: runtime/route.py and summing.py in integers.
 
     gathers     interval ── across ──► shard ── inside ──► whole         (one hop over all ranks where there are no groups)
-    reductions  whole ── inside ──► shard ── across ──► interval         and back across, where the shard's sums are held in each group
+    reductions  whole ── inside ──► shard ── across ──► interval         and back across, where the shard's sums are held in each group,
+                                                                         and inside, where everybody holds the whole
 
 Six ranks in groups of three, a buffer of 6 intervals: rank 0 has interval 0, rank 3 interval 1, and both the shard 0, 1.
 
@@ -22,6 +23,9 @@ from onefold.layout import round_up
 from onefold.recipe import Recipe
 
 Level = Literal["all", "inside", "across"]
+#: Who adds gradients up (runtime/summing.py): this rank, part by part, as gloo's pairwise messages bring them ("pairwise"); this rank, all
+#: parts of one operation of NCCL's at once ("at once"); or, under reduce="native", NCCL itself ("backend").
+Adds = Literal["pairwise", "at once", "backend"]
 #: Encoded intervals begin at multiples of this many bytes (runtime/route.py, runtime/summing.py).
 ALIGNED = 16
 
@@ -46,6 +50,7 @@ class Division:
         doubled: a shard is kept to gather from, and renewed once after a step.
         gathered: the codec in which it is gathered; None: as it is. stored: it rests so, and has no masters.
         reduced: the codec in which its gradients travel. feedback: what that loses is kept, in fp32.
+        adds: who adds its gradients up.
     """
 
     topology: Topology
@@ -56,6 +61,7 @@ class Division:
     stored: bool = False
     reduced: str | None = None
     feedback: bool = False
+    adds: Adds = "pairwise"
 
     @property
     def two_levels(self) -> bool:
@@ -66,12 +72,16 @@ class Division:
         first = self.position // self.topology.outer * self.topology.outer
         return first * interval, (first + self.topology.outer) * interval
 
-    def hops(self, interval: int, whole: bool) -> tuple[Hop, ...]:
-        """Of a reduction of `interval` elements a rank; `whole`: the sums are everybody's."""
+    def hops(self, interval: int, whole: bool = False) -> tuple[Hop, ...]:
+        """Of a reduction of `interval` elements a rank; `whole`: the sums are everybody's, which NCCL does in one move of its own."""
         size, inner, outer = self.topology.size, self.topology.inner, self.topology.outer
-        if whole or not self.two_levels:
+        if not self.two_levels or (whole and self.adds == "backend"):
             return (Hop("all", size, size * interval, interval),)
         return Hop("inside", inner, size * interval, outer * interval), Hop("across", outer, outer * interval, interval)
+
+    def added_by(self, hop: Hop) -> Adds:
+        """Who adds up what comes on a hop: what travels encoded is decoded part by part."""
+        return "pairwise" if hop.size == 1 or self.encodes(hop) else self.adds
 
     def encodes(self, hop: Hop) -> bool:
         """Whether gradients travel encoded on a hop."""
@@ -96,7 +106,7 @@ class Division:
 
 
 def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topology:
-    """The groups of a recipe; "node" is `per_node` ranks in a row, all where nobody says.
+    """The groups of a recipe; a node is `per_node` ranks in a row, all where nobody says.
 
     Raises:
         ValueError: the groups do not divide the ranks.
@@ -107,6 +117,11 @@ def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topo
 @lru_cache(maxsize=256)
 def _topology(group: int | str | None, ranks: int, per_node: int | None) -> Topology:
     return Topology(ranks, inner_of(group, range(ranks), per_node))
+
+
+def adds_of(recipe: Recipe, nccl: bool) -> Adds:
+    """Who adds gradients up by this recipe, on NCCL or on gloo."""
+    return "backend" if recipe.reduce == "native" else "at once" if nccl else "pairwise"
 
 
 def position_of(topology: Topology, rank: int) -> int:

@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from onefold.memory import GATHERED, IDLE, REDUCTION
+from onefold.device.copies import WINDOW
+from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
 from onefold.plan.activity_on_host import OnHost, on_host
 from onefold.plan.beyond import HOST, Beyond, beyond_of, moved_by
-from onefold.plan.coding import coded_bytes
+from onefold.plan.coding import coded_bytes, summed_bytes
 from onefold.plan.division import padded, topology_of
 from onefold.plan.formulas.states import states_by_kind
 from onefold.plan.handling import handled_bytes
@@ -32,6 +33,7 @@ from onefold.plan.shapes import ModelShape
 from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, at_rest, gathers_of, legs_of, units_ahead, units_of, wire
 from onefold.plan.times import Software, Traffic, Work, node_links, step_times, traffic_over
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.groups import GROUP
 
 #: Of what comes and goes in a step on a GPU, the share that its allocator cannot use again (blocks of other sizes). An assumption, in
@@ -40,7 +42,7 @@ FRAGMENTED = 0.10
 #: Bytes that a process takes of a GPU before its first tensor: context, kernels, communicator buffers.
 CONTEXT = 1 << 30
 #: What comes and goes in a step.
-_MOVING = (GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY)
+_MOVING = (GATHERED, REDUCTION, IDLE, LEAVING, ACTIVATIONS, LOGITS, TEMPORARY)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def evaluate(
     recipe = scheme.recipe(job)
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
     per_node = machine.local if machine.nodes > 1 else None
-    engine = _engine(model, recipe, machine.ranks, per_node, accumulation, job.optimizer)
+    nccl = on_nccl(machine)
+    engine = _engine(model, recipe, machine.ranks, per_node, accumulation, job.optimizer, nccl, 0 if machine.shared else WINDOW)
     moments, rest = engine.moments, dict(engine.rest)
     states = rest.get(MOMENTS, 0)
     away = on_host(activity, recipe.activations, machine.shared) if recipe.activations is not None else OnHost(activity)
@@ -99,7 +102,6 @@ def evaluate(
         held[HOST][ACTIVATIONS] = away.nbytes
     host = sum(held[HOST].values())
     topology = topology_of(recipe, machine.ranks, per_node)
-    nccl = getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
     traffic = traffic_over(engine.legs, machine, topology, nccl=nccl)
     links = node_links(engine.legs, machine, topology, nccl=nccl)
     work = replace(
@@ -108,6 +110,7 @@ def evaluate(
         behind=recipe.step_in_backward,
         coded_bytes=engine.coded,
         handled_bytes=engine.handled,
+        summed_bytes=engine.summed,
     )
     times = step_times(_with_host_update(work, beyond, job), machine, software)
     account = Account(
@@ -142,6 +145,11 @@ def evaluate(
     return replace(found, fits=found.spare >= 0 and (machine.shared or host * local <= there.memory) and beyond.nvme * local <= there.nvme)
 
 
+def on_nccl(machine: Machine) -> bool:
+    """Whether moves are operations of NCCL's, on the device."""
+    return bool(getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo")
+
+
 def states_of(model: ModelShape, job: Job, stage: int, ranks: int, recipe: Recipe | None = None, group: int = 0) -> int:
     """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the job's bytes per parameter.
 
@@ -165,8 +173,8 @@ def usable_bytes(machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class _Engine:
-    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this rank's update steps on the device; `coded`:
-    bytes that encoding reads and writes; `handled`: bytes that copies, casts and sums do."""
+    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this rank's update steps on the device; `coded`,
+    `summed`, `handled`: bytes that encoding, adding up, and copies and casts read and write."""
 
     moments: tuple[Moment, ...]
     ledger: Mapping[str, int]
@@ -178,29 +186,33 @@ class _Engine:
     wire: Mapping[str, int]
     coded: float
     handled: float
+    summed: float
 
 
 @lru_cache(maxsize=256)
-def _engine(model: ModelShape, recipe: Recipe, ranks: int, per_node: int | None, micro_batches: int, optimizer: str) -> _Engine:
-    units = units_of(model, recipe, ranks, per_node=per_node)
+def _engine(
+    model: ModelShape, recipe: Recipe, ranks: int, per_node: int | None, micro_batches: int, optimizer: str, nccl: bool, window: int
+) -> _Engine:
+    units = units_of(model, recipe, ranks, per_node=per_node, nccl=nccl)
     few = min(micro_batches, 2)  # the others take and give what these do
-    replay = Replay(units, recipe).run(few)
+    replay = Replay(units, recipe, window).run(few)
     stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable and f.tiers is None for slot in f.layout.slots)
     beyond = beyond_of(units, recipe, micro_batches, optimizer)
-    rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few)
+    rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few, window)
     legs, sent, coded = legs_of(units, recipe, micro_batches), wire(units, recipe, micro_batches), coded_bytes(units, recipe, micro_batches)
-    handled = handled_bytes(units, recipe, micro_batches)
-    return _Engine(tuple(replay.moments), replay.peak, rest, bound, stepped, beyond, tuple(legs), sent, coded, handled)
+    handled, summed = handled_bytes(units, recipe, micro_batches), summed_bytes(units, recipe, micro_batches)
+    return _Engine(tuple(replay.moments), replay.peak, rest, bound, stepped, beyond, tuple(legs), sent, coded, handled, summed)
 
 
-def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> int:
+def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, window: int = 0) -> int:
     """Bytes that the engine's ledger never exceeds, in closed form.
 
-    S + G·(ahead + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, ahead how many are gathered
-    before their use, C the gathered units around one another at most, R the largest reduction of a unit (on each hop its buffer, what
-    is received, what is sent where that is a copy), T all gradients once they are reduced (and copied where the masters have another
-    dtype), and as long as they are kept whole or held in a group. Of what is stepped off the device T has the largest alone, or all
-    while they are sent on. Where parameters come from a disk, G counts once more.
+    S + G·(ahead + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, ahead how many are gathered before
+    their use, C the gathered units around one another at most, R the largest reduction of a unit (on each hop its buffer, what is received,
+    what is sent where that is a copy), T all gradients once they are reduced (and copied where the masters have another dtype), and as long
+    as they are kept whole or held in a group. Of what is stepped off the device T has the largest alone, or all while they are sent on, and
+    what copies to the host still read: at most a `window` and the largest, or all of it. Where parameters come from a disk, G counts once
+    more. Small units that do not count as ahead or under way (SMALL_TRAFFIC) add 1 MiB at most.
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0
@@ -232,7 +244,10 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> i
     every = sum(gathered) if not recipe.reshard_after_forward else 0
     fetched = any(f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.kept for u in units for f in u.flats)
     ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
-    return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total + max(leaving)
+    # Small units may be gathered, and small reductions be under way, beyond those counts: the latter with what they send and receive.
+    small = min(sum(gathered), SMALL_TRAFFIC) * bool(prefetch) + min(sum(reductions), 3 * SMALL_TRAFFIC) * bool(in_flight)
+    read = min(window + max(leaving), sum(leaving)) if window else 0
+    return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total + max(leaving) + read + small
 
 
 def _gathered(flat: FlatPlan) -> int:
@@ -245,7 +260,9 @@ def _on_its_way(flat: FlatPlan, late: bool) -> int:
     wire, sums, out = flat.dtypes.wire.itemsize, flat.dtypes.sums.itemsize, 0
     for at, hop in enumerate(flat.hops):
         out += hop.span * (sums if at else wire)
-        if flat.division.reduced is not None and flat.division.encodes(hop):
+        if flat.division.added_by(hop) == "backend":
+            out += hop.own * wire + (hop.span * wire if wire != sums and (late or at) else 0)
+        elif flat.division.reduced is not None and flat.division.encodes(hop):
             out += 2 * hop.size * padded(flat.division.reduced, hop.own)
         else:
             out += hop.span * (2 * wire if wire != sums and (late or at) else wire)

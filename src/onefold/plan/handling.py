@@ -1,12 +1,12 @@
-"""What the engine's own kernels cost a step: bytes of memory that its casts, copies and sums read and write.
+"""What the engine's own kernels cost a step: bytes of memory that its copies and casts read and write.
 
     gradients    each is copied into its unit's buffer, or added to it where an earlier micro-batch has left one
-    reductions   on each hop the parts are read, and their sum is written
-    sums         rounded once to the dtype of the wire, or cast to that of the masters, where these are others
+    reductions   sums of an earlier hop, or of several micro-batches, are cast to the dtype of the wire
+    sums         added to those of earlier micro-batches; cast to the dtype of the masters, where that is another
 
 They run where the model is computed, so nothing hides them. Casts of masters for a gather run beside it, on the stream of the copies up.
 On a calibrated machine its reference steps have measured them
-(`Software.handed_s`), and the encoding of what travels encoded is counted in plan/coding.py.
+(`Software.handed_s`). Adding up and encoding are counted in plan/coding.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int 
     total = 0.0
     for unit in units:
         for flat in (f for f in unit.flats if f.trainable and not f.passive):
-            total += _stored(flat, recipe, micro_batches) + _summed(flat, recipe, micro_batches)
+            total += _stored(flat, recipe, micro_batches) + _passed_on(flat, recipe, micro_batches)
     return total
 
 
@@ -36,18 +36,16 @@ def _stored(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
     return flat.numel * (first + (micro_batches - 1) * more)
 
 
-def _summed(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
-    """Sums of all hops, to where the optimizer finds them."""
+def _passed_on(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
+    """What is sent on, and sums on their way to where the optimizer finds them."""
     d, total = flat.dtypes, 0.0
     times = micro_batches if recipe.reduce_at == "micro-batch" else 1
     for at, hop in enumerate(flat.hops):
         if hop.level == "across" and recipe.gradients.over == GROUP:
             times = 1
         wide = d.sums != d.wire and (at > 0 or (recipe.reduce_at == "boundary" and micro_batches > 1))
-        # Parts for others are cast from the dtype of sums to that of the wire, the own one stays.
-        cast = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize) if wide else 0
-        parts = (hop.size - 1) * d.wire.itemsize + (d.sums if wide else d.wire).itemsize
-        total += times * (cast + hop.own * (parts + d.sums.itemsize))
+        if wide:  # parts for others are cast from the dtype of sums to that of the wire, the own one stays
+            total += times * (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
     total += (times - 1) * flat.own * 3 * d.master.itemsize  # added to what earlier micro-batches left
     landed = d.wire if flat.whole_master or flat.spread else d.sums
     if landed != d.master:

@@ -10,6 +10,7 @@ follow from who stands where. The counts are those of the traffic ledger (`Traff
 | reduction, inside, then across                | a shard, then an interval       | m, or once at the boundary; across once where     |
 |                                               |                                 | gradients are divided in the group                |
 | sums to the other groups, across (HSDP, MiCS) | an interval                     | as the reduction across                           |
+| sums to all, across, then inside (stage 0)    | an interval, then a shard       | as the reduction                                  |
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Leg:
 
     Attributes:
         move: as the ledger calls it. gathers: each rank sends the same to all (a ring can carry it), else each peer its own part.
-        nbytes: payload that one rank sends in a step. calls: collectives.
+        nbytes: payload that one rank sends in a step. calls: collectives. by_backend: sums that NCCL makes on the way.
     """
 
     move: str
@@ -44,6 +45,7 @@ class Leg:
     nbytes: int
     calls: int
     phase: Phase
+    by_backend: bool = False
 
 
 def gather_legs(flat: FlatPlan, gathers: int) -> list[Leg]:
@@ -67,8 +69,9 @@ def reduction_legs(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> list[L
     for hop in flat.hops:
         if hop.level == "across" and recipe.gradients.over == GROUP:
             times, phase = 1, "last backward"
-        legs.append(Leg(move, False, hop.level, times * (hop.size - 1) * hop_bytes(flat, hop), times, phase))
-    if flat.spread:
+        nbytes, by_backend = times * (hop.size - 1) * hop_bytes(flat, hop), flat.division.added_by(hop) == "backend"
+        legs.append(Leg(move, False, hop.level, nbytes, times, phase, by_backend))
+    for hop in flat.spreads:
         nbytes = times * (hop.size - 1) * hop.own * flat.dtypes.wire.itemsize
         legs.append(Leg("all-reduce", True, hop.level, nbytes, times, phase))
     return legs

@@ -27,6 +27,7 @@ from onefold.plan.measure_moves import measure_move, measure_overlap
 from onefold.plan.measured import AtRanks, HostLink, StepPoint, middle
 from onefold.plan.schema import MOVES
 from onefold.plan.sizes import Sizes
+from onefold.recipe.groups import FLAT
 
 #: Seconds a rank waits for another within a measurement.
 TIMEOUT = 120.0
@@ -53,7 +54,7 @@ def measure(
     # Waits are on the host, where no thread spins beside those that are measured.
     everyone = dist.new_group(backend="gloo") if dist.is_initialized() else None
     members = {count: dist.new_group(list(range(count))) if dist.is_initialized() else None for count in threads}
-    groups = {count: Group(members[count], device, TIMEOUT) for count in threads if rank < count}
+    groups = {count: Group(members[count], device, TIMEOUT, FLAT) for count in threads if rank < count}
     for number in range(sizes.rounds):
         for count in threads:
             if rank < count:

@@ -1,9 +1,9 @@
 """`onefold.plan`: will it fit, how fast will it go, which stage is needed.
 
-    model    a module, a folder or config.json, `module:factory`, a public architecture's name, or a number of parameters
-    machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate` measured it
-    job      sequence, micro-batch, global batch, precision, checkpointing, optimizer, LoRA, offload
-             └──► Plan: every stage side by side, the recommendation, what the next steps would buy
+model    a module, a folder or config.json, `module:factory`, a public architecture's name, or a number of parameters
+machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate` measured it
+job      sequence, micro-batch, global batch, precision, checkpointing, optimizer, LoRA, offload
+         └──► Plan: every stage side by side, the recommendation, what the next steps would buy
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from onefold.plan.said import said_of
 from onefold.plan.shapes import ModelShape
 from onefold.plan.slow_links import SlowLinks, slow_links
 from onefold.plan.subject import subject_of
+from onefold.plan.sums import Sums, sums_of
 from onefold.plan.times import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 
@@ -51,6 +52,7 @@ class Plan:
             that can keep states where the job says.
         recommended: what to run, None if nothing fits; `why_not` says what is nearest then.
         slow_links: where nodes hang on slow links, every way to send less between them; None where they do not.
+        sums: the recommendation with gradients added up in rank order, and by NCCL; None where there is no choice.
         next_steps: what the steps of the ladder behind the recommendation would buy.
         largest_micro_batch: samples that fit, by stage; 0 where none does.
         largest_model: parameters of the deepest model of this width that fits, by stage.
@@ -69,6 +71,7 @@ class Plan:
     why_not: str
     notes: tuple[str, ...]
     slow_links: SlowLinks | None = None
+    sums: Sums | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -124,6 +127,7 @@ class Plan:
             "recommended": _candidate_json(self.recommended) if self.recommended else None,
             "recipe": self._recipe_json(),
             "slow_links": self.slow_links.to_json() if self.slow_links is not None else None,
+            "sums": self.sums.to_json() if self.sums is not None else None,
             "next_steps": [_candidate_json(c) for c in self.next_steps],
             "largest_micro_batch": dict(self.largest_micro_batch),
             "largest_model": dict(self.largest_model),
@@ -234,6 +238,7 @@ def plan(
             *_ends(shape, sizes, models),
         ),
         slow_links=slow,
+        sums=sums_of(question, best) if best is not None else None,
     )  # fmt: skip
 
 

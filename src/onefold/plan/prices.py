@@ -14,7 +14,7 @@ from typing import Literal
 
 from onefold.plan.costs import Kernels
 from onefold.plan.hardware import Machine
-from onefold.plan.times import Software, Traffic, Work, compute_seconds, measured_software
+from onefold.plan.times import SUMMING_ON_A_GPU, Software, Traffic, Work, compute_seconds, measured_software
 
 Link = Literal["inside", "between"]
 
@@ -69,6 +69,10 @@ class Prices:
         """Bytes that one operation reads and writes."""
         return nbytes / self.machine.gpu.memory_bandwidth
 
+    def adding_up(self, nbytes: float) -> float:
+        """Bytes that the kernel which adds up the parts of a reduction reads and writes."""
+        return self.traffic(nbytes) / SUMMING_ON_A_GPU
+
     def move(self, move: str, nbytes: int, ranks: Sequence[int], me: int, ring: bool) -> Move:
         """One collective in which a rank sends `nbytes` to the others of `ranks`. See `traffic_over`, which has the same for a step."""
         machine = self.machine
@@ -79,7 +83,7 @@ class Prices:
             peers = [rank for rank in ranks if rank != me]
             far = sum(rank // machine.local != me // machine.local for rank in peers)
             between = nbytes * far / max(len(peers), 1)
-            traffic = Traffic(move, nbytes - between, between, 1, len(peers), len(ranks))
+            traffic = Traffic(move, nbytes - between, between, 1, len(peers) if ring else 1, len(ranks))
         inside, between, hops = traffic.parts(machine, self.software)
         return Move({"inside": inside, "between": between}, max(inside, between) + hops)
 

@@ -7,7 +7,8 @@
 Over groups a reduction lands twice: the sums of the first hop travel on, or are held in the group until the boundary. What travels encoded
 has a buffer of bytes beside the whole while it is on its way.
 
-Where state rests off the device its gradients leave as they land, and where parameters are read from a disk one unit more has its buffer.
+Where state rests off the device its gradients leave as they land (on a GPU a window of them is still there, read by copies), and where
+parameters are read from a disk one unit more has its buffer.
 
 It mirrors runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state (orders learned, every unit used once in each
 pass, every trainable parameter gets a gradient) and is checked against the ledger of the real engine, byte for byte. Activations are not
@@ -20,11 +21,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from onefold.memory import GATHERED, GRADIENTS, REDUCTION
+from onefold.memory import GATHERED, GRADIENTS, LEAVING, REDUCTION
 from onefold.plan.division import Hop, padded
 from onefold.plan.holding import Buffer, Holding
 from onefold.plan.states import FlatPlan, UnitPlan, resting, units_ahead
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.groups import GROUP
 
 
@@ -51,6 +53,8 @@ class _Reduction:
     sent: Buffer | None = None
     lent: Buffer | None = None
     into: Buffer | None = None
+    rows: int = 0  # of `lent` that are added up at once
+    whole: bool = False  # the backend sums it for everybody
 
     @property
     def hop(self) -> Hop:
@@ -78,8 +82,15 @@ class _Unit:
 class Replay(Holding):
     """One rank's steps. `run(micro_batches)` is a step; `moments` are what was seen, `peak` the largest of them."""
 
-    def __init__(self, units: list[UnitPlan], recipe: Recipe) -> None:
+    def __init__(self, units: list[UnitPlan], recipe: Recipe, window: int = 0) -> None:
+        """
+        Args:
+            window: bytes of gradients that a copy to the host may hold on the device (`onefold.device.copies.WINDOW`); 0 where copies are
+                done at once.
+        """
         super().__init__()
+        self.window = window
+        self.leaving: list[int] = []  # gradients that such a copy reads
         self.recipe = recipe
         self.units = [_Unit(u, i) for i, u in enumerate(units)]
         self.ahead = units_ahead(units, recipe)
@@ -155,14 +166,21 @@ class Replay(Holding):
             return
         unit.claimed = True
         self.unused.discard(unit.index)
-        ahead = len(self.unused)
-        while ahead < self.ahead and self.cursor:
+        ahead, nbytes = len(self.unused), sum(self._bytes(self.units[i]) for i in self.unused)
+        while self.ahead and self.cursor:
+            nbytes += self._bytes(self.cursor[0])
+            if ahead >= self.ahead and nbytes > SMALL_TRAFFIC:
+                break
             following = self.cursor.pop(0)
             if not following.gathered:
                 self._launch(following)
                 ahead += 1
         if self.from_disk and self.cursor and not self.cursor[0].gathered:
             self._hold(self.cursor[0], [i for i, f in enumerate(self.cursor[0].plan.flats) if _on_disk(f) and self._reads(f)])
+
+    @staticmethod
+    def _bytes(unit: _Unit) -> int:
+        return sum(flat.numel * flat.dtypes.compute.itemsize for flat in unit.plan.flats if not flat.kept)
 
     def _launch(self, unit: _Unit) -> None:
         unit.gathered = True
@@ -237,6 +255,8 @@ class Replay(Holding):
             self._add(GRADIENTS, nbytes)
         for nbytes in self.summed:
             self._add(GRADIENTS, -nbytes)
+        while self.leaving:  # the host is about to read them
+            self._add(LEAVING, -self.leaving.pop(0))
         for unit in self.units:
             if unit.gathered:
                 self._release(unit)
@@ -296,6 +316,10 @@ class Replay(Holding):
             nbytes = hop.size * padded(flat.division.reduced, hop.own)
             r.sent, r.lent = (self._take(nbytes, torch.uint8, REDUCTION) for _ in range(2))
             return
+        adds = flat.division.added_by(hop)
+        if adds != "pairwise":
+            self._send_at_once(r, adds == "backend")
+            return
         if r.buffer.dtype != wire:
             r.sent = self._take(r.buffer.numel, wire, REDUCTION)
         peers = hop.size - 1
@@ -305,10 +329,25 @@ class Replay(Holding):
         if peers:
             r.lent = self._take(peers * hop.own, wire, REDUCTION)
 
+    def _send_at_once(self, r: _Reduction, by_backend: bool) -> None:
+        """All parts into the rows of one buffer, or what the backend makes of them; see [Note: all parts at once] in runtime/summing.py."""
+        flat, hop, wire = r.flat, r.hop, r.flat.dtypes.wire
+        narrowed, r.rows = r.buffer.dtype != wire, 1 if by_backend else hop.size
+        if narrowed and not by_backend:  # this rank's own part stays where it is
+            r.rows -= 1
+            r.sent = self._take(hop.span - hop.own, wire, REDUCTION)
+        elif narrowed:
+            r.sent = self._take(hop.span, wire, REDUCTION)
+        if by_backend and flat.whole_master:
+            r.rows, r.whole = 0, True
+            self._add(GRADIENTS, hop.span * wire.itemsize)
+        elif r.rows:
+            r.lent = self._take(r.rows * hop.own, wire, REDUCTION)
+
     def _is_due(self) -> bool:
         """Whether to wait for the oldest: too many are under way, or it has a hop to go and another unit has been sent since."""
         if len(self.flying) > self.in_flight:
-            return True
+            return not self.in_flight or sum(r.buffer.nbytes for r in self.flying) > SMALL_TRAFFIC
         return bool(self.flying) and not self.flying[0].is_last and self.flying[0].unit != self.flying[-1].unit
 
     def _land(self, r: _Reduction) -> None:
@@ -326,8 +365,8 @@ class Replay(Holding):
         else:
             dtype = _landed(flat)
             nbytes = (flat.own if flat.spread else r.hop.own) * dtype.itemsize
-            self._add(GRADIENTS, nbytes)
-            if dtype != sums:
+            self._add(GRADIENTS, 0 if r.whole else nbytes)
+            if dtype != sums and not (r.rows or r.whole):
                 self._give(self._take(r.hop.own, sums, REDUCTION))
         for buffer in (r.lent, sent, r.buffer):
             if buffer is not None:
@@ -348,11 +387,24 @@ class Replay(Holding):
             self._give(total)
         return self.holding
 
+    def _bring_down(self, nbytes: int) -> None:
+        """A copy to the host reads them for a while: as long as the window lets it, which is as slow as copies can be."""
+        if not self.window:
+            return
+        self.leaving.append(nbytes)
+        self._add(LEAVING, nbytes)
+        while sum(self.leaving) > self.window:
+            self._add(LEAVING, -self.leaving.pop(0))
+
     def _hand_over(self, flat: FlatPlan, nbytes: int) -> None:
         """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added to it."""
         whole = flat.spread  # sums that were sent on are handed over at the end of backward
         if flat.tiers is not None:  # they leave the device
-            self.summed.append(nbytes) if whole else self._add(GRADIENTS, -nbytes)
+            if whole:
+                self.summed.append(nbytes)
+            else:
+                self._add(GRADIENTS, -nbytes)
+                self._bring_down(nbytes)
             return
         dtype = _landed(flat)
         if id(flat) in self.has_grad:

@@ -11,6 +11,7 @@ from onefold.plan.states import units_of
 from onefold.plan.tiled import is_in_tiles
 from onefold.plan.wires import WIRES, as_recipe
 from onefold.recipe import Recipe
+from onefold.recipe.groups import FLAT
 from onefold.runtime.tiers import of_leaving
 
 
@@ -29,7 +30,7 @@ def _of_groups(question: Question, recipe: Recipe) -> Iterator[str]:
     divides = "second_copy" in asked or "shard_group" in asked
     if machine.ranks == 1 and (divides or "gather_codec" in asked or "reduce_codec" in asked):
         yield f"{', '.join(sorted(asked))}: no effect on one rank, from which nothing travels"
-    elif topology.outer == 1 and (named or divides):
+    elif topology.outer == 1 and (named or divides) and recipe.group != FLAT:
         why = "they are on one node" if recipe.group == "node" else "they are all"
         yield f"group={recipe.group!r} makes one group of the {machine.ranks} ranks ({why}): nothing is divided inside groups only"
     if recipe.frozen is not None:
@@ -41,11 +42,11 @@ def _of_groups(question: Question, recipe: Recipe) -> Iterator[str]:
 def _of_nodes(question: Question, shown: Candidate) -> Iterator[str]:
     """Where nobody knows how fast links between nodes are, nothing is chosen for them."""
     machine, scheme = question.machine, shown.scheme
-    if machine.nodes < 2 or machine.measured is not None or machine.gpu.name != "here" or question.job.wires or scheme.stage == 0:
+    if machine.nodes < 2 or machine.measured is not None or machine.gpu.name != "here" or question.job.wires or scheme.stage < 3:
         return
-    with_groups = question.answer(scheme.with_(wires="groups"))
-    plain, less = (c.account.node_links.get("between", 0) for c in (shown, with_groups))
-    way = as_recipe(scheme.stage, WIRES["groups"].options)
+    with_copy = question.answer(scheme.with_(wires="hpZ"))
+    plain, less = (c.account.node_links.get("between", 0) for c in (shown, with_copy))
+    way = as_recipe(scheme.stage, WIRES["hpZ"].options)
     yield (
         f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB with {way}: the plan does not know how fast "
         "they are linked, so that is yours to choose"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from onefold.memory import GATHERED, GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, REDUCTION, RESIDUALS
+from onefold.memory import GATHERED, GRADIENTS, IDLE, LEAVING, MASTERS, MOMENTS, PARAMETERS, REDUCTION, RESIDUALS
 
 ACTIVATIONS = "activations"
 LOGITS = "logits"
@@ -21,9 +21,11 @@ TEMPORARY = "temporary"
 FRAGMENTATION = "fragmentation"
 
 #: Every category of memory, in the order in which tables list them.
-CATEGORIES = (PARAMETERS, MASTERS, GRADIENTS, MOMENTS, RESIDUALS, GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION)
+CATEGORIES = (
+    PARAMETERS, MASTERS, GRADIENTS, LEAVING, MOMENTS, RESIDUALS, GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION,
+)  # fmt: skip
 #: What the engine itself takes and enters in its ledger; the optimizer holds the moments, autograd and the model the rest.
-ENGINE = (PARAMETERS, MASTERS, GRADIENTS, RESIDUALS, GATHERED, REDUCTION, IDLE)
+ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, RESIDUALS, GATHERED, REDUCTION, IDLE)
 #: The moves that are counted on the wire.
 MOVES = ("all-gather", "reduce-scatter", "all-reduce")
 #: The moves between tiers: to the device and from it, from NVMe and to it.
@@ -145,6 +147,4 @@ def compare(predicted: Account, measured: Account) -> list[Line]:
     left = {name: (unit, value) for name, unit, value in predicted.lines()}
     right = {name: (unit, value) for name, unit, value in measured.lines()}
     names = [*left, *(n for n in right if n not in left)]
-    return [
-        Line(n, (left.get(n) or right[n])[0], left[n][1] if n in left else None, right[n][1] if n in right else None) for n in names
-    ]
+    return [Line(n, (left.get(n) or right[n])[0], left[n][1] if n in left else None, right[n][1] if n in right else None) for n in names]

@@ -51,6 +51,7 @@ from onefold.plan.times import Software
 from onefold.plan.trace import loss_of
 from onefold.plan.values import Integers
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
+from onefold.recipe.groups import FLAT, NODE
 from onefold.runtime.interval import whole_sight
 
 #: Ranks up to which a simulation is asked for; more would work.
@@ -159,7 +160,7 @@ def simulate(
             not depend on them).
         optimizer: one of `OPTIMIZERS`.
         steps: at least 2: the orders of units are learned in the first.
-        machine: time the last step on it (`Simulation.timeline`). Its nodes are those of `Recipe.zero(..., group="node")`.
+        machine: time the last step on it (`Simulation.timeline`). Where the recipe names no groups, its nodes are the groups.
         software: what it makes of the machine; None takes the plan's own.
 
     Raises:
@@ -169,9 +170,10 @@ def simulate(
     """
     if machine is not None:
         _check_timed(recipe, ranks, machine)
-        if recipe.group == "node":
-            recipe = recipe.replace(group=machine.local)
+        if recipe.group in (None, NODE):
+            recipe = recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
     _check(recipe, ranks, rank, micro_batches, steps, optimizer)
+    recipe = recipe.replace(group=FLAT) if recipe.group is None else recipe  # a simulation knows no nodes
     module, shape, units, source = _subject(model, recipe)
     begun, integers = time.perf_counter(), Integers()
     recipe = dataclasses.replace(recipe, units=units)
@@ -200,7 +202,7 @@ def simulate(
         timeline = clock.timeline() if clock is not None else None
         events, summaries = _events(seen), _summaries(seen)
         del twin, given
-    plans = units_of(shape, recipe, ranks, rank)
+    plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
     predicted = Account(
         rest=at_rest(plans, optimizer), ledger=Replay(plans, recipe).run(micro_batches).peak, wire=wire(plans, recipe, micro_batches)
     )

@@ -12,11 +12,12 @@ With P the bytes of a unit's flat buffer (padding included), N ranks, by placeme
 In fp32 the masters are (a slice of) the parameters themselves at stages 0 to 2. Frozen parameters have neither masters nor moments and
 rest in the compute dtype. The rows are read from the recipe; no stage is asked for.
 
-With groups of G of the N ranks (plan/division.py), and e bytes of each byte left by a codec, × (G−1)/G inside and (N−G)/NG across:
+With groups of G of the N ranks (plan/division.py), by themselves those of a node, and e bytes of each byte left by a codec, × (G−1)/G
+inside and (N−G)/NG across:
 
 | recipe (stage 3)          | beside the above at rest     | sent inside a group         | sent across groups              |
 |---------------------------|------------------------------|-----------------------------|---------------------------------|
-| groups                    |                              | 3m·P                        | 3m·P                            |
+| groups (all stages)       |                              | as above                    | as above                        |
 | `shard_group`             | masters, moments: 1/G        | 3m·P                        | 2P, once                        |
 | … `optimizer_over="all"`  | parameters (compute): P/G    | 3m·P                        | 2P, once                        |
 | `second_copy`             | parameters (compute): P/G    | 3m·P                        | P once, m·P                     |
@@ -41,7 +42,7 @@ import torch
 
 from onefold.layout import FlatLayout, Slot, overlap
 from onefold.memory import MASTERS, PARAMETERS, RESIDUALS
-from onefold.plan.division import Division, Hop, padded, position_of, topology_of
+from onefold.plan.division import Division, Hop, adds_of, padded, position_of, topology_of
 from onefold.plan.legs import Leg, gather_legs, merged, reduction_legs
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
@@ -102,6 +103,13 @@ class FlatPlan:
         return self.ranks > 1 and self.owned != self.interval
 
     @property
+    def spreads(self) -> tuple[Hop, ...]:
+        """The hops by which they go on: back over those of the reduction, all where everybody holds them, else the last."""
+        if not self.spread:
+            return ()
+        return self.hops[::-1] if self.whole_master else self.hops[-1:]
+
+    @property
     def each(self) -> int:
         """Bytes of one interval in a gather."""
         name, numel = self.division.gathered, self.layout.shard_numel
@@ -144,11 +152,14 @@ class UnitPlan:
         return self is not other and (self.path == "" or other.path.startswith(self.path + "."))
 
 
-def units_of(model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0, per_node: int | None = None) -> list[UnitPlan]:
+def units_of(
+    model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0, per_node: int | None = None, nccl: bool = False
+) -> list[UnitPlan]:
     """The units as the engine lays them out.
 
     Args:
-        per_node: ranks of a node, for recipes with group="node"; None is all.
+        per_node: ranks of a node, as a launcher would say; None is all.
+        nccl: what moves is an operation of the backend's own, on the device; else gloo's messages.
 
     Raises:
         ValueError: no such rank, or groups that do not divide the ranks.
@@ -157,7 +168,7 @@ def units_of(model: ModelShape, recipe: Recipe, ranks: int, rank: int = 0, per_n
         raise ValueError(f"rank {rank} of {ranks}: expected at least one rank, and a rank below their number.")
     away = leaving_of_sizes([sum(p.numel for p in u.parameters if p.trainable) for u in model.units], recipe, ranks)
     topology = topology_of(recipe, ranks, per_node)
-    plain = Division(topology, position_of(topology, rank), feedback=recipe.error_feedback)
+    plain = Division(topology, position_of(topology, rank), feedback=recipe.error_feedback, adds=adds_of(recipe, nccl))
     return [_unit(u, recipe, plain, index in away) for index, u in enumerate(model.units)]
 
 

@@ -372,7 +372,7 @@ class Clock:
             self._run("optimizer" if self.optimizing else "engine", name, self.prices.traffic(nbytes))
 
     def kernel(self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-        self._run("engine", name, self.prices.traffic(sum(t.numel() * t.element_size() for t in (*read, *written))))
+        self._run("engine", name, self.prices.adding_up(sum(t.numel() * t.element_size() for t in (*read, *written))))
 
     def _run(self, kind: Kind, name: str, seconds: float) -> None:
         """A kernel on the current stream."""

@@ -2,9 +2,10 @@
 
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
                    on a calibrated machine what its operations cost N ranks together (`onefold.plan.costs`) ÷ step_share;
-                   and what encoding and decoding (`onefold.plan.coding`) and the engine's own copies, casts and sums
+                   and what encoding, decoding and adding up (`onefold.plan.coding`) and the engine's own copies and casts
                    (`onefold.plan.handling`) read and write
-    communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over groups is two, each on its level
+    communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over groups is two, each on its level.
+                   A ring takes N−1 hops, one after another; messages to all at once (an all-to-all) take one
     exposed        what communication is left over when `overlap` of the compute beside it is used up; never less than the ends:
                    the first gather and the last reduction of each micro-batch have nothing to hide behind. Moves of several units are
                    under way at once, so that those inside nodes and those between them take as long as the slower of the two links
@@ -33,8 +34,9 @@ from onefold.plan.legs import Leg, Phase
 from onefold.plan.tier_times import tier_times
 
 #: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which has not been measured there; what the
-#: plain operations reach on a CPU (docs/decisions.md, Codecs).
+#: plain operations reach on a CPU (docs/decisions.md, Codecs). SUMMING_ON_A_GPU: the same of adding up, an assumption.
 CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
+SUMMING_ON_A_GPU = 0.8
 _DTYPES: Mapping[str, str] = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -116,10 +118,11 @@ class Traffic:
 
     @classmethod
     def pairwise(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
-        """Over all ranks, every rank to every other: most bytes leave the node, `per_node` times a ring's. One message time a call."""
-        others = max(machine.ranks - 1, 1)
-        between = nbytes * (machine.ranks - machine.local) / others
-        return cls(move, nbytes - between, between, calls, others, machine.ranks, phase)
+        """Over all ranks, every rank to every other: most bytes leave the node, `per_node` times a ring's. One message time a call: all
+        are sent at once (NCCL's all-to-all is one group of sends and receives; its documentation, Point-to-point communication).
+        """
+        between = nbytes * (machine.ranks - machine.local) / max(machine.ranks - 1, 1)
+        return cls(move, nbytes - between, between, calls, 1, machine.ranks, phase)
 
     @classmethod
     def within_nodes(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
@@ -181,8 +184,10 @@ def traffic_of(
 def traffic_over(
     legs: Sequence[Leg], machine: Machine, topology: Topology | None = None, *, nccl: bool = True, rank: int = 0
 ) -> list[Traffic]:
-    """Legs as moves of a rank on links. Over all ranks gathers are rings on NCCL and pairwise on gloo, and reductions are pairwise; between
-    groups, and inside one, both come to the same bytes on each link.
+    """Legs as moves of a rank on links. Gathers are rings on NCCL and pairwise on gloo; reductions are pairwise, and rings where NCCL adds
+    (reduce="native"). Over all ranks a ring enters each node once; between groups, and inside one, both come to the same bytes on each
+    link, and a ring takes more hops. (NCCL may also take a tree, which has fewer hops, or add inside the switch: no reductions of it are
+    counted as faster than a ring.)
 
     Args:
         topology: the groups; None where there are none.
@@ -190,13 +195,14 @@ def traffic_over(
     moves = []
     for leg in legs:
         move = "all-gather" if leg.gathers else "reduce-scatter"
+        ring = nccl and (leg.gathers or leg.by_backend)
         if topology is None or leg.level == "all":
-            way = Traffic.ring if leg.gathers and nccl else Traffic.pairwise
+            way = Traffic.ring if ring else Traffic.pairwise
             moves.append(way(move, leg.nbytes, leg.calls, machine, leg.phase))
             continue
         peers, far = elsewhere(topology, machine.local if machine.nodes > 1 else None, rank, leg.level)
         between = leg.nbytes * far / peers
-        moves.append(Traffic(move, leg.nbytes - between, between, leg.calls, peers, peers + 1, leg.phase))
+        moves.append(Traffic(move, leg.nbytes - between, between, leg.calls, peers if ring else 1, peers + 1, leg.phase))
     return moves
 
 
@@ -230,7 +236,8 @@ class Work:
         hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at that shape.
         kernels: what runs in all passes of the step, where that was traced: a calibrated machine knows what each part of it costs.
         handed: elements of gradients that the engine takes over, all micro-batches together.
-        coded_bytes: read and written by encoding and decoding. handled_bytes: by the engine's copies, casts and sums.
+        coded_bytes: read and written by encoding and decoding. summed_bytes: by adding up, where moves were not measured with it.
+        handled_bytes: by the engine's copies and casts.
     """
 
     flops: float
@@ -255,6 +262,7 @@ class Work:
     handed: float = 0.0
     coded_bytes: float = 0.0
     handled_bytes: float = 0.0
+    summed_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -343,7 +351,7 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     soft = software or measured_software(work, machine)
     compute = compute_seconds(work, machine, soft)
     if machine.measured is None:  # else its reference steps have them
-        compute += work.handled_bytes / machine.gpu.memory_bandwidth
+        compute += (work.handled_bytes + work.summed_bytes / SUMMING_ON_A_GPU) / machine.gpu.memory_bandwidth
     exposed, communication, left = exposed_seconds(work, compute, machine, soft)
     compute += work.coded_bytes / (machine.gpu.memory_bandwidth * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU))
     tiers = tier_times(work, machine, left)
@@ -351,8 +359,9 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     step = compute + exposed + optimizer + tiers.io
     seconds = {"compute": compute, "exposed communication": exposed, "optimizer": optimizer, "io": tiers.io, "step": step}
     model = work.flops if work.model_flops is None else work.model_flops
+    notes = _notes(soft, machine, max((t.hops for t in work.traffic), default=0))
     mfu = model / (step * machine.peak(work.precision)) if step else 0.0
-    return Times(seconds, mfu, work.tokens / step if step else 0.0, communication, tiers.parts, _notes(soft, machine))
+    return Times(seconds, mfu, work.tokens / step if step else 0.0, communication, tiers.parts, notes)
 
 
 def knows_passes(work: Work, machine: Machine) -> bool:
@@ -374,7 +383,7 @@ def measured_software(work: Work, machine: Machine) -> Software:
     return Software(overlap=1.0, step_share=found.step, move_share=found.move, handed_s=found.handed_s)
 
 
-def _notes(software: Software, machine: Machine) -> tuple[str, ...]:
+def _notes(software: Software, machine: Machine, hops: int) -> tuple[str, ...]:
     """What the seconds assume of software, or what a calibrated machine's reference steps showed, as a sentence."""
     if machine.measured is None and machine.gpu.name == "here":
         return ()  # nobody knows its speeds
@@ -384,7 +393,7 @@ def _notes(software: Software, machine: Machine) -> tuple[str, ...]:
             return (alone,)
         return (
             f"{alone} and {software.link_share:.0%} of the links' nominal rates, hides moves behind {software.overlap:.0%} of the compute "
-            f"beside them, and loses with the number of ranks: {1e6 * software.hop_seconds:.0f} µs × {machine.ranks - 1:,} hops a move, "
+            f"beside them, and loses with the number of ranks: {1e6 * software.hop_seconds:.0f} µs × up to {hops:,} hops a move, "
             f"and {slowest_of(machine.ranks, software.straggler) - 1:.1%} waiting for the slowest of {machine.ranks:,}",
         )
     if software.handed_s == 0:

@@ -2,7 +2,8 @@
 
 | name         | what it is                                                            | changes numbers          |
 |--------------|-----------------------------------------------------------------------|--------------------------|
-| groups       | moves in two hops: each byte enters a node once                        | the order of sums only   |
+| (none)       | moves inside nodes and across: each byte enters a node once            |                          |
+| flat         | every rank to every other                                              | the order of sums only   |
 | hpZ          | a second copy of the parameters in each node (ZeRO++)                  | the order of sums only   |
 | HSDP         | state divided in each node, replicated across (FSDP, MiCS)             | the order of sums only   |
 | hybrid       | the same, with optimizer states over all ranks                         | the order of sums only   |
@@ -42,7 +43,7 @@ class Wires:
 
 WIRES: Mapping[str, Wires] = {
     "": Wires("", from_stage=0),
-    "groups": Wires("moves inside nodes and across", {"group": "node"}, from_stage=1),
+    "flat": Wires("every rank to every other", {"group": "flat"}, from_stage=0),
     "qwZ": Wires("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
     "hpZ": Wires("a second copy in each node", {"second_copy": True}),
     "qgZ": Wires("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),

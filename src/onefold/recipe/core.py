@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
-from onefold.recipe.groups import GROUP, NODE, check_groups, read_groups
+from onefold.recipe.groups import FLAT, GROUP, NATIVE, NODE, check_groups, read_groups
 from onefold.recipe.groups import OPTIONS as GROUP_OPTIONS
 from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.tiers import OPTIONS, UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
@@ -43,6 +43,11 @@ class Tier(enum.Enum):
     DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
+
+
+#: Bytes of small units that may be gathered ahead, and of small reductions that may be under way, beyond the counts `prefetch` and
+#: `in_flight`: so few bytes cost latency, and waiting for each in turn would hold the ranks in lockstep.
+SMALL_TRAFFIC = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,8 @@ class Recipe:
         reshard_after_forward: sharded parameters are dropped after the forward pass and gathered again in backward
             (3Ψ on the wire); False keeps them in between (2Ψ).
         prefetch: units gathered ahead of use, for each level that gathers go over (two where they go across groups, then inside: one
-            unit is then on each of the two links); 0 gathers on demand.
-        in_flight: reductions that may be under way behind the backward pass; 0 waits for each at once.
+            unit is then on each of the two links); 0 gathers on demand. Unless it is 0, small units do not count up to SMALL_TRAFFIC bytes.
+        in_flight: reductions that may be under way behind the backward pass; 0 waits for each at once. Small ones as with prefetch.
         overlap: False turns prefetch and in_flight to 0 (same bits, for debugging).
         cast_inputs: floating-point inputs of the forward pass are cast to the compute dtype, where the recipe names one.
         sync_buffers: which buffers become rank 0's before a forward pass, whenever DDP would send them (the first pass, and each that
@@ -114,9 +119,12 @@ class Recipe:
             behind the rest of the backward pass.
         activations: bytes of host memory for tensors that autograd keeps between forward and backward; None keeps them on the device.
         tile: bytes of one gathered weight above which linear and embedding layers are computed in tiles; None: never.
-        group: ranks of a group, inside which and across which everything moves; "node": as the launcher says; None: all are one group.
+        group: ranks of a group, inside which and across which everything moves. None: those of a node, where the launcher says that there
+            are several with as many ranks each; "node": the same, and says so where it cannot be; "flat": every rank to every other.
         frozen: the codec in which frozen weights rest and are gathered, "int8", "nf4", "int4" or "fp8"; None: in the compute dtype.
         error_feedback: what encoding a gradient lost is added to the next one. wire_rounding: of encoded gradients.
+        reduce: "ordered" moves gradients as they are and adds them in rank order in the accumulation dtype: stages have the same bits.
+            "native" lets the backend (NCCL) add them, in the dtype of the wire and in its own order: stages agree within rounding.
         nvme: folders on the disks that hold what rests on NVMe, striped. nvme_threads: transfers under way at a time.
         chunk: elements stepped at a time of states on NVMe.
         notes: sentences about options that have no effect; `shard` logs them once.
@@ -143,7 +151,7 @@ class Recipe:
     step_in_backward: bool = False
     activations: int | None = None
     tile: int | None = None
-    group: int | Literal["node"] | None = None
+    group: int | Literal["node", "flat"] | None = None
     frozen: str | None = None
     error_feedback: bool = False
     wire_rounding: str = "nearest"
@@ -353,9 +361,13 @@ class Recipe:
         """What the recipe says about groups and codecs besides the rows."""
         rows = {"parameters": self.parameters, "gradients": self.gradients, "optimizer states": self.optimizer}
         tail = []
-        if self.group is not None:
-            inside = [name for name, row in rows.items() if row.over == GROUP]
-            what = f"{', '.join(inside)} divided inside each" if inside else "moves go inside and across"
+        inside = [name for name, row in rows.items() if row.over == GROUP]
+        what = f"{', '.join(inside)} divided inside each" if inside else "moves go inside and across"
+        if self.group is None:
+            tail.append("moves go inside nodes and across, where there are several")
+        elif self.group == FLAT:
+            tail.append("moves go from every rank to every other")
+        else:
             tail.append(f"groups: {'nodes' if self.group == NODE else f'of {self.group} ranks'}, {what}")
         tail += [f"{name} travel as {row.codec}" for name, row in rows.items() if row.codec]
         if self.frozen:
@@ -363,6 +375,8 @@ class Recipe:
         if self.gradients.codec:
             tail += ["what encoding loses is fed back"] if self.error_feedback else []
             tail += ["rounded stochastically"] if self.wire_rounding == "stochastic" else []
+        if self.reduce == NATIVE:
+            tail.append("gradients added by the backend, in the dtype of the wire")
         return tail
 
     def _tails(self) -> list[str]:

@@ -1,7 +1,9 @@
 """Which ranks a row is divided among, and how its bytes are written on the wire.
 
-Ranks stand in groups, as a rule the ranks of a node, whose links are faster than those between nodes. A row's `over` says what it is
-divided among: "all" ranks, or those of each "group", which then has a replica of the row to itself.
+Ranks stand in groups, as a rule the ranks of a node, whose links are faster than those between nodes. Where the launcher tells of several
+nodes, everything moves over two levels, inside nodes and across them: each byte enters a node once. Between every rank and every other
+("flat") it would enter as often as the node has ranks. A row's `over` says what it is divided among: "all" ranks, or those of each "group",
+which then has a replica of the row to itself.
 
 | recipe                       | parameters | gradients | optimizer | between groups, a step of m micro-batches          |
 |------------------------------|------------|-----------|-----------|----------------------------------------------------|
@@ -17,7 +19,7 @@ Options of `Recipe.zero`:
 
 | option           | values                              | what it does                                                                  |
 |------------------|-------------------------------------|-------------------------------------------------------------------------------|
-| `group`          | None, "node", ranks of a group      | where groups end; "node": as the launcher says. Moves go inside and across   |
+| `group`          | None, "node", "flat", ranks of one  | where groups end; None and "node": as the launcher says; "flat": no groups     |
 | `shard_group`    | None, "node", ranks of a group      | HSDP and MiCS: all three rows over the group                                   |
 | `optimizer_over` | None, "all"                         | with shard_group: the optimizer's states over all ranks                        |
 | `second_copy`    | False, True                         | parameters over the group too (stage 3)                                        |
@@ -26,6 +28,8 @@ Options of `Recipe.zero`:
 | `frozen`         | None, "int8", "nf4", "int4", "fp8"  | frozen weights rest encoded, and are gathered so (as in QLoRA)                |
 | `error_feedback` | False, True                         | what encoding a gradient lost is added to the next one                         |
 | `wire_rounding`  | "nearest", "stochastic"             | of encoded gradients                                                           |
+| `reduce`         | "ordered", "native"                 | who adds gradients up: Onefold, in rank order and fp32, so that stages agree   |
+|                  |                                     | to the bit; or the backend (NCCL), in the dtype of the wire and its own order  |
 
 Sources: Zhao et al. 2023 (PyTorch FSDP, hybrid sharding), Zhang et al. 2022 (MiCS), Wang et al. 2023 (ZeRO++).
 """
@@ -41,9 +45,11 @@ if TYPE_CHECKING:
 #: Arguments of `Recipe.zero` that are columns of its rows; the others of the table are fields.
 OPTIONS = frozenset(("shard_group", "optimizer_over", "second_copy", "gather_codec", "reduce_codec"))
 ALL, GROUP = "all", "group"
-NODE = "node"
+#: What `group` may say besides a number of ranks.
+NODE, FLAT = "node", "flat"
 CODECS = ("int8", "fp8", "int4", "nf4")
 ROUNDINGS = ("nearest", "stochastic")
+ORDERED, NATIVE = "ordered", "native"
 
 
 def read_groups(options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str | None], dict[str, Any]]:
@@ -64,6 +70,8 @@ def read_groups(options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str 
     if optimizer_over not in (None, ALL, GROUP):
         raise ValueError(f"optimizer_over={optimizer_over!r}: expected 'all', or None for the shard_group.")
     if shard_group is not None:
+        if shard_group == FLAT:
+            raise ValueError("shard_group='flat': state is divided inside each group; expected 'node' or the number of ranks of a group.")
         if options.get("group") not in (None, shard_group):
             raise ValueError(f"shard_group={shard_group!r} and group={options['group']!r}: they are the same groups; give one of them.")
         if second_copy:
@@ -76,23 +84,26 @@ def read_groups(options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str 
         raise ValueError(f"optimizer_over={optimizer_over!r} needs a shard_group that parameters and gradients are divided in.")
     if second_copy:
         over["parameters"] = GROUP
-    if options.get("group") is None and "group" not in fields and (second_copy or any(codecs.values())):
-        fields["group"] = NODE
+        if options.get("group") is None:
+            fields["group"] = NODE
     return over, codecs, fields
 
 
 def check_groups(recipe: Recipe) -> None:
     """Raise ValueError for groups and codecs that cannot be, in a sentence that says what to change."""
     group = recipe.group
-    if not (group is None or group == NODE or (isinstance(group, int) and not isinstance(group, bool) and group > 0)):
-        raise ValueError(f"group={group!r}: expected None, 'node' or the number of ranks of a group.")
+    if not (group in (None, NODE, FLAT) or (isinstance(group, int) and not isinstance(group, bool) and group > 0)):
+        raise ValueError(
+            f"group={group!r}: expected None or 'node' (the launcher's nodes), 'flat' (no groups) or the number of ranks of a group."
+        )
     rows = {"parameters": recipe.parameters, "gradients": recipe.gradients, "optimizer": recipe.optimizer}
     for name, row in rows.items():
         if row.over not in (ALL, GROUP):
             raise ValueError(f"{name} over={row.over!r}: expected 'all' or 'group'.")
     inside = {name for name, row in rows.items() if row.over == GROUP}
-    if inside and group is None:
-        raise ValueError(f"{_and(inside)} divided over a group, but the recipe has none: give group='node' or a number of ranks.")
+    if inside and group in (None, FLAT):
+        has = "has none" if group is None else f"says group={FLAT!r}"
+        raise ValueError(f"{_and(inside)} divided over a group, but the recipe {has}: give group='node' or a number of ranks.")
     if inside and recipe.optimizer.placement.value == "replicated":
         raise ValueError("at stage 0 nothing is divided, over a group neither: use stage 1, 2 or 3.")
     if inside not in (set(), {"parameters"}, {"parameters", "gradients"}, set(rows)):
@@ -126,15 +137,20 @@ def check_groups(recipe: Recipe) -> None:
         raise ValueError("the optimizer's states do not travel: they have no codec.")
     if recipe.wire_rounding not in ROUNDINGS:
         raise ValueError(f"wire_rounding={recipe.wire_rounding!r}: expected 'nearest' or 'stochastic'.")
+    if recipe.reduce not in (ORDERED, NATIVE):
+        raise ValueError(f"reduce={recipe.reduce!r}: expected 'ordered' or 'native'.")
+    if recipe.reduce == NATIVE and recipe.gradients.codec:
+        raise ValueError(
+            f"reduce='native' with reduce_codec={recipe.gradients.codec!r}: a backend adds numbers, and encoded gradients must be decoded "
+            "before they are added; leave one of them out."
+        )
     if not isinstance(recipe.error_feedback, bool):
         raise ValueError(f"error_feedback={recipe.error_feedback!r}: expected True or False.")
 
 
 def without_codec(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, str]:
     """Options of `given` that change nothing, with the reason."""
-    said = {}
-    if recipe.optimizer.placement.value == "replicated" and given.get("group") is not None:
-        said["group"] = "at stage 0: nothing is divided, and gradients are summed over all ranks at once"
+    said: dict[str, str] = {}
     if recipe.gradients.codec is None:
         why = "where gradients travel as they are: reduce_codec encodes them"
         said |= {name: why for name in ("error_feedback", "wire_rounding") if name in given}

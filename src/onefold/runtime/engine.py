@@ -28,7 +28,7 @@ from onefold.comm import Group, Place
 from onefold.layout import round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.groups import GROUP
+from onefold.recipe.groups import GROUP, NATIVE
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime import differentiate, functional
 from onefold.runtime.activations import HostActivations
@@ -76,6 +76,13 @@ class Engine:
         again = isinstance(process_group, Group)
         self.group = process_group if again else Group(process_group, device, recipe.stall_timeout, recipe.group)
         self.rank, self.world_size = self.group.number, self.group.size
+        if recipe.reduce == NATIVE and self.world_size > 1 and self.group.backend == "gloo":
+            if not again:
+                self.group.close()
+            raise ValueError(
+                "reduce='native' asks for the backend's own reduce-scatter, and gloo has none: leave it out, or run on a backend that has "
+                "one, such as NCCL."
+            )
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
@@ -192,7 +199,7 @@ class Engine:
                 flat.held.clear()
                 flat.full, flat.hops, flat.spread = None, (), None
                 del flat.route
-                flat.entries.clear()
+                flat.forget()
             unit.flats.clear()
         self.entries.clear()
         self.unit_of.clear()
@@ -425,8 +432,9 @@ class Engine:
 
     def follow_trainable_of(self, unit: Unit) -> None:
         for flat in unit.flats:
-            if flat.passive or not flat.refresh_active():
+            if flat.passive or not flat.refresh_active() or flat.hooked:
                 continue
+            flat.hooked = True
             for entry in flat.entries:
                 if entry.active and not entry.hooked:
                     entry.hooked = True
@@ -522,6 +530,7 @@ class Engine:
             if self.differentiating:
                 self._end_differentiating()
                 return
+            self.reduce.collect()
             self.gather.join_rest_of_backward()
             used = self.reduce.used
             if used and not self.deferring:
@@ -589,8 +598,7 @@ class Engine:
 
 def _arrival(engine: weakref.ref[Engine], entry: weakref.ref[Entry]) -> Any:
     def hook(_: torch.Tensor) -> None:
-        e, x = engine(), entry()
-        if e is not None and x is not None and not e.closed:
+        if (e := engine()) is not None and (x := entry()) is not None and not e.closed:
             e.reduce.arrived(x)
 
     return hook

@@ -73,6 +73,20 @@ def declared_dtype(param: torch.Tensor) -> torch.dtype:
     return declared if param.dtype == handed_out else param.dtype
 
 
+@dataclass(frozen=True)
+class Shares:
+    """What some addresses have of a flat buffer's entries.
+
+    Attributes:
+        sizes: elements before the first of `here`, of it, between it and the second, ... behind the last.
+        here: entries with elements there, or without any at all. elsewhere: the others.
+    """
+
+    sizes: tuple[int, ...]
+    here: tuple[Entry, ...]
+    elsewhere: tuple[Entry, ...]
+
+
 class Whole(nn.Parameter):
     """A whole parameter as its module sees it in a forward pass. What is written through `.data` leaves no other trace, so from the first
     look at it on, the end of each forward pass compares (runtime/forward_writes.py)."""
@@ -86,10 +100,14 @@ class Whole(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        seen = self.__dict__.get("_onefold_entry")
+        if seen is not None and (entry := seen()) is not None:
+            entry.flat.written_in_forward = True
         _DATA.__set__(self, value)
 
 
 _DATA: Any = torch.Tensor.data
+point: Any = _DATA.__set__  # (whole, tensor): the engine's own way, which is no write
 
 
 class Entry:
@@ -97,7 +115,8 @@ class Entry:
 
     __slots__ = (
         "__weakref__", "active", "compute", "declared", "engine", "filled", "flat", "graded_elsewhere", "hooked", "index", "kept", "moved",
-        "names", "number", "param", "part", "places", "released", "seen_version", "slot",
+        "names", "number", "only_place", "param", "part", "places", "post_hooks", "released",
+        "seen_version", "slot", "small",
     )  # fmt: skip
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
@@ -105,12 +124,16 @@ class Entry:
         self.part = found.part  # what it is of the parameter that leaves the process: all of it, or the elements of one tile
         # The modules' own dictionaries rather than the modules: a model must not be kept alive by its engine.
         self.places = [(m._parameters, a, weakref.ref(m) if isinstance(m, nn.RNNBase) else None) for m, a in found.places]
+        one = len(self.places) == 1 and self.places[0][2] is None
+        self.only_place = self.places[0][:2] if one else None  # the common case: one module refers to it, and keeps no list besides
         self.flat, self.engine = flat, weakref.ref(engine)
         self.param = found.param
         self.compute: nn.Parameter = found.param
         self.released: torch.Tensor | None = None
         self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
         self.filled = self.hooked = False
+        self.post_hooks: Any = None  # the user's, as a backward pass found them
+        self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
         self.seen_version = 0  # of `compute`, see runtime/forward_writes.py
         self.graded_elsewhere = False  # this rank owns nothing of it, and those that do have a gradient
         self.kept: torch.Tensor | None = None  # what `.grad` shows of a gradient that is not reduced yet
@@ -166,9 +189,15 @@ class Flat:
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
+        self.pieces: list[torch.Tensor] = []  # see `views`
+        self._shares: dict[tuple[int, int], Shares] = {}
+        self.followed = False  # `active` of the entries, `runs` and what is made of them are as `refresh_active` found them
+        self.hooked = False  # gradients of what is trainable are listened to
+        self.awaited: frozenset[int] = frozenset()  # the numbers of what is trainable
         self.runs: tuple[tuple[int, int], ...] = ()
         self.run_of: dict[int, tuple[int, int]] = {}
         self.compared, self.written_in_forward = 0, False  # the module writes to its parameters, see runtime/forward_writes.py
+        self.seen_versions = -1  # of the whole parameters together, at the last look
         self.versions, self.stale = 0, False  # of a kept copy: what the masters' version counters said; the masters moved on
         self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
 
@@ -231,6 +260,12 @@ class Flat:
             seen["_onefold_spec"] = IntervalSpec(self.owners, slot.name, slot.start, slot.shape)
         self.swap(entry, entry.param)
 
+    def forget(self) -> None:
+        """The end: let go of the parameters."""
+        self.entries.clear()
+        self.pieces.clear()
+        self._shares.clear()
+
     # -- masters, wherever they are --------------------------------------------------------------------------------------------
 
     def load_master(self) -> torch.Tensor:
@@ -262,6 +297,25 @@ class Flat:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
 
+    def shares(self, span: tuple[int, int]) -> Shares:
+        """The entries by what `span` has of them; known from the second question on."""
+        if (known := self._shares.get(span)) is not None:
+            return known
+        sizes: list[int] = []
+        here: list[Entry] = []
+        elsewhere: list[Entry] = []
+        end = span[0]
+        for entry in self.entries:
+            a, b = overlap((entry.slot.start, entry.slot.end), span)
+            if a < b:
+                sizes += [a - end, b - a]
+                end = b
+            elif not entry.slot.numel:
+                sizes += [0, 0]
+            (elsewhere if a == b and entry.slot.numel else here).append(entry)
+        known = self._shares[span] = Shares((*sizes, span[1] - end), tuple(here), tuple(elsewhere))
+        return known
+
     def owned_by(self, position: int) -> tuple[int, int]:
         """The addresses that the optimizer of another rank owns."""
         if self.whole_master:
@@ -277,10 +331,27 @@ class Flat:
         copied = self.kept and self.dtypes.compute != self.dtypes.master and self.home is None
         return not self.passive and (not copied or self.refreshed >= write)
 
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """All entries as views of a buffer over the whole address space, in their logical shapes: one call for all."""
+        if not self.pieces:
+            end = 0
+            for entry in self.entries:
+                assert entry.released is not None
+                self.pieces += [_nothing(entry.slot.start - end, entry.released), entry.released]
+                end = entry.slot.end
+            self.pieces.append(_nothing(self.layout.numel - end, self.pieces[-1]))
+        views = torch._C._nn.unflatten_dense_tensors(buffer, self.pieces)[1::2]
+        # torch makes something else of pieces without elements, which lie nowhere.
+        return [view if entry.slot.numel else entry.released for entry, view in zip(self.entries, views, strict=True)]  # type: ignore[misc]
+
     def point_at(self, buffer: torch.Tensor | None) -> None:
         """Let the forward pass's parameters be views of `buffer`, or of nothing."""
-        for entry in self.entries:
-            entry.compute.data = entry.released if buffer is None else self.view(buffer, entry)  # type: ignore[assignment]
+        if buffer is None:
+            for entry in self.entries:
+                point(entry.compute, entry.released)
+            return
+        for entry, view in zip(self.entries, self.views(buffer), strict=True):
+            point(entry.compute, view)
 
     @staticmethod
     def swap(entry: Entry, param: nn.Parameter, instead_of: nn.Parameter | None = None) -> None:
@@ -297,7 +368,7 @@ class Flat:
 
     def refresh_active(self) -> bool:
         """Follow `requires_grad` as the user has set it on the parameters; True if anything is trainable."""
-        changed = not self.runs
+        changed, self.followed = not self.followed, True
         for entry in self.entries:
             wanted = entry.param.requires_grad
             if wanted != entry.active:
@@ -316,12 +387,13 @@ class Flat:
                 entry.active = wanted
                 entry.compute.requires_grad_(wanted)
         if changed:
+            self.hooked, self.awaited = False, frozenset(e.number for e in self.entries if e.active and not self.passive)
             flags = [e.active for e in self.entries]
             self.runs = self.layout.runs(flags) if any(flags) else ()
             self.run_of = {
                 e.index: next(r for r in self.runs if r[0] <= e.slot.start and e.slot.end <= r[1]) for e in self.entries if e.active
             }
-        return any(e.active for e in self.entries)
+        return bool(self.runs)
 
     def in_run(self, entry: Entry, run: tuple[int, int]) -> bool:
         """Whether the gradient of `entry` travels with `run`."""
@@ -343,6 +415,13 @@ class Flat:
                 return {PARAMETERS: full}
             out[PARAMETERS] = full + out.get(PARAMETERS, 0)
         return out
+
+
+def _nothing(numel: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of `numel` elements that owns no memory."""
+    out = torch.empty(numel, dtype=like.dtype, device=like.device)
+    out.untyped_storage().resize_(0)
+    return out
 
 
 def _takes_data(old: torch.Tensor) -> bool:

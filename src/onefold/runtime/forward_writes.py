@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.memory import storage_of
+from onefold.runtime.flat import point
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
@@ -39,6 +40,10 @@ def keep_writes(unit: Unit) -> None:
         full = flat.full
         if flat.passive or full is None:
             continue
+        versions = sum([entry.compute._version for entry in flat.entries])
+        if versions == flat.seen_versions and not flat.written_in_forward and flat.compared >= FIRST:
+            continue  # an assignment to `.data` says so too (`Whole` in runtime/flat.py)
+        flat.seen_versions = versions
         written = []
         for entry in flat.entries:
             version = entry.compute._version
@@ -47,7 +52,7 @@ def keep_writes(unit: Unit) -> None:
                 written.append(entry)
             if entry.slot.numel and storage_of(entry.compute) != storage_of(full):
                 flat.view(full, entry).copy_(entry.compute.detach())
-                entry.compute.data = flat.view(full, entry)
+                point(entry.compute, flat.view(full, entry))
                 written.append(entry)
         if written or flat.written_in_forward or flat.compared < FIRST:
             flat.compared += 1

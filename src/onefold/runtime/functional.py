@@ -23,6 +23,9 @@ def swap_in(unit: Unit) -> None:
     """
     for flat in unit.flats:
         for entry in flat.entries:
+            if (place := entry.only_place) is not None and place[0].get(place[1]) is entry.param:
+                place[0][place[1]] = entry.compute
+                continue
             others = [t for parameters, attribute, _ in entry.places if (t := parameters.get(attribute)) is not entry.param]
             if others:
                 _look_at(entry, others)
@@ -33,7 +36,10 @@ def swap_out(unit: Unit) -> None:
     """Let the module show the optimizer's parameters again."""
     for flat in unit.flats:
         for entry in flat.entries:
-            flat.swap(entry, entry.param, instead_of=entry.compute)
+            if (place := entry.only_place) is None:
+                flat.swap(entry, entry.param, instead_of=entry.compute)
+            elif place[0].get(place[1]) is entry.compute:
+                place[0][place[1]] = entry.param
 
 
 def _look_at(entry: Entry, others: list[Any]) -> None:

@@ -29,6 +29,7 @@ from onefold.comm import Place
 from onefold.memory import GATHERED, storage_of
 from onefold.memory.nvme import TierError
 from onefold.memory.saved import is_checkpoint
+from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import differentiate
 from onefold.runtime.flat import Flat
 from onefold.runtime.home import Home
@@ -94,6 +95,7 @@ class Gatherer:
         self.cursor: Cursor | None = None
         self.backward_cursor: Cursor | None = None
         self.unwanted: list[Unit] = []
+        self.here: dict[int, Unit] = {}  # gathered, or on their way; by index
         self.let_go = False  # a unit of this pass was released although the recipe keeps them: a re-entrant checkpoint gathers it again
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         topology = engine.group.topology
@@ -218,10 +220,15 @@ class Gatherer:
                 self._look_ahead(cursor)
 
     def _look_ahead(self, cursor: Cursor) -> None:
-        ahead = sum(1 for u in self.sharded if not u.away and not u.claimed and u.index not in self.staying)
-        while ahead < self.ahead and (index := cursor.next()) is not None:
+        waiting = [u for u in self.here.values() if not u.claimed and u.index not in self.staying]
+        ahead, nbytes = len(waiting), sum(u.gathered_bytes for u in waiting)
+        while self.ahead and (index := cursor.next()) is not None:
+            unit = self.units[index]
+            nbytes += unit.gathered_bytes
+            if ahead >= self.ahead and (nbytes > SMALL_TRAFFIC or unit.tile):
+                break
             cursor.at += 1
-            if (unit := self.units[index]).away:
+            if unit.away:
                 self.launch(unit)
                 ahead += 1
         if self.ahead and self.from_disk:  # a disk is slower than the wire: it is asked for one unit more
@@ -255,7 +262,7 @@ class Gatherer:
         # What is recomputed is saved without handles, and what is frozen waits for no gradient: such units are done when the next
         # recomputation starts. Between two of them the backward pass comes to the output of some unit; if it has not, this one and
         # `using` are recomputed together.
-        for unit in self.sharded:
+        for _, unit in sorted(self.here.items()):
             if unit is not using and unit.claimed and unit.replayed != self.reached:
                 unit.replayed = None
                 self.maybe_release(unit)
@@ -264,6 +271,8 @@ class Gatherer:
         """Start the gather of every flat buffer of the unit."""
         engine = self.engine
         unit.move(State.GATHERING, engine.step)
+        if not unit.kept:
+            self.here[unit.index] = unit
         place = Place("all-gather", unit.name, engine.step, engine.phase)
         for flat in unit.flats:
             if flat.passive or (flat.kept and not flat.stale):
@@ -343,6 +352,7 @@ class Gatherer:
             unit.move(State.GATHERED, self.engine.step)
         unit.claimed, unit.replayed = False, None
         unit.move(State.SHARDED, self.engine.step)
+        self.here.pop(unit.index, None)
         for flat in unit.flats:
             if flat.home is not None:
                 flat.home.forget()

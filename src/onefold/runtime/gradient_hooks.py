@@ -64,7 +64,9 @@ def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
         if func == _T.register_hook and param.requires_grad:
             entry.compute.requires_grad_(True)  # the engine follows at the next pass
             return func(entry.compute, *args[1:], **kwargs)
-        return func(*args, **kwargs)  # frozen: torch says so
+        handle = func(*args, **kwargs)  # frozen: torch says so
+        entry.post_hooks = param._post_accumulate_grad_hooks
+        return handle
 
 
 def answered(func: Any, args: Any, kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ import torch
 
 from onefold.device import host_empty
 from onefold.layout import overlap
-from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING, empty, storage_of
+from onefold.memory import GRADIENTS, LEAVING, MASTERS, MOMENTS, PARAMETERS, STAGING, empty, storage_of
 from onefold.memory.nvme import Region, TierError, Transfer
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry, Flat
 
-#: Bytes of gradients on the device that a copy to the host still reads, as the ledger of its memory calls them.
-LEAVING = "gradients on their way"
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
 

@@ -210,6 +210,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_subclass(torch.Tensor)
 
 
+# torch's own: inside `whole_sight` what a parameter holds as `.grad`, without the way round by the property of its class.
+_base: Any = torch._C.TensorBase
+get_grad, set_grad = _base.grad.__get__, _base.grad.__set__
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 
 

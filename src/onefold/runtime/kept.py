@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.layout import overlap
-from onefold.memory import GRADIENTS, storage_of
+from onefold.memory import GRADIENTS
 from onefold.recipe import Tier
 from onefold.runtime.hollow import hollow, is_hollow
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.interval import get_grad, whole_sight
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 def show_kept(engine: Engine) -> None:
     """Let `.grad` show this rank's part of gradients kept under no_sync, so that zero_grad() has something to drop."""
+    engine.reduce.shows = True
     for unit in engine.units:
         for flat in unit.flats:
             for entry in flat.entries:
@@ -100,8 +101,9 @@ def gradient_bytes(engine: Engine, tier: Tier) -> int:
     ledger = engine.memory if tier is Tier.DEVICE else engine.beyond.host
     if engine.backward_open:  # buffers are on their way between owners: the ledger's own count is right
         return ledger.held(GRADIENTS)
-    ours = [e for e in engine.entries if (e.flat.home is None) == (tier is Tier.DEVICE) and e.kept is None]
-    reduced = sum(unique_bytes(e.param.grad for e in ours))
+    with whole_sight():
+        here = [f for u in engine.units for f in u.flats if (f.home is None) == (tier is Tier.DEVICE)]
+        reduced = sum(unique_bytes([get_grad(e.param) for f in here for e in f.entries if e.kept is None]))
     if tier is not Tier.DEVICE:
         return reduced
     waiting = [b for u in engine.units for flat in u.flats for b in (*flat.grads.values(), *flat.held.values())]
@@ -113,6 +115,6 @@ def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
     seen = set()
     with whole_sight():
         for t in tensors:
-            if t is not None and storage_of(t) not in seen:
-                seen.add(storage_of(t))
-                yield t.untyped_storage().nbytes()
+            if t is not None and (storage := t.untyped_storage())._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage.nbytes()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.runtime.interval import whole_sight
+from onefold.runtime.interval import get_grad, whole_sight
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -38,7 +38,7 @@ class Moves:
         """An optimizer over `entries` has stepped: those with a gradient moved, as far as other ranks own them too."""
         self.count += 1
         for entry in entries:
-            if entry.param.grad is not None or (entry.number in self.graded and self._is_others(entry)):
+            if get_grad(entry.param) is not None or (entry.number in self.graded and self._is_others(entry)):
                 entry.moved = self.count
             self.graded.discard(entry.number)
 

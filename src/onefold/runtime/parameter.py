@@ -26,7 +26,7 @@ from torch import nn
 
 from onefold.runtime import differentiate, gradient_hooks
 from onefold.runtime.hollow import Hollow, explain, hollow, seen_hollow
-from onefold.runtime.interval import IntervalSpec, Lent, ShardedParameterError, dress, spec_of, whole_sight
+from onefold.runtime.interval import IntervalSpec, Lent, ShardedParameterError, dress, get_grad, set_grad, spec_of, whole_sight
 from onefold.runtime.operators import OF_ANOTHERS_KIND, _words, compute, is_about_itself, name_of, slice_of, writes_in_place
 from onefold.runtime.outside import compute_outside
 
@@ -78,8 +78,11 @@ class ShardInfo:
 
 _enabled = torch._C._is_torch_function_enabled
 _T: Any = torch._C.TensorBase
-_get_grad, _set_grad, _get_shape, _get_dtype = _T.grad.__get__, _T.grad.__set__, _T.shape.__get__, _T.dtype.__get__
+_get_shape, _get_dtype = _T.shape.__get__, _T.dtype.__get__
 
+
+#: What asks for gradients only to drop them, or to fill them with zeros in place: it needs no face.
+_DROPS = frozenset(getattr(drops, "__wrapped__", drops).__code__ for drops in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad))
 
 #: Where `optimizer.load_state_dict` gives states the dtype of the parameter: of what the optimizer steps.
 _CASTS_STATES = "_process_value_according_to_param_policy"
@@ -132,16 +135,18 @@ class ShardedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         if not _enabled():
-            return _get_grad(self)
+            return get_grad(self)
         if gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
             return entry.compute.grad
         with whole_sight():
+            if sys._getframe(1).f_code in _DROPS:
+                return _dropped(self)
             return _seen_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if not _enabled():
-            _set_grad(self, value)
+            set_grad(self, value)
         elif gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
             entry.compute.grad = value
         else:
@@ -246,7 +251,7 @@ def _seen_grad(param: Any) -> torch.Tensor | None:
     A rank that owns nothing of a parameter has no gradient of it; it sees an empty interval where other ranks have one, so that all
     ranks come to the same reductions.
     """
-    grad, spec = _get_grad(param), spec_of(param)
+    grad, spec = get_grad(param), spec_of(param)
     if spec is None:
         return grad
     entry = param.__dict__["_onefold_entry"]()
@@ -264,7 +269,22 @@ def _seen_grad(param: Any) -> torch.Tensor | None:
     return dress(grad.detach(), spec)
 
 
+_nothing = torch.empty(0)
+
+
+def _dropped(param: Any) -> torch.Tensor | None:
+    """`.grad` for who only drops it: any tensor where other ranks have a gradient and this one owns nothing."""
+    own: torch.Tensor | None = get_grad(param)
+    if own is None and (entry := param.__dict__["_onefold_entry"]()) is not None and entry.graded_elsewhere:
+        return _nothing
+    return own
+
+
 def _give_grad(param: Any, value: torch.Tensor | None) -> None:
+    if value is None and (entry := param.__dict__["_onefold_entry"]()) is not None:
+        entry.graded_elsewhere = False
+        set_grad(param, None)
+        return
     spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
     shown = None if value is None or isinstance(value, Hollow) else spec_of(value) or value
     if spec is not None and shown is not None and shown.shape != spec.shape:  # on every rank, also where it has no element
@@ -274,11 +294,11 @@ def _give_grad(param: Any, value: torch.Tensor | None) -> None:
     if entry is not None and spec is not None:
         entry.graded_elsewhere = value is not None and spec.start == spec.stop
     if spec is None or value is None or isinstance(value, Hollow):
-        _set_grad(param, value)
+        set_grad(param, value)
     elif spec.start == spec.stop:
-        _set_grad(param, None)
+        set_grad(param, None)
     else:
-        _set_grad(param, _local_of(value, spec, "`.grad`").detach().to(param.dtype))
+        set_grad(param, _local_of(value, spec, "`.grad`").detach().to(param.dtype))
 
 
 def _give_data(param: Any, value: torch.Tensor) -> None:

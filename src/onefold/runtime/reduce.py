@@ -5,8 +5,9 @@
     wire         [r3 .......][r2 ....]   [r1 ....]  [r0 ...]         (in_flight = 2: the third waits for the first)
     result                    grad 3      grad 2     grad 1  grad 0
 
-A gradient is copied into its unit's flat buffer as autograd hands it over, and dropped; when the unit has all of them its buffer is
-exchanged, summed (see [Note: sums are local and in rank order] in comm/group.py) and becomes `.grad` of the optimizer's parameters.
+A gradient is copied into its unit's flat buffer as autograd hands it over, and dropped. Small ones go in some at a time: what they cost
+is calls. When the unit has all of them its buffer is exchanged, summed (see [Note: sums are local and in rank order] in comm/group.py)
+and becomes `.grad` of the optimizer's parameters.
 
 [Note: reductions keep one order] Units are reduced in an order that all ranks agree on (first the reverse of registration, then the order
 seen in the first backward). A unit that is ready early waits for its turn. A unit that this rank did not use takes part with
@@ -22,19 +23,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.layout import overlap
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger
 from onefold.memory.nvme import TierError
+from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.home import Home
+from onefold.runtime.interval import get_grad, set_grad, whole_sight
 from onefold.runtime.kept import take_kept
-from onefold.runtime.parameter import whole_sight
 from onefold.runtime.summing import Reduction, Summing
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+
+
+#: Gradients of so few bytes wait for others of their unit, as long as those that wait have no more than ASIDE together.
+SMALL, ASIDE = 64 << 10, 1 << 20
 
 
 class Reducer:
@@ -53,21 +58,33 @@ class Reducer:
         self.held: set[int] = set()  # entries with gradients among the sums that are held, on any rank
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
+        self.shows = False  # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/kept.py)
         self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
+        for entry in (entry for unit in self.units for entry in unit.entries):
+            nbytes = entry.slot.numel * entry.flat.dtypes.compute.itemsize
+            entry.small = nbytes if nbytes <= SMALL else 0
 
     # -- arrival ---------------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        take_kept(self.engine)
+        if self.shows:
+            self.shows = False
+            take_kept(self.engine)
         self.turn, self.log, self.used = 0, [], set()
         for unit in self.units:
-            unit.waiting = {e.number for e in unit.entries if e.active and not e.flat.passive}
+            unit.waiting = set(unit.awaited)
+            for flat in unit.flats:
+                for entry in flat.entries:
+                    entry.post_hooks = entry.param._post_accumulate_grad_hooks
             unit.ready = not unit.waiting or unit.calls == 0
             unit.launched = unit.late = False
 
     def arrived(self, entry: Entry) -> None:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
         engine = self.engine
+        if entry.small and not entry.post_hooks and engine.backward_open and not engine.differentiating and not torch.is_grad_enabled():
+            self._put_aside(entry)
+            return
         with whole_sight(), torch.no_grad():
             engine.backward_event(accumulates=True)
             hooks = entry.param._post_accumulate_grad_hooks
@@ -79,9 +96,73 @@ class Reducer:
         with whole_sight(), torch.no_grad():
             self._take(entry)
 
+    def _put_aside(self, entry: Entry) -> None:
+        """A small gradient waits on the whole parameter for others of its unit."""
+        unit, flat = self.engine.unit_of[entry.number], entry.flat
+        run = flat.run_of[entry.index]
+        if run not in flat.grads:
+            with whole_sight():
+                self._begin(flat, run)
+        unit.aside.append(entry)
+        unit.aside_bytes += entry.small
+        unit.waiting.discard(entry.number)
+        if not unit.waiting or unit.aside_bytes > ASIDE:
+            with whole_sight():
+                self._store_aside(unit)
+                self._complete(unit)
+
+    def _store_aside(self, unit: Unit) -> None:
+        """The small gradients that wait leave the whole parameters, for the unit's buffers."""
+        entries, unit.aside, unit.aside_bytes = unit.aside, [], 0
+        for flat in unit.flats:
+            mine = [entry for entry in entries if entry.flat is flat]
+            if not mine or self._store_together(flat, mine):
+                continue
+            for entry in mine:
+                self._store_one(unit, entry)
+        if unit.launched:
+            unit.late = True
+
+    def collect(self) -> None:
+        """At the end of a backward pass: the gradients of units that some of theirs did not come for."""
+        for unit in self.units:
+            if unit.aside:
+                self._store_aside(unit)
+
+    def _store_together(self, flat: Flat, entries: list[Entry]) -> bool:
+        """Whether the gradients of `entries` could go into the buffer together: dense, of its dtype, all of them added or none."""
+        buffer, filled = flat.grads.get((0, flat.layout.numel)), entries[0].filled
+        grads: list[Any] = [entry.compute.grad for entry in entries]
+        if buffer is None or any(entry.filled is not filled for entry in entries) or len(set(entries)) < len(entries):
+            return False
+        if any(grad is None or grad.layout is not torch.strided or grad.dtype != buffer.dtype for grad in grads):
+            return False
+        scale, views = self.summing.early_scale(flat), flat.views(buffer)
+        if len(entries) < len(views) or any(entry is not own for entry, own in zip(entries, flat.entries, strict=True)):
+            views = [views[entry.index] for entry in entries]
+        if filled:
+            torch._foreach_add_(views, grads, alpha=scale)
+        else:
+            torch._foreach_copy_(views, grads)
+            if scale != 1 and len(views) == len(flat.entries):
+                buffer.mul_(scale)
+            elif scale != 1:
+                torch._foreach_mul_(views, scale)
+        for entry in entries:
+            entry.compute.grad, entry.filled = None, True
+            self.used.add(entry.number)
+        return True
+
     def _take(self, entry: Entry) -> None:
         """The gradient of `entry` leaves the whole parameter, for its unit's buffer."""
         unit = self.engine.unit_of[entry.number]
+        self._store_one(unit, entry)
+        unit.waiting.discard(entry.number)
+        if not unit.waiting and unit.aside:
+            self._store_aside(unit)
+        self._complete(unit)
+
+    def _store_one(self, unit: Unit, entry: Entry) -> None:
         grad, entry.compute.grad = entry.compute.grad, None
         if grad is not None:  # else a hook has dropped it
             if grad.layout is not torch.strided:
@@ -93,8 +174,6 @@ class Reducer:
             self.used.add(entry.number)
             if unit.launched:
                 unit.late = True
-        unit.waiting.discard(entry.number)
-        self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
         """If all gradients of the unit have come, it is ready."""
@@ -129,7 +208,7 @@ class Reducer:
         Should a gradient come all the same, it is late and goes in the second round.
         """
         for unit in units:
-            if len(unit.waiting) == sum(e.active and not e.flat.passive for e in unit.entries):
+            if len(unit.waiting) == len(unit.awaited):
                 unit.ready = True
         if not self.engine.deferring:
             self._advance()
@@ -140,8 +219,7 @@ class Reducer:
         sums = flat.dtypes.sums
         buffer = flat.grads.get(run)
         if buffer is None:
-            dtype = sums if self.engine.deferring else flat.dtypes.wire
-            buffer = flat.grads[run] = self._buffer(flat, run, dtype)
+            buffer = self._begin(flat, run)
         elif entry.filled and buffer.dtype != sums:  # accumulation never happens in 16 bits
             wide = self.engine.pool.take(buffer.numel(), sums, self._category, unit.name)
             wide.copy_(buffer)
@@ -157,6 +235,12 @@ class Reducer:
             view.copy_(grad)
         entry.filled = True
 
+    def _begin(self, flat: Flat, run: tuple[int, int]) -> torch.Tensor:
+        """The first gradient of `run` has come: take a buffer."""
+        dtype = flat.dtypes.sums if self.engine.deferring else flat.dtypes.wire
+        buffer = flat.grads[run] = self._buffer(flat, run, dtype)
+        return buffer
+
     @property
     def _category(self) -> str:
         """Whole gradients that stay until the boundary are gradients; what is about to travel is a buffer."""
@@ -165,6 +249,8 @@ class Reducer:
     def _buffer(self, flat: Flat, run: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """A gradient buffer over `run` with zeros between the slots (and nothing yet inside them)."""
         buffer = self.engine.pool.take(run[1] - run[0], dtype, self._category, flat.unit_name)
+        if _bytes(buffer) <= ASIDE:  # one call costs more than the bytes
+            return buffer.zero_()
         end = run[0]
         for slot in flat.layout.slots:
             if run[0] <= slot.start < run[1]:
@@ -197,16 +283,24 @@ class Reducer:
     def _is_due(self) -> bool:
         """Whether to wait for the oldest reduction: too many are under way, or it has a hop to go and another unit has been sent since."""
         if len(self.flying) > self.in_flight:
-            return True
+            return not self.in_flight or sum(_bytes(r.buffer) for r in self.flying) > SMALL_TRAFFIC
         return bool(self.flying) and not self.flying[0].is_last and self.flying[0].unit is not self.flying[-1].unit
 
     def _launch(self, unit: Unit) -> None:
+        if unit.aside:
+            self._store_aside(unit)
         unit.launched = True
         for flat in unit.flats:
             for run in flat.runs:
                 buffer = flat.grads.pop(run, None)
                 if buffer is None:
                     buffer = self._buffer(flat, run, flat.dtypes.wire)
+                filled = [entry.filled for entry in flat.entries]
+                if all(filled) and len(flat.runs) == 1:
+                    for entry in flat.entries:
+                        entry.filled = False
+                    self._send(Reduction(unit, flat, run, filled, buffer, run))
+                    continue
                 filled = []
                 for entry in flat.entries:
                     inside = flat.in_run(entry, run)
@@ -214,9 +308,11 @@ class Reducer:
                         buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].zero_()
                     filled.append(inside and entry.filled)
                     entry.filled = entry.filled and not inside
-                r = Reduction(unit, flat, run, filled, buffer, run)
-                self.summing.send(r)
-                self.flying.append(r)
+                self._send(Reduction(unit, flat, run, filled, buffer, run))
+
+    def _send(self, r: Reduction) -> None:
+        self.summing.send(r)
+        self.flying.append(r)
 
     def _land(self, r: Reduction) -> None:
         """Wait for the parts, add them up in rank order; on to the next hop, or hand over what can be handed over."""
@@ -235,7 +331,7 @@ class Reducer:
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             self._ledger(flat).add(GRADIENTS, -_bytes(total))  # it was added to gradients that are there
-        if r.gathering is None and not all(r.filled[e.index] for e in flat.entries if flat.in_run(e, r.run)):
+        if r.gathering is None and not _all_of(r, r.filled):
             self.summed.append(r)  # another rank may have used the others
 
     def _hold(self, r: Reduction) -> bool:
@@ -264,34 +360,36 @@ class Reducer:
         home = r.flat.home
         if home is not None:
             self._bring_down(r, home)
-        kept = not all(which[e.index] for e in r.flat.entries if r.flat.in_run(e, r.run))
-        span = r.covers
-        behind = self._steps_behind(r.flat, which)
-        meant = []
-        for entry, wanted in zip(r.flat.entries, which, strict=True):
-            if wanted and (_meets(entry, span) or not entry.slot.numel):
-                meant.append(entry)
-            elif wanted:
-                entry.graded_elsewhere = True
+        flat, kept = r.flat, not _all_of(r, which)
+        behind = self._steps_behind(flat, which)
+        shares = flat.shares(r.covers)
+        for entry in shares.elsewhere:
+            entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
+        meant = [entry for entry in shares.here if which[entry.index]]
         if home is not None and home.gradients_on_disk and not behind:
             try:
-                home.take_gradient(r.total, span, meant)
+                home.take_gradient(r.total, r.covers, meant)
             except TierError as error:  # the other ranks are waiting: all raise before the optimizer steps
                 self.engine.failure = self.engine.failure or error
             return kept
-        for entry in meant:
-            a, b = overlap((entry.slot.start, entry.slot.end), span)
+        total, same = r.total, r.total.dtype == flat.dtypes.master
+        for entry, part in zip(shares.here, total.split_with_sizes(shares.sizes)[1::2], strict=True) if meant else ():
+            if not which[entry.index]:
+                continue
             param = entry.param
-            grad = r.total[a - span[0] : b - span[0]].view(param.shape)
-            if param.grad is None:
-                param.grad = grad.to(param.dtype)
-                if param.grad is not grad:  # a copy in another dtype
-                    self._ledger(r.flat).add(GRADIENTS, _bytes(param.grad))
-                kept = kept or param.grad is grad or home is None
-            else:
-                param.grad.add_(grad)
+            grad = part.view(param.shape) if flat.whole_master else part
+            before = get_grad(param)
+            if before is not None:
+                before.add_(grad)
+            elif same:
+                set_grad(param, grad)
+                kept = True
+            else:  # a copy in another dtype
+                set_grad(param, grad.to(flat.dtypes.master))
+                self._ledger(flat).add(GRADIENTS, _bytes(get_grad(param)))
+                kept = kept or home is None
         if behind:
-            self.engine.behind.landed(r.flat)
+            self.engine.behind.landed(flat)
         return kept
 
     def _steps_behind(self, flat: Flat, which: list[bool]) -> bool:
@@ -385,6 +483,7 @@ class Reducer:
         self.held.clear()
         for unit in self.units:
             unit.waiting, unit.ready, unit.launched, unit.late = set(), False, False, False
+            unit.aside, unit.aside_bytes = [], 0
             for flat in unit.flats:
                 for buffer in flat.grads.values():
                     self.engine.pool.give(buffer)
@@ -398,9 +497,9 @@ class Reducer:
                     entry.filled, entry.kept, entry.compute.grad = False, None, None
 
 
-def _meets(entry: Entry, span: tuple[int, int]) -> bool:
-    a, b = overlap((entry.slot.start, entry.slot.end), span)
-    return a < b
+def _all_of(r: Reduction, which: list[bool]) -> bool:
+    """Whether `which`, by entry, names all that travel with `r`."""
+    return all(which) or all(which[e.index] for e in r.flat.entries if r.flat.in_run(e, r.run))
 
 
 def _bytes(t: torch.Tensor) -> int:

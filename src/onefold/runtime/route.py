@@ -24,7 +24,7 @@ from onefold.comm import Chain, Group, Pending, Place
 from onefold.comm.codecs import Blockwise, Codec, codec
 from onefold.layout import round_up
 from onefold.memory import GATHERED, PARAMETERS
-from onefold.recipe.groups import GROUP
+from onefold.recipe.groups import FLAT, GROUP, NATIVE
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
@@ -56,7 +56,7 @@ def hops_of(flat: Flat, group: Group) -> tuple[Hop, ...]:
     """The hops of the gradient of `flat`, from the whole to this rank's interval."""
     layout, topology = flat.layout, group.topology
     everybody = Hop(group, tuple(layout.interval(p) for p in range(group.size)))
-    if flat.whole_master or 1 in (topology.inner, topology.outer):
+    if 1 in (topology.inner, topology.outer):
         return (everybody,)
     each = layout.shard_numel * topology.outer
     inside = Hop(group.inside, tuple((i * each, (i + 1) * each) for i in range(topology.inner)))
@@ -245,15 +245,15 @@ def of_routes(engine: Engine) -> list[str]:
     """A sentence for each thing that the recipe asks of groups and of frozen weights and that changes nothing in this run."""
     recipe, said = engine.recipe, []
     divides = GROUP in (recipe.parameters.over, recipe.gradients.over, recipe.optimizer.over)
-    # Codecs take nodes for groups by themselves, and do without.
-    asked_for = divides or recipe.group != "node" or not (recipe.parameters.codec or recipe.gradients.codec)
     if engine.world_size == 1:
         named = {"gather_codec": recipe.parameters.codec, "reduce_codec": recipe.gradients.codec}
         idle = [f"{name}={value!r}" for name, value in named.items() if value]
         idle += ["a division inside groups"] if divides else []
+        idle += [f"reduce={NATIVE!r}"] if recipe.reduce == NATIVE else []
         if idle:
             said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
-    if recipe.group is not None and asked_for and engine.group.topology.outer == 1 < engine.world_size:
+    # By itself a recipe takes nodes for groups, and does without.
+    if recipe.group not in (None, FLAT) and engine.group.topology.outer == 1 < engine.world_size:
         node = "the launcher says that all are on one node, or that nodes are uneven, or nothing of nodes (LOCAL_WORLD_SIZE)"
         why = node if recipe.group == "node" else "they are all"
         said.append(

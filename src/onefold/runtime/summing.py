@@ -3,6 +3,7 @@
     stage 1 to 3          whole ── all ──► interval
     stage 0               whole ── all ──► interval ── all ──► whole            (a reduce-scatter and an all-gather: an all-reduce)
     over groups           whole ── inside ──► shard ── across ──► interval
+    stage 0               ... ──► interval ── across ──► shard ── inside ──► whole
     HSDP, MiCS            whole ── inside ──► shard ── across ──► interval ── across ──► shard
 
 [Note: held sums] Where gradients are divided inside a group, micro-batches before the boundary go one hop only: the group's sums are held
@@ -27,13 +28,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import Pending, Place
+from onefold.comm import Chain, Pending, Place
 from onefold.comm.codecs import Codec, Stochastic, codec
 from onefold.comm.group import Cut
 from onefold.comm.sums import sum_parts
 from onefold.device import has_streams
 from onefold.layout import overlap, round_up
 from onefold.memory import GRADIENTS, REDUCTION, RESIDUALS
+from onefold.recipe.groups import NATIVE
 from onefold.runtime.flat import Flat
 from onefold.runtime.route import Hop
 from onefold.runtime.unit import Unit
@@ -97,7 +99,7 @@ class Summing:
         self.engine = engine
         recipe = engine.recipe
         self.codec: Codec | None = codec(recipe.gradients.codec) if recipe.gradients.codec else None
-        self.by_backend = recipe.reduce == "native"
+        self.by_backend = recipe.reduce == NATIVE
         self._cuts: dict[tuple[int, tuple[int, int], int], Cut] = {}  # by flat buffer, span and hop
         self.residuals: dict[tuple[int, int, int], torch.Tensor] = {}  # by flat buffer, first address and hop
         self._drawn = 0  # how far the run that this one resumes was ahead of it
@@ -166,10 +168,10 @@ class Summing:
 
     def _send_to_all(self, r: Reduction, place: Place) -> None:
         """The backend adds everything up for everybody."""
-        sent, r.whole = self._on_the_wire(r), True
+        sent, r.whole, r.at = self._on_the_wire(r), True, len(r.flat.hops) - 1  # on however many levels the backend likes
         r.total = self.engine.pool.fresh(sent.numel(), sent.dtype).copy_(sent)
         self.engine.memory.add(GRADIENTS, _bytes(r.total))
-        r.pending = r.hop.group.all_reduce(r.total, place, r.flat.index, self.early_scale(r.flat) == 1)
+        r.pending = self.engine.group.all_reduce(r.total, place, r.flat.index, self.early_scale(r.flat) == 1)
 
     def _on_the_wire(self, r: Reduction) -> torch.Tensor:
         """The whole buffer in the dtype of the wire."""
@@ -189,10 +191,11 @@ class Summing:
         if into is not None:
             places[into] = self.engine.pool.fresh(mine.numel(), dtype)
             self.engine.memory.add(REDUCTION, _bytes(places[into]), r.unit.name)
-        others = [p for p in range(group.size) if p not in places]
-        r.lent = self.engine.pool.take(len(others) * mine.numel(), dtype, REDUCTION, r.unit.name) if others else None
+        rows = group.size - len(places)
+        r.lent = self.engine.pool.take(rows * mine.numel(), dtype, REDUCTION, r.unit.name) if rows else None
         if r.lent is not None and not group.imagined:  # else nothing arrives there
-            places |= zip(others, r.lent.view(len(others), mine.numel()).unbind(), strict=True)
+            others = (p for p in range(group.size) if p not in (group.rank, into))
+            places |= zip(others, r.lent.view(rows, mine.numel()).unbind(), strict=True)
         r.parts = dict(sorted(places.items()))
 
     def _send_encoded(self, r: Reduction, place: Place) -> Pending:
@@ -279,7 +282,7 @@ class Summing:
                 self.forget()
             return
         for lost in self.residuals.values():  # without asking: the answer would cost a synchronization
-            lost.masked_fill_(bad.to(torch.bool), 0.0)
+            lost.masked_fill_(bad.to(lost.device, torch.bool), 0.0)
 
     @property
     def draw(self) -> int:
@@ -428,24 +431,34 @@ class Summing:
     # -- spreading -------------------------------------------------------------------------------------------------------------
 
     def spread(self, r: Reduction) -> None:
-        """Start sending this rank's sums to all that hold them too, and receiving theirs."""
+        """Start sending this rank's sums to all that hold them too, and receiving theirs; over groups across first, then inside."""
         flat, hop = r.flat, r.flat.spread
         assert r.total is not None and hop is not None
-        place = Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
-        group = hop.group
         if r.whole:  # the backend has done it
-            r.gathering = Pending(group, [], place)
+            r.gathering = Pending(self.engine.group, [], self._place_of_sums(r))
             return
-        if group.native or (self.by_backend and group.imagined):
-            division = self._cut(flat, r.covers, len(flat.hops) - 1)
+        last = len(flat.hops) - 1
+        r.gathering = self._send_on(r, last)
+        if flat.whole_master and last:
+            r.gathering = Chain(self.engine.group, r.gathering, lambda: self._send_on(r, 0))
+
+    def _send_on(self, r: Reduction, at: int) -> Pending:
+        """The sums that this rank has of the addresses of hop `at`, to the ranks of its group, and theirs from them."""
+        assert r.total is not None
+        hop, place = r.flat.hops[at], self._place_of_sums(r)
+        group, span = hop.group, overlap(r.covers, (hop.ranges[0][0], hop.ranges[-1][1]))
+        total = r.total[span[0] - r.covers[0] : span[1] - r.covers[0]]
+        if group.native or group.imagined:
+            division = self._cut(r.flat, span, at)
             if group.can_reduce(division):
-                r.gathering = group.gather_sums(r.total, division, place, flat.index)
-                return
+                return group.gather_sums(total, division, place, r.flat.index)
+        part = pieces(total, span, hop)
         peers = [p for p in range(group.size) if p != group.rank]
-        own = r.total[r.own[0] - r.covers[0] : r.own[1] - r.covers[0]]
-        part = pieces(r.total, r.covers, hop) if not group.imagined else ()
-        recvs = [(p, part[p]) for p in peers] if part else []
-        r.gathering = group.exchange([(p, own) for p in peers], recvs, place, flat.index, move="all-reduce")
+        recvs = [(p, part[p]) for p in peers] if not group.imagined else []
+        return group.exchange([(p, part[group.rank]) for p in peers], recvs, place, r.flat.index, move="all-reduce")
+
+    def _place_of_sums(self, r: Reduction) -> Place:
+        return Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
 
 
 def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:

@@ -51,10 +51,12 @@ class Unit:
     """Attributes:
     name: the dotted name of its module, "(root)" for the root; path: the same, "" for the root.
     numel: elements of its flat buffers, alignment and padding included.
+    gathered_bytes: of its buffers while it is gathered.
     handles: tensors saved for backward that stand for a part of its gathered buffers.
     depth: forward passes of its module that are open.
     calls: forward passes with gradients whose backward has not run.
     waiting: trainable parameters whose gradient this backward pass has not brought.
+    aside: those whose gradient waits on the parameter for others, of `aside_bytes` together (`Reducer._put_aside`).
     claimed: somebody uses the gathered buffers (as opposed to: prefetched or joined).
     replayed: its forward pass was recomputed in this backward pass, at this count of `Gatherer.reached`; None otherwise.
     """
@@ -74,8 +76,11 @@ class Unit:
         self.claimed = self.sticky = False
         self.replayed: int | None = None
         self.waiting: set[int] = set()
+        self.aside: list[Entry] = []
+        self.aside_bytes = 0
         self.ready = self.launched = self.late = False
         self.pending: list[Pending] = []
+        self.gathered_bytes = sum(f.layout.numel * f.dtypes.compute.itemsize for f in flats if not f.kept)
         self.arriving: list[Ticket] = []  # copies up that its gather began with
 
     @property
@@ -91,6 +96,11 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(flat.layout.numel for flat in self.flats)
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """The numbers of what is trainable and reduced."""
+        return self.flats[0].awaited if len(self.flats) == 1 else frozenset().union(*(flat.awaited for flat in self.flats))
 
     @property
     def entries(self) -> list[Entry]:

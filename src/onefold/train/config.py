@@ -63,8 +63,10 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
 
     # how it travels where links between nodes are slow
-    group: int | Literal["node"] | None = Field(
-        None, description="Where groups end, inside and across which everything moves: node (the launcher's), or a number of ranks."
+    group: int | Literal["node", "flat"] | None = Field(
+        None,
+        description="Where groups end, inside and across which everything moves: node (the launcher's), a number of ranks, or flat: "
+        "none (default: node where there are several).",
     )
     shard_group: int | Literal["node"] | None = Field(
         None, description="HSDP, MiCS: divide state inside such groups only, and sum gradients across them once a step."
@@ -83,6 +85,9 @@ class TrainConfig(BaseModel):
     )
     error_feedback: bool = Field(False, description="Add what encoding a gradient lost to the next one; with --reduce-codec.")
     wire_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="Rounding of encoded gradients.")
+    reduce: Literal["ordered", "native"] = Field(
+        "ordered", description="Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo)."
+    )
     frozen: Literal["none", "int8", "nf4", "int4", "fp8"] | None = Field(
         None, description="What frozen matrices rest and travel in (nf4 under adapters: QLoRA); stage 3."
     )
@@ -113,9 +118,7 @@ class TrainConfig(BaseModel):
     step_in_backward: bool = Field(False, description="Step offloaded units behind the backward pass; needs --clip 0.")
 
     # batches and length of the run
-    micro_batch: int | Literal["auto"] = Field(
-        2, description="Sequences a rank computes at once, or auto for the most that fit."
-    )
+    micro_batch: int | Literal["auto"] = Field(2, description="Sequences a rank computes at once, or auto for the most that fit.")
     global_batch: int | None = Field(
         None,
         ge=1,
@@ -201,12 +204,13 @@ class TrainConfig(BaseModel):
 
     @field_validator("group", "shard_group", mode="before")
     @classmethod
-    def _groups_are_nodes_or_counts(cls, value: object) -> object:
-        if value in (None, "none", "node"):
+    def _groups_are_nodes_or_counts(cls, value: object, info: ValidationInfo) -> object:
+        words = ("node", "flat") if info.field_name == "group" else ("node",)
+        if value in (None, "none", *words):
             return None if value == "none" else value
         text = str(value).strip()
         if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
-            raise ValueError("expected node, or a number of ranks, 1 or more")
+            raise ValueError(f"expected {', '.join(words)}, or a number of ranks, 1 or more")
         return int(text)
 
     @field_validator("units", mode="before")

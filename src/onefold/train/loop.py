@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import onefold
-from onefold.device import memory_figures
+from onefold.device import has_streams, memory_figures
 from onefold.observe.meter import Meter
 from onefold.observe.process import resident_memory
 from onefold.train.data import IGNORE, Batch, Samples
@@ -253,8 +253,7 @@ def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
 
     The model may return an object with `.loss`, a dict with "loss", a tuple that begins with it, or the loss.
     """
-    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-    out = model(**moved)
+    out = model(**{name: _sent(tensor, device) for name, tensor in batch.items()})
     loss = getattr(out, "loss", None)
     if loss is None:
         loss = out.get("loss") if isinstance(out, dict) else out[0] if isinstance(out, tuple | list) else out
@@ -264,6 +263,12 @@ def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
             "must return an object with .loss, a dict with 'loss', a tuple that begins with it, or the loss itself."
         )
     return loss.float().reshape(())
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on its way to `device`: from pinned memory, so that the host does not wait for what the device has to do first."""
+    # torch's own pinned memory: it is not used again before the copy has read it.
+    return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
 
 
 def held_out_loss(run: Run) -> float:

@@ -3,12 +3,14 @@
 | option                        | words                  | argument                                                   |
 |-------------------------------|------------------------|------------------------------------------------------------|
 | --group, --shard-group        | node; 4                | "node", 4                                                  |
+| --group                       | flat                   | "flat"                                                     |
 | --optimizer-over              | all                    | the same                                                   |
 | --second-copy                 |                        | True                                                       |
 | --gather-codec                | int8, fp8, int4        | the same                                                   |
 | --reduce-codec                | int8, fp8, int4        | the same                                                   |
 | --error-feedback              |                        | True                                                       |
 | --wire-rounding               | nearest, stochastic    | the same                                                   |
+| --reduce                      | ordered, native        | the same                                                   |
 | --frozen                      | int8, nf4, int4, fp8   | the same                                                   |
 
 `none` stands for what is usual, so that a command line can take back what a file says.
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 _NAMED = ("group", "shard_group", "optimizer_over", "gather_codec", "reduce_codec", "frozen")
 #: Every option of this module.
-OPTIONS = (*_NAMED, "second_copy", "error_feedback", "wire_rounding")
+OPTIONS = (*_NAMED, "second_copy", "error_feedback", "wire_rounding", "reduce")
 #: What rows and checkpoints call the bytes sent so far; see `totals`.
 TOTALS = ("wire_bytes_total", "wire_bytes_between_total", "wire_bytes_plain_total")
 
@@ -40,6 +42,8 @@ def wire_arguments(config: TrainConfig) -> dict[str, Any]:
     given |= {name: True for name in ("second_copy", "error_feedback") if getattr(config, name)}
     if config.wire_rounding != "nearest":
         given["wire_rounding"] = config.wire_rounding
+    if config.reduce != "ordered":
+        given["reduce"] = config.reduce
     return given
 
 

@@ -19,7 +19,7 @@ _DROPPED = 20  # bits of fraction that fp32 has and e4m3 has not
 
 
 @cache
-def _numbers() -> torch.Tensor:
+def numbers_of_bytes() -> torch.Tensor:
     """What each byte says, as fp32."""
     return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -37,7 +37,7 @@ class Fp8(Blockwise):
 
     def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
         if payload.device.type == "cpu":  # where conversion takes six times as long as looking up does
-            torch.index_select(_numbers(), 0, payload.view(-1).to(torch.int32), out=numbers.view(-1))
+            torch.index_select(numbers_of_bytes(), 0, payload.view(-1).to(torch.int32), out=numbers.view(-1))
         else:
             numbers.copy_(payload.view(torch.float8_e4m3fn))
 

@@ -192,7 +192,7 @@ def _encode(  # type: ignore[no-untyped-def]
     low = _load(source + at, here)
     largest = tl.max(bits(low) & _ABSOLUTE, axis=1)
     if HALVES:
-        high = _load(source + at + WIDTH, here)
+        high = _load(source + (at + WIDTH), here)
         largest = tl.maximum(largest, tl.max(bits(high) & _ABSOLUTE, axis=1))
 
     finite = largest < _INFINITE
@@ -211,7 +211,7 @@ def _encode(  # type: ignore[no-untyped-def]
         even, odd = tl.split(tl.reshape(number, [ROWS, WIDTH, 2]))
         number = even | (odd << 4)
     number = tl.where(finite[:, None], number, 0)
-    tl.store(payload + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], number.to(tl.int8), mask=here[:, None])
+    tl.store(payload + (rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]), number.to(tl.int8), mask=here[:, None])
 
 
 # --- bytes as numbers ---
@@ -248,7 +248,7 @@ def _decode(  # type: ignore[no-untyped-def]
     here, column = rows < blocks, tl.arange(0, WIDTH)
     largest = (tl.load(kept + rows, mask=here, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     scale = _scale(largest, PORTION)
-    byte = tl.load(payload + rows[:, None] * WIDTH + column[None, :], mask=here[:, None], other=0).to(tl.int32)
+    byte = tl.load(payload + (rows[:, None] * WIDTH + column[None, :]), mask=here[:, None], other=0).to(tl.int32)
     at = rows[:, None] * BLOCK + column[None, :]
     if KIND == _INT8:
         _put(into, at, here, byte.to(tl.float32), largest, scale, SIGN, NARROW, LARGEST, REACH)

@@ -1,0 +1,429 @@
+"""Checks by training a small model: stages with each other and with DDP, groups, state on the host, checkpoints, memory, synchronization.
+
+The model's sizes divide by nothing, so that intervals of ranks cut through parameters and every flat buffer has padding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+import onefold
+from onefold.cli.doctor_check_moves import same_bits
+from onefold.cli.doctor_checks import Findings, Here, LeftOut
+from onefold.device import has_streams, memory_figures, synchronize
+from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.runtime.interval import whole_sight
+from onefold.shard import engine_of
+
+VOCABULARY, WIDTH, HIDDEN, BLOCKS = 97, 44, 90, 4
+BATCH, TOKENS = 2, 16
+#: Steps of a training, micro-batches of a step, the norm to which gradients are clipped.
+STEPS, MICRO_BATCHES, CLIP = 3, 2, 0.5
+RATE = 1e-2
+PRECISIONS = ("fp32", "bf16")
+#: Relative differences allowed to another order of sums: of losses and norms, and of what the training changed.
+ROUNDING = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 0.1)}
+#: Of the model whose memory is looked at: weights of 6 MB, 1 MiB being what may differ.
+WIDE, DEEP = 256, 6
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    """[..., width] → [..., width]: a norm and two layers, added to what came."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Small(nn.Module):
+    """Token ids [batch, tokens] → the mean cross-entropy of predicting each from itself, a scalar."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, blocks: int = BLOCKS, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), ids.flatten())
+
+
+def small(here: Here, **sizes: int) -> Small:
+    """The same weights on every rank and every call, made on the host."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Small(**sizes).to(here.device)
+
+
+def batch(here: Here, step: int, micro: int, rank: int | None = None) -> torch.Tensor:
+    """Token ids of one micro-batch of one rank."""
+    of = here.rank if rank is None else rank
+    generator = torch.Generator().manual_seed((step * 10 + micro) * 4099 + of)
+    return torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=generator).to(here.device)
+
+
+@dataclass
+class Trained:
+    """Losses of each micro-batch of this rank, norms of each step, and whole weights (rank 0 only), all on the host."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every training here."""
+    return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+
+
+def one_step(
+    here: Here, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, micro_batches: int = MICRO_BATCHES
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(losses of the micro-batches, the gradients' norm), on the device."""
+    losses = []
+    for micro in range(micro_batches):
+        with contextlib.nullcontext() if micro + 1 == micro_batches else onefold.no_sync(model):
+            loss = model(batch(here, step, micro))
+            (loss / micro_batches).backward()
+        losses.append(loss.detach())
+    norm = onefold.clip_grad_norm_(model, CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses, norm
+
+
+def train(here: Here, recipe: Recipe, micro_batches: int = MICRO_BATCHES) -> Trained:
+    """Train `Small` with Onefold. Collective."""
+    model = onefold.shard(small(here), recipe)
+    optimizer, found = adamw(model), Trained()
+    for step in range(STEPS):
+        losses, norm = one_step(here, model, optimizer, step, micro_batches)
+        found.losses += [float(loss) for loss in losses]
+        found.norms.append(float(norm))
+    found.weights = onefold.full_state_dict(model)
+    return found
+
+
+class Cast(nn.Module):
+    """A model whose parameters are fp32 and whose passes compute in `dtype`."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = functional_call(self.model, {n: p.to(self.dtype) for n, p in self.model.named_parameters()}, (ids,))
+        return found
+
+
+def train_with_ddp(here: Here, precision: str, micro_batches: int = MICRO_BATCHES) -> Trained:
+    """The same training with DistributedDataParallel: fp32 parameters, sums and states, passes in `precision`. Collective."""
+    model = small(here)
+    ddp = DistributedDataParallel(Cast(model, COMPUTE_DTYPES[precision]))
+    optimizer, found = adamw(model), Trained()
+    for step in range(STEPS):
+        for micro in range(micro_batches):
+            with contextlib.nullcontext() if micro + 1 == micro_batches else ddp.no_sync():
+                loss = ddp(batch(here, step, micro))
+                (loss / micro_batches).backward()
+            found.losses.append(float(loss))
+        found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    if here.rank == 0:
+        found.weights = {name: p.detach().cpu().clone() for name, p in model.state_dict().items()}
+    return found
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------------------
+
+
+def bits_differ(a: Trained, b: Trained) -> str:
+    """What differs, to the bit; "" for nothing."""
+    parts = []
+    if a.losses != b.losses:
+        parts.append(f"losses, by up to {_relative(a.losses, b.losses):.1e}")
+    if a.norms != b.norms:
+        parts.append(f"norms, by up to {_relative(a.norms, b.norms):.1e}")
+    wrong = [name for name in a.weights if name not in b.weights or not same_bits(a.weights[name], b.weights[name])]
+    if wrong or a.weights.keys() != b.weights.keys():
+        parts.append(f"{len(wrong)} of {len(a.weights)} weights, {wrong[0] if wrong else 'by name'} first")
+    return " and ".join(parts)
+
+
+def distance(here: Here, a: Trained, b: Trained) -> dict[str, float]:
+    """Relative differences: of losses and norms the largest; of weights, of what the training has changed (rank 0, else 0)."""
+    moved = 0.0
+    if b.weights:
+        begin = small(here).state_dict()
+        off = sum(float((a.weights[n].double() - w.double()).square().sum()) for n, w in b.weights.items())
+        way = sum(float((w.double() - begin[n].cpu().double()).square().sum()) for n, w in b.weights.items())
+        moved = (off / way) ** 0.5 if way else float("inf")
+    return {"losses": _relative(a.losses, b.losses), "norms": _relative(a.norms, b.norms), "weights": moved}
+
+
+def expect_near(findings: Findings, what: str, apart: dict[str, float], precision: str) -> None:
+    """Note that `apart` is over the rounding of `precision`. NaN is."""
+    numbers, moved = ROUNDING[precision]
+    room = {"losses": numbers, "norms": numbers, "weights": moved}
+    over = [f"{name} by {value:.1e} (at most {room[name]:.0e})" for name, value in apart.items() if not value <= room[name]]
+    findings.expect(not over, f"{what}: {', '.join(over)}")
+    findings.figures[what] = {name: float(f"{value:.3g}") for name, value in apart.items()}
+
+
+def _relative(a: list[float], b: list[float]) -> float:
+    worst = 0.0
+    for x, y in zip(a, b, strict=True):
+        off = abs(x - y) / max(abs(y), 1e-12)
+        worst = off if not off <= worst else worst  # NaN stays
+    return worst
+
+
+# -- the checks --------------------------------------------------------------------------------------------------------------------
+
+
+def stages(here: Here, findings: Findings) -> str:
+    """Stages 0 to 3 to the bit, and DDP within rounding, in fp32 and bf16.
+
+    Gradients of several micro-batches are added up before they are reduced (at the boundary) or after it (every micro-batch): each of the
+    two has bits of its own.
+    """
+    for precision in PRECISIONS:
+        at_the_boundary = [train(here, Recipe.zero(stage, precision=precision, reduce_at="boundary")) for stage in range(4)]
+        every_time = [train(here, Recipe.zero(stage, precision=precision)) for stage in (2, 3)]
+        pairs = [(f"stage {s} and stage 0", at_the_boundary[s], at_the_boundary[0]) for s in (1, 2, 3)]
+        pairs.append(("stage 3 and stage 2, reduced every micro-batch,", every_time[1], every_time[0]))
+        apart = [f"{precision}: {which} differ in {what}" for which, a, b in pairs if (what := bits_differ(a, b))]
+        if any(here.gather(bool(apart))):
+            again = train(here, Recipe.zero(0, precision=precision, reduce_at="boundary"))
+            if any(here.gather(bool(bits_differ(again, at_the_boundary[0])))):
+                apart.append("stage 0 differs from itself too: this device's own kernels do not give the same bits twice")
+        findings.wrong += apart
+        ddp = train_with_ddp(here, precision)
+        expect_near(findings, f"{precision}: stage 0 and DDP", distance(here, at_the_boundary[0], ddp), precision)
+        expect_near(findings, f"{precision}: stage 2 and DDP", distance(here, every_time[0], ddp), precision)
+    worst = max(f["weights"] for f in findings.figures.values())
+    return f"stages 0 to 3 agree to the bit in fp32 and bf16, and with DDP within rounding (weights {worst:.0e})"
+
+
+def two_levels(here: Here, findings: Findings) -> str:
+    """Recipes over groups to the bit with each other, with all ranks within rounding, and their bytes between groups."""
+    inner = here.per_node if here.per_node < here.world else here.world // 2
+    if here.world < 4 or here.world % inner or inner < 2:
+        raise LeftOut(f"the launcher says of one node, and {here.world} ranks make no two groups of two: use 4 ranks, or two nodes")
+    nodes = here.per_node < here.world
+    recipes = {
+        "stage 3": Recipe.zero(3, group=inner),
+        "stage 2": Recipe.zero(2, group=inner),
+        "stage 1": Recipe.zero(1, group=inner),
+        "a second copy (hpZ)": Recipe.zero(3, group=inner, second_copy=True),
+        "HSDP": Recipe.zero(3, shard_group=inner),
+    }
+    trained = {name: train(here, recipe, 1) for name, recipe in recipes.items()}
+    for name, found in trained.items():
+        what = bits_differ(found, trained["stage 3"])
+        findings.expect(not what, f"in groups of {inner}, {name} and stage 3 differ in {what}")
+    expect_near(findings, f"groups of {inner} and DDP", distance(here, trained["stage 3"], train_with_ddp(here, "fp32", 1)), "fp32")
+
+    sent = _sent_in_a_step(here, recipes["stage 3"])["between"]
+    flat = sum(_sent_in_a_step(here, Recipe.zero(3, group=here.world)).values())
+    # A flat move sends to each of N − 1 ranks what groups send to one rank of each of the others.
+    due = flat * (here.world // inner - 1) // (here.world - 1)
+    findings.figures |= {"group": inner, "bytes between groups": sent, "formula": due}
+    findings.expect(sent == due, f"{sent:,} bytes went between groups in a step, the formula says {due:,}")
+    said = "nodes" if nodes else "groups on this node, standing for nodes"
+    return f"{here.world // inner} {said}: recipes over groups agree to the bit, {sent:,} bytes between them as the formula says"
+
+
+def _sent_in_a_step(here: Here, recipe: Recipe) -> dict[str, int]:
+    """Bytes that this rank sends in a step, by link."""
+    model = onefold.shard(small(here), recipe)
+    optimizer, engine = adamw(model), engine_of(model)
+    for step in range(2):
+        engine.traffic.reset()
+        one_step(here, model, optimizer, step)
+    return engine.traffic.by_link()
+
+
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "stage 2, optimizer on the host": {"stage": 2, "offload_optimizer": "cpu"},
+    "stage 3, optimizer on the host": {"stage": 3, "offload_optimizer": "cpu"},
+    "stage 3, parameters and optimizer on the host": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+}
+
+
+def offload(here: Here, findings: Findings) -> str:
+    """State on the host to the bit with each other, and with the device (within rounding where its arithmetic is another)."""
+    for precision in PRECISIONS:
+        plain = train(here, Recipe.zero(3, precision=precision))
+        kept = train(here, Recipe.zero(3, precision=precision, offload_activations="cpu"))
+        what = bits_differ(kept, plain)
+        findings.expect(not what, f"{precision}: activations on the host and on the device differ in {what}")
+        trained = {name: train(here, Recipe.zero(precision=precision, **options)) for name, options in OFFLOADED.items()}
+        first = next(iter(OFFLOADED))
+        for name, found in trained.items():
+            what = bits_differ(found, trained[first])
+            findings.expect(not what, f"{precision}: {name} and {first} differ in {what}")
+        if here.device.type == "cpu":
+            what = bits_differ(trained[first], plain)
+            findings.expect(not what, f"{precision}: {first} and nothing on the host differ in {what}")
+        else:
+            expect_near(findings, f"{precision}: {first} and on the device", distance(here, trained[first], plain), precision)
+    findings.figures["recipes"] = [*OFFLOADED, "activations on the host"]
+    how = "to the bit" if here.device.type == "cpu" else "within rounding, and with each other to the bit"
+    return f"optimizer, parameters and activations on the host train as on the device, {how}"
+
+
+def save_and_reload(here: Here, findings: Findings) -> str:
+    """Steps while `save_async` is under way. What is loaded afterwards, at another stage, is what was there at the call, and trains on."""
+    path = Path(here.folder) / "checkpoint"
+    if here.rank == 0:
+        (Path(here.folder) / "seen").touch()
+    here.gather(None)
+    if not all(here.gather((Path(here.folder) / "seen").exists())):
+        raise LeftOut(f"not every node sees {here.folder}: start it in a folder that all of them share")
+    model = onefold.shard(small(here), Recipe.zero(2))
+    optimizer = adamw(model)
+    for step in range(2):
+        one_step(here, model, optimizer, step)
+    at_the_call = onefold.full_state_dict(model)
+    saving = onefold.save_async(path, model=model, optimizer=optimizer)
+    went_on = [one_step(here, model, optimizer, 2 + step) for step in range(2)]
+    saving.wait()
+    after = onefold.full_state_dict(model)
+
+    loaded = onefold.shard(small(here), Recipe.zero(3))
+    again = adamw(loaded)
+    onefold.load(path, model=loaded, optimizer=again)
+    there = onefold.full_state_dict(loaded)
+    torn = [name for name, value in at_the_call.items() if not same_bits(there[name], value)]
+    findings.expect(not torn, f"{len(torn)} of {len(at_the_call)} weights are not those of the save's moment, {(torn or [''])[0]} first")
+    resumed = [one_step(here, loaded, again, 2 + step) for step in range(2)]
+    at_the_end = onefold.full_state_dict(loaded)
+    other = [name for name, value in after.items() if not same_bits(at_the_end[name], value)]
+    findings.expect(not other, f"two steps after the load {len(other)} weights are not those of the saved run, {(other or [''])[0]} first")
+    numbers = [[float(x) for losses, norm in run for x in (*losses, norm)] for run in (went_on, resumed)]
+    findings.expect(numbers[0] == numbers[1], f"after the load losses or norms differ, by up to {_relative(*numbers):.1e}")
+    findings.figures |= {"save_s": saving.seconds, "stall_s": saving.stall_s}
+    here.gather(None)
+    if here.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    return f"saved behind two steps, loaded at another stage: the same bits (the steps stood still for {1000 * saving.stall_s:.0f} ms)"
+
+
+def memory_at_rest(here: Here, findings: Findings) -> str:
+    """Between steps: what tensors hold and what the ledger says, against the formula, within 1 MiB.
+
+        fp32    stage 0: P + 2P    stages 1, 2: P + 2P/N          stage 3: P/N + 2P/N
+        bf16    stage 0: P/2 + 3P  stages 1, 2: P/2 + (P + 2P)/N  stage 3: (P + 2P)/N
+
+    with P bytes of parameters in fp32, padding included, and two moments.
+    """
+    gc.collect()
+    gc.freeze()  # what is there by now is looked at no more: two looks a case would take longer than its steps
+    before = _held(here)
+    for precision in PRECISIONS:
+        for stage in range(4):
+            model = onefold.shard(small(here, width=WIDE, hidden=2 * WIDE, blocks=DEEP), Recipe.zero(stage, precision=precision))
+            optimizer = adamw(model)
+            for step in range(2):
+                one_step(here, model, optimizer, step)
+            engine = engine_of(model)
+            p = 4 * sum(unit.numel for unit in engine.units)
+            share = 1 if stage == 0 else 1 / here.world
+            parameters = (p * share if stage == 3 else p) if precision == "fp32" else (0 if stage == 3 else p / 2) + p * share
+            due = parameters + 2 * p * share
+            ledger = sum(engine.memory.now().values())
+            held = _held(here) - before
+            name = f"{precision}, stage {stage}"
+            findings.figures[name] = {"held": held, "ledger": ledger, "formula": round(due)}
+            findings.expect(abs(held - due) < MIB, f"{name}: {held:,} bytes are held, the formula says {due:,.0f}")
+            findings.expect(
+                abs(ledger - parameters) < MIB, f"{name}: the ledger says {ledger:,} bytes without moments, the formula {parameters:,.0f}"
+            )
+            del model, optimizer, engine
+    gc.unfreeze()
+    off = max(abs(f["held"] - f["formula"]) for f in findings.figures.values())
+    return f"stages 0 to 3 in fp32 and bf16 hold what the formula says, within {off / MIB:.2f} MiB"
+
+
+def _held(here: Here) -> int:
+    """Bytes on the device: the allocator's, or on a CPU of every tensor that Python can reach, each storage once."""
+    gc.collect()
+    figures = memory_figures(here.device)
+    if figures is not None:
+        synchronize(here.device)
+        return figures.allocated
+    storages: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass(), whole_sight():
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+                with contextlib.suppress(Exception):  # a tensor without storage
+                    storage = thing.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def no_synchronization(here: Here, findings: Findings) -> str:
+    """Steps in which CUDA raises where the host would wait for the device."""
+    if not has_streams(here.device):
+        raise LeftOut("a CPU has no streams: nothing runs behind the host, and it has nothing to wait for")
+    if here.device.type != "cuda":
+        raise LeftOut(f"torch tells of waits of the host on CUDA and ROCm only, not on {here.device.type}")
+    if here.backend == "gloo" and here.world > 1:
+        raise LeftOut("ranks that share a GPU move through gloo, which goes through the host's memory")
+    for stage in range(4):
+        for precision in PRECISIONS:
+            _step_without_waiting(here, findings, f"stage {stage}, {precision}", Recipe.zero(stage, precision=precision))
+    return "steps at stages 0 to 3, clipping included, make the host wait for nothing"
+
+
+def _step_without_waiting(here: Here, findings: Findings, name: str, recipe: Recipe) -> None:
+    model = onefold.shard(small(here), recipe)
+    optimizer = adamw(model)
+    steps = [[batch(here, step, micro) for micro in range(MICRO_BATCHES)] for step in range(4)]
+    synchronize(here.device)
+    for number, ids in enumerate(steps):
+        with _refusing() if number == 3 else contextlib.nullcontext():
+            try:
+                for micro, taken in enumerate(ids):
+                    with contextlib.nullcontext() if micro + 1 == MICRO_BATCHES else onefold.no_sync(model):
+                        (model(taken) / MICRO_BATCHES).backward()
+                onefold.clip_grad_norm_(model, CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            except RuntimeError as error:
+                if "synchroniz" not in str(error):
+                    raise
+                raise RuntimeError(f"{name}: {error}") from error  # the step is half done: no more can be asked of these ranks
+    findings.figures[name] = "no wait"
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Inside, CUDA raises where it would make the host wait."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

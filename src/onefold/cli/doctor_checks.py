@@ -1,0 +1,237 @@
+"""What `onefold doctor --check` asks of a machine: the rows of its table, and what one rank answers to a row.
+
+A check is a function of `Here` and `Findings`, called on every rank at once. It notes figures and what is wrong, and returns the sentence
+that stands beside "ok". It raises `LeftOut`, on all ranks alike and before its first collective, where it cannot run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+OK, WRONG, LEFT_OUT = "ok", "wrong", "left out"
+#: What is wrong in at most so many sentences of one rank; the count of the others is told.
+MOST = 4
+
+
+class LeftOut(Exception):
+    """This check cannot run here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the table.
+
+    Attributes:
+        name: in the first column.
+        ranks: the fewest ranks that it means anything on.
+        run: "module:function" in this package, imported by the ranks.
+        advice: what to do where it found something.
+        limit: seconds that it may take on all ranks; then they are ended.
+    """
+
+    name: str
+    ranks: int
+    run: str
+    advice: str
+    limit: float = 45.0
+
+    @property
+    def function(self) -> Callable[[Here, Findings], str]:
+        """Imported now."""
+        module, _, name = self.run.partition(":")
+        found: Callable[[Here, Findings], str] = getattr(importlib.import_module(f"onefold.cli.{module}"), name)
+        return found
+
+
+#: Not a check of its own: the ranks find each other and their devices.
+START = Check(
+    "start", 1, "", "Look at the ranks' own words above. With NCCL: set NCCL_DEBUG=INFO, and see that every rank has a GPU of its own "
+    "and that the machines reach each other (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).", limit=90.0,
+)  # fmt: skip
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "collectives", 2, "doctor_check_moves:collectives",
+        "torch.distributed itself moves wrong bytes here; Onefold has no part in it. Try NCCL_P2P_DISABLE=1 (then look for PCIe ACS or the "
+        "IOMMU in the firmware), NCCL_SHM_DISABLE=1, another NCCL or driver; run dcgmi diag.",
+    ),
+    Check(
+        "ordered sums", 2, "doctor_check_moves:ordered_sums",
+        "Gradients are summed wrongly while torch's own collectives are right: an error in Onefold. Attach the JSON to an issue.",
+    ),
+    Check(
+        "native sums", 2, "doctor_check_moves:native_sums",
+        "The backend's own reduce-scatter is wrong here. Leave reduce='native' out; try another NCCL or driver.",
+    ),
+    Check(
+        "stages", 2, "doctor_check_steps:stages",
+        "The stages, or Onefold and DDP, train differently here: an error in Onefold. Attach the JSON to an issue.",
+    ),
+    Check(
+        "two levels", 2, "doctor_check_steps:two_levels",
+        "Recipes over groups sum differently or send other bytes than the formula says: an error in Onefold. Attach the JSON to an issue.",
+    ),
+    Check(
+        "offload", 1, "doctor_check_steps:offload",
+        "State that rests on the host does not train as on the device: leave offload out, and attach the JSON to an issue.",
+    ),
+    Check(
+        "save and reload", 1, "doctor_check_steps:save_and_reload",
+        "A checkpoint does not hold what was saved: use onefold.save instead of save_async until it does, and attach the JSON to an issue.",
+    ),
+    Check(
+        "kernels", 1, "doctor_check_kernels:kernels_and_operations",
+        "Triton's kernels and torch's operations differ on this device: try another Triton (without it torch's operations are used), "
+        "and attach the JSON to an issue.",
+    ),
+    Check(
+        "memory at rest", 1, "doctor_check_steps:memory_at_rest",
+        "Between steps more or less is held than the plan says, so that a plan cannot be trusted here. Attach the JSON to an issue.",
+    ),
+    Check(
+        "no synchronization", 1, "doctor_check_steps:no_synchronization",
+        "A step makes the host wait for the device, which costs speed and no correctness. Attach the JSON to an issue.",
+    ),
+    Check(
+        "overlap", 1, "doctor_check_overlap:overlap",
+        "Communication does not hide behind computing, which costs speed and no correctness. Leave CUDA_LAUNCH_BLOCKING and "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 out; else attach the JSON to an issue.",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where a check runs.
+
+    Attributes:
+        device: of this rank, with its index. backend: what moves its tensors between ranks, "gloo" or "nccl".
+        per_node: ranks of a node as the launcher says. folder: one that all ranks of this node see and that goes with the check.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    backend: str
+    per_node: int
+    folder: str
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Collective, over gloo."""
+        if self.world == 1:
+            return [value]
+        import torch.distributed as dist
+
+        out: list[Any] = [None] * self.world
+        dist.all_gather_object(out, value)
+        return out
+
+    def __str__(self) -> str:
+        ranks = f"{self.world} rank{'s' if self.world > 1 else ''}"
+        return f"{ranks} on {self.backend}, {self.device.type}" if self.world > 1 else f"1 rank, {self.device.type}"
+
+
+@dataclass
+class Findings:
+    """What a check notes on one rank: figures for the JSON, and sentences that say what is wrong."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def expect(self, right: bool, otherwise: str) -> bool:
+        """Note `otherwise` unless `right`; returns `right`."""
+        if not right:
+            self.wrong.append(otherwise)
+        return right
+
+
+@dataclass
+class Outcome:
+    """What became of a check, on one rank or (after `merge`) on all.
+
+    Attributes:
+        status: OK, WRONG or LEFT_OUT. said: one or a few sentences. advice: what to do; "" where nothing need be done.
+        ended: what the ranks did next cannot be trusted: one of them raised, was ended, or stood still.
+        ranks: {rank: its status} where the ranks differ.
+    """
+
+    name: str
+    status: str
+    said: str
+    advice: str = ""
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    ended: bool = False
+    where: str = ""
+    ranks: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `Outcome(**d)` reads back."""
+        return asdict(self)
+
+
+def answer(check: Check, here: Here) -> Outcome:
+    """Run a check on this rank. Whatever it raises becomes the outcome."""
+    from onefold.comm.launching import by_torch
+
+    findings, begun = Findings(), time.perf_counter()
+    ended, said = False, ""
+    # On a CPU kernels run in Triton's interpreter, for their own check: trainings there use torch's operations.
+    interpreted = here.device.type == "cpu" and check.name != "kernels"
+    try:
+        with by_torch() if interpreted else contextlib.nullcontext():
+            said = check.function(here, findings)
+        status = OK
+    except LeftOut as reason:
+        status, said = LEFT_OUT, str(reason)
+    except Exception as error:
+        ended, status = True, WRONG
+        findings.wrong.append(f"{type(error).__name__}: {_first_lines(error)} ({_own_frame(error)})")
+    if findings.wrong:
+        more = len(findings.wrong) - MOST
+        status, said = WRONG, "; ".join(findings.wrong[:MOST]) + (f"; and {more} more" if more > 0 else "")
+    seconds = time.perf_counter() - begun
+    return Outcome(check.name, status, said, check.advice if status == WRONG else "", seconds, findings.figures, ended)
+
+
+def merge(check: Check, outcomes: dict[int, Outcome], ranks: int = 0) -> Outcome:
+    """One row of what the ranks answered: wrong if any is; otherwise left out if any is. The lowest such rank speaks.
+
+    Args:
+        ranks: how many there are, where some did not answer; 0: as many as answered.
+    """
+    first = next((s for s in (WRONG, LEFT_OUT) if any(o.status == s for o in outcomes.values())), OK)
+    speaks = min(rank for rank, o in outcomes.items() if o.status == first)
+    # A rank that raised in the middle leaves the others waiting: what they then say comes from it.
+    speaks = min((rank for rank, o in outcomes.items() if o.ended and not o.said.startswith("StallError")), default=speaks)
+    chosen, differ = outcomes[speaks], len({o.status for o in outcomes.values()}) > 1
+    said = f"rank {speaks}: {chosen.said}" if first == WRONG and max(ranks, len(outcomes)) > 1 else chosen.said
+    figures = dict(outcomes[min(outcomes)].figures)
+    if first == WRONG and speaks != min(outcomes):
+        figures[f"rank {speaks}"] = chosen.figures
+    return Outcome(
+        check.name, first, said, chosen.advice, max(o.seconds for o in outcomes.values()), figures,
+        any(o.ended for o in outcomes.values()), chosen.where,
+        {str(rank): o.status for rank, o in sorted(outcomes.items())} if differ else {},
+    )  # fmt: skip
+
+
+def _first_lines(error: BaseException, characters: int = 400) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= characters else text[: characters - 1] + "…"
+
+
+def _own_frame(error: BaseException) -> str:
+    """The innermost line of Onefold's that the error went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "onefold" in f.filename] or list(frames)
+    return f"{own[-1].filename.rpartition('onefold/')[2]}:{own[-1].lineno} in {own[-1].name}" if own else "no traceback"

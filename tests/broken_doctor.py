@@ -1,0 +1,319 @@
+"""Things that are really broken, for the tests of `onefold doctor --check`: by name, what to patch before a check runs.
+
+Also a rank of a check by itself, `python -m broken_doctor ...` in place of `onefold.cli.doctor_check_rank`, with what BROKEN names broken:
+"CHECK=NAME,CHECK=NAME".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _wrong_element(name: str) -> Callable[[], None]:
+    """A collective of torch.distributed (whichever of two names it has) brings one wrong element to rank 1."""
+
+    def breaking() -> None:
+        names = [n for n in name.split() if hasattr(dist, n)]
+        real = getattr(dist, names[0])
+
+        def wrong(output: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            work = real(output, *arguments, **named)
+            if dist.get_rank() == 1:
+                output.view(-1)[-1] += 1
+            return work
+
+        setattr(dist, names[0], wrong)
+
+    return breaking
+
+
+def message_is_wrong() -> None:
+    real = dist.irecv
+
+    def wrong(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        work = real(tensor, *arguments, **named)
+
+        class Late:
+            def wait(self) -> None:
+                work.wait()
+                tensor.view(torch.uint8)[0] ^= 1
+
+        return Late()
+
+    dist.irecv = wrong
+
+
+def sums(change: Callable[[Any, torch.Tensor, Any], None]) -> Callable[[], None]:
+    """Onefold's sums are changed by `change(reduction, sums, engine)` after they were made, wherever they are made."""
+
+    def breaking() -> None:
+        from onefold.runtime.summing import Summing
+
+        real = Summing.land
+
+        def land(self: Any, r: Any) -> None:
+            real(self, r)
+            change(r, r.total, self.engine)
+
+        Summing.land = land
+
+    return breaking
+
+
+def one_bit(r: Any, total: torch.Tensor, engine: Any) -> None:
+    """The last bit of one sum of rank 1."""
+    if engine.rank == 1 and total.numel():
+        total.view(-1)[:1].view(torch.int32 if total.itemsize == 4 else torch.int16)[0] ^= 1
+
+
+def one_bit_at_stage_3(r: Any, total: torch.Tensor, engine: Any) -> None:
+    if engine.recipe.stage == 3:
+        one_bit(r, total, engine)
+
+
+def a_hundredth_more(r: Any, total: torch.Tensor, engine: Any) -> None:
+    """Every stage alike: only DDP can tell."""
+    total.mul_(1.01)
+
+
+def one_bit_over_groups(r: Any, total: torch.Tensor, engine: Any) -> None:
+    if engine.recipe.stage == 2 and engine.group.topology.outer > 1:
+        one_bit(r, total, engine)
+
+
+def bytes_between_are_miscounted() -> None:
+    from onefold.comm.ledger import TrafficLedger
+
+    real = TrafficLedger.by_link
+    TrafficLedger.by_link = lambda self: {**real(self), "between": real(self)["between"] + 4}
+
+
+def a_gather_is_not_waited_for() -> None:
+    """Rank 1 goes on with what its buffers held before the gather landed: zeros, as it were."""
+    from onefold.comm.group import Group
+
+    real = Group.all_gather
+
+    def all_gather(self: Any, full: torch.Tensor, place: Any, *arguments: Any, **named: Any) -> Any:
+        pending = real(self, full, place, *arguments, **named)
+        if self.rank != 1 or place.phase != "forward":
+            return pending
+        wait = pending.wait
+
+        class Lost:
+            event, place = pending.event, pending.place
+
+            def wait(self) -> None:
+                wait()
+                full.zero_()
+
+        return Lost()
+
+    Group.all_gather = all_gather
+
+
+def offloaded_step_does_not_wait() -> None:
+    """On rank 1 the optimizer's step on the host begins before all gradients have come down: half of each is still zero."""
+    from onefold.optim import offloaded
+
+    real = offloaded.step_flat
+
+    def step_flat(optimizer: Any, engine: Any, flat: Any, entries: Any) -> None:
+        for entry in entries if flat.home is not None and engine.rank == 1 else ():
+            if entry.param.grad is not None:
+                grad = entry.param.grad.view(-1)
+                grad[grad.numel() // 2 :] = 0
+        real(optimizer, engine, flat, entries)
+
+    offloaded.step_flat = step_flat
+
+
+def activations_come_back_changed() -> None:
+    """Every tensor that autograd kept comes back from the host as half of itself."""
+    from onefold.memory.activations import ActivationStore
+
+    real = ActivationStore.unpack
+
+    def unpack(self: Any, saved: Any) -> torch.Tensor:
+        whole = real(self, saved)
+        return whole * 0.5 if whole.is_floating_point() else whole
+
+    ActivationStore.unpack = unpack
+
+
+def a_copy_is_torn() -> None:
+    """What `save_async` copies is not waited for by the optimizer's step, and the check that would notice is gone too."""
+    from onefold.checkpoint import copying
+
+    real = copying.Copying.run
+
+    def run(self: Any) -> Any:
+        time.sleep(1.5)  # the steps have long been taken
+        return real(self)
+
+    copying.Copying.run = run
+    copying.Copying.wait = lambda self: None
+    copying._version = lambda tensor: 0
+
+
+def a_load_is_wrong() -> None:
+    """One number of the moments."""
+    import onefold
+
+    real = onefold.load
+
+    def load(*arguments: Any, optimizer: torch.optim.Optimizer, **named: Any) -> Any:
+        found = real(*arguments, optimizer=optimizer, **named)
+        next(s for s in optimizer.state.values() if s)["exp_avg"].view(-1)[:1] += 1.0
+        return found
+
+    onefold.load = load
+
+
+def a_kernel_writes_a_wrong_bit() -> None:
+    """The kernels are torch's operations, but for one bit of one block's payload."""
+    from onefold.cli import doctor_check_kernels
+    from onefold.comm.codecs import kernels
+
+    def encode(by: Any, source: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor, rounding: Any) -> int:
+        done = source.numel() // by.block * by.block
+        whole = torch.empty(by.encoded_bytes(done), dtype=torch.uint8)
+        with doctor_check_kernels.by_kernels(False):
+            by.encode(source[:done], whole, rounding=rounding)
+        numbers, kept = by.split(whole, done)
+        payload[: numbers.numel()] = numbers
+        scales[: kept.numel()] = kept
+        if by.name == "int4":
+            payload[7] ^= 1
+        return done
+
+    kernels.encode = encode
+    kernels.decode = lambda *_: 0
+    doctor_check_kernels.kernels_run_here = lambda device: ""
+
+
+def a_summing_kernel_leaves_a_part_out() -> None:
+    """The kernel is torch's addition without the last rank's part in its last element."""
+    from onefold.cli import doctor_check_kernels
+    from onefold.comm import launching, sums
+    from onefold.comm.codecs import kernels
+
+    def sum_parts(parts: torch.Tensor, out: torch.Tensor, scale: float, own: Any, rank: int, round_to: Any) -> None:
+        with launching.by_torch():
+            sums.sum_parts(parts, out, scale)
+        out[-1] -= parts[-1, -1] * scale
+
+    sys.modules["onefold.comm.triton_sums"] = sys.modules["onefold.comm"].triton_sums = SimpleNamespace(sum_parts=sum_parts)
+    sums.serve = lambda *_: launching._allowed.get()
+    kernels.encode = kernels.decode = lambda *_: 0
+    doctor_check_kernels.kernels_run_here = lambda device: ""
+
+
+def a_buffer_stays() -> None:
+    """Every engine keeps 2 MiB that no formula knows."""
+    from onefold.runtime.engine import Engine
+
+    real = Engine.start
+
+    def start(self: Any) -> None:
+        real(self)
+        self.forgotten = torch.ones(1 << 19)
+
+    Engine.start = start
+
+
+def a_ledger_is_wrong() -> None:
+    from onefold.runtime.engine import Engine
+
+    real = Engine.start
+
+    def start(self: Any) -> None:
+        real(self)
+        self.memory.add("parameters", 2 << 20)
+
+    Engine.start = start
+
+
+def nothing_is_prefetched() -> None:
+    from onefold.recipe import Recipe
+
+    real = Recipe.zero.__func__
+    Recipe.zero = classmethod(lambda cls, *a, **named: real(cls, *a, **{**named, "prefetch": 0}))
+
+
+# -- what becomes of a rank ----------------------------------------------------------------------------------------------------------
+
+
+def dies(*_: Any) -> str:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return ""
+
+
+def stands_still(*_: Any) -> str:
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.barrier()
+    return ""
+
+
+def raises(*_: Any) -> str:
+    if dist.get_rank() == 1:
+        raise ValueError("a wheel came off")
+    dist.barrier()
+    return ""
+
+
+def cannot_start() -> None:
+    print("ImportError: libnccl.so.2 is not here", file=sys.stderr)
+    sys.exit(1)
+
+
+BREAKINGS: dict[str, Callable[[], None]] = {
+    "all-gather": _wrong_element("all_gather_single all_gather_into_tensor"),
+    "all-to-all": _wrong_element("all_to_all_single"),
+    "reduce-scatter": _wrong_element("reduce_scatter_single reduce_scatter_tensor"),
+    "message": message_is_wrong,
+    "one bit of a sum": sums(one_bit),
+    "one bit of a sum at stage 3": sums(one_bit_at_stage_3),
+    "sums a hundredth too large": sums(a_hundredth_more),
+    "one bit of a sum over groups": sums(one_bit_over_groups),
+    "bytes between groups": bytes_between_are_miscounted,
+    "a gather is not waited for": a_gather_is_not_waited_for,
+    "an offloaded step": offloaded_step_does_not_wait,
+    "activations": activations_come_back_changed,
+    "a torn copy": a_copy_is_torn,
+    "a wrong load": a_load_is_wrong,
+    "a kernel": a_kernel_writes_a_wrong_bit,
+    "a sum's kernel": a_summing_kernel_leaves_a_part_out,
+    "a buffer stays": a_buffer_stays,
+    "a ledger": a_ledger_is_wrong,
+    "no prefetch": nothing_is_prefetched,
+}
+ENDS: dict[str, Callable[..., str]] = {"dies": dies, "stands still": stands_still, "raises": raises}
+
+
+def main() -> None:
+    """A rank with what BROKEN names."""
+    from onefold.cli import doctor_check_rank, doctor_checks
+
+    broken = dict(part.split("=") for part in os.environ["BROKEN"].split(","))
+    if broken.get("start"):
+        cannot_start()
+    real = doctor_checks.Check.function
+    doctor_checks.Check.function = property(lambda self: ENDS[broken[self.name]] if self.name in broken else real.fget(self))
+    doctor_check_rank.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))
+
+
+if __name__ == "__main__":
+    main()

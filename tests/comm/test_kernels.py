@@ -1,0 +1,96 @@
+"""Triton's kernels: the bits of torch's operations, and no import of Triton where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from onefold.comm import kernel_check, launching, sums
+from onefold.comm.codecs import kernels
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [environment.pop("FIRST", ""), os.environ.get("PYTHONPATH", "")])])
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_have_the_bits_of_torch():
+    """On the GPU if there is one, else in Triton's interpreter."""
+    here = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    found = run("-W", "ignore", "-m", "benchmarks.codecs", "--check", "--device", "cuda" if torch.cuda.is_available() else "cpu", **here)
+    assert found.returncode == 0 and "agree on every bit of 120 intervals and 48 sums" in found.stdout, found.stdout + found.stderr
+
+
+def test_without_a_gpu_triton_is_never_imported(tmp_path):
+    (tmp_path / "triton.py").write_text("raise RuntimeError('triton was imported')")
+    program = (
+        "import sys, torch, onefold\n"
+        "from onefold.comm.codecs import Encoded, codec\n"
+        "from onefold.comm.sums import sum_parts\n"
+        "x = torch.randn(1000)\n"
+        "for name in ('int8', 'int4', 'fp8', 'nf4'): Encoded.of(x, codec(name)).decode(torch.empty(1000))\n"
+        "sum_parts(x.view(2, 500), torch.empty(500), 0.5)\n"
+        "print('triton' in sys.modules)\n"
+    )
+    found = run("-c", program, FIRST=str(tmp_path))
+    assert found.returncode == 0 and found.stdout == "False\n", found.stdout + found.stderr
+
+
+def kernels_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the CPU are served, by what stands for the kernels."""
+    for room in (kernels, sums, kernel_check):
+        monkeypatch.setattr(room, "served", lambda like: launching._allowed.get())
+    monkeypatch.setattr(kernel_check, "INTERPRETED", True)  # small sizes
+
+
+def test_the_comparison_notices_a_wrong_codec(monkeypatch):
+    def wrong(by, source, payload, scales, rounding):
+        payload.zero_()
+        scales.fill_(1.0)
+        return source.numel() // by.block * by.block
+
+    kernels_here(monkeypatch)
+    monkeypatch.setattr(kernels, "encode", wrong)
+    monkeypatch.setattr(kernels, "decode", lambda *_: 0)  # leaves all to torch
+    monkeypatch.setattr(kernel_check, "cases", lambda by: [("ones", torch.ones(300))])
+    found = kernel_check.codec_differences(torch.device("cpu"))
+    assert len(found) == 2 * (3 * 3 + 1) and all("encoded" in what for what in found), found
+
+
+@pytest.mark.parametrize("wrong", ["backwards", "scaled first", "in fp64", "from +0", None])
+def test_the_comparison_notices_a_sum_in_another_order_or_rounding(monkeypatch, wrong):
+    def act(parts, out, scale, own, rank, round_to):
+        rows = [part.float() for part in parts]
+        if own is not None:
+            rows.insert(rank, own.float())
+        if wrong == "backwards":
+            rows.reverse()
+        total = torch.zeros_like(rows[0]) if wrong == "from +0" else torch.full_like(rows[0], -0.0)
+        if wrong == "in fp64":
+            total = total.double()
+        for row in rows:
+            total = total + (row * scale if wrong == "scaled first" else row)
+        total = total if wrong == "scaled first" else total * scale
+        out.copy_(total if round_to is None else total.to(round_to))
+
+    kernels_here(monkeypatch)
+    triton_sums = type(sys)("onefold.comm.triton_sums")
+    triton_sums.sum_parts = act
+    monkeypatch.setitem(sys.modules, "onefold.comm.triton_sums", triton_sums)
+    monkeypatch.setattr("onefold.comm.triton_sums", triton_sums, raising=False)
+    assert bool(kernel_check.sum_differences(torch.device("cpu"))) == (wrong is not None)
+
+
+def test_the_comparison_says_where_no_kernel_runs():
+    with pytest.raises(ValueError, match=r"no kernel runs on 'cpu': expected CUDA with Triton, or TRITON_INTERPRET=1"):
+        kernel_check.differences("cpu")

@@ -1,0 +1,161 @@
+"""A step never makes the host wait for the device: no `.item()`, no truth value, no copy from or to pageable memory, at any stage.
+
+Steps run as rank 0 of several on torch's fake process group, on the virtual device (tests/virtual), where each wait of the host raises at
+its place. What the fake group leaves out is not seen: the waits of a real backend's messages, and codecs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onefold
+from onefold.optim import implementations
+from ranks import RankFailure
+
+virtual = pytest.importorskip("virtual")
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x)).tanh()
+
+
+def model_of(batch_norm: bool, layer_norm: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(4))]
+    if batch_norm:
+        layers[1:1] = [nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)]
+    for block in layers if not layer_norm else ():  # the virtual device has none in 16 bits
+        if isinstance(block, Block):
+            block.norm = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(*layers)
+
+
+@virtual.alone
+def steps_without_a_wait(
+    stage: int,
+    ranks: int,
+    micro_batches: int = 1,
+    clip: bool = False,
+    scaler: bool = False,
+    buffers: bool = False,
+    fused: bool = False,
+    **recipe: Any,
+) -> None:
+    """Three steps that learn the order, then one in which a wait raises."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    if ranks > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    if fused:
+        implementations.FUSED_ON = frozenset(("virtual",))
+    plain = model_of(buffers, layer_norm="precision" not in recipe)
+    model = onefold.shard(plain, onefold.Recipe.zero(stage, **recipe), device="virtual", units=(Block,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaling = onefold.GradScaler(model) if scaler else None
+    batches = [torch.randn(4, WIDTH).to("virtual") for _ in range(micro_batches)]
+
+    def step() -> None:
+        for number, batch in enumerate(batches):
+            with contextlib.nullcontext() if number + 1 == micro_batches else onefold.no_sync(model):
+                loss = model(batch).square().mean()
+                (loss if scaling is None else scaling.scale(loss)).backward()
+        if scaling is not None:
+            scaling.unscale_(optimizer)
+        if clip:
+            onefold.clip_grad_norm_(model, 1.0)
+        if scaling is not None:
+            scaling.step(optimizer)
+            scaling.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    with virtual.no_synchronization():
+        step()
+
+
+def _case(*args: Any, **kwargs: Any) -> Any:
+    named = [f"{name}={value}" for name, value in kwargs.items()]
+    return pytest.param(args, kwargs, id=", ".join([f"stage {args[0]}", f"{args[1]} ranks", *named]))
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        *(_case(stage, 4) for stage in (0, 1, 2, 3)),
+        *(_case(stage, 4, clip=True) for stage in (0, 1, 2, 3)),
+        _case(3, 1, clip=True),
+        _case(1, 4, micro_batches=3, clip=True),
+        _case(3, 4, micro_batches=3, clip=True),
+        _case(2, 4, clip=True, precision="bf16"),
+        _case(3, 4, clip=True, precision="bf16"),
+        _case(3, 4, clip=True, buffers=True),
+        _case(3, 4, reshard_after_forward=False),
+        _case(2, 4, clip=True, fused=True, scaler=True),
+    ],
+)
+def test_a_step_never_makes_the_host_wait(args: Any, options: Any) -> None:
+    steps_without_a_wait(*args, **options)
+
+
+def test_a_scaler_asks_the_host_where_the_optimizer_is_not_fused() -> None:
+    with pytest.raises(RankFailure, match=r"_local_scalar_dense[\s\S]*scaler.py"):
+        steps_without_a_wait(2, 4, scaler=True)
+
+
+@virtual.alone
+def what_encoding_lost_is_forgotten() -> None:
+    dist.destroy_process_group()
+    model = onefold.shard(model_of(False, True), onefold.Recipe.zero(2), device="virtual")
+    summing = onefold.engine_of(model).reduce.summing
+    lost = summing.residual((0, 0, 0), 4)
+    lost.copy_(torch.tensor([1.0, float("inf"), float("nan"), -2.0]).to("virtual"))
+    yes, no = (torch.tensor(value).to("virtual") for value in (1.0, 0.0))
+    before = lost.clone()
+    with virtual.no_synchronization():
+        summing.forget_if(no)
+        kept = lost.clone()
+        summing.forget_if(yes)
+    assert torch.equal(kept.cpu().nan_to_num(), before.cpu().nan_to_num()) and not summing.residual((0, 0, 0), 4).cpu().any()
+
+
+def test_what_encoding_lost_is_forgotten_on_the_device() -> None:
+    what_encoding_lost_is_forgotten()
+
+
+@virtual.alone
+def a_batch_is_sent() -> None:
+    from onefold.train.loop import loss_of
+
+    seen = []
+
+    def model(**batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch["input_ids"])
+        return batch["input_ids"].float().mean()
+
+    batch = {"input_ids": torch.arange(6).view(2, 3)}
+    with virtual.no_synchronization():
+        loss = loss_of(model, batch, torch.device("virtual", 0))
+        batch["input_ids"].zero_()  # the device may read as late as it likes
+    assert float(loss) == 2.5 and torch.equal(seen[0].cpu(), torch.arange(6).view(2, 3))
+
+
+def test_train_sends_batches_without_waiting() -> None:
+    a_batch_is_sent()

@@ -1,0 +1,181 @@
+"""What the plan says of sums on NCCL, in rank order and NCCL's own, is what engines do over its stand-in; and which is faster when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from random_plans import GIB
+
+import onefold
+import standin
+from models import TinyGPT, tokens_of
+from onefold.device.copies import WINDOW
+from onefold.memory import LEAVING, MOMENTS
+from onefold.plan import hardware
+from onefold.plan.auto import plan_here
+from onefold.plan.coding import summed_bytes
+from onefold.plan.division import by_link, topology_of
+from onefold.plan.evaluate import bound_of
+from onefold.plan.from_module import model_shape
+from onefold.plan.hardware import machine
+from onefold.plan.job import Job
+from onefold.plan.legs import by_level
+from onefold.plan.planner import Plan, plan
+from onefold.plan.replay import Replay
+from onefold.plan.shapes import ModelShape
+from onefold.plan.states import legs_of, units_of, wire
+from onefold.plan.sums import reduction_seconds
+from onefold.plan.times import SUMMING_ON_A_GPU, Software
+from onefold.recipe import Recipe
+from ranks import run_ranks
+
+NATIVE: dict[str, Any] = {"reduce": "native"}
+#: (stage, precision, micro-batches, options) on four ranks, two on each of two nodes.
+RECIPES: list[tuple[int, str, int, dict[str, Any]]] = [
+    *((stage, precision, 2, {}) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+    (0, "bf16", 1, {"group": "flat"}),
+    (3, "bf16", 1, {"group": "flat", "in_flight": 0}),
+    (3, "bf16", 3, {"shard_group": "node"}),
+    (3, "bf16", 2, {"second_copy": True, "reduce_codec": "int4"}),
+    (2, "fp32", 1, {"overlap": False}),
+    *((stage, precision, 2, NATIVE) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+    (0, "fp32", 1, {**NATIVE, "group": "flat"}),
+    (1, "bf16", 1, {**NATIVE, "group": "flat"}),
+    (3, "bf16", 3, {**NATIVE, "shard_group": "node"}),
+    (3, "fp32", 1, {**NATIVE, "overlap": False}),
+]
+
+
+def differing() -> list[str]:
+    """What a plan says otherwise than an engine on a backend of its own."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    rank, group, wrong = dist.get_rank(), standin.new_group(), []
+    for stage, precision, micro_batches, options in RECIPES:
+        torch.manual_seed(0)
+        made = TinyGPT(width=72, heads=2, depth=2)
+        recipe = Recipe.zero(stage, precision=precision, stall_timeout=30.0, **options)
+        units = units_of(model_shape(made), recipe, 4, rank, 2, nccl=True)
+        legs, topology = legs_of(units, recipe, micro_batches), topology_of(recipe, 4, 2)
+        told = {
+            "by move": wire(units, recipe, micro_batches),
+            "by link": by_link(by_level(legs), topology, 2, rank),
+            "peak": sum(Replay(units, recipe).run(micro_batches).peak.values()),
+        }
+        seen = observed(onefold.shard(made, recipe, group=group), micro_batches)
+        name = f"stage {stage}, {precision}, {micro_batches} micro-batches, {options}"
+        wrong += [f"{name}: {key} {seen[key]}, planned {told[key]}" for key in told if seen[key] != told[key]]
+        if seen["peak"] > (bound := bound_of(units, recipe, micro_batches)):
+            wrong.append(f"{name}: a peak of {seen['peak']} above its bound of {bound}")
+    return wrong
+
+
+def observed(model: torch.nn.Module, micro_batches: int) -> dict[str, Any]:
+    """What the ledgers say of a step in the steady state."""
+    optimizer, engine = torch.optim.AdamW(model.parameters(), lr=1e-3), onefold.engine_of(model)
+    for step in range(2):
+        if step == 1:
+            engine.memory.reset_peak()
+            engine.traffic.reset()
+        for k in range(micro_batches):
+            with contextlib.nullcontext() if k + 1 == micro_batches else onefold.no_sync(model):
+                model(tokens_of(10 * step + k)).float().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"by move": engine.traffic.by_move(), "by link": engine.traffic.by_link(), "peak": sum(engine.memory.peak().values())}
+
+
+def test_a_plan_of_sums_on_a_native_backend_equals_the_ledgers() -> None:
+    for wrong in run_ranks(4, differing):
+        assert wrong == [], "\n".join(wrong)
+
+
+def of(gpus: int = 16, name: str = "gpt2-xl", **options: Any) -> Plan:
+    job = Job(seq=512, checkpointing="none", options=tuple(options.items()))
+    return plan(name, machine(gpus, 8, "h100-80"), job, largest=False)
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_the_plan_says_where_native_sums_are_faster_and_they_are(gpus: int) -> None:
+    found = of(gpus).sums
+    assert found is not None and found.asked == "ordered" and 0 < found.faster_from < math.inf
+    recipe, there, soft = found.ordered.scheme.recipe(Job()), machine(gpus, 8, "h100-80"), Software()
+    for size, native_wins in ((found.faster_from * 0.9, False), (found.faster_from * 1.1, True)):
+        ordered, native = (reduction_seconds(replace(recipe, reduce=way), there, soft, size, 2, 4) for way in ("ordered", "native"))
+        assert (native < ordered) == native_wins, (size, ordered, native)
+
+
+def test_on_one_node_native_sums_are_faster_from_the_size_of_the_formula() -> None:
+    """(N − 2)·α·M·N/(N − 1), by hand."""
+    found, memory = of(8).sums, machine(8, 8, "h100-80").gpu.memory_bandwidth * SUMMING_ON_A_GPU
+    assert found is not None and found.faster_from == pytest.approx(6 * Software().hop_seconds * memory * 8 / 7, rel=1e-3)
+
+
+def test_flat_over_nodes_native_sums_cross_borders_as_rings_do() -> None:
+    flat, levels = of(64, group="flat").sums, of(64).sums
+    assert flat is not None and levels is not None and flat.faster_from < levels.faster_from
+    saved = [s.ordered.account.seconds["step"] - s.native.account.seconds["step"] for s in (flat, levels)]
+    assert saved[0] > 2 * abs(saved[1])
+
+
+def test_native_sums_receive_no_parts_and_send_as_much() -> None:
+    found = of(8, name="llama-3-8b").sums
+    assert found is not None and found.saved > 0.5 * found.largest and (found.dtype, found.sums_dtype) == ("bfloat16", "float32")
+    assert found.ordered.account.wire == found.native.account.wire
+
+
+def test_adding_up_reads_every_part_and_writes_the_sum() -> None:
+    shape = ModelShape.of_size(1_000_000)
+    for stage, written in ((1, 4), (0, 2)):  # stage 0 sends its sums on, in 16 bits
+        units = units_of(shape, Recipe.zero(stage, precision="bf16"), 4, nccl=True)
+        own = sum(f.layout.shard_numel for u in units for f in u.flats)
+        assert summed_bytes(units, Recipe.zero(stage, precision="bf16"), 3) == own * (4 * 2 + written)
+    gloo = units_of(shape, Recipe.zero(1), 4)
+    assert summed_bytes(gloo, Recipe.zero(1)) == 0
+
+
+def test_both_are_in_the_json_and_in_the_words() -> None:
+    found = of()
+    said = json.loads(json.dumps(found.to_json(), allow_nan=False))["sums"]
+    assert found.sums is not None and said["asked"] == "ordered" and said["faster_from"] == found.sums.faster_from
+    assert said["ordered"]["peak_bytes"] - said["native"]["peak_bytes"] == found.sums.saved
+    for words in ("the same bits at every stage", "added by NCCL, in bfloat16", "NCCL's sums are the faster from"):
+        assert words in str(found), words
+    asked = of(reduce="native")
+    assert asked.sums is not None and asked.sums.asked == "native" and asked.recommended == asked.sums.native
+    assert asked.sums.ordered.account == found.sums.ordered.account and asked.recipe.reduce == "native"
+    assert "gradients are added by NCCL" in str(asked)
+
+
+def test_where_there_is_no_choice_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    alone, encoded = of(1, name="gpt2"), of(reduce_codec="int4")
+    here = plan_here("gpt2", Job(seq=64), ranks=4, local_ranks=4, free=16 << 30, device="cpu")
+    for found in (alone, encoded, here):
+        assert found.sums is None and found.to_json()["sums"] is None and "NCCL's sums" not in str(found)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_window_of_gradients_on_their_way_to_the_host_is_counted(stage: int) -> None:
+    """Bytes that copies still read: a window at most, and all of a rank's where these are fewer."""
+    recipe = Recipe.zero(stage, precision="bf16", offload_optimizer="cpu")
+    for numel in (20_000_000, 400_000_000):
+        units = units_of(ModelShape.of_size(numel), recipe, 2, nccl=True)
+        leaving = [f.layout.shard_numel * 4 for u in units for f in u.flats]
+        without, held = Replay(units, recipe).run(), Replay(units, recipe, WINDOW).run()
+        most = max(m.held.get(LEAVING, 0) for m in held.moments)
+        assert most <= min(WINDOW + max(leaving), sum(leaving)) and held.now[LEAVING] == 0
+        assert most >= min(WINDOW - max(leaving), sum(leaving) - 2 * max(leaving))
+        assert without.best_total <= held.best_total <= bound_of(units, recipe, 1, WINDOW)
+    there = replace(machine(2, 8), gpu=replace(hardware.gpu("a100-80"), capacity=80 * GIB))
+    asked = Job(seq=16, offload="optimizer", checkpointing="none")
+    found = plan(ModelShape.of_size(400_000_000), there, asked, stages=(stage,), largest=False)
+    assert found.recommended is not None and found.recommended.account.rest.get(MOMENTS, 0) == 0
+    assert max(found.recommended.account.peak.get(LEAVING, 0), found.recommended.account.ledger.get(LEAVING, 0)) > 0.5 * WINDOW

@@ -1,0 +1,814 @@
+"""The virtual device itself: results of the CPU in any order, every kind of missing wait named, none found where there is none."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import ranks
+import virtual
+
+HERE = Path(__file__).name
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, recompute: bool, dropout: float) -> None:
+        super().__init__()
+        self.recompute, self.dropout = recompute, dropout
+        self.first, self.second = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width))
+        return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), self.dropout, self.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.Sequential(Block(16, False, dropout), Block(16, True, dropout))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 50, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(self.blocks(self.embedding(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def trained(device: str, steps: int = 2, dropout: float = 0.0, autocast: bool = False, **adamw: Any) -> list[torch.Tensor]:
+    """Losses, norms and final parameters, on the CPU."""
+    torch.manual_seed(1)
+    model = Model(dropout).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **adamw)
+    batches = torch.randint(0, 50, (steps, 2, 2, 8), generator=torch.Generator().manual_seed(5)).to(device)
+    kept = []
+    with sdpa_kernel(SDPBackend.MATH):
+        for tokens, targets in batches:
+            with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=autocast):
+                loss = model(tokens, targets)
+            loss.backward()
+            kept += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)]
+            optimizer.step()
+            optimizer.zero_grad()
+    return [t.detach().cpu() for t in (*kept, *model.parameters())]
+
+
+def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    different = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not torch.equal(x, y)]
+    assert not different, f"{len(different)} of {len(a)} tensors differ, the first is number {different[0]}"
+
+
+def assert_named(found: list[virtual.Violation], *words: str) -> virtual.Violation:
+    """One of the violations has all the words. Returns it."""
+    for violation in found:
+        if violation.names(*words):
+            return violation
+    raise AssertionError(f"no violation names {', '.join(words)}; there are {len(found)}:\n" + "\n".join(map(str, found)))
+
+
+# ---- training
+
+
+@virtual.alone
+@pytest.mark.parametrize("adamw", [{}, {"fused": True}, {"foreach": False}], ids=["foreach by default", "fused", "loop"])
+def test_training_gives_the_bits_of_the_cpu_in_any_order(adamw: dict[str, Any]) -> None:
+    expected = trained("cpu", **adamw)
+    for seed in [None, *range(35)]:
+        virtual.start(seed)
+        assert_same(trained("virtual", **adamw), expected)
+        assert virtual.violations() == [], seed
+
+
+@virtual.alone
+def test_dropout_and_autocast_give_the_same_bits_in_any_order() -> None:
+    virtual.start(seed=None)
+    expected = trained("virtual", dropout=0.1, autocast=True)
+    without = trained("virtual", autocast=True)
+    assert not torch.equal(expected[0], without[0]), "dropout changes the loss"
+    for seed in range(35):
+        virtual.start(seed)
+        assert_same(trained("virtual", dropout=0.1, autocast=True), expected)
+        assert virtual.violations() == [], seed
+
+
+@virtual.alone
+def test_autocast_computes_products_in_the_lower_dtype_and_norms_in_fp32() -> None:
+    x = torch.randn(4, 4, device="virtual", requires_grad=True)
+    with torch.autocast("virtual", dtype=torch.bfloat16):
+        y = x @ x
+        assert (y.dtype, F.layer_norm(y, (4,)).dtype, y.softmax(0).dtype, (y + 1).dtype) == (
+            torch.bfloat16,
+            *(torch.float32,) * 2,
+            torch.bfloat16,
+        )
+        assert F.cross_entropy(y, torch.zeros(4, dtype=torch.long, device="virtual")).dtype == torch.float32
+
+
+def convolved(device: str) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 2, groups=2), nn.GroupNorm(1, 2)]
+    model = nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        images = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3)).to(device)
+        model(images).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [t.detach().cpu() for t in model.state_dict().values()]
+
+
+@virtual.alone
+def test_convolutions_and_buffers_of_norms_have_the_bits_of_the_cpu() -> None:
+    expected = convolved("cpu")
+    for seed in (None, *range(10)):
+        virtual.start(seed)
+        assert_same(convolved("virtual"), expected)
+        assert virtual.violations() == [], seed
+
+
+@virtual.alone
+def test_an_operator_that_no_kernel_runs_is_refused_when_it_is_called() -> None:
+    with pytest.raises(NotImplementedError, match="_thnn_fused_lstm_cell has no kernel for the CPU"):
+        nn.LSTM(4, 4).to("virtual")(torch.ones(3, 2, 4, device="virtual"))
+
+
+@virtual.alone
+def test_a_backward_pass_on_the_cpu_before_the_device_came_does_no_harm() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch, virtual; torch.ones(2, requires_grad=True).sum().backward(); virtual.start(0);"
+         "x = torch.ones(3, device='virtual:1', requires_grad=True); (x * 3).sum().backward(); print(x.grad.tolist())"],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.strip() == "[3.0, 3.0, 3.0]", done.stdout + done.stderr
+
+
+@virtual.alone
+def test_nothing_runs_until_somebody_waits_and_a_steps_only_waits_are_those_asked_for() -> None:
+    trained("virtual", steps=1)
+    torch.accelerator.synchronize()
+    model = Model(0.1).to("virtual")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(2, 8, dtype=torch.long, device="virtual")
+    virtual.reset(1)
+    with virtual.no_synchronization(all_threads=True):
+        loss = model(tokens, tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert virtual.executed() == 0 and virtual.pending() and virtual.synchronizations() == []
+    loss.item()
+    assert virtual.executed() > 0 and [s.name for s in virtual.synchronizations()] == ["aten::_local_scalar_dense"]
+
+
+@virtual.alone
+def test_random_numbers_follow_the_seed_and_the_generator() -> None:
+    torch.manual_seed(3)
+    a = torch.rand(5, device="virtual")
+    state = torch.get_device_module("virtual").get_rng_state()
+    b = torch.rand(5, device="virtual")
+    torch.get_device_module("virtual").set_rng_state(state)
+    assert torch.equal(b, torch.rand(5, device="virtual")) and not torch.equal(a, b)
+    torch.manual_seed(3)
+    assert torch.equal(a, torch.rand(5, device="virtual"))
+    generator = torch.Generator("virtual").manual_seed(7)
+    c = torch.randn(5, device="virtual", generator=generator)
+    assert torch.equal(c, torch.randn(5, device="virtual", generator=torch.Generator("virtual").manual_seed(7)))
+
+
+# ---- torch's view of it
+
+
+@virtual.alone
+def test_torch_takes_it_for_its_accelerator_with_four_devices() -> None:
+    assert str(torch.accelerator.current_accelerator()) == "virtual" and torch.accelerator.device_count() == 4
+    torch.accelerator.set_device_index(2)
+    assert torch.empty(1, device="virtual").device == torch.device("virtual:2")
+    with torch.Stream("virtual:1") as stream:
+        assert torch.accelerator.current_stream(torch.device("virtual:1")) == stream
+        assert torch.empty(1, device="virtual").device == torch.device("virtual:1")
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device="virtual:0") + torch.ones(2, device="virtual:1")
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device="virtual:0") + torch.ones(2)
+    assert (torch.ones(2, device="virtual:0") + torch.tensor(2.0)).tolist() == [3, 3]
+
+
+@virtual.alone
+def test_copies_between_devices_keep_the_order_of_both_streams() -> None:
+    for seed in range(20):
+        virtual.reset(seed)
+        a = torch.arange(6.0, device="virtual:0")
+        b = torch.empty(6, device="virtual:3").fill_(-1)
+        a.mul_(2)
+        b.copy_(a)
+        b.add_(1)
+        a.zero_()
+        assert b.tolist() == [1, 3, 5, 7, 9, 11] and a.sum().item() == 0
+        assert virtual.violations() == []
+
+
+@virtual.alone
+def test_memory_is_counted_and_comes_back() -> None:
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    x = torch.empty(1000, device="virtual")
+    y = torch.empty(1000, device="virtual")
+    assert torch.accelerator.memory_allocated() - before == 2 * 4096
+    del y
+    gc.collect()
+    assert torch.accelerator.memory_allocated() - before == 4096
+    assert torch.accelerator.max_memory_allocated() - before == 2 * 4096
+    x.untyped_storage().resize_(0)
+    assert torch.accelerator.memory_allocated() == before
+    with pytest.raises(RuntimeError, match="resized to 0"):
+        x + 1
+    x.untyped_storage().resize_(4000)
+    assert x.fill_(2).sum().item() == 2000
+
+
+@virtual.alone
+def test_freed_memory_goes_to_the_next_allocation_of_its_stream_and_to_no_other() -> None:
+    x = torch.ones(1000, device="virtual")
+    where = x.data_ptr()
+    del x
+    with torch.Stream("virtual"):
+        assert torch.empty(1000, device="virtual").data_ptr() != where
+    y = torch.empty(1000, device="virtual")
+    assert y.data_ptr() == where
+    assert y.isnan().all().item(), "new memory is poisoned"
+
+
+@virtual.alone
+def test_views_share_memory_and_indices_masks_and_shapes_of_data_work() -> None:
+    for seed in (None, 0, 1):
+        virtual.start(seed)
+        x = torch.arange(12.0, device="virtual").reshape(3, 4)
+        x.t()[1].mul_(10)
+        x[1:, ::2] += 100
+        x.unfold(1, 2, 2)[0, 1, 0] = 7
+        assert x.tolist() == [[0, 10, 7, 3], [104, 50, 106, 7], [108, 90, 110, 11]]
+        assert x[x > 100].tolist() == [104, 106, 108, 110]
+        assert x[torch.tensor([2, 0])].shape == (2, 4)
+        assert torch.nonzero(x > 105).tolist() == [[1, 2], [2, 0], [2, 2]]
+        x[x > 100] = 0.0
+        assert x.max().item() == 90
+        assert torch.view_as_real(torch.ones(2, dtype=torch.complex64, device="virtual") * 1j).tolist() == [[0, 1], [0, 1]]
+        values, order = torch.sort(torch.tensor([3, 1, 2], device="virtual"))
+        assert (values.tolist(), order.tolist()) == ([1, 2, 3], [1, 2, 0])
+        out = torch.empty(0, device="virtual")
+        torch.add(x, 1, out=out)
+        assert out.shape == (3, 4) and torch.equal(out.cpu(), x.cpu() + 1)
+
+
+@virtual.alone
+def test_what_fails_on_the_device_raises_at_the_next_wait_and_names_the_operator_and_the_place() -> None:
+    x = torch.ones(3, device="virtual")
+    x.gather(0, torch.tensor([7], device="virtual"))
+    with pytest.raises(RuntimeError, match=rf"(?s)aten::gather.*{HERE}"):
+        torch.accelerator.synchronize()
+    torch.accelerator.synchronize()
+
+
+# ---- mistakes, each named; and the same program without the mistake
+
+
+def both(program: Callable[[bool], None], *words: str, seeds: int = 10) -> virtual.Violation:
+    """Runs `program(True)`, which is right, and `program(False)`, which lacks a wait, by several seeds. Returns the violation found."""
+    for seed in range(seeds):
+        virtual.reset(seed)
+        program(True)
+        virtual.drain()
+        assert virtual.violations() == [], "\n".join(map(str, virtual.violations()))
+        with virtual.allowing_violations() as found:
+            program(False)
+            virtual.drain()
+        named = assert_named(found, *words)
+    return named
+
+
+@virtual.alone
+def test_a_missing_wait_between_compute_and_copy_is_named_and_seen_in_the_data() -> None:
+    side = torch.Stream("virtual")
+    virtual.name_stream(side, "copies")
+    results: dict[bool, list[float]] = {True: [], False: []}
+
+    def program(right: bool) -> None:
+        x = torch.zeros(8, device="virtual")
+        x.add_(1)
+        if right:
+            side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            y = x * 2
+        if right:
+            torch.accelerator.current_stream().wait_stream(side)
+        side.synchronize()
+        results[right].append(virtual.cpu_alias(y)[0].item())
+        x.record_stream(side)
+
+    named = both(program, "aten::add_ writes on virtual:0 default stream", "aten::mul reads on copies", HERE)
+    assert not named.reused and named.bytes == 32
+    assert set(results[True]) == {2.0} and any(value != 2.0 for value in results[False]), results
+
+
+@virtual.alone
+def test_a_missing_wait_after_a_copy_is_named() -> None:
+    side = torch.Stream("virtual")
+    virtual.name_stream(side, "copies")
+    host = torch.arange(8.0).pin_memory()
+
+    def program(right: bool) -> None:
+        x = torch.empty(8, device="virtual")
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            x.copy_(host, non_blocking=True)
+            done = side.record_event()
+        if right:
+            torch.accelerator.current_stream().wait_event(done)
+        x.add_(1)
+        torch.accelerator.synchronize()
+
+    both(program, "aten::copy_ (host to device) writes on copies", "aten::add_ writes on virtual:0 default stream", HERE)
+
+
+@virtual.alone
+def test_memory_allocated_on_another_stream_needs_a_wait() -> None:
+    side = torch.Stream("virtual")
+    virtual.name_stream(side, "copies")
+
+    def program(right: bool) -> None:
+        torch.ones(8, device="virtual").sum()  # freed: the next allocation gets it while this is still to run
+        x = torch.empty(8, device="virtual")
+        if right:
+            side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            x.zero_()
+        torch.accelerator.synchronize()
+
+    both(program, "allocation allocates on virtual:0 default stream", "aten::zero_ writes on copies")
+
+
+@virtual.alone
+def test_memory_freed_while_another_stream_uses_it_is_named_as_reused() -> None:
+    side = torch.Stream("virtual")
+    virtual.name_stream(side, "copies")
+    host = torch.empty(1000).pin_memory()
+
+    def program(right: bool) -> None:
+        x = torch.ones(1000, device="virtual")
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            host.copy_(x, non_blocking=True)
+        if right:
+            x.record_stream(side)
+        del x
+        torch.zeros(1000, device="virtual")
+        torch.accelerator.synchronize()
+        if right:
+            assert host.sum().item() == 1000
+
+    named = both(program, "aten::copy_ (device to host) reads on copies", "aten::zero_ writes", HERE)
+    assert named.reused
+
+
+@virtual.alone
+def test_memory_may_be_reused_when_the_allocating_stream_waited_for_the_others() -> None:
+    side = torch.Stream("virtual")
+    for seed in range(20):
+        virtual.reset(seed)
+        main = torch.accelerator.current_stream()
+        x = torch.ones(1000, device="virtual")
+        side.wait_stream(main)
+        with side:
+            y = x * 3
+        del x
+        fresh = torch.empty(1000, device="virtual")  # gets the memory; nothing touches it before the wait
+        main.wait_stream(side)
+        fresh.zero_()
+        assert y.sum().item() == 3000 and virtual.violations() == []
+
+
+@virtual.alone
+def test_the_host_may_not_write_pinned_memory_under_a_copy() -> None:
+    host = torch.empty(8).pin_memory()
+    results = set()
+
+    def program(right: bool) -> None:
+        host.fill_(1)
+        x = torch.empty(8, device="virtual")
+        x.copy_(host, non_blocking=True)
+        if right:
+            torch.accelerator.current_stream().synchronize()
+        host.fill_(2)
+        value = x[0].item()
+        assert value == 1 or not right
+        results.add(value)
+
+    both(program, "aten::copy_ (host to device) reads on virtual:0 default stream", "aten::fill_ writes on the host", HERE)
+    assert results == {1.0, 2.0}, "a late copy sees what the host wrote later"
+
+
+@virtual.alone
+def test_the_host_may_not_read_pinned_memory_before_the_copy_is_done() -> None:
+    def program(right: bool) -> None:
+        host = torch.empty(8).pin_memory()
+        host.copy_(torch.ones(8, device="virtual"), non_blocking=True)
+        event = torch.accelerator.current_stream().record_event()
+        if right:
+            event.synchronize()
+        host.sum()
+        torch.accelerator.synchronize()
+
+    both(program, "aten::copy_ (device to host) writes on virtual:0 default stream", "aten::sum reads on the host", HERE)
+
+
+@virtual.alone
+def test_accesses_that_torch_does_not_see_are_told() -> None:
+    host = torch.empty(8).pin_memory()
+
+    def program(right: bool) -> None:
+        host.copy_(torch.ones(8, device="virtual"), non_blocking=True)
+        if right:
+            torch.accelerator.synchronize()
+        virtual.host_access(host, write=False, name="write to a file")
+        torch.accelerator.synchronize()
+
+    both(program, "aten::copy_ (device to host) writes", "write to a file reads on the host", HERE)
+
+
+@virtual.alone
+def test_pinned_memory_that_a_copy_still_uses_is_given_to_nobody() -> None:
+    for seed in range(10):
+        virtual.reset(seed)
+        host = torch.full((1000,), 3.0).pin_memory()
+        x = torch.empty(1000, device="virtual")
+        x.copy_(host, non_blocking=True)
+        where = host.data_ptr()
+        del host
+        other = torch.zeros(1000).pin_memory()
+        assert other.data_ptr() != where
+        assert x.sum().item() == 3000 and virtual.violations() == []
+        del other
+
+
+@virtual.alone
+def test_rows_and_columns_that_do_not_overlap_may_be_used_at_once() -> None:
+    side = torch.Stream("virtual")
+    for seed in range(5):
+        virtual.reset(seed)
+        x = torch.zeros(16, 8, device="virtual")
+        side.wait_stream(torch.accelerator.current_stream())
+        x[:, :4].add_(1)
+        with side:
+            x[:, 4:].add_(2)
+        torch.accelerator.synchronize()
+        assert x.sum().item() == 16 * 4 * 3 and virtual.violations() == []
+    with virtual.allowing_violations() as found:
+        x[:, :4].add_(1)
+        with side:
+            x[:, 3:].add_(2)
+        virtual.drain()
+    assert_named(found, "aten::add_")
+
+
+@virtual.alone
+def test_backward_passes_run_on_the_streams_of_the_forward_pass_without_violations() -> None:
+    side = torch.Stream("virtual")
+    for seed in range(20):
+        virtual.reset(seed)
+        main = torch.accelerator.current_stream()
+        x = torch.ones(64, device="virtual", requires_grad=True)
+        side.wait_stream(main)
+        with side:
+            y = (x * 3).exp()
+        main.wait_stream(side)
+        y.record_stream(main)
+        (y * x).sum().backward()
+        assert torch.equal(x.grad.cpu(), torch.full((64,), 4.0) * torch.tensor(3.0).exp()), seed
+        assert virtual.violations() == [], "\n".join(map(str, virtual.violations()))
+
+
+@virtual.alone
+def test_a_violation_in_a_backward_pass_names_the_node() -> None:
+    side = torch.Stream("virtual")
+    x = torch.ones(64, device="virtual", requires_grad=True)
+    y = (x * 3).sin()
+    with virtual.allowing_violations() as found:
+        y.sum().backward()
+        with side:
+            x.grad.add_(1)
+        virtual.drain()
+    assert_named(found, "MulBackward0", "aten::add_")
+
+
+@virtual.alone
+def test_events_may_say_no_for_a_while_but_get_there() -> None:
+    waited = set()
+    for seed in range(20):
+        virtual.reset(seed)
+        x = torch.zeros(4, device="virtual")
+        for _ in range(3):
+            x.add_(1)
+        event = torch.accelerator.current_stream().record_event()
+        asked = 0
+        while not event.query():
+            asked += 1
+            assert asked < 1000
+        waited.add(asked)
+        assert virtual.cpu_alias(x).tolist() == [3] * 4
+        assert virtual.synchronizations() == []
+    assert len(waited) > 2 and max(waited) > 3, waited
+
+
+@virtual.alone
+def test_the_order_of_independent_streams_depends_on_the_seed_alone() -> None:
+    streams = [torch.Stream("virtual") for _ in range(3)]
+
+    def order(seed: int) -> str:
+        virtual.reset(seed)
+        ran: list[str] = []
+        for number in range(4):
+            for name, stream in zip("abc", streams, strict=True):
+                virtual.enqueue(stream, lambda name=name, number=number: ran.append(f"{name}{number}"))
+        streams[0].synchronize()
+        virtual.drain()
+        assert all([x for x in ran if x[0] == name] == [f"{name}{i}" for i in range(4)] for name in "abc"), "a stream is in order"
+        return " ".join(ran)
+
+    orders = [order(seed) for seed in range(30)]
+    assert orders == [order(seed) for seed in range(30)] and len(set(orders)) > 8, set(orders)
+
+
+# ---- host synchronizations
+
+
+SYNCHRONIZATIONS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
+    "item": ("_local_scalar_dense", lambda x: x.sum().item()),
+    "truth value": ("_local_scalar_dense", lambda x: bool(x[0] > 0)),
+    "nonzero": ("nonzero", lambda x: torch.nonzero(x)),
+    "mask": ("index", lambda x: x[x > 0]),
+    "indices": ("indices in host memory", lambda x: x[torch.tensor([0, 1])]),
+    "equal": ("equal", lambda x: torch.equal(x, x)),
+    "cpu()": ("device to host, pageable", lambda x: x.cpu()),
+    "to pageable, non_blocking": ("device to host, pageable", lambda x: torch.empty(4).copy_(x, non_blocking=True)),
+    "to pinned": ("device to host, blocking", lambda x: torch.empty(4, pin_memory=True).copy_(x)),
+    "from pageable": ("host to device, pageable", lambda x: torch.ones(4).to("virtual", non_blocking=True)),
+    "tensor()": ("host to device, pageable", lambda x: torch.tensor([1.0], device="virtual")),
+    "from pinned": ("host to device, blocking", lambda x: x.copy_(torch.ones(4).pin_memory())),
+    "stream": ("stream.synchronize", lambda x: torch.accelerator.current_stream().synchronize()),
+    "event": ("event.synchronize", lambda x: torch.accelerator.current_stream().record_event().synchronize()),
+    "device": ("device.synchronize", lambda x: torch.accelerator.synchronize()),
+    "empty_cache": ("empty_cache", lambda x: torch.accelerator.empty_cache()),
+}
+
+
+@virtual.alone
+@pytest.mark.parametrize("kind", SYNCHRONIZATIONS)
+def test_host_synchronizations_are_counted_and_refused(kind: str) -> None:
+    name, act = SYNCHRONIZATIONS[kind]
+    x = torch.ones(4, device="virtual")
+    virtual.reset(0)
+    act(x)
+    assert [name in str(s) and HERE in str(s) for s in virtual.synchronizations()] == [True], list(map(str, virtual.synchronizations()))
+    with virtual.no_synchronization(), pytest.raises(RuntimeError, match=rf"(?s)none is allowed.*{name}.*{HERE}"):
+        act(x)
+    act(x)
+
+
+@virtual.alone
+def test_pinned_copies_that_do_not_block_are_no_synchronization() -> None:
+    x = torch.ones(4, device="virtual")
+    host = torch.empty(4, pin_memory=True)
+    half = torch.empty(4, dtype=torch.bfloat16, pin_memory=True)
+    virtual.drain()
+    with virtual.no_synchronization():
+        host.copy_(x, non_blocking=True)
+        half.copy_(x, non_blocking=True)  # converted on the device
+        x.copy_(half, non_blocking=True)
+        x.copy_(host, non_blocking=True)
+    virtual.drain()
+    assert half.tolist() == [1, 1, 1, 1]
+
+
+@virtual.alone
+def test_a_synchronization_in_a_backward_pass_is_refused_and_names_the_node() -> None:
+    class Peek(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return gradient * gradient.sum().item()
+
+    x = torch.ones(4, device="virtual", requires_grad=True)
+    with virtual.no_synchronization(), pytest.raises(RuntimeError, match=r"none is allowed.*PeekBackward"):
+        Peek.apply(x).sum().backward()
+    raised: list[Exception] = []
+
+    def other(all_threads: bool) -> None:
+        try:
+            x.sum().item()
+        except RuntimeError as error:
+            raised.append(error)
+
+    for all_threads in (False, True):
+        with virtual.no_synchronization(all_threads=all_threads):
+            thread = threading.Thread(target=other, args=(all_threads,))
+            thread.start()
+            thread.join()
+    assert len(raised) == 1, "only with all_threads"
+
+
+# ---- functions on streams, threads, processes
+
+
+@virtual.alone
+def test_a_function_on_a_stream_runs_when_it_is_ready_while_other_work_goes_on() -> None:
+    side = torch.Stream("virtual")
+    for seed in range(10):
+        virtual.reset(seed)
+        main = torch.accelerator.current_stream()
+        a, b = torch.full((4,), 2.0, device="virtual"), torch.empty(4, device="virtual")
+        log: list[str] = []
+
+        def ready(log: list[str] = log) -> bool:
+            return "other" in log
+
+        def add_ten(into: torch.Tensor, log: list[str] = log) -> None:
+            log.append("ready one")
+            into.add_(10)
+
+        side.wait_stream(main)
+        virtual.enqueue(side, lambda x, into: into.copy_(x), reads=[a], writes=[b])
+        virtual.enqueue(side, add_ten, reads=[b][:0], writes=[b], ready=ready, name="add ten")
+        virtual.enqueue(main, lambda log=log: log.append("other"))
+        side.synchronize()
+        assert log == ["other", "ready one"]
+        main.wait_stream(side)
+        assert b.tolist() == [12] * 4 and virtual.violations() == []
+
+
+@virtual.alone
+def test_a_function_on_a_stream_is_checked_and_its_error_is_told() -> None:
+    side = torch.Stream("virtual")
+    x = torch.zeros(4, device="virtual")
+    with virtual.allowing_violations() as found:
+        virtual.enqueue(side, lambda t: t.fill_(1), writes=[x], name="all_gather")
+        x.add_(1)
+        virtual.drain()
+    assert_named(found, "all_gather writes", "aten::add_ writes", HERE)
+
+    def broken() -> None:
+        raise ValueError("no such rank")
+
+    virtual.enqueue(None, broken, name="reduce")
+    with pytest.raises(RuntimeError, match="reduce") as raised:
+        virtual.drain()
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+@virtual.alone
+def test_work_that_waits_for_others_goes_on_while_the_host_does_not_wait() -> None:
+    ran = threading.Event()
+    x = torch.ones(4, device="virtual")
+    x.add_(1)
+    virtual.enqueue(None, lambda t: ran.set(), writes=[x], ready=lambda: True)
+    assert ran.wait(20), "a collective ends although this host is busy elsewhere"
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stream: torch.Stream) -> None:
+    """A stand-in for NCCL's: starts when the stream gets there, ends when every rank's stream has got there."""
+    started: list[dist.Work] = []
+    memory, sent = virtual.cpu_alias(tensor), torch.empty(tensor.shape)
+
+    def ready() -> bool:
+        if not started:
+            sent.copy_(memory)
+            work = dist.all_reduce(sent, group=group, async_op=True)
+            assert work is not None
+            started.append(work)
+        return started[0].is_completed()
+
+    virtual.enqueue(stream, lambda _, into: into.copy_(sent), reads=[tensor], writes=[tensor], ready=ready, name="all_reduce")
+
+
+def _sums_of_two_groups(seeds: int) -> list[float]:
+    groups = [dist.group.WORLD, dist.new_group()]
+    virtual.start(0)
+    sums = []
+    for seed in range(seeds):
+        virtual.reset(seed * 2 + dist.get_rank())  # every rank in an order of its own
+        main = torch.accelerator.current_stream()
+        streams = [torch.Stream("virtual") for _ in groups]
+        tensors = []
+        for step in range(3):
+            for group, stream in zip(groups, streams, strict=True):
+                x = torch.full((16,), float(step + dist.get_rank()), device="virtual")
+                stream.wait_stream(main)
+                all_reduce(x, group, stream)
+                tensors.append((x, stream.record_event()))
+        if seed % 2:  # no rank waits for its device, but for the others: the device goes on by itself
+            dist.barrier()
+        for _, event in reversed(tensors):
+            main.wait_event(event)
+        sums.append(torch.stack([x for x, _ in tensors]).sum().item())
+        dist.barrier()
+        assert virtual.violations() == [], "\n".join(map(str, virtual.violations()))
+    return sums
+
+
+@pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
+def test_collectives_of_several_ranks_in_any_order_neither_hang_nor_mix() -> None:
+    expected = 2.0 * 16 * sum(step * 2 + 1 for step in range(3))
+    assert ranks.run_ranks(2, _sums_of_two_groups, 10) == [[expected] * 10] * 2
+
+
+@virtual.alone
+def test_events_measure_time_and_say_when_they_cannot() -> None:
+    first, last = torch.Event("virtual", enable_timing=True), torch.Event("virtual", enable_timing=True)
+    first.record()
+    virtual.enqueue(None, lambda: time.sleep(0.02))
+    last.record()
+    with pytest.raises(RuntimeError, match="must be completed"):
+        first.elapsed_time(last)
+    last.synchronize()
+    assert first.elapsed_time(last) >= 20
+
+
+@virtual.alone
+def test_a_wait_for_what_never_comes_raises_and_says_what_waits() -> None:
+    virtual.start(0, timeout=1)
+    done = [False]
+    virtual.enqueue(None, lambda: None, ready=lambda: done[0], name="all_reduce")
+    with pytest.raises(RuntimeError, match=r"(?s)nothing ran for 1 seconds.*all_reduce \(when it is ready\)"):
+        torch.accelerator.synchronize()
+    done[0] = True
+    virtual.drain()
+
+
+@virtual.alone
+def test_several_threads_enqueue_and_wait() -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            torch.accelerator.set_device_index(number % 4)
+            with torch.Stream(f"virtual:{number % 4}") as stream:
+                for i in range(30):
+                    x = torch.full((64,), float(i), device="virtual")
+                    (x.requires_grad_() * 2).sum().backward()
+                    assert x.grad.sum().item() == 128
+                    stream.synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+@virtual.alone
+def test_a_process_ends_with_work_to_do_and_compiles_once() -> None:
+    code = "import torch, virtual; virtual.start(1); x = torch.ones(4, device='virtual') + 1; virtual.enqueue(None, print, reads=[x])"
+    started = time.monotonic()
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(3)
+    ]
+    said = [p.communicate(timeout=200)[0] for p in running]
+    assert all(p.returncode == 0 for p in running) and said == ["tensor([2., 2., 2., 2.])\n"] * 3, said
+    assert time.monotonic() - started < 150
+
+
+def test_without_a_compiler_the_tests_are_skipped_with_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(virtual, "_failure", None)
+    monkeypatch.setattr(virtual, "_library", None)
+    monkeypatch.setattr(virtual, "BUILD", tmp_path)
+    monkeypatch.setattr(virtual, "_compiler", lambda: None)
+    if sys.platform == "linux" and torch.accelerator.current_accelerator() is None:
+        assert not virtual.available() and "needs a C++ compiler" in virtual.why_not()
+        with pytest.raises(RuntimeError, match="C\\+\\+ compiler"):
+            virtual.start()
