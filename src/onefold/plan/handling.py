@@ -44,8 +44,9 @@ def _passed_on(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
         if hop.level == "across" and recipe.gradients.over == GROUP:
             times = 1
         wide = d.sums != d.wire and (at > 0 or (recipe.reduce_at == "boundary" and micro_batches > 1))
-        if wide:  # parts for others are cast from the dtype of sums to that of the wire, the own one stays
-            total += times * (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
+        if wide:  # parts for others are cast from the dtype of sums to that of the wire; the own one stays, and weighs more
+            others = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
+            total += times * (others + hop.own * (d.sums.itemsize - d.wire.itemsize))
     total += (times - 1) * flat.own * 3 * d.master.itemsize  # added to what earlier micro-batches left
     landed = d.wire if flat.whole_master or flat.spread else d.sums
     if landed != d.master:
