@@ -65,6 +65,11 @@ def test_a_simulation_runs_groups_and_refuses_codecs() -> None:
     small = ("--params", "1e6", "--gpus", "4", "--per-node", "2", "--seq", "16", "--stage", "3", "--precision", "fp32", "--json")
     groups = command(*small, "--second-copy", "--simulate")
     assert groups.exit_code == 0 and json.loads(groups.stdout)["simulation"]["exact"] is True, groups.output
+    by_itself = json.loads(command(*small, "--simulate").stdout)
+    sent = by_itself["simulation"]["account"]["wire"], by_itself["recommended"]["account"]["wire"]
+    assert by_itself["simulation"]["exact"] is True and sent[0] == sent[1]  # over the two nodes that are planned
+    native = json.loads(command(*small, "--reduce", "native", "--simulate").stdout)
+    assert native["simulation"]["exact"] is True and native["recipe"]["reduce"] == "native" == native["sums"]["asked"]
     codecs = command(*small, "--reduce-codec", "int4", "--simulate")
     assert codecs.exit_code == 2 and "nothing is encoded in it" in json.loads(codecs.stdout)["message"]
 

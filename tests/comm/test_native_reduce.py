@@ -22,6 +22,7 @@ RECIPES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     **{f"stage {stage}": (Run(kind="fused adamw", max_norm=0.5, steps=3), stage, {}) for stage in STAGES},
     **{f"stage {stage}, accumulating": (Run(kind="sgd", micro_batches=2, steps=2), stage, {}) for stage in STAGES},
     "HSDP": (Run(kind="sgd", micro_batches=2, steps=2), 3, {"shard_group": 2}),
+    "stage 0 in groups": (Run(max_norm=0.5, steps=3), 0, {"group": 2}),
     "stage 1 in groups": (Run(max_norm=0.5, steps=3), 1, {"group": 2}),
     "frozen": (Frozen(steps=2), 3, {}),
     "offloaded": (Run(steps=2), 2, {"offload_optimizer": "cpu"}),
