@@ -242,7 +242,9 @@ class EMA:
             home.write_part(share.kind, a, value)
 
     @staticmethod
-    def _read(share: _Share | None, masters: torch.Tensor | None, entry: Entry, dtype: torch.dtype, x: int, y: int) -> torch.Tensor:
+    def _read(
+        share: _Share | None, masters: torch.Tensor | None, entry: Entry, dtype: torch.dtype, x: int, y: int
+    ) -> torch.Tensor:
         """Elements [x, y) of `entry`: of the average, which has them in this rank's interval, or of the masters."""
         flat = entry.flat
         if share is None and masters is not None:

@@ -1,7 +1,7 @@
 """Everything of a run that a checkpoint holds, as this rank has it, and what the first rank makes of all ranks' reports.
 
-every rank   parts ─► planned tensors ─► its file ─► report: (item, dtype, shape, start, stop, crc) of each piece
-first rank   reports ─► records ─► manifest;  values ─► state.json
+    every rank   parts ─► planned tensors ─► its file ─► report: (item, dtype, shape, start, stop, crc) of each piece
+    first rank   reports ─► records ─► manifest;  values ─► state.json
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def _collect_first(out: Parts, own: _Own, engine: Engine, module: nn.Module, sch
     for name, buffer in buffers.items():
         own.add(Item("buffer", name), buffer)
     if odd:
-        out.values["extra_state"] = {name: encode(value, f"the extra state {name!r} of the model", own.keep) for name, value in odd.items()}
+        out.values["extra_state"] = {
+            name: encode(value, f"the extra state {name!r} of the model", own.keep) for name, value in odd.items()
+        }
     for name, thing in (("scheduler", scheduler), ("scaler", scaler)):
         if thing is not None:
             out.values[name] = encode(state_of(thing, name), name)

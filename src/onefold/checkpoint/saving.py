@@ -1,10 +1,10 @@
 """Saving: every rank writes what it owns, the first one makes the whole of it.
 
-all     collect parts ─► [copy to the host]                     the training stands still (an asynchronous save: only here)
-first   make the hidden folder
-all     write rank-0000R.safetensors, flush ─► report
-first   state.json, HF's files, manifest, flush, look at every file, rename          whole, or absent
-all     hear whether it worked
+    all     collect parts ─► [copy to the host]                     the training stands still (an asynchronous save: only here)
+    first   make the hidden folder
+    all     write rank-0000R.safetensors, flush ─► report
+    first   state.json, HF's files, manifest, flush, look at every file, rename          whole, or absent
+    all     hear whether it worked
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
 
 
 def _texts(model: nn.Module, config: Any, tokenizer: Any, together: Together) -> Mapping[str, Any]:

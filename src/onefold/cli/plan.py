@@ -42,7 +42,9 @@ def plan_command(
     here: Annotated[
         bool, typer.Option("--here", help="This machine, as onefold doctor --calibrate measured it.", rich_help_panel=_MACHINE)
     ] = False,
-    ranks: Annotated[int, typer.Option("--ranks", help="With --here: ranks (0: as many as were measured).", rich_help_panel=_MACHINE)] = 0,
+    ranks: Annotated[
+        int, typer.Option("--ranks", help="With --here: ranks (0: as many as were measured).", rich_help_panel=_MACHINE)
+    ] = 0,
     host_memory: Annotated[
         str | None, typer.Option("--host-memory", help="Memory of one node's host: 64GB.", show_default=False, rich_help_panel=_MACHINE)
     ] = None,

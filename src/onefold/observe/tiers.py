@@ -1,9 +1,9 @@
 """What lies off the device, and on which tier an optimizer's states are.
 
-tier     held by the engine    an optimizer's states
-device   engine.memory         of parameters that rest on the device
-host     engine.beyond.host    of parameters that are stepped on the host
-nvme     engine.beyond.disk    entered there by the engine; `optimizer.state` has only places on the meta device
+    tier     held by the engine    an optimizer's states
+    device   engine.memory         of parameters that rest on the device
+    host     engine.beyond.host    of parameters that are stepped on the host
+    nvme     engine.beyond.disk    entered there by the engine; `optimizer.state` has only places on the meta device
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """States of optimizers, whole on every rank and cut again: what `onefold.unsharded` does with them.
 
-sharded         every rank: its interval of each element-wise state, scalars as they are
-gather(...)     every rank: whole states in the parameter's shape, in `optimizer.state`
-cut(...)        every rank: its interval of what still fits its parameter
+    sharded         every rank: its interval of each element-wise state, scalars as they are
+    gather(...)     every rank: whole states in the parameter's shape, in `optimizer.state`
+    cut(...)        every rank: its interval of what still fits its parameter
 """
 
 from __future__ import annotations

@@ -581,7 +581,9 @@ def _plain(value: Any) -> Any:
     return value.dequantize() if isinstance(value, torch.Tensor) and type(value).__module__.startswith("torchao.") else value
 
 
-def _take(optimizer: Optimizer, outline: _Outline, given: Mapping[str, Any], wholes: Mapping[str, Any], scattered: bool) -> dict[str, Any]:
+def _take(
+    optimizer: Optimizer, outline: _Outline, given: Mapping[str, Any], wholes: Mapping[str, Any], scattered: bool
+) -> dict[str, Any]:
     """This rank's part as torch is to load it; states with elements are made here, and set behind torch's own load (`_after_load`)."""
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     state = given["state"]
@@ -685,7 +687,9 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
         new = {key: values}
         if how is not None and format is not None and format.packed:
             values = values.to(device, torch.float32)
-            new = {name: torch.zeros(-(-(y - x) // grain_of(name)), dtype=kind, device=values.device) for name, kind in dtypes.items()}
+            new = {
+                name: torch.zeros(-(-(y - x) // grain_of(name)), dtype=kind, device=values.device) for name, kind in dtypes.items()
+            }
             piece = moments.Piece(entry, entry.part.first + x, values, values, new, {}, False)
             moments.pack(replace(how, seed=None), piece, key, values, torch.zeros(()), again=True)
         for name, value in new.items():

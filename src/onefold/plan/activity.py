@@ -1,8 +1,8 @@
 """What a micro-batch keeps and computes, in slots that line up with the engine's: from a trace, or from dimensions.
 
-slot      forward 0   forward 1   ...   backward 1   backward 0
-engine    ▒▒          ▒▒                ▒▒▒▒         ▒▒▒▒            plan/replay.py
-activity  ░           ░░          ░░░   ░░░          ░               here
+    slot      forward 0   forward 1   ...   backward 1   backward 0
+    engine    ▒▒          ▒▒                ▒▒▒▒         ▒▒▒▒            plan/replay.py
+    activity  ░           ░░          ░░░   ░░░          ░               here
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`onefold.plan`: will it fit, how fast will it go, which stage is needed.
 
-model    a module, a folder or config.json, `module:factory`, a public architecture's name, or a number of parameters
-machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate` measured it
-job      sequence, micro-batch, global batch, precision, checkpointing, optimizer, LoRA, offload
-         └──► Plan: every stage side by side, the recommendation, what the next steps would buy
+    model    a module, a folder or config.json, `module:factory`, a public architecture's name, or a number of parameters
+    machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate` measured it
+    job      sequence, micro-batch, global batch, precision, checkpointing, optimizer, LoRA, offload
+             └──► Plan: every stage side by side, the recommendation, what the next steps would buy
 """
 
 from __future__ import annotations

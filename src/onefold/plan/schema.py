@@ -147,4 +147,6 @@ def compare(predicted: Account, measured: Account) -> list[Line]:
     left = {name: (unit, value) for name, unit, value in predicted.lines()}
     right = {name: (unit, value) for name, unit, value in measured.lines()}
     names = [*left, *(n for n in right if n not in left)]
-    return [Line(n, (left.get(n) or right[n])[0], left[n][1] if n in left else None, right[n][1] if n in right else None) for n in names]
+    return [
+        Line(n, (left.get(n) or right[n])[0], left[n][1] if n in left else None, right[n][1] if n in right else None) for n in names
+    ]

@@ -1,7 +1,7 @@
 """The activities of a model with more or fewer of its blocks, from those of the model itself.
 
-traced      ▁ ▂ ▃ ▄ █ ▄ ▃ ▂ ▁        a block more is a step more on both sides, and everything
-two more    ▁ ▂ ▃ ▄ ▅ ▆ █ ▆ ▅ ▄ ▃ ▂ ▁    between the last block's two passes lies higher by it
+    traced      ▁ ▂ ▃ ▄ █ ▄ ▃ ▂ ▁        a block more is a step more on both sides, and everything
+    two more    ▁ ▂ ▃ ▄ ▅ ▆ █ ▆ ▅ ▄ ▃ ▂ ▁    between the last block's two passes lies higher by it
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a plan is asked about: a model in any of the forms in which one can be named, as its shape and its activations.
 
-7.5e9              ──► equal blocks                    activations from dimensions
-"llama-3-70b"      ──► the table's shapes              activations from its dimensions
-folder, module:f   ──► its own code on meta ─┐
-nn.Module          ──────────────────────────┴──►      activations traced
+    7.5e9              ──► equal blocks                    activations from dimensions
+    "llama-3-70b"      ──► the table's shapes              activations from its dimensions
+    folder, module:f   ──► its own code on meta ─┐
+    nn.Module          ──────────────────────────┴──►      activations traced
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ _WRITTEN = _words(
     """
     copy_ fill_ zero_ masked_fill_ apply_
     """
-) | {name + "_" for name in _ELEMENTWISE if name not in ("to", "type", "detach", "contiguous", "clone")}
+) | {
+    name + "_" for name in _ELEMENTWISE if name not in ("to", "type", "detach", "contiguous", "clone")
+}
 _DRAWN = _words(
     """
     normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_ bernoulli_

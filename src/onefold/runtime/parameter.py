@@ -510,14 +510,10 @@ _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # What belongs to the optimizer's object.
 _OWN = frozenset(("grad", "grad__set__", "_version", "requires_grad__set__", "requires_grad_", "__hash__", "data__set__", "_grad"))
 # What may be done to a parameter that has no memory.
-_OF_HOLLOW = (
-    _OWN
-    | _HOOKS
-    | _words(
-        """
+_OF_HOLLOW = _OWN | _HOOKS | _words(
+    """
     shape dtype device ndim is_leaf requires_grad layout is_cuda is_cpu is_meta itemsize nbytes size dim numel nelement
     is_floating_point is_complex element_size stride __len__ is_contiguous data detach grad_fn is_sparse is_quantized is_nested
     untyped_storage storage_offset get_device as_subclass retain_grad names is_signed ndimension is_xpu is_mps is_mtia retains_grad
     """
-    )
 )

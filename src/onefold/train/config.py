@@ -118,7 +118,9 @@ class TrainConfig(BaseModel):
     step_in_backward: bool = Field(False, description="Step offloaded units behind the backward pass; needs --clip 0.")
 
     # batches and length of the run
-    micro_batch: int | Literal["auto"] = Field(2, description="Sequences a rank computes at once, or auto for the most that fit.")
+    micro_batch: int | Literal["auto"] = Field(
+        2, description="Sequences a rank computes at once, or auto for the most that fit."
+    )
     global_batch: int | None = Field(
         None,
         ge=1,

@@ -1,9 +1,9 @@
 """What `--data` names, as documents: text, or conversations. Needs no torch, so that what cannot be read is told before anything is loaded.
 
-topics                        Python's reference text
-a folder                      its text files, a document each
-a file of JSON lines          `text` or `messages` of each line
-any other file                one document
+    topics                        Python's reference text
+    a folder                      its text files, a document each
+    a file of JSON lines          `text` or `messages` of each line
+    any other file                one document
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """When a run's checkpoints are written, in time before it is ended, and the way back to one.
 
-every --save-every steps, behind the training         ─► OUTPUT/checkpoints/step-00000100, the last --keep of them
-SIGTERM, SIGUSR1, --save-before; Ctrl-C; the last step ─► the same, waited for
+    every --save-every steps, behind the training         ─► OUTPUT/checkpoints/step-00000100, the last --keep of them
+    SIGTERM, SIGUSR1, --save-before; Ctrl-C; the last step ─► the same, waited for
 """
 
 from __future__ import annotations

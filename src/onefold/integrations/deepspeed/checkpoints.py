@@ -95,7 +95,9 @@ def load(
         )
     if not (found.has_scaler and scaler is not None and scaler.dynamic):
         scaler = None  # a scale of a run in another precision says nothing about this one, and a fixed scale is the configuration's
-    onefold.load(found.folder, model=engine.module, optimizer=optimizer, scheduler=schedule, scaler=scaler, strict=strict)
+    onefold.load(
+        found.folder, model=engine.module, optimizer=optimizer, scheduler=schedule, scaler=scaler, strict=strict
+    )
     if "counts" in parts:
         engine.resume_at(**found.counts)
     return str(found.folder), found.client_state
@@ -113,7 +115,9 @@ def _find(root: Path, tag: str | None) -> Found | None:
             tag = newest.name
     folder = root / str(tag)
     if not folder.is_dir():
-        raise CheckpointError(f"{root} has no checkpoint {tag!r}: give the name of a folder in it, or no tag to take the latest.")
+        raise CheckpointError(
+            f"{root} has no checkpoint {tag!r}: give the name of a folder in it, or no tag to take the latest."
+        )
     return _from_deepspeed(folder) if is_deepspeed(folder) else _own(folder)
 
 

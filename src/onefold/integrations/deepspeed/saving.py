@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import onefold
 
 
-def save_whole(module: nn.Module, path: Path, dtype: torch.dtype | None, without_frozen: bool, rank: int, world_size: int) -> None:
+def save_whole(
+    module: nn.Module, path: Path, dtype: torch.dtype | None, without_frozen: bool, rank: int, world_size: int
+) -> None:
     """Gather the model on rank 0 and write it there, floating-point parameters as `dtype` (None: as they compute). Every rank must call it.
 
     Raises:

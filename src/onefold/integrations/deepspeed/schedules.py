@@ -49,7 +49,9 @@ class Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to the one given, and set the rates."""
-        self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -88,7 +90,9 @@ def _per_group(optimizer: torch.optim.Optimizer, name: str, value: float | Seque
     if not isinstance(value, Sequence):
         return [value] * groups
     if len(value) != groups:
-        raise ValueError(f"scheduler.params.{name} has {len(value)} values for {groups} parameter groups: write one each.")
+        raise ValueError(
+            f"scheduler.params.{name} has {len(value)} values for {groups} parameter groups: write one each."
+        )
     return list(value)
 
 

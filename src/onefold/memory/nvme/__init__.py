@@ -1,12 +1,12 @@
 """The NVMe tier: what rests on disk, in regions that are read and written directly, with a bounded amount of host memory.
 
-store       Nvme: one a process. Regions, buffers, counters, the end of it all
-region      Region: elements on disk, striped; the contract of alignment; what overlaps waits
-io          Transfer; the threads; short transfers, faults
-datafile    one file past the page cache
-files       the folder: its lock, its end, and what the dead have left
-buffer      memory that the disk works on directly
-preflight   what a disk gives, and whether a run will fit
+    store       Nvme: one a process. Regions, buffers, counters, the end of it all
+    region      Region: elements on disk, striped; the contract of alignment; what overlaps waits
+    io          Transfer; the threads; short transfers, faults
+    datafile    one file past the page cache
+    files       the folder: its lock, its end, and what the dead have left
+    buffer      memory that the disk works on directly
+    preflight   what a disk gives, and whether a run will fit
 """
 
 from onefold.memory.nvme.buffer import PAGE, page_buffer

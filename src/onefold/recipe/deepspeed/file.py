@@ -31,7 +31,9 @@ def loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
     except json.JSONDecodeError as error:
         raise ValueError(f"{source} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}.") from None
     if not isinstance(tree, dict):
-        raise ValueError(f'{source} holds a {type(tree).__name__}: expected an object, such as {{"bf16": {{"enabled": true}}}}.')
+        raise ValueError(
+            f'{source} holds a {type(tree).__name__}: expected an object, such as {{"bf16": {{"enabled": true}}}}.'
+        )
     return tree
 
 
@@ -58,7 +60,11 @@ def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str):
             raise ValueError(f"the configuration has the key {name!r}: expected texts as keys.")
         if "." not in name:
-            nested[name] = {**value, **nested.get(name, {})} if isinstance(value, Mapping) and isinstance(nested.get(name), dict) else value
+            nested[name] = (
+                {**value, **nested.get(name, {})}
+                if isinstance(value, Mapping) and isinstance(nested.get(name), dict)
+                else value
+            )
     for name, value in tree.items():
         if "." in name:
             *outer, last = name.split(".")
@@ -66,7 +72,9 @@ def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
             for part in outer:
                 inner = place.get(part, {})
                 if not isinstance(inner, Mapping):
-                    raise ValueError(f"{name}={value!r}: {part!r} is {inner!r} elsewhere, not an object that could hold {last!r}.")
+                    raise ValueError(
+                        f"{name}={value!r}: {part!r} is {inner!r} elsewhere, not an object that could hold {last!r}."
+                    )
                 place[part] = dict(inner)
                 place = place[part]
             if last in place and place[last] != value:

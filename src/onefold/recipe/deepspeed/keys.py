@@ -53,7 +53,9 @@ Section = Mapping[str, Key]
 
 # -- reasons, shared so that the list at the start groups the keys that have the same one ------------------------------
 
-_FLAT = "parameters and gradients of a unit always live in one flat buffer, which the collectives read and write directly"
+_FLAT = (
+    "parameters and gradients of a unit always live in one flat buffer, which the collectives read and write directly"
+)
 _BLOCK = "the unit of every gather and reduction is a block of the model, never a bucket of a size in elements"
 _TRACE = "nothing is recorded or reused by distance: a gathered block lives for its own forward and backward"
 _SAVE = "save_16bit_model always gathers"
@@ -134,7 +136,9 @@ ZERO: Section = {
 
 # DeepSpeed takes these without their prefix as well.
 ZERO_ALIASES: Mapping[str, str] = {
-    name.removeprefix("stage3_"): name for name in ZERO if name.startswith("stage3_") and name != "stage3_gather_fp16_weights_on_model_save"
+    name.removeprefix("stage3_"): name
+    for name in ZERO
+    if name.startswith("stage3_") and name != "stage3_gather_fp16_weights_on_model_save"
 }
 
 _OFFLOAD: Section = {

@@ -103,7 +103,9 @@ class DeepSpeedConfig:
         by_reason: dict[str, list[str]] = {}
         for path, reason in self.without_effect:
             by_reason.setdefault(reason, []).append(path)
-        lines = [f"accepted, without effect: {', '.join(paths)} (because {reason})" for reason, paths in by_reason.items()]
+        lines = [
+            f"accepted, without effect: {', '.join(paths)} (because {reason})" for reason, paths in by_reason.items()
+        ]
         if self.unknown:
             lines.append(f"unknown, without effect: {', '.join(self.unknown)}")
         if self.left_auto:
@@ -142,7 +144,9 @@ class DeepSpeedConfig:
         )
 
 
-def read_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str], world_size: int | None = None) -> DeepSpeedConfig:
+def read_deepspeed(
+    config: Mapping[str, Any] | str | os.PathLike[str], world_size: int | None = None
+) -> DeepSpeedConfig:
     """Read a DeepSpeed configuration.
 
     Args:
@@ -157,11 +161,22 @@ def read_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str], world_siz
     read = Reading()
     tree = nested(loaded(config))
     top = read.section("", tree, TOP, TOP_ALIASES)
-    zero = read.section("zero_optimization", top.get("zero_optimization", {}), SECTIONS["zero_optimization"], ZERO_ALIASES)
-    parts = {name: read.section(name, top[name], SECTIONS[name], {}) if name in top else {} for name in ("fp16", "bf16", "data_types")}
-    optimizer = read_optimizer(read.section("optimizer", top["optimizer"], SECTIONS["optimizer"], {}), read) if "optimizer" in top else None
+    zero = read.section(
+        "zero_optimization", top.get("zero_optimization", {}), SECTIONS["zero_optimization"], ZERO_ALIASES
+    )
+    parts = {
+        name: read.section(name, top[name], SECTIONS[name], {}) if name in top else {}
+        for name in ("fp16", "bf16", "data_types")
+    }
+    optimizer = (
+        read_optimizer(read.section("optimizer", top["optimizer"], SECTIONS["optimizer"], {}), read)
+        if "optimizer" in top
+        else None
+    )
     scheduler, auto = (
-        read_scheduler(read.section("scheduler", top["scheduler"], SECTIONS["scheduler"], {})) if "scheduler" in top else (None, [])
+        read_scheduler(read.section("scheduler", top["scheduler"], SECTIONS["scheduler"], {}))
+        if "scheduler" in top
+        else (None, [])
     )
     read.left_auto += auto
     _refuse_what_cannot_be(top)
@@ -177,7 +192,9 @@ def read_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str], world_siz
     arguments = _recipe_arguments(top, zero, parts) | read_tiers(read, zero, top.get("aio", {}))
     arguments |= read_groups(read, zero, arguments, world_size)
     if "gradient_clipping" not in top:
-        read.remarks.append("gradient_clipping is not set: no clipping (DeepSpeed 0.19.8 would clip to norm 1.0); write it to choose")
+        read.remarks.append(
+            "gradient_clipping is not set: no clipping (DeepSpeed 0.19.8 would clip to norm 1.0); write it to choose"
+        )
     fp16, bf16 = parts["fp16"], parts["bf16"]
     steps = top.get("steps_per_print")
     return DeepSpeedConfig(
@@ -204,7 +221,9 @@ def read_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str], world_siz
     )
 
 
-def resolve_batch_sizes(train: int | None, micro: int | None, accumulation: int | None, world_size: int | None) -> BatchSizes:
+def resolve_batch_sizes(
+    train: int | None, micro: int | None, accumulation: int | None, world_size: int | None
+) -> BatchSizes:
     """Fill in what the rule train = micro x accumulation x world size determines.
 
     With only `train` or only `micro` given, accumulation is 1, as in DeepSpeed. Without a world size no more is.
@@ -218,7 +237,9 @@ def resolve_batch_sizes(train: int | None, micro: int | None, accumulation: int 
     if train is not None and micro is not None and accumulation is None:
         accumulation, rest = divmod(train, micro * world_size)
         if rest or not accumulation:
-            raise ValueError(f"train_batch_size={train} does not divide into micro-batches of {micro}: {rule}; change one.")
+            raise ValueError(
+                f"train_batch_size={train} does not divide into micro-batches of {micro}: {rule}; change one."
+            )
     accumulation = accumulation or 1
     if micro is None:
         assert train is not None
@@ -230,7 +251,8 @@ def resolve_batch_sizes(train: int | None, micro: int | None, accumulation: int 
     if train != micro * accumulation * world_size:
         fitting = micro * accumulation * world_size
         raise ValueError(
-            f"train_batch_size={train}, but {micro} x {accumulation} x {world_size} = {fitting}: {rule}; leave one of the three out."
+            f"train_batch_size={train}, but {micro} x {accumulation} x {world_size} = {fitting}: {rule}; "
+            "leave one of the three out."
         )
     return BatchSizes(train, micro, accumulation)
 
@@ -238,10 +260,14 @@ def resolve_batch_sizes(train: int | None, micro: int | None, accumulation: int 
 # -- the pieces --------------------------------------------------------------------------------------------------------
 
 
-def _recipe_arguments(top: Mapping[str, Any], zero: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _recipe_arguments(
+    top: Mapping[str, Any], zero: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     fp16, bf16 = parts["fp16"], parts["bf16"]
     if fp16.get("enabled") and bf16.get("enabled"):
-        raise ValueError("fp16.enabled and bf16.enabled are both true: a run computes in one of them; set the other to false.")
+        raise ValueError(
+            "fp16.enabled and bf16.enabled are both true: a run computes in one of them; set the other to false."
+        )
     arguments: dict[str, Any] = {
         "stage": zero.get("stage", 0),
         "precision": "fp16" if fp16.get("enabled") else "bf16" if bf16.get("enabled") else None,

@@ -43,14 +43,18 @@ class Reading:
                     self.left_auto.append(path)
             elif key.later is not None:
                 if asks(value, key):
-                    raise NotImplementedError(f"{path}={_shortened(value)} asks for something that Onefold does not do: {key.later}.")
+                    raise NotImplementedError(
+                        f"{path}={_shortened(value)} asks for something that Onefold does not do: {key.later}."
+                    )
             else:
                 values[name] = check_value(path, value, key)
                 if key.inert is not None:
                     self.without_effect.append((path, key.inert))
         for name, key in known.items():
             if key.required and name not in values:
-                raise ValueError(f'{prefix} has no {name!r}: write "{prefix}": {{"{name}": ..., "params": {{...}}}}, or remove it.')
+                raise ValueError(
+                    f'{prefix} has no {name!r}: write "{prefix}": {{"{name}": ..., "params": {{...}}}}, or remove it.'
+                )
         return values
 
     def _unknown(self, prefix: str, name: str, known: Section, aliases: Mapping[str, str]) -> None:

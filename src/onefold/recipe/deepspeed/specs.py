@@ -82,7 +82,9 @@ def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
 def _adam(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The table at the top of this file."""
     if not values.get("bias_correction", True):
-        raise NotImplementedError("optimizer.params.bias_correction=false: torch's Adam always corrects the bias; leave it out.")
+        raise NotImplementedError(
+            "optimizer.params.bias_correction=false: torch's Adam always corrects the bias; leave it out."
+        )
     if not values.get("fp32_optimizer_states", True):
         raise NotImplementedError("optimizer.params.fp32_optimizer_states=false: optimizer states are fp32 here; leave it out.")
     decoupled = name == "AdamW" or values.get("adam_w_mode", True)
@@ -110,7 +112,11 @@ def read_scheduler(section: Mapping[str, Any]) -> tuple[SchedulerSpec, list[str]
         schedule = getattr(torch.optim.lr_scheduler, given, None)
         if not (inspect.isclass(schedule) and issubclass(schedule, torch.optim.lr_scheduler.LRScheduler)):
             near = nearest(given, [*SCHEDULES, *_torch_schedules()])
-            hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler."
+            hint = (
+                f"did you mean {near!r}?"
+                if near
+                else f"expected one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler."
+            )
             raise ValueError(f"scheduler.type={given!r}: there is no such schedule; {hint}")
         known = _signature(schedule)
     values, left_auto = check_arguments("scheduler.params", section.get("params", {}), known)
@@ -119,7 +125,11 @@ def read_scheduler(section: Mapping[str, Any]) -> tuple[SchedulerSpec, list[str]
 
 def _torch_schedules() -> list[str]:
     kind = torch.optim.lr_scheduler.LRScheduler
-    return [name for name, value in vars(torch.optim.lr_scheduler).items() if inspect.isclass(value) and issubclass(value, kind)]
+    return [
+        name
+        for name, value in vars(torch.optim.lr_scheduler).items()
+        if inspect.isclass(value) and issubclass(value, kind)
+    ]
 
 
 def _signature(cls: type) -> Section:
@@ -132,7 +142,9 @@ def _signature(cls: type) -> Section:
         if isinstance(default, bool):
             keys[name] = Key("flag")
         elif isinstance(default, (int, float)):
-            keys[name] = Key("count") if isinstance(default, int) and name in ("last_epoch", "total_iters") else Key("number")
+            keys[name] = (
+                Key("count") if isinstance(default, int) and name in ("last_epoch", "total_iters") else Key("number")
+            )
         elif isinstance(default, tuple):
             keys[name] = Key("numbers")
         else:

@@ -141,7 +141,9 @@ def _tile(module: nn.Module, weight: nn.Parameter, start: int, rows: int, shared
     return tile.train(module.training)
 
 
-def _put_back(weight: nn.Parameter, tiles: list[Tile], before: list[tuple[nn.Module, type, dict[str, Any]]], whole: Tensor | None) -> None:
+def _put_back(
+    weight: nn.Parameter, tiles: list[Tile], before: list[tuple[nn.Module, type, dict[str, Any]]], whole: Tensor | None
+) -> None:
     shape = tiles[0].shape
     data = whole if whole is not None else joint([tile.weight for tile in tiles], shape)
     if data is None:

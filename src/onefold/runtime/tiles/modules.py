@@ -222,7 +222,9 @@ class TiledEmbedding(Tiled, nn.Embedding):  # type: ignore[override]
         for tile in self.own_tiles:
             end = tile.first + tile.rows
             # What is in another tile looks some row up, to be replaced. What is in none has to fail, so the ends stay open.
-            local = (input - tile.first).clamp(min=0 if tile.first > 0 else None, max=tile.rows - 1 if end < self.num_embeddings else None)
+            local = (input - tile.first).clamp(
+                min=0 if tile.first > 0 else None, max=tile.rows - 1 if end < self.num_embeddings else None
+            )
             found = tile(partial(F.embedding, local, padding_idx=_inside(self.padding_idx, tile), sparse=self.sparse))
             inside = (input >= tile.first) & (input < end)
             out = found if out is None else torch.where(inside.unsqueeze(-1), found, out)
