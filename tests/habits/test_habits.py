@@ -31,7 +31,7 @@ def columns_of(habit: Habit, every: bool) -> tuple[str, ...]:
     if every:
         return COLUMNS
     drawn = zlib.crc32(habit.title.encode())
-    return () if drawn % 4 else ("3",) if drawn // 4 % 2 else (COLUMNS[drawn // 8 % 4],)
+    return () if drawn % 6 else ("3",) if drawn // 6 % 2 else (COLUMNS[drawn // 12 % 4],)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

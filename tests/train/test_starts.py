@@ -80,7 +80,15 @@ def test_ranks_of_torchrun_end_with_it_and_hold_the_folder_as_long_as_they_live(
         finally:
             torchrun.kill()
     wait_until(lambda: not runs(rank))
-    Claim.take(tmp_path / "run", "another").release()
+    wait_until(lambda: may_be_taken(tmp_path / "run"))  # what it was about to start goes with it
+
+
+def may_be_taken(folder: Path) -> bool:
+    try:
+        Claim.take(folder, "another").release()
+    except HeldError:
+        return False
+    return True
 
 
 def agent_of(temporary: Path) -> int:
