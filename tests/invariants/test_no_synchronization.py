@@ -60,7 +60,7 @@ def steps_without_a_wait(
 
     dist.destroy_process_group()
     if ranks > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        dist.init_process_group("cpu:fake,virtual:fake", store=FakeStore(), rank=0, world_size=ranks)
     if fused:
         implementations.FUSED_ON = frozenset(("virtual",))
     plain = model_of(buffers, layer_norm="precision" not in recipe)
