@@ -31,7 +31,7 @@ from onefold.memory import MASTERS, PARAMETERS
 from ranks import run_ranks
 
 PARTS: dict[str, dict[str, Any]] = {
-    "all ranks": {},
+    "all ranks": {"group": "flat"},
     "in groups": {"group": 2},
     "HSDP": {"shard_group": "node"},
     "optimizer over all": {"shard_group": "node", "optimizer_over": "all"},

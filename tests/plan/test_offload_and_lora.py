@@ -167,9 +167,9 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
     assert found.stages[0].account.rest[MOMENTS] == pytest.approx(8 * adapters, rel=0.01)
     assert found.stages[0].account.rest[PARAMETERS] == pytest.approx(2 * found.model.numel, rel=0.01)
     assert found.stages[1].account.wire_bytes < full.stages[1].account.wire_bytes / 100
-    # Frozen matrices have no gradient of their own: two thirds of the products, and next to no sums over the ranks.
+    # Frozen matrices have no gradient of their own: two thirds of the products, and next to no sums over the ranks and copies of gradients.
     ratio = found.stages[1].account.seconds["compute"] / full.stages[1].account.seconds["compute"]
-    assert 0.6 < ratio < 0.72
+    assert 0.5 < ratio < 0.68
 
 
 def test_lora_counts_the_experts_that_a_token_passes() -> None:

@@ -35,12 +35,12 @@ def slowest_case(arrivals: dict[str, int]) -> None:
         arrivals["landed"] += 1
         landed(self, flat)
 
-    def patient(self: Behind, flat: Any) -> None:
+    def patient(self: Behind, flat: Any, computing: Any) -> None:
         arrivals["stepped"] += 1
         wanted, until = min(arrivals["stepped"] + WAITING, arrivals["of"]), time.monotonic() + 60
         while arrivals["landed"] < wanted and time.monotonic() < until:
             time.sleep(0.0005)
-        step(self, flat)
+        step(self, flat, computing)
 
     Behind.landed, Behind._step = counted, patient  # type: ignore[method-assign]
 

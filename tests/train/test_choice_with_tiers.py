@@ -80,7 +80,7 @@ def test_on_a_cpu_the_host_is_the_same_memory_and_beside_a_gpu_it_is_another() -
     cpu, gpu, plain = (choose(Language(), asked(**more)) for more in ({"tiers": tiers}, {"tiers": tiers, "device": "cuda"}, {}))
     assert cpu.predicted is not None and gpu.predicted is not None and cpu.predicted.host == gpu.predicted.host > 0
     assert gpu.needed[1] == gpu.predicted.peak_bytes < plain.needed[1]
-    assert cpu.needed[1] == gpu.needed[1] + cpu.predicted.host
+    assert cpu.needed[1] == cpu.predicted.peak_bytes + cpu.predicted.host
 
 
 def test_room_on_the_device_goes_to_larger_micro_batches() -> None:
