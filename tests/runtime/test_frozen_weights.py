@@ -183,6 +183,7 @@ def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(caplog: pyt
         onefold.Recipe.zero(3, reduce_codec="int4", accumulate_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="leave one of them out"):
         onefold.Recipe.zero(3, frozen="int8", offload_param="cpu")
+    assert not any("has no effect" in n for n in onefold.Recipe.zero(0, group=2).notes), "stage 0 sums over two levels, too"
     with caplog.at_level("INFO"):
         onefold.shard(TinyGPT(), onefold.Recipe.zero(3, frozen="int8"))
     assert "no matrix but embeddings was frozen" in caplog.text

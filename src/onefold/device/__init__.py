@@ -14,8 +14,8 @@ says so once), the same calls run synchronously.
 """
 
 from onefold.device.copies import CopyStream, Ticket
-from onefold.device.facts import MemoryFigures, device_count, device_names, free_memory, memory_figures, peak_memory_reset
-from onefold.device.pinned import HostBuffers, host_empty, host_pages, pin
+from onefold.device.facts import MemoryFigures, device_count, device_names, free_memory, memory_figures
+from onefold.device.pinned import HostBuffers, host_empty, host_pages
 from onefold.device.place import available, backend_name, default_device, guard, rng_state, set_default, set_rng_state, with_index
 from onefold.device.streams import (
     Clock,
@@ -55,8 +55,6 @@ __all__ = [
     "memory_figures",
     "new_event",
     "new_stream",
-    "peak_memory_reset",
-    "pin",
     "rng_state",
     "seconds_between",
     "set_default",

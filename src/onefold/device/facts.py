@@ -27,12 +27,6 @@ def memory_figures(device: torch.device) -> MemoryFigures | None:
     return MemoryFigures(a.memory_allocated(where), a.max_memory_allocated(where), a.memory_reserved(where), a.max_memory_reserved(where))
 
 
-def peak_memory_reset(device: torch.device) -> None:
-    """Peaks are counted from now on."""
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.reset_peak_memory_stats(with_index(device))
-
-
 def free_memory(device: torch.device | None = None) -> int:
     """Bytes of an accelerator's memory that nobody has: of `device`, or of the current one.
 
