@@ -22,7 +22,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "onefold"
-TESTS = ["tests/device", "tests/invariants/test_waits.py", "tests/comm/test_launching.py"]
+#: By their names, so that every recipe of test_waits runs (tests/conftest.py samples files).
+TESTS = [
+    "tests/device",
+    "tests/invariants/test_waits.py::test_one_rank_has_the_same_bits_under_every_schedule",
+    "tests/invariants/test_waits.py::test_ranks_have_the_same_bits_under_every_schedule",
+    "tests/comm/test_launching.py",
+]
 #: Calls by the last names of what they are called on and of themselves; "*" is anything.
 WAITS = {
     ("*", "wait_stream"), ("*", "wait_event"), ("*", "synchronize"), ("up", "wait"), ("down", "wait"), ("up", "order"), ("side", "order"),
