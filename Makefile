@@ -1,5 +1,5 @@
 # make train   an environment of its own, then `onefold train`      make test       the tests (all)
-# make check   ruff and mypy                                        make test-fast  the tests that take seconds
+# make check   ruff, imports and mypy                                      make test-fast  the tests that take seconds
 # make bench   Onefold beside its peers                             make habits     writes docs/habits.md from what its tests find
 # make clean   removes the environment
 #
@@ -68,6 +68,7 @@ test-fast: $(VENV)/.dev
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 habits: $(VENV)/.dev

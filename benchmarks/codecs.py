@@ -24,10 +24,10 @@ import torch
 
 from benchmarks.offload.cli import shown_command
 from benchmarks.peers import launch, summary, worker
-from onefold.comm.codecs import Encoded, Stochastic, codec
-from onefold.comm.kernel_check import DTYPES, compared, differences
 from onefold.comm.launching import INTERPRETED, served
 from onefold.comm.sums import sum_parts
+from onefold.quant import Encoded, Stochastic, codec
+from onefold.quant.kernel_check import DTYPES, compared, differences
 
 SCHEMA = "onefold-codecs/1"
 NAMES = ("int8", "int4", "fp8", "nf4")

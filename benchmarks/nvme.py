@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from onefold.memory.nvme import Nvme, Transfer, measure, page_buffer
+from onefold.offload.nvme import Nvme, Transfer, measure, page_buffer
 
 READS, WRITES, SETS = 4, 3, 3
 MIB = 1 << 20

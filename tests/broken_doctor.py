@@ -123,7 +123,7 @@ def a_gather_is_not_waited_for() -> None:
 
 def offloaded_step_does_not_wait() -> None:
     """On rank 1 the optimizer's step on the host begins before all gradients have come down: half of each is still zero."""
-    from onefold.optim import offloaded
+    from onefold.offload import step as offloaded
 
     real = offloaded.step_flat
 
@@ -139,7 +139,7 @@ def offloaded_step_does_not_wait() -> None:
 
 def activations_come_back_changed() -> None:
     """Every tensor that autograd kept comes back from the host as half of itself."""
-    from onefold.memory.activations import ActivationStore
+    from onefold.offload.activations import ActivationStore
 
     real = ActivationStore.unpack
 
@@ -182,7 +182,7 @@ def a_load_is_wrong() -> None:
 def a_kernel_writes_a_wrong_bit() -> None:
     """The kernels are torch's operations, but for one bit of one block's payload."""
     from onefold.cli import doctor_check_kernels
-    from onefold.comm.codecs import kernels
+    from onefold.quant import kernels
 
     def encode(by: Any, source: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor, rounding: Any) -> int:
         done = source.numel() // by.block * by.block
@@ -205,7 +205,7 @@ def a_summing_kernel_leaves_a_part_out() -> None:
     """The kernel is torch's addition without the last rank's part in its last element."""
     from onefold.cli import doctor_check_kernels
     from onefold.comm import launching, sums
-    from onefold.comm.codecs import kernels
+    from onefold.quant import kernels
 
     def sum_parts(parts: torch.Tensor, out: torch.Tensor, scale: float, own: Any, rank: int, round_to: Any) -> None:
         with launching.by_torch():

@@ -69,7 +69,7 @@ def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
     import onefold
     from onefold.checkpoint.on_disk import OnDisk, held
     from onefold.checkpoint.pieces import States
-    from onefold.runtime.home import state_kind
+    from onefold.offload.storage import state_kind
 
     mine = []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

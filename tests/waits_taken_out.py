@@ -37,7 +37,7 @@ WAITS = {
 }  # fmt: skip
 #: Calls that say on which stream work goes: replaced by a context that changes nothing.
 CONTEXTS = {"use_stream", "guard"}
-ROOMS = ["device", "comm", "runtime", "optim", "memory/activations.py", "checkpoint/copying.py"]
+ROOMS = ["device", "comm", "runtime", "optim", "offload/activations.py", "checkpoint/copying.py"]
 
 
 @dataclass(frozen=True)

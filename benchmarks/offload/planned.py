@@ -60,14 +60,14 @@ def planned(engine: Any) -> dict[str, int]:
 
 def held_at_once(gradients: Sequence[int]) -> int:
     """Bytes of gradients that wait for a step behind the backward pass; `gradients`: of its units, in its order."""
-    from onefold.optim.behind import WAITING
+    from onefold.offload.in_backward import WAITING
 
     return max((sum(gradients[i : i + WAITING + 1]) for i in range(len(gradients))), default=0)
 
 
 def ordinary(gradients: Sequence[int], chunk: int, low: int, gradients_on_disk: bool, on_disk: bool) -> int:
     """Bytes of host memory, beyond what rests there, of a step that is taken at `optimizer.step()`; see `stepping`."""
-    from onefold.runtime.beyond import BEHIND
+    from onefold.runtime.transfers import BEHIND
 
     held = 0 if gradients_on_disk else sum(gradients)
     if not on_disk:
@@ -83,8 +83,8 @@ def stepping(chunk: int, nbytes: int, kinds: int, low: int) -> int:
 
     `chunk`: bytes of a buffer of masters, of which there are `kinds`; `low`: bytes an element of parameters beside the masters there.
     """
-    from onefold.optim.offloaded import AHEAD, BEHIND
-    from onefold.runtime.beyond import BEHIND as WRITES
+    from onefold.offload.step import AHEAD, BEHIND
+    from onefold.runtime.transfers import BEHIND as WRITES
 
     chunks = -(-nbytes // chunk)
     return kinds * chunk * min(chunks, AHEAD + 1 + BEHIND) + chunk // MASTER * low * min(chunks, WRITES + 1)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onefold.comm import StallError
-    from onefold.memory.nvme import TierError
+    from onefold.integrations.deepspeed import initialize
+    from onefold.memory.tier_error import TierError
     from onefold.optim import GradScaler
     from onefold.recipe import Placement, Recipe, Row, Tier
     from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
@@ -28,7 +29,7 @@ __version__ = "0.1.0"
 #: {module of this package: its names that are the package's, too}.
 _FROM = {
     "comm": ("StallError",),
-    "memory.nvme": ("TierError",),
+    "memory.tier_error": ("TierError",),
     "optim": ("GradScaler",),
     "recipe": ("Placement", "Recipe", "Row", "Tier"),
     "runtime": ("Engine", "ShardedParameter", "ShardedParameterError"),
@@ -42,7 +43,10 @@ _FROM = {
     "checkpoint.dcp": ("dcp_state_dict",),
     "checkpoint.export": ("export",),
     "checkpoint.huggingface": ("load_pretrained",),
+    "integrations.deepspeed": ("initialize",),
 }
+#: Modules that read what other libraries have saved: `recognizes(path)`, and `open_source(path)`. Loaded when a folder is nobody else's.
+READERS = ("onefold.integrations.deepspeed.checkpoint_reader",)
 _ROOMS = ("checkpoint", "ema", "observe", "plan")
 
 __all__ = [
@@ -100,13 +104,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def initialize(*args: Any, **kwargs: Any) -> Any:
-    """DeepSpeed's four-tuple over the same machinery; see `onefold.integrations.deepspeed.initialize`."""
-    from onefold.integrations.deepspeed import initialize as build
-
-    return build(*args, **kwargs)
 
 
 class _Package(ModuleType):

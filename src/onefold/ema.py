@@ -32,9 +32,9 @@ from torch import nn
 
 from onefold.comm import Place
 from onefold.layout import overlap
+from onefold.offload.storage import state_kind
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.home import state_kind
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import plain_state_dict

@@ -14,27 +14,31 @@ import torch
 from torch import nn
 
 from onefold.comm import Group, Place
+from onefold.comm.codec import Codec
 from onefold.comm.members import members
 from onefold.device import default_device, with_index
-from onefold.optim import clip_grad_norm, held_elsewhere, require_torchao, unwatch, watch
+from onefold.offload.preflight import preflight
+from onefold.optim import clip_grad_norm, held_elsewhere, unwatch, watch
+from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
 from onefold.recipe.tiers import bytes_of
 from onefold.runtime import resident, state
 from onefold.runtime.buffers import from_rank_0
+from onefold.runtime.capabilities import Activations, Capabilities, Offloaded, Store
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Flat
 from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
 from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.parameter import ShardedParameter
+from onefold.runtime.placement import Tiers, of_leaving
 from onefold.runtime.precision import of_precision
-from onefold.runtime.preflight import preflight
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
 from onefold.runtime.route import of_routes
-from onefold.runtime.tiers import of_leaving
-from onefold.runtime.tiles.cut import Cut, initializing, with_tiles
-from onefold.runtime.tiles.modules import Tile
 from onefold.runtime.units import UnitSpec, find_units
 from onefold.runtime.unset import is_marked, without_value
+from onefold.tiling.cut import Cut, initializing, with_tiles
+from onefold.tiling.modules import Tile
 
 if TYPE_CHECKING:
     from onefold.checkpoint.huggingface import Weights
@@ -104,7 +108,7 @@ def shard(
                 unset += materialize(spec, specs, where, init, module, True, coming, memory=True)
             tie(specs)
             specs = find_units(module, wanted)
-        engine = Engine(specs, recipe, group, where)
+        engine = Engine(specs, recipe, group, where, capabilities())
         _compare_ranks(engine, recipe, specs, brought is not None)
         preflight(engine)
         if brought is not None:
@@ -209,6 +213,36 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     with engine_of(module).unsynced():
         yield
+
+
+def capabilities() -> Capabilities:
+    """What the engine may be given beyond the core. What a recipe does not need is not imported."""
+
+    def storage(flat: Flat, tiers: Tiers, engine: Engine) -> Offloaded:
+        from onefold.offload.storage import Home
+
+        return Home(flat, tiers, engine)
+
+    def activations(engine: Engine) -> Activations:
+        from onefold.offload.engine_activations import HostActivations
+
+        return HostActivations(engine)
+
+    def named(name: str) -> Codec:
+        from onefold.quant import codec
+
+        return codec(name)
+
+    def store(recipe: Recipe, rank: int, streams: bool) -> Store:
+        from onefold.offload.nvme import Nvme
+
+        if not streams:  # the memory that is to be saved is the C library's
+            from onefold.offload.heap import give_large_blocks_back
+
+            give_large_blocks_back()
+        return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
+
+    return Capabilities(storage, activations, named, store)
 
 
 def _open(weights: str | os.PathLike[str] | None, module: nn.Module, device: torch.device, init: Any) -> Weights | None:

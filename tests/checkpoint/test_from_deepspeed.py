@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import onefold
 from onefold.checkpoint import CheckpointError
-from onefold.checkpoint.deepspeed import DeepSpeedSource, is_deepspeed
 from onefold.checkpoint.source import Item
+from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
 from ranks import run_ranks
 
 DATA = Path(__file__).parent / "data"
@@ -285,7 +285,7 @@ def test_what_cannot_be_read_says_why(made: Path, tmp_path: Path) -> None:
     older = made / "stage-3-fp32-3" / "saved"
 
     def set_back(folder: Path) -> None:
-        from onefold.checkpoint.deepspeed.pickles import STAND_INS
+        from onefold.integrations.deepspeed.checkpoint_reader.pickles import STAND_INS
 
         with torch.serialization.safe_globals(STAND_INS):
             contents = torch.load(shard(older, 2), weights_only=True)

@@ -75,7 +75,7 @@ def test_any_ranks_stage_and_tier_load_what_any_saved(tmp_path: Path) -> None:
 def converted(folder: str) -> list[str]:
     """Every format into every other; returns what is not what the stored moment stands for, packed anew. On one rank."""
     import onefold
-    from onefold.optim.codec import Codec
+    from onefold.quant.moment_packing import Codec
     from onefold.recipe import moments as formats
 
     def values(left: Left, name: str, key: str, kind: str | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from onefold.comm.codecs import Blockwise, Codec, Stochastic, codec
+from onefold.quant import Blockwise, Codec, Stochastic, codec
 
 BLOCKWISE = ("int8", "int4", "fp8", "nf4")
 ROUNDED = ("int8", "int4", "fp8")

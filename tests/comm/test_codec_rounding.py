@@ -11,8 +11,8 @@ from codec_intervals import ROUNDED, decoded, encoded, intervals, largest_of_blo
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onefold.comm.codecs import Stochastic, codec
-from onefold.comm.codecs.rounding import Draws
+from onefold.quant import Stochastic, codec
+from onefold.quant.rounding import Draws
 
 FEW = settings(max_examples=60)
 #: A test of means fails by chance once in so many runs.

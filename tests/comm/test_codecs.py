@@ -8,8 +8,8 @@ from codec_intervals import BLOCKWISE, DTYPES, codecs, decoded, encoded, interva
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onefold.comm.codecs import CODECS, Blockwise, codec
-from onefold.comm.codecs.nf4 import levels
+from onefold.quant import CODECS, Blockwise, codec
+from onefold.quant.nf4 import levels
 
 FEW = settings(max_examples=60)
 

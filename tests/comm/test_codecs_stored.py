@@ -7,8 +7,8 @@ import torch
 from codec_intervals import BLOCKWISE, DTYPES, ROUNDED
 from torch.profiler import ProfilerActivity, profile
 
-from onefold.comm.codecs import Encoded, Stochastic, codec
-from onefold.comm.codecs.base import SCRATCH_BYTES
+from onefold.comm.codec import SCRATCH_BYTES
+from onefold.quant import Encoded, Stochastic, codec
 
 
 def weights(numel: int = 1 << 17) -> torch.Tensor:

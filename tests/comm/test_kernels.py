@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.comm import kernel_check, launching, sums
-from onefold.comm.codecs import kernels
+from onefold.comm import launching, sums
+from onefold.quant import kernel_check, kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def test_without_a_gpu_triton_is_never_imported(tmp_path):
     (tmp_path / "triton.py").write_text("raise RuntimeError('triton was imported')")
     program = (
         "import sys, torch, onefold\n"
-        "from onefold.comm.codecs import Encoded, codec\n"
+        "from onefold.quant import Encoded, codec\n"
         "from onefold.comm.sums import sum_parts\n"
         "x = torch.randn(1000)\n"
         "for name in ('int8', 'int4', 'fp8', 'nf4'): Encoded.of(x, codec(name)).decode(torch.empty(1000))\n"

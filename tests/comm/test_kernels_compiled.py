@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.comm.codecs import Stochastic, codec
 from onefold.comm.launching import OPTIONS
+from onefold.quant import Stochastic, codec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def launches(monkeypatch, tmp_path):
     """What the kernels' callers launch: (kernel, arguments, options), instead of running it."""
     from onefold.comm import triton_sums
-    from onefold.comm.codecs import triton_kernels
+    from onefold.quant import triton_kernels
 
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     for room in (triton_sums, triton_kernels):
@@ -91,7 +91,7 @@ def check(launch, architecture=90):
 
 def codec_launches(launches, by, dtype, stochastic=False, numel=4096 * 3, start=0):
     """Encode from and decode to `dtype`; in fp32 decode and add as well."""
-    from onefold.comm.codecs import triton_kernels
+    from onefold.quant import triton_kernels
 
     floats = torch.empty(start + numel, dtype=dtype)[start:]
     payload, kept = by.split(torch.empty(by.encoded_bytes(numel), dtype=torch.uint8), numel)

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onefold.comm import launching
-from onefold.comm.codecs import codec, kernels
+from onefold.quant import codec, kernels
 
 GPU_1 = torch.device("cuda", 1)
 
@@ -83,7 +83,7 @@ def test_no_program_is_no_launch(devices):
 def test_every_kernel_goes_to_the_device_of_its_tensors(devices, monkeypatch):
     """Encode, decode and sum, by the functions that call them."""
     from onefold.comm import triton_sums
-    from onefold.comm.codecs import triton_kernels
+    from onefold.quant import triton_kernels
 
     kernel = Kernel(devices)
     for room, name in ((triton_kernels, "_encode"), (triton_kernels, "_decode"), (triton_sums, "_sum")):

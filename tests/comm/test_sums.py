@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from onefold.comm import sums
-from onefold.comm.kernel_check import parts_of, same
 from onefold.comm.sums import add_up, sum_parts
+from onefold.quant.kernel_check import parts_of, same
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
+from onefold.integrations.deepspeed import recipe_from
+from onefold.integrations.deepspeed.config import LossScaling, SchedulerSpec
 from onefold.integrations.deepspeed.scaling import LossScaler
 from onefold.integrations.deepspeed.schedules import build_schedule
-from onefold.recipe.deepspeed import LossScaling, SchedulerSpec
 from ranks import run_ranks
 
 STEPS, ACCUMULATION, WIDTH = 3, 2, 6
@@ -378,7 +379,7 @@ def test_auto_is_refused_at_once_with_what_to_give_in_place_of_it() -> None:
         assert words in str(told.value), (words, told.value)
     assert "bucket_size" not in str(told.value) and "weight_decay" not in str(told.value)
     with pytest.raises(ValueError, match=r'"bf16\.enabled": true or false.*$') as told:
-        onefold.Recipe.from_deepspeed(AUTO)
+        recipe_from(AUTO)
     assert "optimizer.params.lr" not in str(told.value), "that is no part of a recipe"
 
 
@@ -391,7 +392,7 @@ def test_auto_that_something_else_decides_is_no_question() -> None:
         model=model, config=settled, optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer)
     )
     assert engine.train_micro_batch_size_per_gpu() == 4 and engine.config.precision == "bf16"
-    assert onefold.Recipe.from_deepspeed(settled) == onefold.Recipe.zero(1, precision="bf16")
+    assert recipe_from(settled) == onefold.Recipe.zero(1, precision="bf16")
 
 
 @pytest.mark.parametrize(

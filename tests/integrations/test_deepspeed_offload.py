@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import onefold
 from integrations.test_deepspeed import ACCUMULATION, STEPS, config
 from onefold import Tier
-from onefold.memory.nvme import TierError
+from onefold.offload.nvme import TierError
 from ranks import run_ranks
 
 WIDTH = 380  # so that a rank of two steps a block in two chunks

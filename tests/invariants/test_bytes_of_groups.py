@@ -25,9 +25,9 @@ import onefold
 from invariants.memory_probe import living_bytes
 from invariants.wire import counted_sends, train_steps
 from models import TinyMLP, features_of
-from onefold.comm.codecs import codec
 from onefold.layout import round_up
 from onefold.memory import MASTERS, PARAMETERS
+from onefold.quant import codec
 from ranks import run_ranks
 
 PARTS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.optim import implementations
+from onefold.runtime import implementations
 from ranks import RankFailure
 
 virtual = pytest.importorskip("virtual")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.device import CopyStream
-from onefold.memory.activations import ActivationStore
+from onefold.offload.activations import ActivationStore
 
 
 @dataclass

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from onefold.memory.nvme import PAGE, Nvme, page_buffer
-from onefold.memory.nvme.files import DATA, LOCK, MARK
+from onefold.offload.nvme import PAGE, Nvme, page_buffer
+from onefold.offload.nvme.files import DATA, LOCK, MARK
 
 SRC = Path(__file__).parents[2] / "src"
 

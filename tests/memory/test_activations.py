@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from models import Checkpointing, TinyGPT, features_of, tokens_of
-from onefold.memory.activations import ACTIVATIONS_MOVING, ACTIVATIONS_ON_HOST, ActivationStore
-from onefold.memory.arena import ALIGNMENT, IDLE_SLABS
-from onefold.memory.saved import Copy, Kept, Moved
+from onefold.offload.activations import ACTIVATIONS_MOVING, ACTIVATIONS_ON_HOST, ActivationStore
+from onefold.offload.arena import ALIGNMENT, IDLE_SLABS
+from onefold.offload.saved import Copy, Kept, Moved
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

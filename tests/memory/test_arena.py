@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.memory import MemoryLedger
-from onefold.memory import arena as module
-from onefold.memory.arena import ALIGNMENT, IDLE_SLABS, Arena, Block
+from onefold.offload import arena as module
+from onefold.offload.arena import ALIGNMENT, IDLE_SLABS, Arena, Block
 
 SMALL_SLAB = 8 * ALIGNMENT
 

@@ -10,7 +10,7 @@ import pytest
 HOLES = """
 import sys
 import torch
-from onefold.memory.heap import give_large_blocks_back
+from onefold.offload.heap import give_large_blocks_back
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvme_tools import blank, data_files, lives_in_memory, on_pages, pages_in_cache
 
-from onefold.memory.nvme import PAGE, Nvme, TierError, page_buffer
-from onefold.memory.nvme.region import cut, lane_lengths
+from onefold.offload.nvme import PAGE, Nvme, TierError, page_buffer
+from onefold.offload.nvme.region import cut, lane_lengths
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvme_tools import blank, data_files, lives_in_memory, on_pages, pages_in_cache
 
-from onefold.memory.nvme import PAGE, Nvme, TierError
+from onefold.offload.nvme import PAGE, Nvme, TierError
 
 MIB = 1 << 20
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from nvme_tools import left_behind, on_pages, program
 
-from onefold.memory.nvme import Nvme, TierError, files, reclaim
-from onefold.memory.nvme.files import DATA, LOCK, YOUNG
+from onefold.offload.nvme import Nvme, TierError, files, reclaim
+from onefold.offload.nvme.files import DATA, LOCK, YOUNG
 
 # Opens a store on sys.argv[1], says so and does what the last line says.
 OPEN = """
     import os, sys, time, torch
-    from onefold.memory.nvme import Nvme
+    from onefold.offload.nvme import Nvme
     store = Nvme([sys.argv[1]], name="other", threads=2)
     region = store.region("weights", 16 << 20, torch.uint8)
     buffer = store.buffer(16 << 20)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from nvme_tools import left_behind
 
-from onefold.memory.nvme import Nvme, TierError, measure, refuse_unless_fits
+from onefold.offload.nvme import Nvme, TierError, measure, refuse_unless_fits
 
 MIB = 1 << 20
 

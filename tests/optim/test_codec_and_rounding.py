@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.optim.rounding import key_of, to_bf16
+from onefold.quant.bf16_rounding import key_of, to_bf16
 
 
 def values(name: str, signed: bool) -> torch.Tensor:
     """Numbers of -1 to 1 that try a map: random ones of many sizes, and all places where its rounding changes, with their neighbours."""
-    from onefold.optim.codec import _library
+    from onefold.quant.moment_packing import _library
 
     generator = torch.Generator().manual_seed(0)
     steps, _ = _library(name, signed)
@@ -29,7 +29,7 @@ def values(name: str, signed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_codes_are_those_of_torchaos_own_search(name: str, signed: bool) -> None:
     pytest.importorskip("torchao")
-    from onefold.optim.codec import Codec, _library
+    from onefold.quant.moment_packing import Codec, _library
     from onefold.recipe.moments import FORMATS
 
     steps, quantize = _library(name, signed)
@@ -45,7 +45,7 @@ def test_a_packed_moment_is_what_torchaos_tensor_holds(name: str, kind: str) -> 
     import torchao.optim.subclass_8bit as bit8
     import torchao.optim.subclass_fp8 as fp8
 
-    from onefold.optim.codec import Codec
+    from onefold.quant.moment_packing import Codec
     from onefold.recipe.moments import FORMATS
 
     f, x = FORMATS[name], torch.randn(1024, generator=torch.Generator().manual_seed(1)) * 1e-3
@@ -62,7 +62,7 @@ def test_a_packed_moment_is_what_torchaos_tensor_holds(name: str, kind: str) -> 
 @given(st.integers(1, 700))
 def test_a_shorter_last_block_is_packed_like_a_whole_one(numel: int) -> None:
     pytest.importorskip("torchao")
-    from onefold.optim.codec import Codec
+    from onefold.quant.moment_packing import Codec
     from onefold.recipe.moments import FORMATS
 
     x = torch.randn(1024, generator=torch.Generator().manual_seed(numel))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.optim import implementations
+from onefold.runtime import implementations
 from ranks import run_ranks
 
 LARGE, FEW = 192, 24  # 144 KiB a matrix, and 2 KiB

@@ -73,14 +73,14 @@ def test_the_plan_follows_every_option_of_the_recipe_to_the_byte(stage: int, opt
 
 
 def test_recipe_auto_plans_with_the_options_it_hands_on_and_says_the_micro_batch() -> None:
-    recipe = onefold.Recipe.auto(Language(), seq=16, micro_batch=0, global_batch=8, units=["inner.blocks.1"], prefetch=0)
+    recipe = onefold.plan.recipe_for(Language(), seq=16, micro_batch=0, global_batch=8, units=["inner.blocks.1"], prefetch=0)
     assert recipe.units == ("inner.blocks.1",) and recipe.prefetch == 0
     assert "micro-batch 8 on 1 ranks" in recipe.notes[-1], recipe.notes
-    assert onefold.Recipe.auto("gpt2", seq=16).stage == 0
+    assert onefold.plan.recipe_for("gpt2", seq=16).stage == 0
     with pytest.raises(ValueError, match=r"chooses the stage; for stage 1 write Recipe\.zero\(1"):
-        onefold.Recipe.auto(Language(), stage=1)
+        onefold.plan.recipe_for(Language(), stage=1)
     with pytest.raises(ValueError, match=r"Recipe\.auto does not know prefetsch. Did you mean 'prefetch'"):
-        onefold.Recipe.auto(Language(), prefetsch=1)
+        onefold.plan.recipe_for(Language(), prefetsch=1)
     with pytest.raises(ValueError, match="reduce_at='later'"):
         onefold.plan(Language(), seq=16, reduce_at="later")
     with pytest.raises(ValueError, match="planned from its dimensions"):

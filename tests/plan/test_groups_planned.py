@@ -16,6 +16,7 @@ import onefold
 from models import TinyGPT, tokens_of
 from onefold.memory import MOMENTS
 from onefold.observe.tiers import moments_by_tier
+from onefold.offload import preflight
 from onefold.plan.beyond import beyond_of
 from onefold.plan.division import by_link, elsewhere, position_of, topology_of
 from onefold.plan.evaluate import bound_of
@@ -24,7 +25,6 @@ from onefold.plan.legs import by_level
 from onefold.plan.replay import Replay
 from onefold.plan.states import at_rest, legs_of, units_of, wire
 from onefold.recipe import Recipe
-from onefold.runtime import preflight
 from ranks import run_ranks
 
 ALL_PARTS = {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}

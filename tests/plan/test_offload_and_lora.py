@@ -27,7 +27,7 @@ from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.subject import with_lora
 from onefold.recipe import Recipe, Tier
-from onefold.runtime.tiers import leaving_of_sizes
+from onefold.runtime.placement import leaving_of_sizes
 
 
 def test_offload_moves_every_state_once_and_none_is_lost() -> None:
@@ -140,12 +140,12 @@ def test_recipe_auto_goes_to_a_disk_where_one_is_named(tmp_path: Path, monkeypat
     whole = onefold.plan(model, gpus=1, precision="fp32", checkpointing="none", offload="none", largest=False, **seq).stages[0].account
     monkeypatch.setattr(auto, "free_host_memory", lambda: int(0.75 * whole.peak_bytes / auto.USABLE))
     with pytest.raises(ValueError, match="does not fit"):
-        onefold.Recipe.auto(model, **seq)
-    recipe = onefold.Recipe.auto(model, nvme=str(tmp_path), chunk=65536, **seq)
+        onefold.plan.recipe_for(model, **seq)
+    recipe = onefold.plan.recipe_for(model, nvme=str(tmp_path), chunk=65536, **seq)
     assert recipe.optimizer.tier is Tier.NVME and recipe.nvme == (str(tmp_path),) and recipe.offload_share < 1
     assert "on NVMe" in recipe.notes[-1] and "MiB at peak" not in recipe.notes[-1]
     with pytest.raises(ValueError, match="there is no such folder"):
-        onefold.Recipe.auto(model, nvme=str(tmp_path / "nowhere"), **seq)
+        onefold.plan.recipe_for(model, nvme=str(tmp_path / "nowhere"), **seq)
 
 
 class Language(nn.Module):

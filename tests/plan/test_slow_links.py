@@ -9,7 +9,6 @@ import pytest
 from random_plans import GIB, gpus
 
 import onefold
-from onefold.comm.codecs import codec
 from onefold.plan.architectures import architecture
 from onefold.plan.auto import plan_here
 from onefold.plan.division import by_link, topology_of
@@ -22,6 +21,7 @@ from onefold.plan.schema import Account
 from onefold.plan.slow_links import waiting
 from onefold.plan.states import legs_of, units_of
 from onefold.plan.wires import WIRES
+from onefold.quant import codec
 from onefold.recipe import Recipe
 
 

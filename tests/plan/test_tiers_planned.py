@@ -15,8 +15,9 @@ from torch import nn
 import onefold
 from models import TinyGPT, tokens_of
 from onefold.memory import MOMENTS
-from onefold.memory.activations import NEAR
 from onefold.observe.tiers import moments_by_tier
+from onefold.offload import preflight
+from onefold.offload.activations import NEAR
 from onefold.plan.activity import Activity
 from onefold.plan.activity_on_host import on_host
 from onefold.plan.architectures import architecture
@@ -28,7 +29,6 @@ from onefold.plan.states import at_rest, units_of, wire
 from onefold.plan.tiled import in_tiles
 from onefold.plan.trace import trace
 from onefold.recipe import Recipe
-from onefold.runtime import preflight
 from ranks import run_ranks
 
 #: Options of Recipe.zero by name.

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from onefold.integrations.deepspeed import recipe_from
+from onefold.integrations.deepspeed.config import BatchSizes, LossScaling, OptimizerSpec, read_deepspeed
+from onefold.integrations.deepspeed.config.keys import SECTIONS, TOP
 from onefold.recipe import Recipe
-from onefold.recipe.deepspeed import BatchSizes, LossScaling, OptimizerSpec, read_deepspeed
-from onefold.recipe.deepspeed.keys import SECTIONS, TOP
 
 # The shape of the files found in public projects: everything "auto", floats for integers, blocks that are switched off.
 HUGGING_FACE = {
@@ -89,7 +90,7 @@ def test_a_recipe_comes_out_of_a_dict_a_file_and_base64(tmp_path: Path) -> None:
     encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
     for given in (config, str(path), path, encoded):
         assert Recipe.zero(**read_deepspeed(given).recipe_arguments) == expected
-    assert Recipe.from_deepspeed(str(path)) == expected
+    assert recipe_from(str(path)) == expected
 
 
 def test_no_file_no_json_and_doubled_keys_are_said(tmp_path: Path) -> None:
@@ -212,12 +213,12 @@ def test_the_keys_of_zeropp_become_groups_and_codecs() -> None:
         "stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True,
         "zero_quantized_nontrainable_weights": True,
     }  # fmt: skip
-    recipe = Recipe.from_deepspeed({"zero_optimization": zero})
+    recipe = recipe_from({"zero_optimization": zero})
     assert recipe == Recipe.zero(3, second_copy=True, group=2, gather_codec="int8", reduce_codec="int4", frozen="int8")
-    assert Recipe.from_deepspeed({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}) == Recipe.zero(3, gather_codec="int8")
+    assert recipe_from({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}) == Recipe.zero(3, gather_codec="int8")
     below = read_deepspeed({"zero_optimization": {**zero, "stage": 2}})
     assert len(below.without_effect) == 4 and "stage 3 only" in below.without_effect[0][1]
-    assert Recipe.from_deepspeed({"zero_optimization": {**zero, "stage": 2}}) == Recipe.zero(2)
+    assert recipe_from({"zero_optimization": {**zero, "stage": 2}}) == Recipe.zero(2)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onefold.integrations.deepspeed import recipe_from
+from onefold.integrations.deepspeed.config import DeepSpeedConfig, read_deepspeed
+from onefold.integrations.deepspeed.config.keys import AIO, OFFLOAD
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.deepspeed import DeepSpeedConfig, read_deepspeed
-from onefold.recipe.deepspeed.keys import AIO, OFFLOAD
 
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
@@ -216,7 +217,7 @@ def test_what_of_adam_has_no_effect_is_listed_and_states_of_16_bits_are_refused(
 
 
 def test_a_recipe_from_a_file_has_the_tiers_of_the_file() -> None:
-    recipe = Recipe.from_deepspeed(EVERY_KEY)
+    recipe = recipe_from(EVERY_KEY)
     assert (recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier) == (Tier.NVME,) * 3
     assert (recipe.nvme, recipe.nvme_threads, recipe.offload_share) == (("/nvme",), 32, 0.5)
     assert any("pin_memory" in note for note in recipe.notes)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold import Recipe
-from onefold.recipe.deepspeed import read_deepspeed
+from onefold.integrations.deepspeed.config import read_deepspeed
 from onefold.recipe.moments import FORMATS, bytes_of_moments, grain_of, items_of, packed
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.memory.activations import ActivationStore
+from onefold.offload.activations import ActivationStore
 
 
 def offloaded(module: nn.Module, recipe: onefold.Recipe) -> tuple[nn.Module, ActivationStore]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from models import TinyGPT, features_of, tokens_of
 from onefold.memory import MASTERS, PARAMETERS
-from onefold.runtime.hollow import HollowError
+from onefold.runtime.storageless import HollowError
 from ranks import run_ranks
 
 

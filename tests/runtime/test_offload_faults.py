@@ -156,7 +156,7 @@ def test_what_killed_ranks_left_is_removed_at_the_next_start(tmp_path: Path) -> 
 
 def no_room(nvme: str) -> str:
     import onefold
-    from onefold.memory.nvme import preflight
+    from onefold.offload.nvme import preflight
 
     def full(path: Any) -> Any:
         return shutil._ntuple_diskusage(1 << 30, (1 << 30) - 1000, 1000)  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def test_a_run_that_will_not_fit_is_refused_before_it_begins(tmp_path: Path) -> 
 
 
 def little_room(nvme: str) -> bool:
-    from onefold.memory.nvme import preflight
+    from onefold.offload.nvme import preflight
 
     def almost_full(path: Any) -> Any:
         return shutil._ntuple_diskusage(1 << 30, (1 << 30) - (20 << 20), 20 << 20)  # type: ignore[attr-defined]

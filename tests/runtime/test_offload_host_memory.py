@@ -27,7 +27,7 @@ FIRST = "NVMe, gradients on the host"
 
 def slowest_case(arrivals: dict[str, int]) -> None:
     """Step each unit only when so many others wait behind it as ever may: what is held at once does not depend on who is faster."""
-    from onefold.optim.behind import WAITING, Behind
+    from onefold.offload.in_backward import WAITING, Behind
 
     landed, step = Behind.landed, Behind._step
 

@@ -340,7 +340,7 @@ def test_a_plan_of_a_bf16_model_computes_in_bf16_and_one_of_dimensions_says_what
     assert peaks[None] == peaks["bf16"] and peaks[None] != peaks["fp32"]
     assert plans[None].recipe.compute_dtype is None and plans[None].to_json()["recipe"]["precision"] is None
     assert any("precision=None" in note and "taken as fp32" in note for note in asked(1e8, precision=None).notes)
-    auto = onefold.Recipe.auto(bf16_gpt(), seq=12, batch=lambda n: torch.zeros((n, 12), dtype=torch.long))
+    auto = onefold.plan.recipe_for(bf16_gpt(), seq=12, batch=lambda n: torch.zeros((n, 12), dtype=torch.long))
     assert auto.compute_dtype is None
 
 

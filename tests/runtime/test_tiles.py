@@ -34,7 +34,7 @@ def recipe_of(tile: int | None, stage: int = 3, **options: Any) -> Any:
 
 def cut(module: nn.Module, tile: int) -> list[str]:
     """`module` in tiles, by itself, without any engine; the notes."""
-    from onefold.runtime.tiles.cut import Cut
+    from onefold.tiling.cut import Cut
 
     with Cut(module, recipe_of(tile)) as made:
         return made.notes
@@ -45,7 +45,7 @@ def cut(module: nn.Module, tile: int) -> list[str]:
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_tiles_are_as_few_as_can_be(rows: int, most: int) -> None:
-    from onefold.runtime.tiles.cut import rows_of_a_tile
+    from onefold.tiling.cut import rows_of_a_tile
 
     found = rows_of_a_tile(rows, most)
     assert 1 <= found <= most
@@ -53,14 +53,14 @@ def test_tiles_are_as_few_as_can_be(rows: int, most: int) -> None:
 
 
 def test_a_vocabulary_is_cut_into_tiles_of_like_size_in_whole_blocks_of_rows() -> None:
-    from onefold.runtime.tiles.cut import rows_of_a_tile
+    from onefold.tiling.cut import rows_of_a_tile
 
     rows = rows_of_a_tile(50257, 16000)  # four tiles
     assert rows % 64 == 0 and 50257 / 4 <= rows < 50257 / 4 + 64
 
 
 def test_each_tile_takes_at_most_the_bytes_that_were_given_in_the_compute_dtype() -> None:
-    from onefold.runtime.tiles.cut import Cut
+    from onefold.tiling.cut import Cut
 
     for precision, itemsize in (("fp32", 4), ("bf16", 2)):
         model = nn.Sequential(nn.Linear(10, 100), nn.Linear(100, 3), nn.Embedding(50, 10))

@@ -1,4 +1,4 @@
-"""What `onefold train --stage auto --micro-batch auto` and `Recipe.auto` choose where it is not the plain case, and that runs take it."""
+"""What `onefold train --stage auto --micro-batch auto` and `onefold.plan.recipe_for` choose off the plain case; runs take it."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def test_a_run_plans_with_its_options_and_leaves_its_measured_mfu(tmp_path: Path
     assert left.mfu == pytest.approx(0.3) and left.seconds["step"] == pytest.approx(0.01)
 
 
-# -- Recipe.auto -------------------------------------------------------------------------------------------------------------------
+# -- onefold.plan.recipe_for -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_recipe_by_itself_fits_one_process() -> None:
-    recipe = onefold.Recipe.auto(Language(), seq=16, precision="bf16", prefetch=1)
+    recipe = onefold.plan.recipe_for(Language(), seq=16, precision="bf16", prefetch=1)
     assert recipe.stage == 0 and recipe.compute_dtype is torch.bfloat16 and recipe.prefetch == 1
     model = onefold.shard(Language(), recipe)
     ids = torch.zeros((1, 16), dtype=torch.long)
@@ -123,7 +123,7 @@ def test_a_recipe_by_itself_fits_one_process() -> None:
 def test_a_recipe_for_what_fits_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "free_host_memory", lambda: MIB)
     with pytest.raises(ValueError, match="does not fit"):
-        onefold.Recipe.auto(Language(), seq=16)
+        onefold.plan.recipe_for(Language(), seq=16)
 
 
 def recipe_here(free: tuple[int, int], seq: int) -> int | None:
@@ -131,7 +131,7 @@ def recipe_here(free: tuple[int, int], seq: int) -> int | None:
     import torch.distributed as dist
 
     auto.free_host_memory = lambda: 2 * free[dist.get_rank()]
-    recipe = onefold.Recipe.auto(Language(), seq=seq)
+    recipe = onefold.plan.recipe_for(Language(), seq=seq)
     onefold.shard(Language(), recipe)
     return recipe.stage
 

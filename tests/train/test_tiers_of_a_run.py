@@ -143,8 +143,8 @@ def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> Non
 
 
 def test_a_disk_without_room_is_a_sentence_and_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onefold.memory.nvme import TierError
-    from onefold.runtime import preflight
+    from onefold.offload import preflight
+    from onefold.offload.nvme import TierError
 
     def full(*_: Any) -> None:
         raise TierError("the disk is full.")

@@ -23,15 +23,15 @@ from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.together import Together
 from onefold.comm import Place
 from onefold.layout import overlap
-from onefold.optim.moments import rests
-from onefold.optim.offloaded import stepped_apart
+from onefold.offload.step import stepped_apart
+from onefold.offload.storage import grain_of_kind, state_kind
+from onefold.quant.moments import rests
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.hollow import StatePlace
-from onefold.runtime.home import grain_of_kind, state_kind
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.state import beside_parameters
+from onefold.runtime.storageless import StatePlace
 from onefold.runtime.unit import Unit
 
 #: Elements read at a time where they cannot go to their place directly.

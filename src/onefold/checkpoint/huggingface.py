@@ -27,6 +27,7 @@ from onefold.checkpoint.apply import load_model
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Fitted, Outline, some, undressed
 from onefold.checkpoint.hf_names import is_transformers, reading
+from onefold.checkpoint.meta_adapters import materialize_adapters
 from onefold.checkpoint.source import Item, Stored
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Together, meet
@@ -223,9 +224,7 @@ class Weights:
         self._fitted: Fitted | None = None
         try:
             if getattr(module, "peft_config", None):
-                from onefold.checkpoint.adapters import wake
-
-                wake(module, device)
+                materialize_adapters(module, device)
             self._fitted = opened(folder, module)
             self.coming = self._fitted.names()
             absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.coming]

@@ -14,7 +14,6 @@ from torch import nn
 import onefold.checkpoint.rng as random_states
 from onefold.checkpoint.apply import Fit, Reading, fill_model, fill_optimizers, fit_groups, fit_model
 from onefold.checkpoint.background import Background, settle
-from onefold.checkpoint.deepspeed import DeepSpeedSource, is_deepspeed
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import checkpoints, latest, of_run
 from onefold.checkpoint.folder_source import FolderSource, compare
@@ -23,7 +22,7 @@ from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.prefetch import Prefetched
 from onefold.checkpoint.residuals import Lost
 from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
-from onefold.checkpoint.source import Item, Source
+from onefold.checkpoint.source import Item, Source, read_by_another
 from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
 from onefold.checkpoint.values import decode
 from onefold.runtime.checks import refuse_changes
@@ -173,8 +172,8 @@ def source_of(path: Path) -> Source:
                 f"{path} holds checkpoints whose step cannot be told ({', '.join(unnumbered[:5])}): "
                 "saved without step=, or damaged. Name one."
             )
-        if is_deepspeed(path):
-            return DeepSpeedSource(path)
+        if (other := read_by_another(path)) is not None:
+            return other
         if is_hugging_face(path):
             return HuggingFaceSource(path)
     what = "a file" if path.is_file() else "a folder without a checkpoint" if path.is_dir() else "nothing"

@@ -17,7 +17,7 @@ import torch
 
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.optim.codec import Codec
+from onefold.quant.moment_packing import Codec
 from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
 
 #: Elements unpacked at a time; a multiple of BLOCK.

@@ -9,9 +9,9 @@ import torch
 
 from onefold.checkpoint.pieces import Share
 from onefold.checkpoint.source import Item, Source
+from onefold.offload.storage import Home, grain_of_kind
 from onefold.recipe.moments import items_of
 from onefold.runtime.flat import Entry
-from onefold.runtime.home import Home, grain_of_kind
 
 #: Elements moved at a time.
 CHUNK = 4 << 20

@@ -25,8 +25,8 @@ from onefold.checkpoint.pieces import States, shares
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
 from onefold.checkpoint.values import encode
+from onefold.offload.storage import state_kind
 from onefold.runtime.engine import Engine
-from onefold.runtime.home import state_kind
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.state import beside_parameters
 

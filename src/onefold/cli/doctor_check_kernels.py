@@ -11,8 +11,8 @@ import torch
 from onefold.cli.doctor_check_moves import values
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
 from onefold.comm import sums
-from onefold.comm.codecs import Blockwise, Encoded, Stochastic, codec, kernels
 from onefold.comm.launching import INTERPRETED, by_torch, usable
+from onefold.quant import Blockwise, Encoded, Stochastic, codec, kernels
 
 BLOCK_SIZES = (64, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

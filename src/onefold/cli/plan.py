@@ -200,7 +200,7 @@ def plan_command(
     except (ValueError, OSError) as error:
         _refuse(error, as_json)
     if not as_json:
-        from onefold.cli.plan_tables import show
+        from onefold.plan.tables import show
 
         show(found)
     try:

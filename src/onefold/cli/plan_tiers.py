@@ -1,4 +1,4 @@
-"""What `onefold plan` says of tiers: its options in the words of `onefold train`, and the table of where everything is."""
+"""What `onefold plan` says of tiers: its options in the words of `onefold train`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from rich.table import Table
-
-from onefold.cli.plan_words import gib, in_seconds
-from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
-from onefold.plan.schema import CATEGORIES, MOVED, TIER_SECONDS
 from onefold.recipe.tiers import bytes_of
 from onefold.train.tiers import tier_arguments
 
 #: Bytes below which a budget cannot be meant.
 _FEWEST = 1 << 14
-_COLUMNS = ("device", "host", "nvme")
-_TITLES = {"device": "device", "host": "host", "nvme": "NVMe"}
 
 
 def places_asked(**words: Any) -> dict[str, Any]:
@@ -51,34 +44,3 @@ def with_host(machine: Machine, memory: str | None, disk: str | None) -> Machine
 def _host(memory: str | None, disk: str | None) -> list[tuple[str, str, str]]:
     both = (("memory", "--host-memory", memory), ("nvme", "--disk-space", disk))
     return [(name, option, text) for name, option, text in both if text is not None]
-
-
-def tiers_table(found: Candidate) -> Table | None:
-    """Where one rank's bytes are at peak, by category and tier, and what a step moves; None where all of it is on the device."""
-    account = found.account
-    if not account.beyond:
-        return None
-    table = Table(title=f"where it is at peak: {found.scheme}", title_justify="left", box=None, padding=(0, 2))
-    table.add_column("", no_wrap=True)
-    held = {"device": account.peak, **account.beyond}
-    for tier in _COLUMNS:
-        table.add_column(_TITLES[tier], justify="right", no_wrap=True)
-    others = sorted({c for by in held.values() for c in by} - set(CATEGORIES))
-    for category in (*CATEGORIES, *others):
-        if any(by.get(category) for by in held.values()):
-            table.add_row(f"  {category}", *(gib(held.get(tier, {}).get(category, 0)) for tier in _COLUMNS))
-    table.add_row("[bold]all[/bold]", *(gib(sum(held.get(tier, {}).values())) for tier in _COLUMNS))
-    return table
-
-
-def moves_said(found: Candidate) -> str:
-    """A sentence on what a step moves between tiers, how long that takes, and what hides how much of it; "" where nothing moves."""
-    account = found.account
-    if not account.moved:
-        return ""
-    moved = ", ".join(f"{gib(account.moved[move])} {move}" for move in MOVED if account.moved.get(move))
-    text = f"between tiers in a step: {moved}"
-    if account.tiers:
-        seconds = ", ".join(f"{name} {in_seconds(account.tiers[name])}" for name in TIER_SECONDS if account.tiers.get(name))
-        text += f"; {seconds}; {in_seconds(account.seconds.get('io', 0))} exposed"
-    return text

@@ -56,7 +56,7 @@ class Slot:
 class Part:
     """What a slot is of a parameter as it is known outside: the elements from `first` on of a tensor of `shape`.
 
-    Ordinarily it is all of it. A tile is rows of it (runtime/tiles). `names` are the parameter's, first the one that it goes by.
+    Ordinarily it is all of it. A tile is rows of it (tiling). `names` are the parameter's, first the one that it goes by.
     """
 
     names: tuple[str, ...]

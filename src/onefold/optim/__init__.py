@@ -1,12 +1,11 @@
 """Room `optim`: the sharded step: clipping, scaling, and which optimizers may step intervals. Knows no modules' forward."""
 
 from onefold.optim.clip import clip_grad_norm
-from onefold.optim.codec import require_torchao
 from onefold.optim.scaler import GradScaler
 from onefold.optim.watch import refuse_unless_elementwise, unwatch, watch
 from onefold.optim.whole_state import held_elsewhere, load_local_state_dict, local_state_dict
 
 __all__ = [
     "GradScaler", "clip_grad_norm", "held_elsewhere", "load_local_state_dict", "local_state_dict", "refuse_unless_elementwise",
-    "require_torchao", "unwatch", "watch",
+    "unwatch", "watch",
 ]  # fmt: skip

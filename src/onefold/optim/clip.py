@@ -14,9 +14,9 @@ from collections.abc import Iterable
 import torch
 
 from onefold.comm import Place
+from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.home import Home
 from onefold.runtime.parameter import whole_sight
 
 
@@ -80,7 +80,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         return total.to(torch.float32)
 
 
-def in_memory(engine: Engine, params: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Home]]:
+def in_memory(engine: Engine, params: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Offloaded]]:
     """The gradients of `params` that can be computed with, and the homes of those that are on NVMe."""
     away = {id(e.param): f.home for f in engine.at_home if f.home is not None and f.home.gradients_on_disk for e in f.entries}
     here, homes = [], {}

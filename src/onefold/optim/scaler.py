@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from onefold.optim.clip import by_device, in_memory
-from onefold.optim.implementations import supports_scaling
 from onefold.runtime.engine import Engine
+from onefold.runtime.implementations import supports_scaling
 from onefold.runtime.parameter import whole_sight
 from onefold.runtime.registry import engine_of
 
@@ -28,7 +28,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(self._engine.device.type, **options)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's. Where the optimizer is stepped by a fused kernel (optim/implementations.py) an overflow is skipped on the device."""
+        """As torch's. Where a fused kernel steps (runtime/implementations.py), an overflow is skipped on the device."""
         engine = self._engine
         known = "_step_supports_amp_scaling" in optimizer.__dict__ or kwargs.get("closure") or args
         with whole_sight():

@@ -1,6 +1,6 @@
 """What stands between an optimizer and sharded parameters: nothing, but for two looks around each step.
 
-Before: what rests off the device or in another format is stepped (optim/offloaded.py), and its gradients are put aside, so that the step
+Before: what rests off the device or in another format is stepped (offload/step.py), and its gradients are put aside, so that the step
 itself does the rest.
 Before that: an optimizer whose update of one element depends on others (a factored second moment, a matrix, a layer's norm) would train
 on something else when it is given intervals. It is recognised by trying it: the update of a small matrix must equal, bit for bit,
@@ -28,13 +28,13 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import onefold.optim.whole_state as whole_state
+from onefold.offload.in_backward import Behind
+from onefold.offload.step import step_apart, stepped_apart
 from onefold.optim import whole
-from onefold.optim.behind import Behind
-from onefold.optim.implementations import Chosen
-from onefold.optim.moments import torchao_format
-from onefold.optim.offloaded import step_apart, stepped_apart
+from onefold.quant.moments import torchao_format
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.implementations import Chosen
 from onefold.runtime.interval import spec_of
 from onefold.runtime.operators import Stepping
 from onefold.runtime.parameter import bare, face, whole_sight

@@ -38,13 +38,13 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 import onefold.optim.faced_states as faced_states
-import onefold.optim.moments as moments
+import onefold.quant.moments as moments
+from onefold.offload.storage import state_kind
 from onefold.recipe.moments import SIGNED, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.hollow import StatePlace
-from onefold.runtime.home import state_kind
 from onefold.runtime.parameter import leaf_asked_by, whole_sight
+from onefold.runtime.storageless import StatePlace
 from onefold.runtime.stream import dist_rank, from_first, held_by, interval_of, tell_all, to_first
 
 #: A top-level key of `local_state_dict`, by which the other loader knows it.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onefold.memory.activations import SMALLEST
+from onefold.offload.activations import SMALLEST
 from onefold.plan.costs import Kernels
 from onefold.plan.formulas.activations import block_bytes
 from onefold.plan.formulas.code import beside_gradient, held_before, in_hand, kept_behind, kept_beyond
@@ -149,7 +149,7 @@ def _kept(index: int, checkpointing: str) -> bool:
     return checkpointing == "none" or (checkpointing == "selective" and index % 2 == 1)
 
 
-#: What the units of tiles are called (runtime/tiles).
+#: What the units of tiles are called (tiling).
 TILE = re.compile(r"\.tiles\.\d+$")
 
 

@@ -5,7 +5,7 @@
     on the host         a       a b     a b c   a b     a                 as far as the budget goes
     device      a       b       c       ·       c       b       a         + copies on their way, + what comes up ahead
 
-It mirrors memory/activations.py: storages that autograd saves go down, large ones only (`Activity.movable`), the first saved first.
+It mirrors offload/activations.py: storages that autograd saves go down, large ones only (`Activity.movable`), the first saved first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from onefold.memory.activations import NEAR
-from onefold.memory.arena import SLAB
+from onefold.offload.activations import NEAR
+from onefold.offload.arena import SLAB
 from onefold.plan.activity import Activity, Slot
 from onefold.plan.beyond import Carried
 

@@ -1,4 +1,4 @@
-"""The plan for the machine that this process runs on: what `Recipe.auto` and `onefold train --stage auto` ask."""
+"""The plan for the machine that this process runs on: what `onefold.plan.recipe_for` and `onefold train --stage auto` ask."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def recipe_for(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> Recipe:
-    """`Recipe.auto`: the lowest stage whose peak fits what is free on the rank that has least, with as little as need be off the device.
+    """The lowest stage whose peak fits what is free on the rank that has least, with as little as need be off the device.
 
     States leave a GPU for the host's memory where nothing else fits, and for a disk only if `nvme=` names folders there. Collective if
     torch.distributed is initialized. The module may be on the meta device; it is not changed. The recipe's last note says which
@@ -153,8 +153,8 @@ def recipe_for(
         ValueError: nothing fits (with what is nearest), an unknown option, or a figure that cannot be.
     """
     if "stage" in options:
-        raise ValueError(f"Recipe.auto chooses the stage; for stage {options['stage']} write Recipe.zero({options['stage']}, ...).")
-    job = Job.of({"precision": None, "checkpointing": "none", **options}, "Recipe.auto")
+        raise ValueError(f"recipe_for chooses the stage; for stage {options['stage']} write Recipe.zero({options['stage']}, ...).")
+    job = Job.of({"precision": None, "checkpointing": "none", **options}, "onefold.plan.recipe_for")
     where = with_index(device) if device is not None else default_device()
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     local = min(ranks, ranks if where.type == "cpu" else device_count())

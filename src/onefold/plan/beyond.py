@@ -10,7 +10,7 @@
     backward     up, read    the same again; down: gradients; written: those that rest on NVMe
     step         read, written: masters, moments; up: what is computed with, where that rests on the device
 
-It mirrors runtime/home.py, runtime/beyond.py and optim/offloaded.py in the steady state, and is compared with their ledgers: at rest and
+It mirrors offload/storage.py, runtime/transfers.py and offload/step.py in the steady state, and is compared with their ledgers: at rest and
 moved to the byte; at peak it is a bound. The tiers are ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et
 al. 2021, 5.1).
 """
@@ -26,14 +26,14 @@ import torch
 
 from onefold.layout import Slot, round_up
 from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
-from onefold.optim.behind import WAITING
-from onefold.optim.offloaded import AHEAD, BEHIND
+from onefold.offload.in_backward import WAITING
+from onefold.offload.step import AHEAD, BEHIND
 from onefold.plan.schema import MOVED
 from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, moments, moments_of_slot, puts_of, reductions_of
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.tiers import SECTOR
-from onefold.runtime.beyond import BEHIND as WRITES
+from onefold.runtime.transfers import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]
 HOST, NVME = "host", "nvme"
@@ -126,7 +126,7 @@ def _merged(carried: Sequence[Carried]) -> tuple[Carried, ...]:
 
 
 def _resting(flat: FlatPlan, optimizer: str) -> Iterable[tuple[str, str, int]]:
-    """(tier, category, bytes) of one flat buffer; see the table of runtime/home.py."""
+    """(tier, category, bytes) of one flat buffer; see the table of offload/storage.py."""
     assert flat.tiers is not None
     d, own, p = flat.dtypes, flat.own, flat.tiers.parameters
     on_disk = flat.tiers.optimizer is Tier.NVME

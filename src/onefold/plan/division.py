@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from onefold.comm.codecs import codec
 from onefold.comm.topology import Topology, inner_of
 from onefold.layout import round_up
+from onefold.quant import codec
 from onefold.recipe import Recipe
 
 Level = Literal["all", "inside", "across"]

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
-from onefold.runtime.tiles.modules import EmbeddingTile
 from onefold.runtime.units import Found, find_units
+from onefold.tiling.modules import EmbeddingTile
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")

@@ -29,7 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from onefold.memory.activations import SMALLEST
+from onefold.offload.activations import SMALLEST
 from onefold.plan.costs import Kernels
 from onefold.plan.counting import flop_formulas, kernels_of
 

@@ -1,7 +1,7 @@
 """The smallest share of the units' states that has to leave the device for a scheme to fit.
 
     units     0      1      2      3      4          the last ones leave first: their transfers have the longest time to hide
-    share                          [ 0.4        ]    (runtime/tiers.py)
+    share                          [ 0.4        ]    (runtime/placement.py)
 
 Units leave whole, so that a share stands for a number of them. The device holds less the more of them leave: halving finds the least.
 """

@@ -95,10 +95,10 @@ class Plan:
         return f"Plan({self.model.name} on {self.machine.ranks} × {self.machine.gpu.name}: {best})"
 
     def __str__(self) -> str:
-        try:  # a room below this one: looked up only when it is asked for
+        try:
             from rich.console import Console
 
-            from onefold.cli.plan_tables import show
+            from onefold.plan.tables import show
         except ModuleNotFoundError:  # the tables come with the commands; the core goes without
             return json.dumps(self.to_json(), indent=2)
         text = io.StringIO()

@@ -12,7 +12,7 @@ from onefold.plan.tiled import is_in_tiles
 from onefold.plan.wires import WIRES, as_recipe
 from onefold.recipe import Recipe
 from onefold.recipe.groups import FLAT
-from onefold.runtime.tiers import of_leaving
+from onefold.runtime.placement import of_leaving
 
 
 def said_of(question: Question, shown: Candidate) -> tuple[str, ...]:

@@ -46,13 +46,14 @@ from onefold.plan.division import Division, Hop, adds_of, padded, position_of, t
 from onefold.plan.legs import Leg, gather_legs, merged, reduction_legs
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
+from onefold.quant import codec
 from onefold.recipe import Placement, Recipe, Tier
 from onefold.recipe.groups import GROUP
 from onefold.recipe.moments import bytes_of_moments
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.flat import Dtypes, grouped_as
+from onefold.runtime.placement import Tiers, leaving_of_sizes
 from onefold.runtime.route import block_at_rest
-from onefold.runtime.tiers import Tiers, leaving_of_sizes
 
 _LOW = ("float32", "bfloat16", "float16")
 #: fp32 tensors of the parameter's size that an optimizer keeps for each trained element.
@@ -195,7 +196,7 @@ def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, division
     passive = ranks == 1 and tiers is None and not stored and same
     alone = ranks == 1 and not stored and (dtypes.compute == dtypes.master if tiers is None else tiers.parameters is Tier.DEVICE)
     kept = recipe.parameters.placement is Placement.REPLICATED or passive or alone
-    block = max(recipe.block, block_at_rest(recipe) if stored else 0)
+    block = max(recipe.block, block_at_rest(recipe, codec) if stored else 0)
     return FlatPlan(
         layout=_layout(tuple((p.name, p.shape) for p in parameters), ranks, SECTOR if tiers is not None and tiers.on_disk else 0, block),
         dtypes=dtypes,

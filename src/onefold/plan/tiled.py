@@ -1,4 +1,4 @@
-"""Weights that are computed in tiles (runtime/tiles), as a plan sees them: units of some rows each.
+"""Weights that are computed in tiles (tiling), as a plan sees them: units of some rows each.
 
 a module   is cut for a while as `onefold.shard` would cut it, then put back: its units, its trace and its FLOPs are those of the run
 a shape    has its large matrices taken out of their units, as names of architectures promise that they are computed rows by rows
@@ -17,8 +17,8 @@ from torch import nn
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.recipe import Recipe
 from onefold.runtime.flat import Dtypes
-from onefold.runtime.tiles.cut import Cut, rows_of_a_tile
-from onefold.runtime.tiles.modules import Tiled
+from onefold.tiling.cut import Cut, rows_of_a_tile
+from onefold.tiling.modules import Tiled
 
 
 class _Over(Exception):

@@ -13,7 +13,6 @@ A ZeRO stage is a name for three placements (`PLACEMENTS_OF_STAGE`), nothing els
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -24,26 +23,8 @@ from onefold.recipe.checks import check_dtype, check_options, did_you_mean, with
 from onefold.recipe.groups import FLAT, GROUP, NATIVE, NODE, check_groups, read_groups
 from onefold.recipe.groups import OPTIONS as GROUP_OPTIONS
 from onefold.recipe.moments import BLOCK, FORMATS
+from onefold.recipe.rows import Placement, Tier
 from onefold.recipe.tiers import OPTIONS, UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
-
-
-class Placement(enum.Enum):
-    """Where one kind of state lives on the data-parallel axis.
-
-    REPLICATED: every rank holds all of it. SHARDED: each rank holds one interval of each unit's flat address space.
-    """
-
-    REPLICATED = "replicated"
-    SHARDED = "sharded"
-
-
-class Tier(enum.Enum):
-    """Which memory holds it: the one that the module computes from, the host's, or files on a disk."""
-
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"
-
 
 #: Bytes of small units that may be gathered ahead, and of small reductions that may be under way, beyond the counts `prefetch` and
 #: `in_flight`: so few bytes cost latency, and waiting for each in turn would hold the ranks in lockstep.
@@ -91,7 +72,7 @@ ReduceAt = Literal["micro-batch", "boundary"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `onefold.shard` executes. Build one with `Recipe.zero`, `Recipe.from_deepspeed`, or row by row.
+    """What `onefold.shard` executes. Build one with `Recipe.zero`, or row by row.
 
     Attributes:
         parameters, gradients, optimizer: the three rows.
@@ -255,29 +236,6 @@ class Recipe:
             **options,
         )
         return replace(recipe, notes=(*without_effect(recipe, options), *of_tiers(recipe)))
-
-    @classmethod
-    def from_deepspeed(cls, config: Mapping[str, Any] | str, world_size: int | None = None) -> Recipe:
-        """The recipe that a DeepSpeed configuration (a dict or the path of its JSON file) asks for.
-
-        `notes` lists the keys that have no effect here. Batch sizes are checked against `world_size` if it is given.
-
-        Raises:
-            ValueError: the configuration contradicts itself, or says "auto" where it decides the recipe. NotImplementedError: it asks for
-                what is not built.
-        """
-        from onefold.recipe.deepspeed import OF_RECIPES, read_deepspeed, refuse_auto
-
-        read = read_deepspeed(config, world_size)
-        refuse_auto([path for path in read.undecided() if path.startswith(("zero_optimization.", *OF_RECIPES))])
-        return cls.zero(**read.recipe_arguments).replace(notes=tuple(read.recipe_notes))
-
-    @classmethod
-    def auto(cls, model: Any, **job: Any) -> Recipe:
-        """The lowest stage whose peak fits this machine, from a plan of `model`. Collective; see `onefold.plan.auto.recipe_for`."""
-        from onefold.plan.auto import recipe_for  # a room below this one: looked up only when it is asked for
-
-        return recipe_for(model, **job)
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some fields changed, checked again.

@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from onefold.recipe.moments import FORMATS
+from onefold.recipe.rows import Placement, Tier
 
 if TYPE_CHECKING:
-    from onefold.recipe.core import Recipe, Tier
+    from onefold.recipe.core import Recipe
 
 #: The options of the table that are no fields of a recipe.
 OPTIONS = frozenset(("offload_optimizer", "offload_gradients", "offload_param", "offload_activations"))
@@ -57,8 +58,6 @@ def tier_of(name: str, value: Any) -> Tier:
     Raises:
         ValueError: it names none.
     """
-    from onefold.recipe.core import Tier
-
     if value is None:
         return Tier.DEVICE
     if isinstance(value, Tier):
@@ -70,8 +69,6 @@ def tier_of(name: str, value: Any) -> Tier:
 
 def read_optimizer(value: Any) -> tuple[Tier, dict[str, Any]]:
     """`offload_optimizer` as a tier and the recipe's fields for how much of the states goes there."""
-    from onefold.recipe.core import Tier
-
     name = "offload_optimizer"
     if value is None or isinstance(value, Tier) or (isinstance(value, str) and value.lower() in _NAMES):
         return tier_of(name, value), {}
@@ -146,8 +143,6 @@ def read_tiers(options: dict[str, Any]) -> tuple[dict[str, Tier], dict[str, Any]
 
 def check_tiers(recipe: Recipe) -> None:
     """Raise ValueError for rows whose tiers cannot go together, or for options of tiers with a value they cannot have."""
-    from onefold.recipe.core import Placement, Tier
-
     p, g, o = recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier
     if p is not Tier.DEVICE and recipe.parameters.placement is not Placement.SHARDED:
         raise ValueError(
@@ -191,8 +186,6 @@ def check_tiers(recipe: Recipe) -> None:
 
 def of_tiers(recipe: Recipe) -> list[str]:
     """What a user should know about where the recipe's rows rest."""
-    from onefold.recipe.core import Tier
-
     if recipe.parameters.tier is not Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE:
         return [
             f"offload_param={recipe.parameters.tier.value!r} without offload_optimizer moves frozen parameters only: trained ones "
@@ -203,8 +196,6 @@ def of_tiers(recipe: Recipe) -> list[str]:
 
 def without_tiers(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, str]:
     """Why an option of `given` that is about tiers changes nothing in this recipe."""
-    from onefold.recipe.core import Tier
-
     p, o = recipe.parameters.tier, recipe.optimizer.tier
     said = {}
     if o is Tier.DEVICE:

@@ -21,7 +21,7 @@ import torch
 
 from onefold.comm import Place
 from onefold.comm.group import alike, both
-from onefold.memory.nvme import TierError
+from onefold.memory.tier_error import TierError
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

@@ -31,10 +31,9 @@ from onefold.recipe import Recipe, Tier
 from onefold.recipe.groups import GROUP, NATIVE
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime import differentiate, functional
-from onefold.runtime.activations import HostActivations
 from onefold.runtime.agree import agree_and_finish, agree_on_failure
-from onefold.runtime.beyond import Beyond
 from onefold.runtime.buffers import Buffers
+from onefold.runtime.capabilities import Capabilities
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
 from onefold.runtime.escaping import copied_out
 from onefold.runtime.flat import Dtypes, Entry, Flat, declared_dtype, grouped_as
@@ -45,14 +44,16 @@ from onefold.runtime.kept import gradient_bytes, show_kept, take_kept
 from onefold.runtime.moved import Moves, Pass
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import ForwardDepth, whole_sight
+from onefold.runtime.placement import Tiers, leaving
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.route import rests_encoded
 from onefold.runtime.spans import Span, Spans
 from onefold.runtime.stale import all_moved, look_at, look_for_writes
-from onefold.runtime.tiers import Tiers, leaving
+from onefold.runtime.transfers import Beyond
 from onefold.runtime.unit import State, Unit
 from onefold.runtime.units import UnitSpec
 from onefold.runtime.unset import Unset
+from onefold.runtime.whole import whole_masters
 
 
 def in_autograd() -> bool:
@@ -70,8 +71,10 @@ class Engine:
         timeline: what was computed when, while `memory.record` is set.
     """
 
-    def __init__(self, specs: list[UnitSpec], recipe: Recipe, process_group: Any, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
+    def __init__(
+        self, specs: list[UnitSpec], recipe: Recipe, process_group: Any, device: torch.device, capabilities: Capabilities
+    ) -> None:
+        self.recipe, self.device, self.capabilities = recipe, device, capabilities
         # onefold.unsharded hands on the group of the engine before: its communicators stay.
         again = isinstance(process_group, Group)
         self.group = process_group if again else Group(process_group, device, recipe.stall_timeout, recipe.group)
@@ -87,7 +90,7 @@ class Engine:
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
         away = leaving(specs, recipe, self.world_size)
-        self.beyond = Beyond(recipe, self.rank, device, memory)
+        self.beyond = Beyond(recipe, self.rank, device, memory, capabilities.store)
         self.pool = Pool(device, self.memory, paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier))
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
@@ -134,7 +137,7 @@ class Engine:
         self.failure_agreed = False
         self.settle: Callable[[], None] | None = None  # waits for that work
         self.copying: Callable[[], None] | None = None  # waits until masters and states may be written to
-        self.behind: Any = None  # steps offloaded units behind the backward pass (optim/behind.py), if the recipe says so
+        self.behind: Any = None  # steps offloaded units behind the backward pass (offload/in_backward.py), if the recipe says so
 
     def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
         groups: dict[tuple[torch.dtype, bool, bool], list[Any]] = {}
@@ -161,7 +164,7 @@ class Engine:
     def start(self) -> None:
         """Everything is bound: create what works on it."""
         self.gather = Gatherer(self)
-        self.activations = HostActivations(self)
+        self.activations = self.capabilities.activations(self)
         self.reduce = Reducer(self)
         root = self.units[0].module()
         assert root is not None
@@ -576,8 +579,6 @@ class Engine:
             self.sync = before
 
     def whole(self, entry: Entry) -> torch.Tensor:
-        from onefold.runtime.state import whole_masters
-
         unit = self.unit_of[entry.number]
         if self.unset:
             self.unset.look(self)

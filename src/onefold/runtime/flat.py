@@ -7,7 +7,7 @@ One `Flat` holds the parameters of one unit that share a dtype and were trainabl
     stages 1, 2         replicated   sharded       [shard], one interval        kept; master is a slice of it when dtypes agree
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 
-Where masters and states rest off the device, a `Home` (runtime/home.py) keeps them and what gathers read.
+Where masters and states rest off the device, a `Home` (offload/storage.py) keeps them and what gathers read.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from onefold.recipe import Placement, Recipe, Tier
 from onefold.recipe.groups import GROUP
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime import gradient_hooks
-from onefold.runtime.home import Home
+from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.interval import IntervalSpec, Owners, dispatches, over
 from onefold.runtime.parameter import ShardedParameter, ShardInfo, faced_class
+from onefold.runtime.placement import Tiers
 from onefold.runtime.route import Route, block_at_rest, hops_of
-from onefold.runtime.tiers import Tiers
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Flat:
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         self.rank, self.size = group.rank, group.size
         sector = SECTOR if tiers and tiers.on_disk else 0
-        block = max(recipe.block, block_at_rest(recipe) if encoded else 0)
+        block = max(recipe.block, block_at_rest(recipe, engine.capabilities.codec) if encoded else 0)
         self.layout = FlatLayout.of([(f.names[0], f.param.shape) for f in found], group.size, sector, block)
         self.entries = [Entry(f, s, i, self, engine) for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))]
         self.tiled = any(f.part.numel != f.param.numel() for f in found)
@@ -180,7 +180,7 @@ class Flat:
         divided = self.route.shard if recipe.optimizer.over == GROUP else self.interval
         self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
         self.spread = self.hops[-1] if self.owned != self.interval and group.size > 1 else None  # sums go on to who holds them too
-        self.home: Home | None = Home(self, tiers, engine) if tiers is not None else None
+        self.home: Offloaded | None = engine.capabilities.storage(self, tiers, engine) if tiers is not None else None
         # Who has which part of what parameters show; None where every rank has the whole.
         self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
         # Gathers begin with a copy of this rank's masters: from another tier, in another dtype, or into a buffer of their own.

@@ -27,13 +27,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.comm import Place
 from onefold.memory import GATHERED, storage_of
-from onefold.memory.nvme import TierError
-from onefold.memory.saved import is_checkpoint
+from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import differentiate
+from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.flat import Flat
-from onefold.runtime.home import Home
 from onefold.runtime.nested import tensors_in
+from onefold.runtime.recomputation import is_checkpoint
 from onefold.runtime.route import Beside
 from onefold.runtime.unit import State, Unit
 
@@ -295,7 +295,7 @@ class Gatherer:
         elif storage_of(flat.master) != storage_of(full):  # else the masters are that interval of the copy
             full[flat.owned[0] : flat.owned[1]].copy_(flat.master)
 
-    def _put(self, home: Home) -> None:
+    def _put(self, home: Offloaded) -> None:
         """This rank's interval from where it rests.
 
         Where ranks wait for each other a disk that fails must not stop one of them alone: it goes on with what it has, and all of them

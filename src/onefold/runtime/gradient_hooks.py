@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.runtime.interval import ShardedParameterError
+
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
@@ -116,8 +118,6 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
     Raises:
         RuntimeError: a hook wrote to the parameter.
     """
-    from onefold.runtime.parameter import ShardedParameterError
-
     compute, own = entry.compute, entry.compute.grad
     assert own is not None
     if accumulated is not None:

@@ -127,6 +127,10 @@ def spec_of(value: Any) -> IntervalSpec | None:
     return value.__dict__.get("_onefold_spec") if getattr(type(value), "_onefold_faced", False) else None
 
 
+#: What an operation on an interval does: (function, arguments, keyword arguments). runtime/parameter.py, which makes intervals, sets it.
+dispatched_by: list[Any] = [None]
+
+
 class Interval(torch.Tensor):
     """See this module. Made by `dress`."""
 
@@ -134,9 +138,7 @@ class Interval(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from onefold.runtime.parameter import dispatch  # which makes intervals
-
-        return dispatch(func, args, kwargs or {})
+        return dispatched_by[0](func, args, kwargs or {})
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]

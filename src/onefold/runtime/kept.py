@@ -14,8 +14,8 @@ import torch
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS
 from onefold.recipe import Tier
-from onefold.runtime.hollow import hollow, is_hollow
 from onefold.runtime.interval import get_grad, whole_sight
+from onefold.runtime.storageless import hollow, is_hollow
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

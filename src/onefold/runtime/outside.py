@@ -19,10 +19,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
-from onefold.memory.saved import is_checkpoint
 from onefold.runtime.interval import spec_of, whole_sight
 from onefold.runtime.moved import Pass
 from onefold.runtime.nested import tensors_in
+from onefold.runtime.recomputation import is_checkpoint
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

@@ -25,10 +25,20 @@ import torch
 from torch import nn
 
 from onefold.runtime import differentiate, gradient_hooks
-from onefold.runtime.hollow import Hollow, explain, hollow, seen_hollow
-from onefold.runtime.interval import IntervalSpec, Lent, ShardedParameterError, dress, get_grad, set_grad, spec_of, whole_sight
+from onefold.runtime.interval import (
+    IntervalSpec,
+    Lent,
+    ShardedParameterError,
+    dispatched_by,
+    dress,
+    get_grad,
+    set_grad,
+    spec_of,
+    whole_sight,
+)
 from onefold.runtime.operators import OF_ANOTHERS_KIND, _words, compute, is_about_itself, name_of, slice_of, writes_in_place
 from onefold.runtime.outside import compute_outside
+from onefold.runtime.storageless import Hollow, explain, hollow, seen_hollow
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
@@ -219,6 +229,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not is_about_itself(func) and not writes_in_place(func, kwargs):
             args, kwargs = _as_declared(args), _as_declared(kwargs)
         return func(*args, **kwargs)
+
+
+dispatched_by[0] = dispatch
 
 
 def _as_declared(value: Any) -> Any:

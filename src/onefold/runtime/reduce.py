@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger
-from onefold.memory.nvme import TierError
+from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
+from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.home import Home
 from onefold.runtime.interval import get_grad, set_grad, whole_sight
 from onefold.runtime.kept import take_kept
 from onefold.runtime.summing import Reduction, Summing
@@ -402,7 +402,7 @@ class Reducer:
         home.stepped_in = self.engine.step if (takes := bool(behind.takes(flat))) else home.stepped_in
         return takes
 
-    def _bring_down(self, r: Reduction, home: Home) -> None:
+    def _bring_down(self, r: Reduction, home: Offloaded) -> None:
         """The sums leave the device, once."""
         assert r.total is not None
         if not r.down:

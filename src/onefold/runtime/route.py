@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Chain, Group, Pending, Place
-from onefold.comm.codecs import Blockwise, Codec, codec
+from onefold.comm.codec import Codec
 from onefold.layout import round_up
 from onefold.memory import GATHERED, PARAMETERS
 from onefold.recipe.groups import FLAT, GROUP, NATIVE
@@ -80,7 +80,7 @@ class Route:
         name = recipe.frozen if stored else recipe.parameters.codec
         self.stored: bool = stored
         travels = group.size > 1 or stored
-        self.codec: Codec | None = codec(name) if name and low and travels and not flat.kept else None
+        self.codec: Codec | None = engine.capabilities.codec(name) if name and low and travels and not flat.kept else None
         inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
         self.doubled = inside and not stored and not flat.kept and group.topology.outer > 1
         self.second: torch.Tensor | None = None
@@ -232,13 +232,12 @@ def rests_encoded(found: Found, recipe: Recipe) -> bool:
     return frozen and found.param.dtype in _LOW and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
 
 
-def block_at_rest(recipe: Recipe) -> int:
+def block_at_rest(recipe: Recipe, codec: Callable[[str], Codec]) -> int:
     """Elements of a block of the frozen weights that rest encoded.
 
     Parameters begin, and ranks are cut, at multiples of it: a block lies in one parameter on one rank, and is the same over any ranks.
     """
-    found = codec(recipe.frozen) if recipe.frozen is not None else None
-    return found.block if isinstance(found, Blockwise) else 0
+    return codec(recipe.frozen).shared if recipe.frozen is not None else 0
 
 
 def of_routes(engine: Engine) -> list[str]:

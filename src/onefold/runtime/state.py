@@ -21,29 +21,15 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.interval import Interval
 from onefold.runtime.parameter import whole_sight
-from onefold.runtime.tiles.modules import first_tiles
+from onefold.runtime.tile import first_tiles
 from onefold.runtime.unit import Unit
 from onefold.runtime.unset import value_of
-
-
-def _place(engine: Engine, unit: Unit) -> Place:
-    return Place("state", unit.name, engine.step, "state")
-
-
-def whole_masters(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor:
-    """A new buffer [numel] with all masters of `flat`, the same on every rank."""
-    full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
-    with whole_sight(), torch.no_grad():
-        if flat.whole_master:
-            return full.copy_(flat.load_master())
-        full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())
-        flat.route.group_of_owners.all_gather(full, _place(engine, unit), flat.index, move="state").wait()
-    return full
+from onefold.runtime.whole import place_of, whole_masters
 
 
 def scatter_masters(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor | None, master: torch.Tensor) -> None:
     """Rank 0's `full` ([numel], master precision; None elsewhere) into every rank's `master`."""
-    group, place = engine.group, _place(engine, unit)
+    group, place = engine.group, place_of(engine, unit)
     with torch.no_grad():
         if group.rank == 0:
             assert full is not None
@@ -226,7 +212,7 @@ def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
         return None
     if flat.whole_master:
         return flat.load_master()
-    group, place = engine.group, _place(engine, unit)
+    group, place = engine.group, place_of(engine, unit)
     if group.rank != 0:
         known = flat.owned == flat.owned_by(0)  # a replica of what rank 0 has
         group.exchange([] if known else [(0, flat.load_master().to(engine.device))], [], place, flat.index, move="state").wait()
@@ -388,12 +374,12 @@ def _scatter_entry(engine: Engine, unit: Unit, entry: Entry, master: torch.Tenso
     a, b = flat.local(entry)
     mine = master[a - flat.owned[0] : b - flat.owned[0]]
     if group.rank != 0:
-        group.exchange([], [(0, mine)], _place(engine, unit), flat.index, move="state").wait()
+        group.exchange([], [(0, mine)], place_of(engine, unit), flat.index, move="state").wait()
         return
     whole = _source(entry).detach().to(engine.device, flat.dtypes.master).reshape(-1)
     sends = []
     for peer in range(1, 1 if group.imagined else group.size):
         start, end = overlap((slot.start, slot.end), flat.owned_by(peer))
         sends.append((peer, whole[start - slot.start : end - slot.start]))
-    group.exchange(sends, [], _place(engine, unit), flat.index, move="state").wait()
+    group.exchange(sends, [], place_of(engine, unit), flat.index, move="state").wait()
     mine.copy_(whole[a - slot.start : b - slot.start])

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import Chain, Pending, Place
-from onefold.comm.codecs import Codec, Stochastic, codec
+from onefold.comm.codec import Codec, Stochastic
 from onefold.comm.group import Cut
 from onefold.comm.sums import sum_parts
 from onefold.device import has_streams
@@ -98,7 +98,7 @@ class Summing:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         recipe = engine.recipe
-        self.codec: Codec | None = codec(recipe.gradients.codec) if recipe.gradients.codec else None
+        self.codec: Codec | None = engine.capabilities.codec(recipe.gradients.codec) if recipe.gradients.codec else None
         self.by_backend = recipe.reduce == NATIVE
         self._cuts: dict[tuple[int, tuple[int, int], int], Cut] = {}  # by flat buffer, span and hop
         self.residuals: dict[tuple[int, int, int], torch.Tensor] = {}  # by flat buffer, first address and hop

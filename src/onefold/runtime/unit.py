@@ -24,7 +24,7 @@ from torch import nn
 from onefold.comm import Pending
 from onefold.device import Ticket
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.tiles.modules import EmbeddingTile, Tile
+from onefold.runtime.tile import WeightTile
 
 
 class State(enum.Enum):
@@ -65,12 +65,12 @@ class Unit:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
         # Its backward reads no parameter, or only what autograd saved of it for the moment (a tile): it can be released at any time.
-        self.looks_up_only = type(module) is nn.Embedding or isinstance(module, Tile)
+        self.looks_up_only = type(module) is nn.Embedding or isinstance(module, WeightTile)
         # A pass comes to it more than once (a tile of tied weights): where, the first step has to show.
-        self.revisited = isinstance(module, Tile) and module.shared
+        self.revisited = isinstance(module, WeightTile) and module.shared
         # Foreseen in a forward pass only: the backward pass of a look-up in tiles comes to none of them.
-        self.tile = isinstance(module, Tile)
-        self.forward_only = isinstance(module, EmbeddingTile) and not module.shared
+        self.tile = isinstance(module, WeightTile)
+        self.forward_only = isinstance(module, WeightTile) and module.looked_up and not module.shared
         self.state = State.GATHERED if self.kept else State.SHARDED
         self.handles = self.depth = self.calls = 0
         self.claimed = self.sticky = False

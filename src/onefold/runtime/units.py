@@ -4,7 +4,7 @@ A unit is a block: one gather and one reduction. Found like this unless the reci
 
 1. the children of every repeated module list (ModuleList, or a Sequential of like children) that is not inside another unit;
 2. of the rest, any module that holds parameters of its own as large as half a block (an embedding, a head);
-3. the tiles of weights that are computed in tiles (runtime/tiles), wherever they are, and however units are named;
+3. the tiles of weights that are computed in tiles (tiling), wherever they are, and however units are named;
 4. whatever is left belongs to the root.
 
 A parameter that several modules share (tied weights) belongs to the unit around their lowest common ancestor.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from onefold.layout import Part
-from onefold.runtime.tiles.modules import Tile, Tiled
+from onefold.runtime.tile import TiledModule, WeightTile
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Found:
     def part(self) -> Part:
         """What it is of the parameter as it is known outside: all of it, or, if it is a tile, some rows."""
         module, _ = self.places[0]
-        return module.part(self.names) if isinstance(module, Tile) else Part(tuple(self.names), tuple(self.param.shape))
+        return module.part(self.names) if isinstance(module, WeightTile) else Part(tuple(self.names), tuple(self.param.shape))
 
 
 @dataclass
@@ -60,7 +60,7 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
     names = list(dict.fromkeys(first[id(every[name])] for name in names))  # a module that stands in several places goes by its first name
     if wanted is None:
         names = names + _large_rest(modules, names)
-    names = [*names, *(name for name, module in modules.items() if isinstance(module, Tile))]
+    names = [*names, *(name for name, module in modules.items() if isinstance(module, WeightTile))]
     order = [name for name in modules if name in set(names) and name]
     specs = {"": UnitSpec("", root)} | {name: UnitSpec(name, modules[name]) for name in order}
     for found in parameters_of(root):
@@ -101,7 +101,7 @@ def _size(module: nn.Module) -> int:
 
 def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
     """The children of every repeated module list in `module`, outermost lists only."""
-    if isinstance(module, Tiled):  # its list of tiles is no list of blocks
+    if isinstance(module, TiledModule):  # its list of tiles is no list of blocks
         return []
     dot = f"{prefix}." if prefix else ""
     if _is_repeated(module):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.memory.nvme import TierError
 from onefold.observe.trace import Recording
+from onefold.offload.nvme import TierError
 from onefold.plan.schema import Account
 from onefold.train.batch import accumulation_steps, micro_batch_that_divides
 from onefold.train.blocks import checkpoint_activations, compile_blocks

@@ -15,7 +15,7 @@ from typing import Any
 import onefold
 from onefold.checkpoint.errors import CheckpointError
 from onefold.comm import StallError
-from onefold.memory.nvme import TierError
+from onefold.offload.nvme import TierError
 from onefold.train import resume
 from onefold.train.claim import Claim, run_of
 from onefold.train.config import TrainConfig

@@ -1,6 +1,7 @@
 """DeepSpeed's way of writing a training loop, over `onefold.shard`: the four-tuple of `initialize` and its engine."""
 
+from onefold.integrations.deepspeed.config import recipe_from
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
 from onefold.integrations.deepspeed.setup import add_config_arguments, initialize
 
-__all__ = ["DeepSpeedEngine", "add_config_arguments", "initialize"]
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "initialize", "recipe_from"]

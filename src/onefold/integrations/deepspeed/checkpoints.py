@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import onefold
 from onefold.checkpoint import CheckpointError
-from onefold.checkpoint.deepspeed import DeepSpeedSource, is_deepspeed
 from onefold.checkpoint.folder import in_words, latest
+from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
 
 if TYPE_CHECKING:
     from onefold.integrations.deepspeed.engine import DeepSpeedEngine

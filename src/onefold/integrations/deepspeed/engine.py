@@ -25,10 +25,10 @@ from torch import Tensor, nn
 import onefold
 from onefold.device import synchronize
 from onefold.integrations.deepspeed import checkpoints
+from onefold.integrations.deepspeed.config import DeepSpeedConfig
 from onefold.integrations.deepspeed.saving import save_whole
 from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
 from onefold.recipe import COMPUTE_DTYPES
-from onefold.recipe.deepspeed import DeepSpeedConfig
 
 logger = logging.getLogger("onefold")
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.integrations.deepspeed.config import LossScaling
 from onefold.optim.clip import by_device, in_memory
-from onefold.recipe.deepspeed import LossScaling
 
 
 class LossScaler:

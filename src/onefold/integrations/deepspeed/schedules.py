@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from onefold.recipe.deepspeed import SchedulerSpec
+from onefold.integrations.deepspeed.config import SchedulerSpec
 
 Rates = Callable[[int], list[float]]
 

@@ -19,10 +19,10 @@ from torch import nn
 
 import onefold
 from onefold.device import available, backend_name, default_device, device_count, set_default
+from onefold.integrations.deepspeed.config import DeepSpeedConfig, read_deepspeed, refuse_auto
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
 from onefold.integrations.deepspeed.schedules import build_schedule
 from onefold.recipe import Recipe
-from onefold.recipe.deepspeed import DeepSpeedConfig, read_deepspeed, refuse_auto
 
 logger = logging.getLogger("onefold")
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]

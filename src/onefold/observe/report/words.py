@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onefold.memory import STAGING
-from onefold.memory.activations import ACTIVATIONS_MOVING
-from onefold.memory.arena import IDLE_SLABS
+from onefold.offload.activations import ACTIVATIONS_MOVING
+from onefold.offload.arena import IDLE_SLABS
 from onefold.plan import schema
 
 COLOURS = {

@@ -1,0 +1,75 @@
+"""One pass over a DeepSpeed configuration, section by section, by the tables of `deepspeed.keys`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from onefold.integrations.deepspeed.config.keys import OFFLOAD, SECTIONS, TOP, Section
+from onefold.integrations.deepspeed.config.values import AUTO, asks, check_value, is_unset, nearest
+
+#: Where a key may belong that stands elsewhere, and keys that stand in too many places to tell.
+_PLACES: Mapping[str, Section] = {"": TOP, **SECTIONS, **{f"zero_optimization.{name}": keys for name, keys in OFFLOAD.items()}}
+_ANYWHERE = ("type", "params", "enabled", "device")
+
+
+class Reading:
+    """Collects what has to be listed.
+
+    Attributes:
+        without_effect: (path, reason). unknown, left_auto: paths. remarks: sentences. All as of `DeepSpeedConfig`.
+    """
+
+    def __init__(self) -> None:
+        self.without_effect: list[tuple[str, str]] = []
+        self.unknown: list[str] = []
+        self.left_auto: list[str] = []
+        self.remarks: list[str] = []
+
+    def section(self, prefix: str, given: Mapping[str, Any], known: Section, aliases: Mapping[str, str]) -> dict[str, Any]:
+        """The values of the keys that are read, checked; the others are listed or raised."""
+        values: dict[str, Any] = {}
+        for raw, value in given.items():
+            name = aliases.get(raw, raw)
+            path = f"{prefix}.{name}" if prefix else name
+            if name not in known:
+                self._unknown(prefix, raw, known, aliases)
+                continue
+            key = known[name]
+            if name in values:
+                raise ValueError(f"{path} is set twice, as {raw!r} and under its other name: keep one.")
+            if is_unset(value):
+                if value == AUTO and not key.inert and not key.later:
+                    self.left_auto.append(path)
+            elif key.later is not None:
+                if asks(value, key):
+                    raise NotImplementedError(
+                        f"{path}={_shortened(value)} asks for something that Onefold does not do: {key.later}."
+                    )
+            else:
+                values[name] = check_value(path, value, key)
+                if key.inert is not None:
+                    self.without_effect.append((path, key.inert))
+        for name, key in known.items():
+            if key.required and name not in values:
+                raise ValueError(
+                    f'{prefix} has no {name!r}: write "{prefix}": {{"{name}": ..., "params": {{...}}}}, or remove it.'
+                )
+        return values
+
+    def _unknown(self, prefix: str, name: str, known: Section, aliases: Mapping[str, str]) -> None:
+        path = f"{prefix}.{name}" if prefix else name
+        if not name.startswith(("_", "#", "/")) and name.lower() not in ("comment", "comments"):
+            for other, keys in _PLACES.items():
+                if other != prefix and name in keys and name not in _ANYWHERE:
+                    where = f'inside "{other}"' if other else "at the top level"
+                    raise ValueError(f"{path}: this key belongs {where}; move it there.")
+            near = nearest(name, [*known, *aliases])
+            if near:
+                raise ValueError(f"{path}: there is no such key; did you mean {near!r}?")
+        self.unknown.append(path)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,152 @@
+"""The optimizer and the scheduler that a DeepSpeed configuration names, checked and translated to torch's names.
+
+The names mislead in two places, and training would differ silently if they were taken at their word:
+
+| the file says               | DeepSpeed runs              | so does Onefold                                         |
+|-----------------------------|-----------------------------|---------------------------------------------------------|
+| "Adam"                      | AdamW                       | torch.optim.AdamW                                       |
+| "Adam", adam_w_mode: false  | Adam (L2 in the gradient)   | torch.optim.Adam                                        |
+| "AdamW", adam_w_mode: false | AdamW all the same          | torch.optim.AdamW                                       |
+| no weight_decay             | 0 (torch_adam: torch's)     | weight_decay=0.0 (with torch_adam, torch's own default) |
+| either of them              | FusedAdam, DeepSpeedCPUAdam | fused=True, wherever states rest (torch_adam: torch's)  |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from onefold.integrations.deepspeed.config.keys import (
+    ADAM_EXTRAS,
+    ELEMENTWISE_OPTIMIZERS,
+    REFUSED_OPTIMIZERS,
+    SCHEDULES,
+    Key,
+    Section,
+)
+from onefold.integrations.deepspeed.config.reading import Reading
+from onefold.integrations.deepspeed.config.values import check_arguments, nearest
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """`name` is a class of torch.optim, `params` its arguments but the parameters; `given` is the name in the file."""
+
+    name: str
+    params: dict[str, Any] = field(default_factory=dict)
+    given: str = ""
+
+
+@dataclass(frozen=True)
+class SchedulerSpec:
+    """`name` is one of DeepSpeed's schedules or a class of torch.optim.lr_scheduler, `params` its arguments."""
+
+    name: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
+    """The spec of the section {"type": ..., "params": {...}}; what of it has no effect, or was left at "auto", goes into `read`.
+
+    Raises:
+        ValueError: an unknown or unsuited optimizer, or unknown or wrong params.
+        NotImplementedError: an Adam that torch does not have.
+    """
+    given = section["type"]
+    names = {name.lower(): name for name in ELEMENTWISE_OPTIMIZERS}
+    refused = REFUSED_OPTIMIZERS.get(given.lower())
+    if refused:
+        raise ValueError(f"optimizer.type={given!r} cannot be used: {refused}.")
+    if given.lower() not in names:
+        near = nearest(given, names.values())
+        hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names.values())}."
+        raise ValueError(f"optimizer.type={given!r}: there is no such optimizer; {hint}")
+    name = names[given.lower()]
+    params = section.get("params", {})
+    if "max_grad_norm" in params:
+        raise ValueError('optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead.')
+    is_adam = name in ("Adam", "AdamW")
+    known = {**_signature(getattr(torch.optim, name)), **(ADAM_EXTRAS if is_adam else {})}
+    values, left_auto = check_arguments("optimizer.params", params, known)
+    read.left_auto += left_auto
+    read.without_effect += [(f"optimizer.params.{key}", reason) for key in values if (reason := known[key].inert) is not None]
+    if is_adam:
+        name, values = _adam(name, values)
+    return OptimizerSpec(name, values, given)
+
+
+def _adam(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The table at the top of this file."""
+    if not values.get("bias_correction", True):
+        raise NotImplementedError(
+            "optimizer.params.bias_correction=false: torch's Adam always corrects the bias; leave it out."
+        )
+    if not values.get("fp32_optimizer_states", True):
+        raise NotImplementedError("optimizer.params.fp32_optimizer_states=false: optimizer states are fp32 here; leave it out.")
+    decoupled = name == "AdamW" or values.get("adam_w_mode", True)
+    kept = {key: value for key, value in values.items() if key not in ADAM_EXTRAS}
+    if values.get("torch_adam", False):
+        kept.setdefault("foreach", None)
+    else:
+        kept.setdefault("weight_decay", 0.0)
+        if not kept.keys() & {"fused", "foreach", "capturable", "differentiable"}:
+            kept["fused"] = True
+    return ("AdamW" if decoupled else "Adam"), kept
+
+
+def read_scheduler(section: Mapping[str, Any]) -> tuple[SchedulerSpec, list[str]]:
+    """The spec of the section {"type": ..., "params": {...}}, and the paths left at "auto".
+
+    Raises:
+        ValueError: an unknown schedule, or unknown, wrong or missing params.
+    """
+    given = section["type"]
+    known: Section
+    if given in SCHEDULES:
+        known = SCHEDULES[given]
+    else:
+        schedule = getattr(torch.optim.lr_scheduler, given, None)
+        if not (inspect.isclass(schedule) and issubclass(schedule, torch.optim.lr_scheduler.LRScheduler)):
+            near = nearest(given, [*SCHEDULES, *_torch_schedules()])
+            hint = (
+                f"did you mean {near!r}?"
+                if near
+                else f"expected one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler."
+            )
+            raise ValueError(f"scheduler.type={given!r}: there is no such schedule; {hint}")
+        known = _signature(schedule)
+    values, left_auto = check_arguments("scheduler.params", section.get("params", {}), known)
+    return SchedulerSpec(given, values), left_auto
+
+
+def _torch_schedules() -> list[str]:
+    kind = torch.optim.lr_scheduler.LRScheduler
+    return [
+        name
+        for name, value in vars(torch.optim.lr_scheduler).items()
+        if inspect.isclass(value) and issubclass(value, kind)
+    ]
+
+
+def _signature(cls: type) -> Section:
+    """The keys that `cls` takes, each with the kind of its default value."""
+    keys: dict[str, Key] = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if name in ("params", "optimizer") or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        default = parameter.default
+        if isinstance(default, bool):
+            keys[name] = Key("flag")
+        elif isinstance(default, (int, float)):
+            keys[name] = (
+                Key("count") if isinstance(default, int) and name in ("last_epoch", "total_iters") else Key("number")
+            )
+        elif isinstance(default, tuple):
+            keys[name] = Key("numbers")
+        else:
+            keys[name] = Key("any", required=default is parameter.empty)
+    return keys

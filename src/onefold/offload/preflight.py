@@ -1,0 +1,68 @@
+"""Before a run whose state rests on NVMe: what its disks give, what it needs, and a refusal where that does not fit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from onefold.offload.nvme import ROOM_TO_MEASURE, TierError, measure, refuse_unless_fits
+from onefold.recipe import Tier
+from onefold.recipe.moments import FORMATS
+from onefold.runtime.agree import agree_on_failure
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+#: States of an optimizer with as many elements as the parameter: two, as Adam has them. Others are seen when they are made.
+MOMENTS_EXPECTED = 2
+#: Bytes written to and read from each disk to see what it gives.
+_SAMPLE = 16 << 20
+
+
+def needed(engine: Engine) -> int:
+    """Bytes that this rank's state takes on NVMe with an optimizer of two moments, in the recipe's format."""
+    total = 0
+    for flat in engine.at_home:
+        assert flat.home is not None
+        tiers, d, n = flat.home.tiers, flat.dtypes, flat.home.numel
+        trained = any(e.param.requires_grad for e in flat.entries)
+        if tiers.optimizer is Tier.NVME:
+            moment = FORMATS[engine.recipe.moments].nbytes(n) if engine.recipe.moments is not None else n * d.master.itemsize
+            total += n * d.master.itemsize + (MOMENTS_EXPECTED * moment if trained else 0)
+        if tiers.gradients is Tier.NVME and trained:
+            total += n * d.master.itemsize
+        if tiers.parameters is Tier.NVME and d.compute != d.master:
+            total += n * d.compute.itemsize
+    return total
+
+
+def _has_room(folders: Sequence[str]) -> bool:
+    """Whether measuring is worth it: a small disk that holds a small state is fast enough."""
+    return min(shutil.disk_usage(folder).free for folder in folders) >= ROOM_TO_MEASURE
+
+
+def preflight(engine: Engine) -> None:
+    """Measure the disks and refuse a run that has no room on them. Collective.
+
+    Raises:
+        TierError: on every rank, if a folder of one is not there or has no room.
+    """
+    if not engine.on_disk:
+        return
+    ranks = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
+    mine, error = needed(engine), None
+    try:
+        refuse_unless_fits(engine.recipe.nvme, mine * ranks, f"the state of {ranks} rank{'s' if ranks > 1 else ''} on NVMe")
+        if engine.rank == 0 and _has_room(engine.recipe.nvme):
+            for disk in measure(engine.recipe.nvme, _SAMPLE, seconds=0.25):
+                logging.getLogger("onefold").info(
+                    "NVMe %s: %.0f MB/s written, %.0f MB/s read%s; the run takes %.2f GB of %.1f GB free (with Adam's two moments).",
+                    disk.path, disk.write / 1e6, disk.read / 1e6, "" if disk.direct else " (no direct access here: buffered)",
+                    mine * ranks / 1e9 / len(engine.recipe.nvme), disk.free / 1e9,
+                )  # fmt: skip
+    except TierError as failure:
+        error = failure
+    agree_on_failure(engine, error, "before the run")

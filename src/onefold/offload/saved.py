@@ -1,0 +1,136 @@
+"""What autograd keeps in place of the tensors it saved, while their bytes may be on the host.
+
+[Note: versions] Autograd does not compare versions of what hooks have packed. Here each saved tensor leaves a watch behind: a tensor
+without memory that shares the version counter. A tensor that was written to since is refused when it is read, as without hooks. (What
+writes behind autograd's back, through `.data`, is not seen, as without hooks.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from onefold.device import Ticket
+from onefold.offload.arena import Block
+
+
+class Kept:
+    """What autograd keeps in place of a tensor that stays on the device."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, t: torch.Tensor) -> None:
+        # A node that saves its own output must not hold the tensor that holds the node.
+        self.tensor = t if t.grad_fn is None else t.detach()
+        self.version = t._version
+
+    def read(self) -> torch.Tensor:
+        refuse_other_version(self.tensor, self.version, self.tensor.size())
+        return self.tensor
+
+
+Key = tuple[int, int, int, int]  # storage, start, stop, root
+
+
+class Copy:
+    """Bytes [start, start + nbytes) of a storage at one version, on the host.
+
+    Attributes:
+        root: the tensor whose version it is: all that is saved of the copy is this tensor, or a view of it.
+        original: its storage, if somebody else holds it.
+        here: the same bytes on the device, while they are on their way down or are up; uint8, [nbytes].
+        ticket: what reads or writes `here` last. stream: on which `here` was asked for. descending: `here` is the original.
+        comings: how often it has come up. handles: tensors that autograd keeps of it. unread: those not read since it last came up.
+        read_by: the backward pass that last read the last of them.
+        before, after: its neighbours in the order of saving. turn: the forward pass.
+    """
+
+    __slots__ = (
+        "after", "before", "block", "comings", "descending", "handles", "here", "key", "nbytes", "original", "read_by", "root", "start",
+        "stream", "ticket", "turn", "unread", "version",
+    )  # fmt: skip
+
+    def __init__(self, key: Key, version: int, root: torch.Tensor, block: Block, turn: int) -> None:
+        self.key, self.version, self.block, self.turn = key, version, block, turn
+        self.root, self.original = weakref.ref(root), StorageWeakRef(root.untyped_storage())
+        self.start, self.nbytes = key[1], block.nbytes
+        self.here: torch.Tensor | None = None
+        self.ticket: Ticket | None = None
+        self.stream: Any = None
+        self.descending = False
+        self.comings = self.handles = self.unread = 0
+        self.read_by = -1
+        self.before: Copy | None = None
+        self.after: Copy | None = None
+
+    def line_up(self, behind: Copy | None) -> None:
+        self.before = behind
+        if behind is not None:
+            behind.after = self
+
+    def step_out(self) -> None:
+        if self.before is not None:
+            self.before.after = self.after
+        if self.after is not None:
+            self.after.before = self.before
+        self.before = self.after = None
+
+    def revived(self) -> torch.UntypedStorage | None:
+        """The storage itself, if somebody still holds it."""
+        return torch.UntypedStorage._new_with_weak_ptr(self.original.cdata)
+
+
+class Store(Protocol):
+    def dropped(self, copy: Copy, read_in: int) -> None: ...
+
+
+class Moved:
+    """What autograd keeps in place of a tensor that went down: how it lies in a copy. `read_in` is the last coming up it was read in."""
+
+    __slots__ = ("copy", "dtype", "offset", "read_in", "size", "store", "stride", "version", "watch")
+
+    def __init__(self, store: Store, copy: Copy, t: torch.Tensor, watch: torch.Tensor) -> None:
+        self.store, self.copy, self.watch, self.version = store, copy, watch, t._version
+        self.dtype, self.size, self.stride = t.dtype, t.size(), t.stride()
+        self.offset = int(t.storage_offset()) - copy.start // t.itemsize
+        self.read_in = -1
+        copy.handles += 1
+        copy.unread += 1
+
+    def __del__(self) -> None:
+        self.store.dropped(self.copy, self.read_in)
+
+    def check(self) -> None:
+        refuse_other_version(self.watch, self.version, self.size)
+
+    def view_of(self, source: torch.Tensor) -> torch.Tensor:
+        """The tensor again, over the bytes of its copy: uint8, [nbytes]."""
+        first = source.storage_offset() // self.dtype.itemsize
+        return as_view(source.untyped_storage(), self.dtype, first + self.offset, self.size, self.stride)
+
+
+def extent_of(t: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage the bytes of a tensor with elements start and stop."""
+    start = int(t.storage_offset())
+    span = sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True)) + 1
+    return start * t.itemsize, (start + span) * t.itemsize
+
+
+def as_view(storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over `storage`; `offset` in elements."""
+    empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
+    view: torch.Tensor = empty.set_(storage, offset, size, stride)
+    return view
+
+
+def refuse_other_version(watch: torch.Tensor, version: int, size: torch.Size) -> None:
+    """Raise RuntimeError if the counter that `watch` shares is not at `version` any more."""
+    if watch._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(size)}, {watch.dtype}, that a gradient is computed from has been modified by an inplace operation "
+            f"since it was saved: it is at version {watch._version}, the gradient needs version {version}. Write `x = x + 1` instead of "
+            "`x += 1`, or change a clone(); torch.autograd.set_detect_anomaly(True) shows which operation saved it."
+        )

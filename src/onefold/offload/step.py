@@ -1,0 +1,389 @@
+"""Stepping what rests off the device, or in another format than it is stepped in, with the optimizer that the user brought.
+
+    device  where moments are packed: piece by piece (quant/moments.py)
+    host    unit by unit: the optimizer's own step over host tensors and host states ─► copy up behind the next unit's step
+    NVMe    chunk by chunk, reads ahead and writes behind:
+
+            disk     read 1   read 2   read 3 | write 1   read 4 | write 2   ...
+            step              chunk 1           chunk 2             chunk 3
+
+The optimizer steps the parameters whose turn it is (runtime/stand_ins.py). For NVMe these are stand-ins: slices of staging buffers with
+slices of gradients and states. Between steps `optimizer.state` of the real parameter holds scalars as they are, and a tensor on the meta
+device in place of each state that has an element for each element of the parameter, or an item for some of them (quant/moments.py).
+Where moments are packed, those of parameters too small for that stay in host memory, some KiB each.
+
+[Note: a step is whole or refused] Ranks tell each other before and after: what goes wrong before (a gradient that could not be
+written) leaves every rank's state as it was; what goes wrong in the middle (the disk fails) leaves some of it stepped, which nothing
+can undo, so that the model refuses to go on and to be saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+import onefold.quant.moments as moments
+from onefold.layout import overlap
+from onefold.memory import GRADIENTS
+from onefold.offload.nvme import TierError, Transfer
+from onefold.offload.storage import Home, grain_of_kind, state_kind
+from onefold.recipe.moments import SIGNED, grain_of, packed
+from onefold.runtime.agree import agree_on_failure
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.kept import unique_bytes
+from onefold.runtime.stand_ins import groups_of, only, raw_step
+from onefold.runtime.storageless import StatePlace, is_hollow
+
+#: Chunks whose reads are under way beyond the one that is stepped, and chunks whose writes may be.
+AHEAD, BEHIND = 2, 1
+#: What is said of state that nobody can vouch for.
+HALF = "a step failed half way, so that some of the state is of two steps. Start again from the last checkpoint."
+
+
+def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> list[Entry]:
+    """Those of `entries` that `step_apart` steps: off the device, or with moments that rest in another format.
+
+    Raises:
+        ValueError: what recipe and optimizer say of moments cannot go together.
+    """
+    flats = {entry.flat.index: entry.flat for entry in entries}
+    apart = {i: flat.home is not None or moments.rests(optimizer, engine.recipe, flat) is not None for i, flat in flats.items()}
+    return [entry for entry in entries if apart[entry.flat.index]]
+
+
+def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> None:
+    """Step `entries`, which `stepped_apart` has given. Collective where any rests on NVMe.
+
+    Raises:
+        TierError: on every rank, if a disk failed on one.
+    """
+    ready = {id(entry) for entry in entries if entry.param.grad is not None}
+    if engine.on_disk:
+        _flush(engine)
+        agree_on_failure(engine, engine.failure, "before the step: nothing has been stepped")
+    error: BaseException | None = None
+    groups = groups_of(optimizer)
+    try:
+        for flat in (flat for unit in engine.units for flat in unit.flats):
+            if flat.home is None or not flat.home.on_disk:
+                mine = [e for e in flat.entries if id(e) in ready]
+                step_flat(optimizer, engine, flat, mine, groups)
+                if flat.home is not None and engine.recipe.step_in_backward:
+                    # As it will be in the steps to come, and the moments just made need the room.
+                    engine.moves.all_of(mine)
+                    let_go(engine, flat, mine)
+        disk = [flat for flat in engine.at_home if flat.home is not None and flat.home.on_disk]
+        _Stepping(optimizer, engine, ready).run(disk)
+    except (OSError, TierError) as failure:
+        error = failure
+    if engine.on_disk:
+        try:
+            agree_on_failure(engine, error, "in the middle of the step: start again from the last checkpoint")
+        except TierError:
+            engine.beyond.broken = HALF
+            raise
+        finally:
+            engine.beyond.pool.drain()
+            del error  # its traceback holds this frame: the model must not wait for the collector to go
+
+
+def _flush(engine: Engine) -> None:
+    """Gradients are on the disk, or that they are not is known."""
+    try:
+        engine.beyond.flush()
+    except TierError as error:
+        engine.failure = engine.failure or error
+
+
+def step_flat(
+    optimizer: Optimizer, engine: Engine, flat: Flat, entries: Sequence[Entry], groups: dict[int, int] | None = None
+) -> None:
+    """Step those parameters of one flat buffer that `entries` are of and that have a gradient. Local. `groups`: `groups_of(optimizer)`.
+
+    Raises:
+        TierError: the disk failed.
+    """
+    if flat.home is not None and flat.home.on_disk:
+        _Stepping(optimizer, engine, {id(entry) for entry in entries}).run([flat])
+        return
+    ready = [entry for entry in entries if entry.param.grad is not None]
+    if ready:
+        if (how := moments.rests(optimizer, engine.recipe, flat)) is not None:
+            moments.step_in_memory(optimizer, how, ready)
+        else:
+            params = [entry.param for entry in ready]
+            with only(optimizer, groups if groups is not None else groups_of(optimizer), params, params, engine.device):
+                raw_step(optimizer)
+        if flat.home is not None:
+            flat.home.touched()
+    if flat.home is not None:
+        flat.home.follow()
+
+
+def let_go(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
+    """Drop the gradients in memory of those `entries` of `flat` that have been stepped."""
+    before = sum(unique_bytes(e.param.grad for e in flat.entries))
+    for entry in entries:
+        entry.param.grad, entry.graded_elsewhere = None, False
+    after = sum(unique_bytes(e.param.grad for e in flat.entries))  # another optimizer's lie in the same memory
+    engine.beyond.host.add(GRADIENTS, after - before)
+
+
+@dataclass
+class _Chunk:
+    """Elements [a, b) of one flat buffer on their way: buffers by kind of what is on NVMe, each [b - a] or as many items as that takes."""
+
+    flat: Flat
+    home: Home
+    a: int
+    b: int
+    pieces: list[tuple[Entry, int, int]]  # an entry's elements in the chunk, counted from the first that this rank owns
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    whole: list[torch.Tensor] = field(default_factory=list)  # what the buffers are views of
+    moving: list[Transfer] = field(default_factory=list)
+
+
+class _Stepping:
+    """One step of everything on NVMe of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, engine: Engine, mine: set[int]) -> None:
+        self.optimizer, self.groups, self.engine, self.mine = optimizer, groups_of(optimizer), engine, mine
+        self.beyond = engine.beyond
+        self.scalars: dict[int, tuple[Entry, dict[str, Any]]] = {}  # what the states of an entry will be, once all its pieces are stepped
+        self.hows: dict[int, moments.Rests | None] = {}  # by the flat buffer's index
+        self.small: dict[int, dict[str, torch.Tensor]] = {}  # moments in memory, by the entry's number
+
+    def run(self, flats: Sequence[Flat]) -> None:
+        todo = deque(self._chunks(flats))
+        if any(self.hows.values()) and moments.skipped(self.optimizer):
+            todo.clear()
+        reading: deque[_Chunk] = deque()
+        writing: deque[_Chunk] = deque()
+        try:
+            while todo or reading:
+                while todo and len(reading) <= AHEAD:
+                    chunk = todo.popleft()
+                    reading.append(chunk)
+                    self._read(chunk)
+                chunk = reading.popleft()
+                writing.append(chunk)
+                self._land(chunk)
+                self._step(chunk)
+                self._write(chunk)
+                while len(writing) > BEHIND:
+                    self._finish(writing.popleft())
+            while writing:
+                self._finish(writing.popleft())
+        finally:
+            for chunk in (*reading, *writing):  # only if something went wrong
+                for transfer in chunk.moving:
+                    with contextlib.suppress(Exception):
+                        transfer.wait()
+            for entry, scalars in self.scalars.values():
+                self.optimizer.state[entry.param] = scalars
+        self.beyond.flush()
+
+    def _chunks(self, flats: Sequence[Flat]) -> Iterator[_Chunk]:
+        for flat in flats:
+            home = flat.home
+            assert home is not None
+            ready = [e for e in flat.entries if id(e) in self.mine and e.param.grad is not None]
+            self.hows[flat.index] = moments.rests(self.optimizer, self.engine.recipe, flat) if ready else None
+            for entry in ready:
+                self._adopt(home, entry)
+            for a, b in home.chunks() if ready else ():
+                pieces = []
+                for entry in ready:
+                    x, y = overlap(_owned(entry), (a, b))
+                    if x < y:
+                        pieces.append((entry, x, y))
+                if pieces:
+                    yield _Chunk(flat, home, a, b, pieces)
+
+    def _adopt(self, home: Home, entry: Entry) -> None:
+        """States that somebody has put in memory (load_state_dict) go to NVMe."""
+        state, how = self.optimizer.state.get(entry.param, {}), self.hows[entry.flat.index]
+        if how is not None:
+            there = [key for key in state if key in SIGNED or packed(key) is not None]
+            if there and all(state[key].is_meta for key in there):
+                return
+            if there or how.small(entry):
+                group = self.optimizer.param_groups[self.groups[id(entry.param)]]
+                parts = moments.adopted(self.optimizer, how, entry, group)
+                if how.small(entry):
+                    self.small[entry.number] = parts
+                    return
+                for key in there:
+                    del state[key]
+                state |= parts
+        for key, value in state.items():
+            ours = packed(key) is not None or (how is not None and key in SIGNED)
+            if (ours or _elementwise(value, entry.param)) and not value.is_meta:
+                kind = state_kind(key, value.dtype)
+                home.region(kind, value.dtype)
+                home.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
+                state[key] = _place_of(entry, key, value.dtype)
+
+    # -- one chunk -------------------------------------------------------------------------------------------------------------
+
+    def _buffer(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
+        grain = grain_of_kind(kind)
+        whole, chunk.buffers[kind] = self.beyond.buffer(-(-(chunk.b - chunk.a) // grain), dtype, chunk.flat.unit_name, grain)
+        chunk.whole.append(whole)
+        return chunk.buffers[kind]
+
+    def _make(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> None:
+        """A buffer of a state that a first step makes. Of other parameters, or of another optimizer's, it may be on NVMe already."""
+        region, data = chunk.home.region(kind, dtype), self._buffer(chunk, kind, dtype)
+        if (kind, chunk.a) not in chunk.home.written:
+            data.view(torch.uint8).zero_()
+            return
+        self.beyond.flush()
+        self.beyond.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
+        self.beyond.wait(region.read(chunk.a // grain_of_kind(kind), data))
+
+    def _read(self, chunk: _Chunk) -> None:
+        home = chunk.home
+        kinds = ["master", *(["gradient"] if any(e.param.grad is not None and is_hollow(e.param.grad) for e, _, _ in chunk.pieces) else [])]
+        for entry, _, _ in chunk.pieces:
+            for key, value in self.optimizer.state.get(entry.param, {}).items():
+                if isinstance(value, torch.Tensor) and value.is_meta and (kind := state_kind(key, value.dtype)) not in kinds:
+                    kinds.append(kind)
+        for kind in kinds:
+            region = home.regions[kind]
+            data = self._buffer(chunk, kind, region.dtype)
+            chunk.moving.append(region.read(chunk.a // grain_of_kind(kind), data))
+            self.beyond.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
+
+    def _land(self, chunk: _Chunk) -> None:
+        while chunk.moving:
+            self.beyond.wait(chunk.moving.pop())
+        scale = chunk.home.scale
+        if scale is not None and "gradient" in chunk.buffers:
+            chunk.buffers["gradient"].mul_(scale)
+
+    def _step(self, chunk: _Chunk) -> None:
+        if (how := self.hows[chunk.flat.index]) is not None:
+            self._step_unpacked(chunk, how)
+            return
+        stand_ins = [self._stand_in(chunk, *piece) for piece in chunk.pieces]
+        with only(self.optimizer, self.groups, [e.param for e, _, _ in chunk.pieces], stand_ins, self.engine.device):
+            try:
+                raw_step(self.optimizer)
+            finally:
+                states = [self.optimizer.state.pop(p, {}) for p in stand_ins]
+        for (entry, x, y), stand_in, state in zip(chunk.pieces, stand_ins, states, strict=True):
+            self._keep(chunk, entry, x, y, stand_in, state)
+
+    def _step_unpacked(self, chunk: _Chunk, how: moments.Rests) -> None:
+        """As `_step`, where moments rest in another format than they are stepped in."""
+        pieces: list[moments.Piece] = []
+        for entry, x, y in chunk.pieces:
+            state, begin = self.optimizer.state.get(entry.param, {}), _owned(entry)[0]
+            scalars = {key: value for key, value in state.items() if key not in SIGNED and packed(key) is None}
+            whole = self.small.get(entry.number)
+            parts = self._parts(chunk, how, entry, x, y) if whole is None else moments.cut(whole, x - begin, y - begin)
+            master, grad = chunk.buffers["master"][x - chunk.a : y - chunk.a], self._gradient(chunk, entry, x, y)
+            pieces.append(moments.Piece(entry, moments.place(entry) + x - begin, master, grad, parts, scalars, not state))
+        moments.step_pieces(self.optimizer, self.groups, how, pieces)
+        for piece in pieces:
+            kept = self.small.get(piece.entry.number)
+            after = {key: _place_of(piece.entry, key, part.dtype) for key, part in piece.parts.items()}
+            if kept is not None:
+                after = {key: part.view(piece.entry.param.shape) for key, part in kept.items()}
+            self.scalars[piece.entry.number] = piece.entry, piece.scalars | after
+
+    def _parts(self, chunk: _Chunk, how: moments.Rests, entry: Entry, x: int, y: int) -> dict[str, torch.Tensor]:
+        """The moments of elements [x, y), in the chunk's buffers."""
+        out = {}
+        for key, dtype in how.parts(entry, self.optimizer.param_groups[self.groups[id(entry.param)]]).items():
+            kind, grain = state_kind(key, dtype), grain_of(key)
+            if kind not in chunk.buffers:
+                self._make(chunk, kind, dtype)
+            out[key] = chunk.buffers[kind][(x - chunk.a) // grain : -(-(y - chunk.a) // grain)]
+            if key not in self.optimizer.state.get(entry.param, {}):
+                out[key].view(torch.uint8).zero_()
+        return out
+
+    @staticmethod
+    def _gradient(chunk: _Chunk, entry: Entry, x: int, y: int) -> torch.Tensor:
+        if "gradient" in chunk.buffers:
+            return chunk.buffers["gradient"][x - chunk.a : y - chunk.a]
+        first = _owned(entry)[0]
+        assert entry.param.grad is not None
+        return entry.param.grad.reshape(-1)[x - first : y - first]
+
+    def _stand_in(self, chunk: _Chunk, entry: Entry, x: int, y: int) -> nn.Parameter:
+        """Elements [x, y) of the owned interval as a parameter of their own."""
+        here = slice(x - chunk.a, y - chunk.a)
+        # A number without a dimension keeps its shape, as its states have theirs: these stay in memory, like counters.
+        shape = entry.param.shape if not entry.param.dim() else (y - x,)
+        stand_in = nn.Parameter(chunk.buffers["master"][here].view(shape))
+        stand_in.grad = self._gradient(chunk, entry, x, y).view(shape)
+        state: dict[str, Any] = {}
+        for key, value in self.optimizer.state.get(entry.param, {}).items():
+            if _elementwise(value, entry.param):
+                state[key] = chunk.buffers[state_kind(key, value.dtype)][here]
+            else:
+                state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        if state:
+            self.optimizer.state[stand_in] = state
+        return stand_in
+
+    def _keep(self, chunk: _Chunk, entry: Entry, x: int, y: int, stand_in: nn.Parameter, state: dict[str, Any]) -> None:
+        """What the optimizer left in a stand-in's state: into the chunk's buffers, scalars aside."""
+        after: dict[str, Any] = {}
+        for key, value in state.items():
+            if not _elementwise(value, stand_in):
+                after[key] = value
+                continue
+            kind = state_kind(key, value.dtype)
+            if kind not in chunk.buffers:
+                self._make(chunk, kind, value.dtype)
+            into = chunk.buffers[kind][x - chunk.a : y - chunk.a]
+            if into.data_ptr() != value.data_ptr():
+                into.copy_(value)
+            after[key] = _place_of(entry, key, value.dtype)
+        self.scalars[entry.number] = entry, after
+
+    def _write(self, chunk: _Chunk) -> None:
+        home = chunk.home
+        for kind, data in chunk.buffers.items():
+            if kind != "gradient":
+                chunk.moving.append(home.regions[kind].write(chunk.a // grain_of_kind(kind), data))
+                home.written.add((kind, chunk.a))
+                self.beyond.entered("written", chunk.flat.unit_name, data.numel() * data.element_size())
+        home.stepped(chunk.a, chunk.b, chunk.buffers["master"])
+
+    def _finish(self, chunk: _Chunk) -> None:
+        while chunk.moving:
+            self.beyond.wait(chunk.moving.pop())
+        self.beyond.up.wait()  # copies up may still read the masters
+        chunk.buffers.clear()
+        while chunk.whole:
+            self.beyond.pool.give(chunk.whole.pop())
+
+
+def _owned(entry: Entry) -> tuple[int, int]:
+    """The elements of `entry` that this rank owns, counted from the first of its flat buffer that it owns."""
+    a, b = entry.flat.local(entry)
+    return a - entry.flat.owned[0], b - entry.flat.owned[0]
+
+
+def _place_of(entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """What stands in the optimizer's state for a part of it on NVMe."""
+    shape = entry.param.shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
+    return StatePlace.of(shape, dtype)
+
+
+def _elementwise(value: Any, param: torch.Tensor) -> bool:
+    """Whether a state has an element for each of the parameter's."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape

@@ -1,0 +1,144 @@
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from onefold.plan.evaluate import Candidate
+from onefold.plan.figures import count, gib, in_seconds
+from onefold.plan.schema import CATEGORIES
+from onefold.plan.slow_links_table import slow_links_table, sums_said
+from onefold.plan.tiers_table import moves_said, tiers_table
+
+if TYPE_CHECKING:
+    from onefold.plan.planner import Plan
+
+
+def show(plan: Plan, console: Console | None = None) -> None:
+    """Print the plan: the question, the stages side by side, the recommendation and what the next steps would buy."""
+    out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    job, machine = plan.job, plan.machine
+    active = f", {count(plan.model.active_numel)} active" if plan.model.active_numel != plan.model.numel else ""
+    out.print(f"[bold]{plan.model.name}[/bold]: {count(plan.model.numel)} parameters{active}, {count(plan.model.trainable)} trained")
+    batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
+    wires = "".join(f", {name}={value!r}" for name, value in job.wires.items())
+    device = f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}), {machine.local} a node"
+    out.print(f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{wires}; activations {plan.source}")
+    _print(out, _stages(plan))
+    if plan.recommended is None:
+        out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
+    else:
+        out.print(_recommendation(plan.recommended))
+        if plan.next_steps:
+            _print(out, _steps(plan, plan.recommended))
+    slow = slow_links_table(plan)
+    if slow is not None and plan.slow_links is not None:
+        _print(out, slow)
+        for sentence in plan.slow_links.why:
+            out.print(sentence)
+    if plan.sums is not None:
+        out.print(sums_said(plan.sums))
+    shown = plan.recommended or plan.stages[-1]
+    placed = tiers_table(shown)
+    if placed is not None:
+        _print(out, placed)
+        out.print(moves_said(shown))
+    for note in plan.notes:
+        out.print(f"[dim]{note}[/dim]")
+    out.print("[dim]MFU counts model FLOPs (6N + 12Lhs a token, no recompute) over the nominal rate of the device.[/dim]")
+
+
+def _print(out: Console, table: Table) -> None:
+    """As wide as it is: figures are of no use when they are cut."""
+    wide = Console(width=10_000, file=io.StringIO())
+    needed = Measurement.get(wide, wide.options, table).maximum
+    Console(file=out.file, width=max(out.width, needed), highlight=False).print(table)
+
+
+def _stages(plan: Plan) -> Table:
+    like, best = plan.stages[0].scheme, plan.recommended
+    title = f"a rank holds, sends and takes, at micro-batch {like.micro_batch}, checkpointing {like.checkpointing}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    table.add_column("", no_wrap=True)
+    apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)  # one that offloads or has groups: a column of its own
+    columns = (*plan.stages, best) if best is not None and apart else plan.stages
+    for candidate in columns:
+        mark = " ◄" if best is not None and candidate.scheme == best.scheme else ""
+        off = ", offload" if candidate.scheme.offload != "none" else ""
+        wires = f", {candidate.scheme.wires}" if candidate.scheme.wires else ""
+        table.add_column(f"stage {candidate.scheme.stage}{off}{wires}{mark}", justify="right", no_wrap=True)
+    accounts = [c.account for c in columns]
+    unasked = ["–"] * (len(columns) - len(plan.stages))  # the largest are looked for as the stages are shown
+    table.add_row("[bold]at rest[/bold]", *(gib(a.rest_bytes) for a in accounts))
+    for category in CATEGORIES:
+        if any(a.rest.get(category) for a in accounts):
+            table.add_row(f"  {category}", *(gib(a.rest.get(category, 0)) for a in accounts))
+    table.add_row("[dim]all states, papers' way[/dim]", *(f"[dim]{gib(c.states)}[/dim]" for c in columns))
+    table.add_row("[bold]at peak[/bold]", *(gib(a.peak_bytes) for a in accounts))
+    for category in CATEGORIES:
+        if any(a.peak.get(category) for a in accounts):
+            table.add_row(f"  {category}", *(gib(a.peak.get(category, 0)) for a in accounts))
+    table.add_row("  never above", *(gib(a.bound) for a in accounts))
+    for row, values in (("host", [a.host for a in accounts]), ("NVMe", [a.nvme for a in accounts])):
+        if any(values):
+            table.add_row(row, *(gib(v) for v in values))
+    table.add_row("fits", *(_fit(c, plan) for c in columns))
+    table.add_row("[bold]sent in a step[/bold]", *(gib(a.wire_bytes) for a in accounts))
+    for link in ("inside", "between"):
+        if any(a.links.get(link) for a in accounts):
+            table.add_row(f"  {'inside a node' if link == 'inside' else 'between nodes'}", *(gib(a.links.get(link, 0)) for a in accounts))
+    if any(a.node_links.get("between") for a in accounts):
+        table.add_row("  of a node, to others", *(gib(a.node_links.get("between", 0)) for a in accounts))
+    table.add_row("[bold]a step takes[/bold]", *(in_seconds(a.seconds.get("step", 0)) for a in accounts))
+    for part in ("compute", "exposed communication", "optimizer", "io"):
+        if any(a.seconds.get(part) for a in accounts):
+            table.add_row(f"  {part}", *(in_seconds(a.seconds[part]) for a in accounts))
+    table.add_row("tokens/s", *(count(a.tokens_per_s) for a in accounts))
+    if any(a.mfu is not None for a in accounts):
+        table.add_row("MFU", *(f"{a.mfu:.0%}" if a.mfu is not None else "–" for a in accounts))
+    if plan.largest_micro_batch:
+        table.add_row("largest micro-batch", *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages), *unasked)
+    if any(plan.largest_model.values()):
+        table.add_row("largest model of this width", *(count(plan.largest_model[c.scheme.stage]) for c in plan.stages), *unasked)
+    return table
+
+
+def _fit(c: Candidate, plan: Plan) -> str:
+    if c.fits:
+        return "yes"
+    if c.spare < 0:
+        return f"no, by {gib(-c.spare)}"
+    host = not plan.machine.shared and c.account.host * plan.machine.local > plan.machine.host.memory
+    return "no, host" if host else "no, NVMe"
+
+
+def _recommendation(best: Candidate) -> str:
+    accumulated = f" × {best.accumulation} accumulated" if best.accumulation > 1 else ""
+    text = (
+        f"[bold]use {best.scheme}[/bold], micro-batch {best.scheme.micro_batch}{accumulated}: {gib(best.needed)} of the "
+        f"{gib(best.usable)} that a rank may use, {in_seconds(best.account.seconds.get('step', 0))} a step."
+    )
+    if best.account.host:
+        text += f" Host: {gib(best.account.host)} a rank."
+    if best.account.nvme:
+        text += f" NVMe: {gib(best.account.nvme)} a rank."
+    return text
+
+
+def _steps(plan: Plan, best: Candidate) -> Table:
+    table = Table(title="what the next steps would buy", title_justify="left", box=None, padding=(0, 2))
+    for name in ("", "peak", "saves", "step", "slower by"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    own = best.account.seconds.get("step", 0)
+    for step in plan.next_steps:
+        peak, seconds = step.account.peak_bytes, step.account.seconds.get("step", 0)
+        saved = best.account.peak_bytes - peak
+        slower = f"{seconds / own - 1:+.0%}" if own else "–"
+        table.add_row(str(step.scheme), gib(peak), gib(saved), in_seconds(seconds), slower)
+    return table

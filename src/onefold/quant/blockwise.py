@@ -1,0 +1,188 @@
+"""Block-wise codecs: blocks of neighbouring elements share a scale, every element becomes a small number.
+
+An interval of 5 blocks, the last one shorter, and its bytes:
+
+    elements   |0 ...    |block     |2 block  |3 block  |4 block ..numel
+    bytes      |p0       |p1        |p2       |p3       |p4 ..|.|m0 m1 m2 m3 m4|
+                payload: 8 or 4 bits an element               ^ a byte to even  one bf16 a block, its largest magnitude
+
+1. What a block becomes depends on its own elements (and their global addresses, if rounding is stochastic) and on nothing else:
+   cut at a block's boundary, the parts have the payload and the magnitudes of the whole.
+2. A rank's interval is encoded by itself, so blocks never straddle ranks, however the interval divides.
+3. decoded = number * scale in fp32, rounded once if the target is narrower; the scale is the magnitude divided by the codec's largest
+   number. See scales.py, also for what is not finite and for what is encoded again.
+
+With 4 bits, a byte holds two elements of one block. Which two is the codec's matter: see `integers.py` and `nf4.py`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from onefold.quant import kernels
+from onefold.comm.codec import Codec
+from onefold.comm.codec import Stochastic
+from onefold.quant.rounding import Draws
+from onefold.quant.scales import Scales, reach
+
+_KEPT_BYTES = 2
+#: What a handful of fp32 operations may add to an error, as a part of a block's largest magnitude.
+ARITHMETIC = 2.0**-22
+
+
+@dataclass(frozen=True)
+class Blockwise(Codec):
+    """What block-wise codecs share: the walk over slabs, magnitudes and payload. A codec adds how numbers become bytes and back.
+
+    Args:
+        block: elements that share a scale, a power of two from 16 to 4096.
+    """
+
+    #: The largest number that a payload can hold, and how many elements a byte holds.
+    top: ClassVar[float]
+    packed: ClassVar[int] = 1
+
+    block: int = 256
+
+    @property
+    def shared(self) -> int:
+        return self.block
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 16 <= self.block <= 4096 or self.block & self.block - 1:
+            raise ValueError(f"codec {self.name!r} was given a block of {self.block} elements, expected a power of two from 16 to 4096")
+
+    @cached_property
+    def scales(self) -> Scales:
+        return Scales(self.top)
+
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of the numbers of `numel` elements, magnitudes and padding left out."""
+        return -(-numel // self.packed)
+
+    def encoded_bytes(self, numel: int) -> int:
+        return self._even(numel) + _KEPT_BYTES * -(-numel // self.block)
+
+    def split(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of `encoded`: the payload of `numel` elements (uint8) and the blocks' largest magnitudes (bf16, one a block)."""
+        if encoded.storage_offset() % _KEPT_BYTES:
+            raise ValueError(f"the encoded bytes start at byte {encoded.storage_offset()} of their storage, expected an even one")
+        return encoded[: self.payload_bytes(numel)], encoded[self._even(numel) :].view(torch.bfloat16)
+
+    def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
+        sizes = magnitudes.double()
+        rows = torch.nn.functional.pad(sizes, (0, -sizes.numel() % self.block)).view(-1, self.block)
+        largest = rows.amax(1).repeat_interleave(self.block)[: sizes.numel()]
+        return self._off(sizes, self.scales.at_most(largest, stochastic), 1.0 if stochastic else 0.5) + largest * ARITHMETIC
+
+    def _even(self, numel: int) -> int:
+        return -(-self.payload_bytes(numel) // _KEPT_BYTES) * _KEPT_BYTES
+
+    def _encode(self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None) -> None:
+        payload, kept = self.split(into, source.numel())
+        into[payload.numel() : self._even(source.numel())] = 0
+        done = kernels.encode(self, source, payload, kept, rounding) if kernels.serve(self, source) else 0
+        scratch, draws = None, None
+        for start, stop, width in self._pieces(done, source.numel(), source.device):
+            if scratch is None:
+                scratch = self._scratch(stop - start, source.device)
+                draws = Draws(rounding, stop - start, source.device) if rounding is not None else None
+            rows, given = self._rows(scratch, stop - start, width), source[start:stop].view(-1, width)
+            numbers = rows[:, :width]
+            rows[:, width:] = 0
+            inverse, mask = self.scales.of(_largest(given, scratch), self._kept_of(kept, start, stop), rounding is not None)
+            if source.dtype != torch.float32:
+                given = numbers.copy_(given)
+            torch.mul(given, inverse[:, None], out=numbers)
+            if draws is not None:
+                self._dither(numbers, draws.of(start, stop - start).view(-1, width))
+            packed = self._bytes_of(payload, start, stop).view(rows.shape[0], -1)
+            self._pack(rows, packed)
+            packed.bitwise_and_(mask[:, None])
+
+    def _decode(self, encoded: torch.Tensor, into: torch.Tensor, sign: int) -> None:
+        payload, kept = self.split(encoded, into.numel())
+        done = kernels.decode(self, payload, kept, into, sign) if kernels.serve(self, into) else 0
+        scratch = None
+        for start, stop, width in self._pieces(done, into.numel(), into.device):
+            if scratch is None:
+                scratch = self._scratch(stop - start, into.device)
+            rows, target = self._rows(scratch, stop - start, width), into[start:stop].view(-1, width)
+            self._unpack(self._bytes_of(payload, start, stop).view(rows.shape[0], -1), rows)
+            largest = self._kept_of(kept, start, stop)[:, None]
+            scale, numbers = self.scales.read(largest), rows[:, :width]
+            if not sign and into.dtype == torch.float32:
+                torch.mul(numbers, scale, out=target)
+                continue
+            numbers.mul_(scale)
+            if sign:
+                target.add_(numbers, alpha=sign)
+            else:
+                self._saturate(numbers, largest.float(), into.dtype)
+                target.copy_(numbers)
+
+    def _saturate(self, numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> None:
+        """Keep a block that fitted `dtype` from leaving it: rounding may have lifted its largest element.
+
+        A block that keeps more held larger values, and becomes infinite where they do not fit, as any conversion does.
+        """
+        largest = torch.finfo(dtype).max
+        if numbers.device.type == "cpu" and not bool((kept > largest).any()):
+            return  # asked only where asking does not stop the device
+        limit = torch.where(kept <= reach(dtype), largest, torch.inf)
+        torch.clamp(numbers, -limit, limit, out=numbers)
+
+    def _pieces(self, done: int, numel: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
+        """`(start, stop, width)` from element `done` on: rows of `width` elements, whole blocks first, a shorter last block alone."""
+        slab = max(self._slab(device) // self.block, 1) * self.block
+        whole = numel // self.block * self.block
+        for start in range(done, whole, slab):
+            yield start, min(start + slab, whole), self.block
+        if whole < numel:
+            yield whole, numel, numel - whole
+
+    def _scratch(self, numel: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel + self.packed - 1, dtype=torch.float32, device=device)
+
+    def _rows(self, scratch: torch.Tensor, numel: int, width: int) -> torch.Tensor:
+        """Rows for `numel` elements of scratch, each as wide as whole bytes need it."""
+        rows, wide = numel // width, -(-width // self.packed) * self.packed
+        return scratch[: rows * wide].view(rows, wide)
+
+    def _bytes_of(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return payload[start // self.packed : self.payload_bytes(stop)]
+
+    def _kept_of(self, kept: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return kept[start // self.block : -(-stop // self.block)]
+
+    # -- what a codec adds ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
+        """Write rows of `numbers` (fp32 in [-top, top], up to rounding; scratch) as rows of bytes. NaN may become anything."""
+
+    @abstractmethod
+    def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
+        """The numbers of rows of bytes, written to rows of fp32."""
+
+    @abstractmethod
+    def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
+        """How far numbers of these sizes and scales (fp64) may be off: a `part` of the gap that they lie in."""
+
+    def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
+        """Move `numbers` by `draws`, so that rounding to the nearest afterwards is stochastic."""
+        raise NotImplementedError(f"{self.name} rounds to the nearest value only")
+
+
+def _largest(rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each row as fp32: NaN or infinity if there is one. Magnitudes are in the order of their bits."""
+    bits = rows.view(torch.int32 if rows.dtype == torch.float32 else torch.int16)
+    magnitudes = scratch.view(bits.dtype)[: bits.numel()].view(bits.shape)
+    return torch.bitwise_and(bits, torch.iinfo(bits.dtype).max, out=magnitudes).amax(1).view(rows.dtype).float()

@@ -1,0 +1,50 @@
+"""A tensor at rest in encoded form: the frozen base of a fine-tuning run, which exists once over all ranks and is gathered as it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onefold.comm.codec import Codec
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A flat interval of `numel` elements as `codec` wrote it.
+
+    `payload` is all there is (uint8, numbers and scales), so that it can be sent, saved and moved between tiers as any tensor; what
+    it decodes to depends on nothing else. Built from parts that do not belong together it raises.
+    """
+
+    payload: torch.Tensor
+    numel: int
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        wanted = self.codec.encoded_bytes(self.numel)
+        if self.payload.dtype != torch.uint8 or self.payload.shape != (wanted,):
+            raise ValueError(
+                f"the payload is {self.payload.dtype} of shape {tuple(self.payload.shape)}, expected {wanted} bytes of torch.uint8 "
+                f"for {self.numel} elements of codec {self.codec.name!r}"
+            )
+
+    @classmethod
+    def of(cls, source: torch.Tensor, codec: Codec) -> Encoded:
+        """Encode a flat interval (fp32, bf16 or fp16), rounded to the nearest. `source` may be dropped afterwards."""
+        payload = torch.empty(codec.encoded_bytes(source.numel()), dtype=torch.uint8, device=source.device)
+        codec.encode(source, payload)
+        return cls(payload, source.numel(), codec)
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.numel()
+
+    @property
+    def bits(self) -> float:
+        """Bits an element, scales included."""
+        return 8 * self.nbytes / max(self.numel, 1)
+
+    def decode(self, into: torch.Tensor) -> None:
+        """Write the elements over all of `into`: flat, `numel` long, fp32, bf16 or fp16."""
+        self.codec.decode(self.payload, into)

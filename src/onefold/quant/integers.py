@@ -1,0 +1,64 @@
+"""Signed integers of 8 and 4 bits: a block's step is its largest magnitude divided by 127 or 7.
+
+A number is off by half a step at most, by less than a whole one if rounding is stochastic. -128 and -8 are not used: both ends reach
+equally far, and what is unbiased stays so under a change of sign.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from onefold.quant.blockwise import Blockwise
+from onefold.quant.numbers import MAGIC
+
+
+@dataclass(frozen=True)
+class _Integers(Blockwise):
+    stochastic: ClassVar[bool] = True
+
+    def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
+        return scales * part
+
+    def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
+        numbers.add_(draws).clamp_(-self.top, self.top)
+
+
+@dataclass(frozen=True)
+class Int8(_Integers):
+    """One byte an element, two's complement. 8.06 bits an element with scales: 256 elements a block."""
+
+    name: ClassVar[str] = "int8"
+    top: ClassVar[float] = 127.0
+
+    def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
+        payload.view(torch.int8).copy_(numbers.add_(MAGIC).view(torch.int32))
+
+    def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
+        numbers.copy_(payload.view(torch.int8))
+
+
+@dataclass(frozen=True)
+class Int4(_Integers):
+    """Half a byte an element, plus 8. 4.25 bits an element with scales: 64 elements a block.
+
+    A byte holds an element of the first half of its row in the low bits and the one as far into the second half in the high ones, so
+    that both are read and written in one piece. The odd element of a last block is followed by a zero.
+    """
+
+    name: ClassVar[str] = "int4"
+    top: ClassVar[float] = 7.0
+    packed: ClassVar[int] = 2
+
+    block: int = 64
+
+    def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
+        low, high = numbers.round_().chunk(2, dim=1)
+        payload.copy_(torch.add(low, high, alpha=16.0).add_(8.0 + 16.0 * 8.0))
+
+    def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
+        low, high = numbers.chunk(2, dim=1)
+        low.copy_((payload & 15).sub_(8).view(torch.int8))
+        high.copy_((payload >> 4).sub_(8).view(torch.int8))

@@ -1,0 +1,30 @@
+"""All masters of a flat buffer in one tensor, outside a forward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.comm import Place
+from onefold.runtime.interval import whole_sight
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Flat
+    from onefold.runtime.unit import Unit
+
+
+def place_of(engine: Engine, unit: Unit) -> Place:
+    return Place("state", unit.name, engine.step, "state")
+
+
+def whole_masters(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor:
+    """A new buffer [numel] with all masters of `flat`, the same on every rank."""
+    full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
+    with whole_sight(), torch.no_grad():
+        if flat.whole_master:
+            return full.copy_(flat.load_master())
+        full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())
+        flat.route.group_of_owners.all_gather(full, place_of(engine, unit), flat.index, move="state").wait()
+    return full
