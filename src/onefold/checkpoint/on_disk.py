@@ -9,8 +9,9 @@ import torch
 
 from onefold.checkpoint.pieces import Share
 from onefold.checkpoint.source import Item, Source
-from onefold.offload.storage import Home, grain_of_kind
+from onefold.offload.storage import grain_of_kind
 from onefold.recipe.moments import items_of
+from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.flat import Entry
 
 #: Elements moved at a time.
@@ -21,7 +22,7 @@ CHUNK = 4 << 20
 class OnDisk:
     """Elements [start, stop) of what `home` has on NVMe as `kind`: stands for a one-dimensional tensor in a save."""
 
-    home: Home
+    home: Offloaded
     kind: str
     start: int
     stop: int

@@ -32,10 +32,11 @@ from torch.optim.optimizer import Optimizer
 import onefold.quant.moments as moments
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS
-from onefold.offload.nvme import TierError, Transfer
-from onefold.offload.storage import Home, grain_of_kind, state_kind
+from onefold.memory.tier_error import TierError
+from onefold.offload.storage import grain_of_kind, state_kind
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
+from onefold.runtime.capabilities import Offloaded, Transfer
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.kept import unique_bytes
@@ -142,7 +143,7 @@ class _Chunk:
     """Elements [a, b) of one flat buffer on their way: buffers by kind of what is on NVMe, each [b - a] or as many items as that takes."""
 
     flat: Flat
-    home: Home
+    home: Offloaded
     a: int
     b: int
     pieces: list[tuple[Entry, int, int]]  # an entry's elements in the chunk, counted from the first that this rank owns
@@ -208,7 +209,7 @@ class _Stepping:
                 if pieces:
                     yield _Chunk(flat, home, a, b, pieces)
 
-    def _adopt(self, home: Home, entry: Entry) -> None:
+    def _adopt(self, home: Offloaded, entry: Entry) -> None:
         """States that somebody has put in memory (load_state_dict) go to NVMe."""
         state, how = self.optimizer.state.get(entry.param, {}), self.hows[entry.flat.index]
         if how is not None:

@@ -26,10 +26,11 @@ import torch
 from onefold.device import host_empty
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS, LEAVING, MASTERS, MOMENTS, PARAMETERS, STAGING, empty, storage_of
-from onefold.offload.nvme import Region, TierError, Transfer
+from onefold.memory.tier_error import TierError
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
 from onefold.recipe.tiers import SECTOR
+from onefold.runtime.capabilities import Region, Transfer
 from onefold.runtime.parameter import written
 from onefold.runtime.placement import Tiers
 from onefold.runtime.storageless import hollow

@@ -25,9 +25,8 @@ from typing import ClassVar
 
 import torch
 
+from onefold.comm.codec import Codec, Stochastic
 from onefold.quant import kernels
-from onefold.comm.codec import Codec
-from onefold.comm.codec import Stochastic
 from onefold.quant.rounding import Draws
 from onefold.quant.scales import Scales, reach
 
