@@ -72,8 +72,16 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
             with torch.no_grad():
                 losses.append(model(tokens_of(7 + step).to(device)))
         optimizer.step()
+        if "decays" in trial.how:  # by hand, right behind the step: through the parameter, its data and a view of it
+            with torch.no_grad():
+                for number, parameter in enumerate(model.parameters()):
+                    (parameter, parameter.data, parameter.detach())[number % 3].mul_(0.75)
         if "saves" in trial.how and step == 0:
             saving = onefold.save_async(f"{folder}/saved", model=model, optimizer=optimizer)
+            if "decays" in trial.how:
+                with torch.no_grad():
+                    for number, parameter in enumerate(model.parameters()):
+                        (parameter, parameter.data, parameter.detach())[number % 3].mul_(0.5)
         if "writes" in trial.how and step == 1:
             with onefold.full_params(model, write=True), torch.no_grad():
                 for parameter in model.parameters():

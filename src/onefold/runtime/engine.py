@@ -471,6 +471,16 @@ class Engine:
             copying()
         self.beyond.up.wait()  # copies up may still read masters on the host
 
+    def before_write(self, flat: Flat, seen: bool = False) -> None:
+        """Code outside a step is going to write to masters of `flat`, or (`seen`) takes a view of them that it may write to: what copies
+        them has to be done. The host waits where masters rest on it, and where a save is copying them."""
+        if self.closed:
+            return
+        if self.copying is not None and not seen:
+            self.about_to_write()
+        elif flat.home is not None and not flat.home.on_disk:
+            self.beyond.up.wait()
+
     def tell_failure(self) -> None:
         """Raise what work behind the training has failed with, if nobody was told yet."""
         if self.settle is not None:
