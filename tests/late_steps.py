@@ -62,6 +62,11 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
             if micro == 0 and "accumulates" in trial.how:
                 with onefold.no_sync(model):
                     model(batch).backward()
+            elif step == 1 and "raises" in trial.how:  # on all ranks, with reductions under way; the step is then done again
+                output = model(batch)
+                _raising_behind(model, output)
+                loss = model(batch)
+                loss.backward()
             else:
                 loss = model(batch)
                 loss.backward()
@@ -96,6 +101,19 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
         losses.append(loss.detach())
     weights = onefold.full_state_dict(model)
     return [float(x) for x in losses], {name: t.cpu().clone() for name, t in weights.items()}
+
+
+def _raising_behind(model: Any, output: Tensor) -> None:
+    """A backward pass that raises when it comes to the first block's gradients."""
+
+    def refuse(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    handle = dict(model.named_parameters())["blocks.0.mlp.0.weight"].register_hook(refuse)
+    try:
+        output.backward()
+    except ValueError:
+        handle.remove()
 
 
 def differences(expected: tuple[list[float], dict[str, Tensor]], got: tuple[list[float], dict[str, Tensor]]) -> list[str]:

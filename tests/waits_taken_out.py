@@ -30,6 +30,7 @@ TESTS = [
     "tests/comm/test_launching.py",
     "tests/comm/test_pending.py",
     "tests/runtime/test_transfers.py",
+    "tests/runtime/test_offload_waits.py",
 ]
 #: Calls by the last names of what they are called on and of themselves; "*" is anything.
 WAITS = {

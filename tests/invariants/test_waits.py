@@ -48,9 +48,9 @@ ALONE = {
     "saved and loaded, all on the host": of(3, "saves writes", **HOST),
 }
 TOGETHER = {
-    "stage 0": (2, of(0, "clips accumulates")),
+    "stage 0": (2, of(0, "clips accumulates raises")),
     "stage 1, bf16": (2, of(1, "evaluates writes", precision="bf16")),
-    "stage 2": (2, of(2, "clips accumulates")),
+    "stage 2": (2, of(2, "clips raises")),
     "stage 3": (2, of(3, "clips evaluates")),
     "stage 3, bf16": (2, of(3, "saves accumulates decays", precision="bf16")),
     "stage 3, checkpointed, frozen parts": (2, of(3, "frozen", build=Checkpointed)),
@@ -61,7 +61,7 @@ TOGETHER = {
     "stage 3, all on NVMe": (2, of(3, "clips", precision="bf16", **DISK)),
     "stage 2, activations on the host": (2, of(2, offload_activations=True)),
     "two levels": (4, of(3, "clips", group=2)),
-    "HSDP": (4, of(3, "accumulates", shard_group=2)),
+    "HSDP": (4, of(3, "accumulates raises", shard_group=2)),
     "a second copy, int8": (4, of(3, precision="bf16", group=2, second_copy=True, gather_codec="int8")),
     "int4 gradients": (2, of(2, "clips", precision="bf16", reduce_codec="int4")),
 }
