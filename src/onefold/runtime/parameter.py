@@ -72,6 +72,12 @@ class ShardInfo:
             raise RuntimeError(f"the model of parameter {self.name!r} is gone.")
         return engine.whole(entry)
 
+    def wait_for_copies(self) -> None:
+        """What rests on the host may still be on its way to the device: whoever writes to it waits until it is there."""
+        entry = self._entry()
+        if entry is not None and (home := entry.flat.home) is not None:
+            home.beyond.up.wait()
+
     def __repr__(self) -> str:
         return f"{self.name!r}: elements {self.interval[0]} to {self.interval[1]} of shape {tuple(self.shape)}"
 
@@ -203,6 +209,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = infos(args, kwargs)
         if name not in _OF_HOLLOW and (gone := next((i for i in found if i.on_disk), None)) is not None:
             raise explain(func, f"parameter {gone.name!r}")
+        if name in ("data", "detach") or writes_in_place(func, kwargs):
+            for info in found:
+                info.wait_for_copies()
         if name in ("data", "detach") and isinstance(first, ShardedParameter):
             if first.__dict__["onefold"].on_disk:
                 return seen_hollow(func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first))
@@ -314,6 +323,7 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
             "was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device "
             "and the recipe a precision."
         )
+    info.wait_for_copies()
     spec = spec_of(param)
     with torch.no_grad():
         local = value if spec is None else _local_of(value, spec, "`.data`")
