@@ -328,6 +328,7 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
             "was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device "
             "and the recipe a precision."
         )
+    _before_write((param,), {}, seen=False)
     spec = spec_of(param)
     with torch.no_grad():
         local = value if spec is None else _local_of(value, spec, "`.data`")
