@@ -448,6 +448,8 @@ class Engine:
         """Called before an optimizer over these parameters steps."""
         if self.backward_open and in_autograd():
             raise RuntimeError(f"optimizer.step() was called in a gradient hook, but {IN_BACKWARD}")
+        if not self.backward_open:
+            self.gather.let_go_turned()
         self.about_to_write()
         self.beyond.check()
         if self.failure_agreed and self.on_disk and self.world_size > 1:
