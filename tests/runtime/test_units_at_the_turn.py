@@ -231,9 +231,14 @@ def states_of_a_loop() -> dict[str, list[str]]:
     loss.backward()
     found["backward"] = gathered(model)
 
-    loss_of(model, 3)  # no backward pass follows: a loss that raised, an evaluation with gradients
+    loss = loss_of(model, 3)  # no backward pass follows: a loss that raised, an evaluation with gradients
     optimizer.step()
     found["stepped instead"] = gathered(model)
+
+    loss = loss_of(model, 3)
+    found["another forward"] = gathered(model)
+    del loss
+    found["its graph has gone"] = gathered(model)
 
     two = [loss_of(model, 4), loss_of(model, 5)]
     found["two forwards"] = gathered(model)
@@ -257,15 +262,16 @@ def states_of_a_loop() -> dict[str, list[str]]:
         loss_of(model, 8)
     found["backward raised, then a pass"] = gathered(model)
 
-    torch.autograd.grad(loss_of(model, 9), [model.leave.weight])
+    loss = loss_of(model, 9)
+    torch.autograd.grad(loss, [model.leave.weight])
     found["autograd.grad"] = gathered(model)
 
-    loss_of(model, 10)
+    loss = loss_of(model, 10)
     with onefold.keep_gathered(model), torch.no_grad():
         loss_of(model, 11)
     found["kept gathered, then not"] = gathered(model)
 
-    loss_of(model, 12)
+    loss = loss_of(model, 12)
     onefold.load_full_state_dict(model, onefold.full_state_dict(model))
     found["loaded"] = gathered(model)
 
@@ -288,6 +294,7 @@ def test_they_stay_until_a_backward_pass_or_the_next_pass_or_step_and_no_longer(
         stayed = {when: names for when, names in found.items() if names}
         assert stayed == {
             "forward": turn,
+            "another forward": turn,
             "two forwards": turn,
             "gathered by backward of the first": ["(root)", "blocks.0", "blocks.1", "blocks.2"],
         }

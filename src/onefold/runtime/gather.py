@@ -19,11 +19,14 @@ gathered again.
 They stay gathered in between. Which they are is part of the agreed order (`at_the_turn` in runtime/unit.py), so the first step
 releases them too. A later pass over the whole model that records gradients keeps all of them on every rank, whatever a rank used. They
 are released all together where every rank passes: by the next forward pass, before an optimizer steps, at the end of any backward pass,
-when masters are written to. So no rank has to ask another whether a unit is here, and the order of gathers stays agreed.
+when masters are written to. So no rank has to ask another whether a unit is here, and the order of gathers stays agreed. They are also
+released when nothing is left of what autograd recorded of the pass, since no backward pass can come then. A part of it will not do: ranks
+may drop different outputs.
 """
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,6 +49,12 @@ from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+
+
+class Recorded:
+    """Lives as long as anything that autograd has recorded of one pass: the hooks on the outputs of its units hold it."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Cursor:
@@ -99,6 +108,7 @@ class Gatherer:
         self.backward_order = _backwards([u for u in foreseen if not u.forward_only])
         self.turning: frozenset[int] = frozenset()  # see [Note: units at the turn]
         self.turned: dict[int, int] = {}  # those of them that wait for their backward pass: index -> writes to their masters until then
+        self.turned_for: weakref.ref[Recorded] | None = None  # the pass that left them
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None
@@ -179,10 +189,21 @@ class Gatherer:
 
     def let_go_turned(self) -> None:
         """Release what waits for a backward pass. Called where all ranks pass."""
+        self.turned_for = None
         if self.turned:
             for index in sorted(self.turned):
                 self.release(self.units[index])
             self.engine.pool.drain()
+
+    def expect_backward_of(self, recorded: Recorded) -> None:
+        """Let what waits for a backward pass go when no backward pass can come."""
+        seen = weakref.ref(self)
+
+        def gone(_: weakref.ref[Recorded]) -> None:
+            if (gather := seen()) is not None and not (gather.engine.closed or gather.engine.backward_open):
+                gather.let_go_turned()
+
+        self.turned_for = weakref.ref(recorded, gone) if self.turned else None
 
     def begin_backward(self) -> None:
         self.backward_log = []
