@@ -431,7 +431,7 @@ def test_an_optimizer_without_a_fused_kernel_is_not_asked_to_leave_a_step_out() 
 # -- several ranks -------------------------------------------------------------------------------------------------------------
 
 
-def in_ranks(stage: int, fault: str, on_nonfinite: str) -> list[str]:
+def in_ranks(stage: int, fault: str, on_nonfinite: str, wires: dict[str, Any]) -> list[str]:
     import standin
 
     virtual.start(seed=stage)
@@ -448,7 +448,7 @@ def in_ranks(stage: int, fault: str, on_nonfinite: str) -> list[str]:
         where = torch.device(HERE if device == "virtual" else "cpu")
         with tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(rank, world, rank, world, where, "gloo" if device == "cpu" else "standin", control)
-            options = {"model": f"{__name__}:plain", "stage": stage, "micro_batch": 1, "on_nonfinite": on_nonfinite}
+            options = {"model": f"{__name__}:plain", "stage": stage, "micro_batch": 1, "on_nonfinite": on_nonfinite, **wires}
             run, _ = start(device, Path(folder), ranks, **options)
             if fault:
                 break_at(run, 5, fault, micro_batch=1, rank=1)
@@ -463,11 +463,19 @@ def in_ranks(stage: int, fault: str, on_nonfinite: str) -> list[str]:
     return wrong + [str(violation) for violation in virtual.violations()[:3]]
 
 
-@pytest.mark.parametrize(("stage", "fault", "on_nonfinite"), [(2, "", "stop"), (3, "loss", "skip"), (1, "loss", "stop")])
-def test_ranks_agree_on_the_device_and_have_the_rows_of_gloo(stage: int, fault: str, on_nonfinite: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "fault", "on_nonfinite", "wires"),
+    [
+        (2, "", "stop", {}),
+        (3, "loss", "skip", {}),
+        (1, "loss", "stop", {}),
+        (2, "loss", "skip", {"reduce_codec": "int8", "error_feedback": True, "wire_rounding": "stochastic"}),
+    ],
+)
+def test_ranks_agree_on_the_device_and_have_the_rows_of_gloo(stage: int, fault: str, on_nonfinite: str, wires: dict[str, Any]) -> None:
     if not virtual.available():
         pytest.skip(virtual.why_not())
-    assert run_ranks(2, in_ranks, stage, fault, on_nonfinite) == [[], []]
+    assert run_ranks(2, in_ranks, stage, fault, on_nonfinite, wires) == [[], []]
 
 
 @pytest.fixture(autouse=True)

@@ -275,11 +275,12 @@ class _StepLate(_Loop):
         super().__init__(*args)
         self._launched: _Launched | None = None  # the step before, where it was not read yet
         self._arrived = 0.0
+        self._draw = 0  # `Summing.draw` as the step began
 
     def step(self, step: int) -> int:
         run = self.run
         generators = self._begin(step)
-        begun = self._begun
+        begun, self._draw = self._begun, self.engine.reduce.summing.draw
         loss, tokens = _forward_backward(run, self.feed, step)
         before, self._launched = self._launched, None
         read = self._read(before) if before is not None else [0.0]
@@ -335,7 +336,7 @@ class _StepLate(_Loop):
 
         def where() -> str:
             if overtaken:
-                summing.draw -= 1  # that pass is made once more, with the random bits that it would have had
+                summing.draw = self._draw  # that pass is made once more, with the random bits that it would have had
             return self._where(launched.step, launched.generators)
 
         verdict = self.nonfinite.judge(launched.step, told.loss, norm, where, self._scale)
