@@ -62,6 +62,11 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
             if micro == 0 and "accumulates" in trial.how:
                 with onefold.no_sync(model):
                     model(batch).backward()
+            elif step == 1 and "raises" in trial.how:  # on all ranks, with reductions under way; the step is then done again
+                output = model(batch)
+                _raising_behind(model, output)
+                loss = model(batch)
+                loss.backward()
             else:
                 loss = model(batch)
                 loss.backward()
@@ -72,8 +77,16 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
             with torch.no_grad():
                 losses.append(model(tokens_of(7 + step).to(device)))
         optimizer.step()
+        if "decays" in trial.how:  # by hand, right behind the step: through the parameter, its data and a view of it
+            with torch.no_grad():
+                for number, parameter in enumerate(model.parameters()):
+                    (parameter, parameter.data, parameter.detach())[number % 3].mul_(0.75)
         if "saves" in trial.how and step == 0:
             saving = onefold.save_async(f"{folder}/saved", model=model, optimizer=optimizer)
+            if "decays" in trial.how:
+                with torch.no_grad():
+                    for number, parameter in enumerate(model.parameters()):
+                        (parameter, parameter.data, parameter.detach())[number % 3].mul_(0.5)
         if "writes" in trial.how and step == 1:
             with onefold.full_params(model, write=True), torch.no_grad():
                 for parameter in model.parameters():
@@ -88,6 +101,19 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
         losses.append(loss.detach())
     weights = onefold.full_state_dict(model)
     return [float(x) for x in losses], {name: t.cpu().clone() for name, t in weights.items()}
+
+
+def _raising_behind(model: Any, output: Tensor) -> None:
+    """A backward pass that raises when it comes to the first block's gradients."""
+
+    def refuse(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    handle = dict(model.named_parameters())["blocks.0.mlp.0.weight"].register_hook(refuse)
+    try:
+        output.backward()
+    except ValueError:
+        handle.remove()
 
 
 def differences(expected: tuple[list[float], dict[str, Tensor]], got: tuple[list[float], dict[str, Tensor]]) -> list[str]:

@@ -18,6 +18,7 @@ import onefold
 import onefold.runtime.stream as stream
 from models import features_of
 from moments_runs import Net, close, train, unlike
+from onefold.runtime.interval import local_part
 from ranks import outcomes_of, run_ranks
 
 TILE = 8000  # bytes: the larger weights of `Net` are cut into several
@@ -265,6 +266,42 @@ def formats(folder: str) -> list[str]:
 def test_few_bits_tiles_and_16_bits_come_out_as_torchs_own_states_and_go_back_bit_by_bit(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
     assert run_ranks(2, formats, str(tmp_path), timeout=240) == [[], []]
+
+
+class Uneven(nn.Module):
+    """A unit of weights of these sizes, of the last of which one of two ranks has nothing. Those below 4096 elements are not packed."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, size)) for size in sizes)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([weight.square().sum() for weight in self.weights]).sum()
+
+
+def looked_at_and_saved(folder: str, sizes: tuple[int, ...], **options: Any) -> tuple[set[int], list[set[str]]]:
+    """(weights that this rank has nothing of, the keys of each one's state), after a look at them and a save."""
+    model = onefold.shard(Uneven(*sizes), onefold.Recipe.zero(3, moments="int8", stall_timeout=20.0, **options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model().backward()
+    optimizer.step()
+    optimizer.state_dict()
+    onefold.save(f"{folder}/{sizes[0]}", model=model, optimizer=optimizer)
+    without = {n for n, p in enumerate(model.weights) if not local_part(p).numel()}
+    return without, [set(optimizer.state[p]) for p in model.weights]
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme", None])
+@pytest.mark.parametrize("sizes", [(18000, 272), (3000, 3000, 5000)], ids=str)
+def test_looking_at_packed_states_gives_a_rank_without_elements_the_keys_of_the_others(
+    tmp_path: Path, sizes: tuple[int, ...], tier: str | None
+) -> None:
+    pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
+    options = {"offload_optimizer": tier, **({"nvme": str(tmp_path), "chunk": 262144} if tier == "nvme" else {})}
+    (without, keys), (_, others) = run_ranks(2, looked_at_and_saved, str(tmp_path), sizes, **options)
+    assert without == {len(sizes) - 1}
+    assert keys == others
+    assert [("exp_avg" in each) for each in keys] == [size < 4096 for size in sizes], keys
 
 
 def sentences() -> list[str]:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.recipe.moments import packed
+from onefold.quant.moments import torchao_format
+from onefold.recipe.moments import FORMATS, SIGNED, packed
 from onefold.runtime.interval import Interval, IntervalSpec, dress, spec_of, whole_sight
 
 _enabled = torch._C._is_torch_function_enabled
@@ -114,15 +115,29 @@ class FacedStates(PlainStates):
         for other, state in super().items():
             spec = spec_of(other)
             if spec is not None and state and spec.start < spec.stop:
-                out = {}
+                out: dict[str, Any] = {}
                 for name, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        whole = value.dim() == 1 and value.numel() == spec.stop - spec.start
-                        out[name] = torch.empty(0, dtype=value.dtype, device=value.device) if whole else value.detach().clone()
-                    else:
+                    if not isinstance(value, torch.Tensor):
                         out[name] = value
+                    elif packed(name) is not None or (value.dim() == 1 and value.numel() == spec.stop - spec.start):
+                        kinds = self._kinds(entry, name, value.dtype)
+                        for key, kind in kinds.items():  # on NVMe there is no region for a format that this rank has nothing in
+                            out[key] = torch.empty(0, dtype=kind, device="cpu" if value.is_meta and key != name else value.device)
+                    else:
+                        out[name] = value.detach().clone()
                 return out
         return {}
+
+    def _kinds(self, entry: Any, name: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """{key: dtype} of what `entry` has where another parameter has `name`: whether moments are packed is for its own size to say."""
+        optimizer, part = self.optimizer(), packed(name)
+        key = part.key if part is not None else name
+        own = torchao_format(optimizer) if optimizer is not None else None
+        asked = own or FORMATS.get(entry.engine().recipe.moments)
+        if key not in SIGNED or asked is None or not asked.packed:
+            return {name: dtype}
+        keys = asked.of(entry.part.numel).keys(key)
+        return {one: found.dtype if (found := packed(one)) is not None else torch.float32 for one in keys}
 
 
 def show(optimizer: Optimizer) -> None:
