@@ -87,7 +87,7 @@ def every_recipe() -> list[tuple[str, dict[str, int], dict[str, int]]]:
             counted = sent.payload + sent.control - engine.traffic.control_bytes
             seen["beside the ledger"] = counted - seen["inside"] - seen["between"] + len(sent.others)
             expected = {"beside the ledger": 0}
-            for unit, flat in ((unit, flat) for unit in engine.units for flat in unit.flats):
+            for unit, flat in ((each, flat) for each in engine.units for flat in each.flats):
                 for key, nbytes in formula(name, codecs, flat.layout.numel, m, unit.name in ("(root)", "blocks.1")).items():
                     expected[key] = expected.get(key, 0) + nbytes
             found.append((f"{name}, {codecs}, {m} micro-batches", seen, expected))

@@ -155,7 +155,7 @@ def gathers_by_unit() -> list[str]:
                 wrong.append(f"{name}: losses of step {seed} are {losses}, at stage 0 {expected}")
             if gathered(model[0]):
                 wrong.append(f"{name}: {gathered(model[0])} stayed behind step {seed}")
-            told = {unit: micro_batches for unit in once} | {unit: 2 * micro_batches for unit in twice}
+            told = dict.fromkeys(once, micro_batches) | dict.fromkeys(twice, 2 * micro_batches)
             if seed and counted != told:  # the first step shows the order
                 wrong.append(f"{name}: step {seed} gathered {dict(counted)}, expected {told}")
     return wrong
