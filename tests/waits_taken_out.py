@@ -22,16 +22,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "onefold"
-TESTS = ["tests/device", "tests/invariants/test_waits.py", "tests/comm/test_launching.py"]
+TESTS = ["tests/device", "tests/invariants/test_waits.py", "tests/comm/test_launching.py", "tests/train/test_a_step_late.py"]
 #: Calls by the last names of what they are called on and of themselves; "*" is anything.
 WAITS = {
     ("*", "wait_stream"), ("*", "wait_event"), ("*", "synchronize"), ("up", "wait"), ("down", "wait"), ("up", "order"), ("side", "order"),
-    ("self", "order"), ("pending", "wait"), ("gathering", "wait"), ("_moving", "wait"), ("first", "wait"), ("second", "wait"),
-    ("work", "wait"), ("self", "_join"), ("*", "record_stream"),
+    ("self", "order"), ("_copies", "order"), ("pending", "wait"), ("gathering", "wait"), ("_moving", "wait"), ("first", "wait"),
+    ("second", "wait"), ("work", "wait"), ("self", "_join"), ("*", "record_stream"),
 }  # fmt: skip
 #: Calls that say on which stream work goes: replaced by a context that changes nothing.
 CONTEXTS = {"use_stream", "guard"}
-ROOMS = ["device", "comm", "runtime", "optim", "memory/activations.py", "checkpoint/copying.py"]
+ROOMS = ["device", "comm", "runtime", "optim", "memory/activations.py", "checkpoint/copying.py", "train/feed.py"]
 
 
 @dataclass(frozen=True)
