@@ -51,6 +51,9 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("blocks.1" not in name)
     model = onefold.shard(model, trial.recipe(folder), device=device)
+    store: Any = onefold.engine_of(model).activations.store
+    if store is not None:  # of so small a model nothing would go down
+        store.smallest, store.window, store.ahead = 256, 8192, 8192
     fused = True if "fused" in trial.how else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4, fused=fused)
     losses: list[Tensor] = []
@@ -99,6 +102,7 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+    assert store is None or (store.down and store.up), "no activation went to the host and came back"
     weights = onefold.full_state_dict(model)
     return [float(x) for x in losses], {name: t.cpu().clone() for name, t in weights.items()}
 
@@ -138,7 +142,10 @@ def under_schedules(trial: Trial, seeds: Iterable[int], folder: str, check: bool
     found: list[str] = []
     for seed in seeds:
         virtual.reset(seed)
-        got = train(trial, DEVICE, _fresh(folder, str(seed)))
+        from onefold.device import new_stream, use_stream
+
+        with use_stream(new_stream(torch.device(DEVICE, 0)) if "elsewhere" in trial.how else None):  # than the device's own stream
+            got = train(trial, DEVICE, _fresh(folder, str(seed)))
         virtual.drain()
         found += [f"seed {seed}: {text}" for text in differences(expected, got)]
         found += [f"seed {seed}: {violation}" for violation in virtual.violations()[:3]]

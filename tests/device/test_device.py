@@ -15,6 +15,7 @@ from models import TinyGPT, tokens_of
 from onefold.device import (
     CopyStream,
     HostBuffers,
+    Reading,
     default_device,
     guard,
     has_streams,
@@ -244,3 +245,23 @@ def test_synchronize_asks_the_clock_of_a_simulation() -> None:
     with clocked(clock):
         synchronize(torch.device("cpu"))
     assert clock.times == 1
+
+
+@virtual.alone
+def test_numbers_are_read_without_waiting_for_what_was_launched_behind_them() -> None:
+    ran: list[str] = []
+    let_go: list[int] = []
+    for seed in range(4):
+        virtual.reset(seed)
+        ran.clear()
+        let_go.clear()
+        first = torch.full((), 3.0, device="virtual")
+        with virtual.no_synchronization():
+            reading = Reading(first, first.square().reshape(1))
+        virtual.enqueue(None, lambda t: ran.append("the next step"), reads=[first], ready=lambda: bool(let_go))
+        assert reading.numbers() == [3.0, 9.0] and not ran
+        let_go.append(1)
+        virtual.drain()
+        assert reading.arrived and ran
+    here = Reading(torch.tensor(3.0), torch.tensor([9.0]))
+    assert here.arrived and here.numbers() == [3.0, 9.0]

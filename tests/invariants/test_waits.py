@@ -36,11 +36,11 @@ def of(stage: int, how: str = "", steps: int = 3, build: Any = TinyGPT, **option
 
 
 ALONE = {
-    "as it is": of(0, "clips evaluates"),
+    "as it is": of(0, "clips evaluates elsewhere"),
     "states on the host": of(0, "clips accumulates decays", offload_optimizer="cpu"),
     "bf16, states on the host": of(0, "evaluates decays", precision="bf16", offload_optimizer="cpu"),
-    "stepped behind the backward pass": of(0, offload_optimizer="cpu", step_in_backward=True),
-    "bf16, stepped behind the backward pass": of(3, precision="bf16", **HOST, step_in_backward=True),
+    "stepped behind the backward pass": of(0, "elsewhere", offload_optimizer="cpu", step_in_backward=True),
+    "bf16, stepped behind the backward pass": of(3, "elsewhere", precision="bf16", **HOST, step_in_backward=True),
     "all on the host": of(3, "evaluates writes", **HOST),
     "bf16, all on the host, checkpointed": of(3, "frozen", precision="bf16", build=Checkpointed, **HOST),
     "states on NVMe": of(0, "clips writes", offload_optimizer="nvme", chunk=65536),
@@ -54,7 +54,7 @@ TOGETHER = {
     "stage 1, bf16": (2, of(1, "evaluates writes", precision="bf16")),
     "stage 2": (2, of(2, "clips raises")),
     "stage 3": (2, of(3, "clips evaluates")),
-    "stage 3, bf16": (2, of(3, "saves accumulates decays", precision="bf16")),
+    "stage 3, bf16": (2, of(3, "elsewhere saves accumulates decays", precision="bf16")),
     "stage 3, checkpointed, frozen parts": (2, of(3, "frozen", build=Checkpointed)),
     "stage 3, nothing prefetched": (2, of(3, overlap=False)),
     "stage 1, states on the host": (2, of(1, "evaluates writes decays", precision="bf16", offload_optimizer="cpu")),

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.device import Reading
 from onefold.optim.skip import skips_on_device
 from onefold.train import loop, resume
 from onefold.train.config import resolve
@@ -238,19 +237,6 @@ def test_in_a_step_the_host_waits_for_nothing_but_the_numbers_of_the_step_before
         if step not in at_once:
             found = [w for w in waits[step][len(waits[step - 1]) :] if w.backward or w.thread == threading.get_native_id()]  # not of saves
             assert len(found) <= 1 and all(wait.name == "event.synchronize" and "numbers" in str(wait) for wait in found), (step, found)
-
-
-@virtual.alone
-def test_the_wait_for_a_step_leaves_what_was_launched_behind_it_to_run() -> None:
-    other = torch.Stream(device=HERE)
-    number = torch.ones((), device=HERE)
-    reading = Reading(number, number * 2)
-    ran: list[int] = []
-    virtual.enqueue(None, lambda t: ran.append(1), reads=[number], ready=lambda: bool(may_run), name="the next step")
-    may_run: list[int] = []
-    assert reading.numbers() == [1.0, 2.0] and not ran
-    may_run.append(1)
-    other.wait_stream(torch.accelerator.current_stream())
 
 
 @virtual.alone

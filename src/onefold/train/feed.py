@@ -56,6 +56,7 @@ class Feed:
     def send_ahead(self, indices: Indices) -> None:
         """Begin to copy what `take` will be asked for next."""
         if self._copies.behind:
+            self._landed()
             self._ahead = self._send(indices)
 
     def close(self) -> None:
