@@ -87,8 +87,9 @@ def every_recipe() -> list[tuple[str, dict[str, int], dict[str, int]]]:
             counted = sent.payload + sent.control - engine.traffic.control_bytes
             seen["beside the ledger"] = counted - seen["inside"] - seen["between"] + len(sent.others)
             expected = {"beside the ledger": 0}
-            for unit, flat in ((unit, flat) for unit in engine.units for flat in unit.flats):
-                for key, nbytes in formula(name, codecs, flat.layout.numel, m, unit.name in ("(root)", "blocks.1")).items():
+            for flat in (flat for unit in engine.units for flat in unit.flats):
+                turns = flat.unit_name in ("(root)", "blocks.1")
+                for key, nbytes in formula(name, codecs, flat.layout.numel, m, turns).items():
                     expected[key] = expected.get(key, 0) + nbytes
             found.append((f"{name}, {codecs}, {m} micro-batches", seen, expected))
     return found

@@ -51,7 +51,7 @@ def held_by_stage_3() -> list[str]:
     def check(after: str, waiting: int = 0) -> None:
         excess = living_bytes() - before - shards - waiting
         if excess > MIB:
-            problems.append(f"after {after}: {excess} bytes beyond the {shards} bytes of shards and {waiting} that wait for a backward pass")
+            problems.append(f"after {after}: {excess} bytes beyond the {shards} bytes of shards and {waiting} that wait for backward")
 
     check("sharding")
     for _ in range(2):
