@@ -168,3 +168,36 @@ def evaluated_and_overwritten(overwrite: Callable[[Any, str], None], folder: str
 @pytest.mark.parametrize("overwrite", OVERWRITING, ids=lambda way: way.__name__)
 def test_masters_on_the_host_are_overwritten_behind_the_copies_of_them(overwrite: Callable[[Any, str], None], tmp_path: Path) -> None:
     assert run_ranks(1, evaluated_and_overwritten, overwrite, str(tmp_path)) == [[]]
+
+
+def averages_evaluated(folder: str) -> list[str]:
+    """As `evaluated_and_overwritten`: the averages are evaluated with, and the weights take their place again."""
+    import onefold
+    from onefold.ema import EMA
+
+    found: list[str] = []
+    for seed in (None, *range(6)):
+        virtual.start(seed=seed)
+        torch.manual_seed(0)
+        host: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+        model: Any = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, precision="fp32", **host), device="virtual")
+        average = EMA(model, 0.9)
+        average.update()
+        in_place(model, "")
+        with torch.no_grad():
+            with average.applied():
+                with pytest.raises(RuntimeError, match=r"written to .* inside ema.applied"):
+                    onefold.load(str(onefold.save(f"{folder}/{seed}", model=model)), model=model)
+                losses = [model(tokens_of(9).to("virtual"))]
+            losses.append(model(tokens_of(9).to("virtual")))
+        if seed is None:
+            expected = [float(loss) for loss in losses]
+        elif (got := [float(loss) for loss in losses]) != expected:
+            found.append(f"seed {seed}: {got} instead of {expected}")
+        virtual.drain()
+        found += [str(violation) for violation in virtual.violations()[:1]]
+    return found if expected[0] != expected[1] else ["the averages are the weights"]
+
+
+def test_weights_on_the_host_take_the_averages_place_behind_the_copies_of_these(tmp_path: Path) -> None:
+    assert run_ranks(1, averages_evaluated, str(tmp_path)) == [[]]

@@ -331,27 +331,52 @@ def test_a_write_between_the_passes_is_seen_by_the_backward_pass_as_in_plain_pyt
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+def losses_around_a_write() -> list[bool]:
+    """Whether a forward pass sees what was written behind an earlier one whose backward pass has not come."""
+    import onefold
+
+    model, optimizer = sharded(TinyMLP, 3, (ResidualBlock,))
+    step(model, optimizer, 0)
+    waiting = loss_of(model, 1)
+    for parameter in (model.leave.weight, model.blocks[2].down.weight):  # type: ignore[index, union-attr]
+        parameter.data.mul_(2)
+    seen = loss_of(model, 1)
+    with onefold.full_params(model):
+        expected = loss_of(model, 1)
+    return [seen.item() == expected.item(), seen.item() != waiting.item()]
+
+
+def test_a_write_behind_a_forward_pass_is_seen_by_the_next() -> None:
+    assert run_ranks(2, losses_around_a_write) == [[True, True]] * 2
+
+
 class Diverges(MLPCase):
     """Ranks walk alike, so that the order is known; from the second step on one of them passes over the last blocks.
 
-    `how`: it does not run them ("skips"), or its loss does not look at what they return ("ignores").
+    `how`: it does not run them ("skips"), or its loss does not look at what they return ("ignores"), or it runs what is in the unit around
+    them but not that unit ("enters").
     """
 
     steps = 5
-    units = (ResidualBlock,)
+    units = (ResidualBlock, Nested.Stack)
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.enter = nn.Linear(7, 7)
             self.blocks = nn.ModuleList(ResidualBlock(7) for _ in range(8))
+            self.around = Nested.Stack()
             self.leave = nn.Linear(7, 5)
 
-        def forward(self, x: Tensor, blocks: int, looked_at: int) -> Tensor:
+        def forward(self, x: Tensor, blocks: int, looked_at: int, around: bool) -> Tensor:
             x, seen = self.enter(x), []
             for block in self.blocks[:blocks]:
                 x = block(x)
                 seen.append(x)
+            if blocks == looked_at == 8:
+                for part in [self.around] if around else self.around.blocks:
+                    x = part(x)
+                return self.leave(x)
             return self.leave(seen[min(looked_at, blocks) - 1])
 
     def __init__(self, how: str) -> None:
@@ -364,7 +389,8 @@ class Diverges(MLPCase):
     def batch(self, rank: int, step: int) -> Any:
         short = step > 0 and rank == step % 2
         few = 8 if not short else 6 if step < 4 else 1
-        return features_of(10 * step + rank, 4, 7), few if self.how == "skips" else 8, few
+        blocks, looked_at = (few if self.how == "skips" else 8), (8 if self.how == "enters" else few)
+        return features_of(10 * step + rank, 4, 7), blocks, looked_at, not (short and self.how == "enters")
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return model(*batch).square().mean()
@@ -393,7 +419,7 @@ def diverging(how: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["skips", "ignores"])
+@pytest.mark.parametrize("how", ["skips", "ignores", "enters"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_pass_over_them_train_as_in_one_process(world_size: int, how: str) -> None:
     assert run_ranks(world_size, diverging, how) == [[]] * world_size
