@@ -77,20 +77,20 @@ def acts(name: str, source: torch.Tensor) -> Iterator[tuple[str, int, Callable[[
 def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
     """One row for each codec, dtype and act, and for sums: nanoseconds an element, bytes a second, and the part of a copy's rate."""
     rows: list[dict[str, Any]] = []
-    for spelt in ("fp32", "bf16"):
-        source = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(DTYPES[spelt]).to(device)
+    for format_ranks in ("fp32", "bf16"):
+        source = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(DTYPES[format_ranks]).to(device)
         took = seconds_of(partial(torch.empty_like(source).copy_, source), device, rounds)
         copy = 2 * source.nbytes / took
-        rows.append({"codec": "copy", "dtype": spelt, "act": "copy", "ns": 1e9 * took / numel, "bytes_per_s": copy, "of_copy": 1.0})
+        rows.append({"codec": "copy", "dtype": format_ranks, "act": "copy", "ns": 1e9 * took / numel, "bytes_per_s": copy, "of_copy": 1.0})
         for name in NAMES:
             for act, nbytes, call in acts(name, source):
                 took = seconds_of(call, device, rounds)
-                row = {"codec": name, "dtype": spelt, "act": act, "ns": 1e9 * took / numel, "bytes_per_s": nbytes / took}
+                row = {"codec": name, "dtype": format_ranks, "act": act, "ns": 1e9 * took / numel, "bytes_per_s": nbytes / took}
                 rows.append({**row, "of_copy": nbytes / took / copy})
         parts = source[: numel // RANKS * RANKS].view(RANKS, -1)
         total = torch.empty(parts.shape[1], device=device)
         took = seconds_of(partial(sum_parts, parts, total, 1 / RANKS), device, rounds)
-        row = {"codec": "sum", "dtype": spelt, "act": f"of {RANKS} parts", "ns": 1e9 * took / parts.numel()}
+        row = {"codec": "sum", "dtype": format_ranks, "act": f"of {RANKS} parts", "ns": 1e9 * took / parts.numel()}
         rows.append({**row, "bytes_per_s": (parts.nbytes + total.nbytes) / took, "of_copy": (parts.nbytes + total.nbytes) / took / copy})
     return rows
 

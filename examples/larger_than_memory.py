@@ -134,7 +134,7 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.9g}, {time.perf_counter() - begun:.1f} s", flush=True)
 
     engine, most = onefold.engine_of(model), in_memory("VmHWM")
-    sums = torch.tensor([most, most - before, sum(engine.beyond.disk.now().values())], dtype=torch.float64)
+    sums = torch.tensor([most, most - before, sum(engine.transfers.disk.now().values())], dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(sums)
     if rank == 0:

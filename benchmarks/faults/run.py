@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.checkpoint.tensorfile import bytes_of
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 
 WORDS, LENGTH = 97, 8
 
@@ -115,7 +115,7 @@ class Run:
     def state(self) -> int:
         """A checksum of everything on this rank: weights, optimizer state, rates, position, random state."""
         found = zlib.crc32(json.dumps([self.data.position, [g["lr"].hex() for g in self.optimizer.param_groups]]).encode())
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if not parameter.numel():
                     continue  # this rank has no element of it
@@ -126,7 +126,7 @@ class Run:
 
     def spoil(self) -> None:
         """Overwrite what a load is to bring."""
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.data.fill_(7.0)
                 for value in self.optimizer.state.get(parameter, {}).values():

@@ -36,7 +36,7 @@ def planned(engine: Any) -> dict[str, int]:
     rest = dict.fromkeys(Tier, 0)
     gradients: list[int] = []  # of the flat buffers, in the order of the backward pass
     twice = low = 0
-    for flat in (flat for index in engine.reduce.order for flat in engine.units[index].flats if flat.home is not None):
+    for flat in (flat for index in engine.reduce.order for flat in engine.units[index].flats if flat.offloaded is not None):
         own, compute = flat.owned[1] - flat.owned[0], flat.dtypes.compute.itemsize
         trained = any(entry.param.requires_grad for entry in flat.entries)
         rest[o] += own * (MASTER + (MOMENTS if trained else 0))
@@ -49,7 +49,7 @@ def planned(engine: Any) -> dict[str, int]:
             twice = max(twice, own * came.itemsize if came != flat.dtypes.master else 0)
     if g is Tier.NVME:
         rest[g] += sum(gradients)
-    chunk, largest = MASTER * engine.beyond.chunk, max(gradients, default=0)
+    chunk, largest = MASTER * engine.transfers.chunk, max(gradients, default=0)
     peak = ordinary(gradients, chunk, low, g is Tier.NVME, o is Tier.NVME) + twice
     if recipe.step_in_backward:
         peak = behind = held_at_once(gradients) + twice + (stepping(chunk, largest, 3, low) if o is Tier.NVME else 0)

@@ -20,7 +20,7 @@ from benchmarks.offload.settings import SIDES
 from benchmarks.peers import adapters, model, probes
 from benchmarks.peers.settings import Setting
 from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
-from onefold.runtime.interval import whole_sight
+from onefold.runtime.interval import disable_torch_function
 
 MIB = 1 << 20
 
@@ -37,9 +37,9 @@ def engine_of(trainer: Any) -> Any:
 
 def moments_by_tier(trainer: Any, engine: Any) -> dict[str, int]:
     """Bytes of the optimizer's states in memory: on "device" or "host". What is on NVMe stands in the engine's ledger."""
-    away = {id(entry.param) for flat in engine.at_home for entry in flat.entries}
+    away = {id(entry.param) for flat in engine.offloaded_flats for entry in flat.entries}
     out = {"device": 0, "host": 0}
-    with whole_sight():  # what lies here, not what it is a part of
+    with disable_torch_function():  # what lies here, not what it is a part of
         for param, state in trainer.optimizer.state.items():
             held = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor) and t.dim() and not t.is_meta)
             out["host" if id(param) in away else "device"] += held
@@ -56,9 +56,9 @@ class Ledgers:
         """Peaks are those from here on."""
         if self.engine is not None:
             self.engine.memory.reset_peak()
-            self.engine.beyond.host.reset_peak()
-            self.engine.beyond.disk.reset_peak()
-            self.engine.beyond.moved.reset()
+            self.engine.transfers.host.reset_peak()
+            self.engine.transfers.disk.reset_peak()
+            self.engine.transfers.moved.reset()
 
     def held(self) -> dict[str, Any] | None:
         """Bytes by tier, then "rest" (now) and "peak", then category; moments are in both."""
@@ -66,7 +66,7 @@ class Ledgers:
             return None
         moments = moments_by_tier(self.trainer, self.engine)
         out = {}
-        for tier, ledger in (("device", self.engine.memory), ("host", self.engine.beyond.host), ("disk", self.engine.beyond.disk)):
+        for tier, ledger in (("device", self.engine.memory), ("host", self.engine.transfers.host), ("disk", self.engine.transfers.disk)):
             more = {"moments": moments[tier]} if moments.get(tier) else {}
             out[tier] = {"rest": {**ledger.now(), **more}, "peak": {**ledger.peak(), **more}}
         return out
@@ -75,18 +75,18 @@ class Ledgers:
         """Bytes since `start`: "up", "down", "read", "written"; "waited_s": seconds for which this rank waited for the disk."""
         if self.engine is None:
             return None
-        return {**self.engine.beyond.moved.by_move(), "waited_s": self.engine.beyond.moved.exposed}
+        return {**self.engine.transfers.moved.by_move(), "waited_s": self.engine.transfers.moved.exposed}
 
     def counters(self) -> dict[str, float]:
         """Of the disk, since ever: bytes, and the seconds in which a read or write was under way."""
-        store = self.engine.beyond.open_store if self.engine is not None else None
+        store = self.engine.transfers.open_store if self.engine is not None else None
         if store is None:
             return {}
         return {"read": store.read_bytes, "written": store.written_bytes, "busy_s": store.busy_seconds}
 
     def cached(self) -> int | None:
         """Bytes of this rank's files on the disk that lie in the page cache; None without any."""
-        store = self.engine.beyond.open_store if self.engine is not None else None
+        store = self.engine.transfers.open_store if self.engine is not None else None
         return None if store is None else disk.cached_bytes(disk.files_of(store.folders))
 
 

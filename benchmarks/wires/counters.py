@@ -88,10 +88,10 @@ def ledger_counter(trainer: Any, ranks_a_host: int, rank: int) -> Callable[[], d
     return LedgerCounter(onefold.engine_of(trainer.model).traffic, ranks_a_host, rank).bytes
 
 
-def read_ranks(spelt: str) -> list[int]:
+def read_ranks(format_ranks: str) -> list[int]:
     """The ranks of "0-3", "0,2" or "0-1,4": the way groups are named in the ledger."""
     out: list[int] = []
-    for part in spelt.split(","):
+    for part in format_ranks.split(","):
         first, _, last = part.partition("-")
         out += range(int(first), int(last or first) + 1)
     return out

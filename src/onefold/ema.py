@@ -30,12 +30,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.layout import overlap
 from onefold.offload.storage import state_kind
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import plain_state_dict
 from onefold.runtime.stream import from_first, tell_all, to_first
@@ -83,14 +83,14 @@ class EMA:
         self._model, self._inside = weakref.ref(model), False
         self._shares: dict[int, _Share] = {}
         held: dict[str, int] = {}
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             for unit, flat in _flats(engine):
                 if not flat.route.stored and any(e.param.requires_grad for e in flat.entries):
                     share = self._shares[flat.index] = self._made(flat)
                     held[unit.name] = held.get(unit.name, 0) + sum(t.numel() * t.element_size() for t in share.values)
             self._follow(engine, copy=True)
         for name, nbytes in held.items():
-            ledger = engine.memory if engine.device == self._device() else engine.beyond.host
+            ledger = engine.memory if engine.device == self._device() else engine.transfers.host
             ledger.add(AVERAGES, nbytes, name)
             weakref.finalize(self, ledger.add, AVERAGES, -nbytes, name).atexit = False
 
@@ -102,7 +102,7 @@ class EMA:
         """
         if self._inside:
             raise RuntimeError("EMA.update() was called inside ema.applied(), where the model's weights are the averages: leave it first.")
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             self._follow(self._engine(), copy=self.updates == 0)
         self.updates += 1
 
@@ -135,11 +135,11 @@ class EMA:
         first = engine.rank == 0
         joint: dict[str, torch.Tensor] = {}
         out: dict[Any, torch.Tensor] = {}
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             for _, flat in _flats(engine):
                 share = self._shares.get(flat.index)
                 averaged = share if share is not None and not (self._inside and share.aside is None) else None  # else the masters have it
-                masters = flat.load_master() if averaged is None and not flat.passive else None
+                masters = flat.load_master() if averaged is None and not flat.unsharded else None
                 for entry in flat.entries:
                     dtype = self._dtype(flat) if share is not None else flat.dtypes.master
                     into = None
@@ -173,7 +173,7 @@ class EMA:
         complaint, updates = tell_all(engine, _LOAD, verdict)[0]
         if complaint:
             raise ValueError(f"{_LOAD}: {complaint}")
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             for _, flat in _flats(engine):
                 if (share := self._shares.get(flat.index)) is None:
                     continue
@@ -183,19 +183,19 @@ class EMA:
                         whole = _find(state_dict or {}, entry).detach().reshape(-1)[part.first : part.first + entry.slot.numel]
                     from_first(engine, entry, self._dtype(flat), whole, partial(self._write, share, entry), alone=True)
                 if share.kind:
-                    engine.beyond.flush()
+                    engine.transfers.flush()
         self.updates = updates
 
     # -- one flat buffer -------------------------------------------------------------------------------------------------------
 
     def _made(self, flat: Flat) -> _Share:
         dtype = self._dtype(flat)
-        if flat.passive:
+        if flat.unsharded:
             return _Share([torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries])
         numel = flat.interval[1] - flat.interval[0]
-        if flat.home is not None and flat.home.on_disk:
+        if flat.offloaded is not None and flat.offloaded.on_disk:
             kind = state_kind(f"average {id(self)}", dtype)
-            flat.home.region(kind, dtype)
+            flat.offloaded.region(kind, dtype)
             return _Share(kind=kind)
         return _Share([torch.empty(numel, dtype=dtype, device=flat.master.device)])
 
@@ -213,7 +213,7 @@ class EMA:
             if share.kind:
                 self._follow_on_disk(flat, share, copy, weight)
                 continue
-            now = [e.param.detach() for e in flat.entries] if flat.passive else [flat.master[slice(*_interval(flat))]]
+            now = [e.param.detach() for e in flat.entries] if flat.unsharded else [flat.master[slice(*_interval(flat))]]
             for average, value in zip(share.values, now, strict=True):
                 if copy:
                     average.copy_(value)
@@ -227,19 +227,19 @@ class EMA:
                 pairs = [(a, w) for a, w in zip(averages, weights, strict=True) if (a.device, a.dtype) == kind]
                 torch._foreach_lerp_([a for a, _ in pairs], [w for _, w in pairs], weight)
         if any(share.kind for share in self._shares.values()):
-            engine.beyond.flush()
+            engine.transfers.flush()
 
     def _follow_on_disk(self, flat: Flat, share: _Share, copy: bool, weight: float) -> None:
-        home, dtype = flat.home, self._dtype(flat)
-        assert home is not None
-        for chunk in home.chunks():
+        offloaded, dtype = flat.offloaded, self._dtype(flat)
+        assert offloaded is not None
+        for chunk in offloaded.chunks():
             a, b = overlap(_interval(flat), chunk)
             if a == b:
                 continue
-            value = home.part("master", a, b).to(dtype)
+            value = offloaded.part("master", a, b).to(dtype)
             if not copy:
-                value = home.part(share.kind, a, b).lerp_(value, weight)
-            home.write_part(share.kind, a, value)
+                value = offloaded.part(share.kind, a, b).lerp_(value, weight)
+            offloaded.write_part(share.kind, a, value)
 
     @staticmethod
     def _read(
@@ -250,27 +250,27 @@ class EMA:
         if share is None and masters is not None:
             at = entry.slot.start - flat.owned[0]
             return masters[at + x : at + y].to(dtype)
-        if share is None or flat.passive:
+        if share is None or flat.unsharded:
             return (entry.param.detach() if share is None else share.values[entry.index]).reshape(-1)[x:y].to(dtype)
         at = entry.slot.start - flat.interval[0]
         if share.kind:
-            assert flat.home is not None
+            assert flat.offloaded is not None
             first = entry.slot.start - flat.owned[0]
-            return flat.home.part(share.kind, first + x, first + y)
+            return flat.offloaded.part(share.kind, first + x, first + y)
         return share.values[0][at + x : at + y]
 
     @staticmethod
     def _write(share: _Share, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
         flat = entry.flat
-        if flat.passive:
+        if flat.unsharded:
             into = share.values[entry.index]
             whole = into.reshape(-1)
             whole[x:y].copy_(values)
             if whole.data_ptr() != into.data_ptr():  # its elements lie in another order
                 into.copy_(whole.view(into.shape))
         elif share.kind:
-            assert flat.home is not None
-            flat.home.write_part(share.kind, entry.slot.start - flat.owned[0] + x, values.cpu())
+            assert flat.offloaded is not None
+            flat.offloaded.write_part(share.kind, entry.slot.start - flat.owned[0] + x, values.cpu())
         else:
             at = entry.slot.start - flat.interval[0]
             share.values[0][at + x : at + y].copy_(values)
@@ -279,11 +279,11 @@ class EMA:
 
     def _exchange(self, engine: Engine) -> None:
         """Collective where ranks hold the same masters."""
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             for unit, flat in _flats(engine):
                 if (share := self._shares.get(flat.index)) is None:
                     continue
-                if flat.passive:
+                if flat.unsharded:
                     for entry, average in zip(flat.entries, share.values, strict=True):
                         self._change(entry.param.data, average, share)
                         torch.autograd.graph.increment_version(entry.param)
@@ -293,18 +293,18 @@ class EMA:
                     masters.copy_(flat.load_master())
                 a, b = _interval(flat)
                 if share.kind:
-                    assert flat.home is not None
-                    average = flat.home.part(share.kind, a, b)
+                    assert flat.offloaded is not None
+                    average = flat.offloaded.part(share.kind, a, b)
                     self._change(masters[a:b], average, share)
-                    flat.home.write_part(share.kind, a, average)
+                    flat.offloaded.write_part(share.kind, a, average)
                 else:
                     self._change(masters[a:b], share.values[0], share)
                 if flat.owned != flat.interval and engine.group.size > 1:
-                    holders = engine.group if flat.whole_master else engine.group.across
+                    holders = engine.group if flat.whole_master else engine.group.inter_group
                     holders.all_gather(masters, _place(engine, unit), flat.index, move="state").wait()
                 flat.store_master(masters)
             if any(share.kind for share in self._shares.values()):
-                engine.beyond.flush()
+                engine.transfers.flush()
             engine.make_stale()
 
     @staticmethod
@@ -372,5 +372,5 @@ def _interval(flat: Flat) -> tuple[int, int]:
     return flat.interval[0] - flat.owned[0], flat.interval[1] - flat.owned[0]
 
 
-def _place(engine: Engine, unit: Unit) -> Place:
-    return Place("state", unit.name, engine.step, "state")
+def _place(engine: Engine, unit: Unit) -> CollectiveContext:
+    return CollectiveContext("state", unit.name, engine.step, "state")

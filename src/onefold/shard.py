@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.comm import Group, Place
+from onefold.comm import CollectiveContext, Group
 from onefold.comm.codec import Codec
 from onefold.comm.members import members
 from onefold.device import default_device, with_index
@@ -31,10 +31,10 @@ from onefold.runtime.flat import Flat
 from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
 from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.parameter import ShardedParameter
-from onefold.runtime.placement import Tiers, of_leaving
-from onefold.runtime.precision import of_precision
+from onefold.runtime.placement import Tiers, offload_notes
+from onefold.runtime.precision import precision_notes
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
-from onefold.runtime.route import of_routes
+from onefold.runtime.route import route_notes
 from onefold.runtime.units import UnitSpec, find_units
 from onefold.runtime.unset import is_marked, without_value
 from onefold.tiling.cut import Cut, initializing, with_tiles
@@ -125,10 +125,10 @@ def shard(
     engine.buffers.find(module, recipe)
     _note_unset(engine, [row for row in unset if row[0] not in coming], specs, module)
     engine.start()
-    if not engine.passive or recipe.activations is not None:  # on one rank activations alone need the hooks
+    if not engine.unsharded or recipe.activations is not None:  # on one rank activations alone need the hooks
         for spec, unit in zip(specs, engine.units, strict=True):
             install(engine, unit, spec.module)
-            if isinstance(spec.module, Tile) and not unit.kept:
+            if isinstance(spec.module, Tile) and not unit.resident:
                 spec.module.save_by(engine.gather)
         for _, inner in modules_of(specs[0], specs)[1:]:
             install_on_part(engine, inner)
@@ -137,14 +137,14 @@ def shard(
     watch(engine, held)
     if engine.rank == 0:
         sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
-        notes = [*recipe.notes, *of_precision(engine), *cut.notes, *of_leaving(sizes, recipe, engine.world_size), *of_routes(engine)]
+        notes = [*recipe.notes, *precision_notes(engine), *cut.notes, *offload_notes(sizes, recipe, engine.world_size), *route_notes(engine)]
         for note in (*notes, *engine.unset.notes()):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
     engine.given, engine.finalizer = (group, wanted, init_given), weakref.finalize(module, _close, engine)
     if brought is not None:
         with contextlib.closing(brought):
-            brought.pour(engine, module)
+            brought.load_shards(engine, module)
     engine.make_stale()
     engine.traffic.reset()
     return module
@@ -219,9 +219,9 @@ def capabilities() -> Capabilities:
     """What the engine may be given beyond the core. What a recipe does not need is not imported."""
 
     def storage(flat: Flat, tiers: Tiers, engine: Engine) -> Offloaded:
-        from onefold.offload.storage import Home
+        from onefold.offload.storage import OffloadStorage
 
-        return Home(flat, tiers, engine)
+        return OffloadStorage(flat, tiers, engine)
 
     def activations(engine: Engine) -> Activations:
         from onefold.offload.engine_activations import HostActivations
@@ -288,7 +288,7 @@ def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weight
     }
     digest = b"".join(hashlib.sha256(repr(part).encode()).digest()[:8] for part in parts.values())
     payload = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    said = [bytes(p.tolist()) for p in engine.group.exchange_control(payload, Place("control", "(start)", 0, "state"))]
+    said = [bytes(p.tolist()) for p in engine.group.exchange_control(payload, CollectiveContext("control", "(start)", 0, "state"))]
     for at, name in enumerate(parts):
         cut = slice(8 * at, 8 * at + 8)
         others = [engine.group.ranks[r] for r, digests in enumerate(said) if digests[cut] != said[0][cut]]
@@ -303,7 +303,7 @@ def _rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
     """Whether rank 0's model is on the meta device, so that its weights have to be made up (the same answer on every rank)."""
     mine = has_meta(module)
     payload = torch.tensor([mine], dtype=torch.uint8)
-    return bool(engine.group.exchange_control(payload, Place("control", "(start)", 0, "state"))[0].item())
+    return bool(engine.group.exchange_control(payload, CollectiveContext("control", "(start)", 0, "state"))[0].item())
 
 
 def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:

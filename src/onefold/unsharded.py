@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.optim import unwatch, whole
 from onefold.runtime import unsharding
 from onefold.runtime.engine import Engine
@@ -36,7 +36,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     engine = engine_of(module)
     unsharding.refuse_unless_possible(engine)
     engine.about_to_write()
-    engine.beyond.check()
+    engine.transfers.check()
     optimizers = whole.optimizers_over(engine)
     states = whole.gather(engine, optimizers)
     params = {entry.number: entry.param for entry in engine.entries}
@@ -91,7 +91,7 @@ def _tell(engine: Engine, error: BaseException | None) -> None:
         RuntimeError: it did elsewhere.
     """
     payload = torch.tensor([error is not None], dtype=torch.uint8)
-    place = Place("control", "(unsharded)", engine.step, "state")
+    place = CollectiveContext("control", "(unsharded)", engine.step, "state")
     try:
         told: Any = [bool(t.item()) for t in engine.group.exchange_control(payload, place)]
     finally:

@@ -90,7 +90,7 @@ class One:
             for entry in onefold.engine_of(self.model).entries:
                 param, flat = entry.param, entry.flat
                 if param.numel():
-                    start = 0 if flat.passive else flat.local(entry)[0] - entry.slot.start
+                    start = 0 if flat.unsharded else flat.local(entry)[0] - entry.slot.start
                     values = {"value": param.data, **state.get(param, {})}
                     flatten = {k: v.reshape(-1) if k != "step" and isinstance(v, Tensor) else v for k, v in values.items()}
                     yield entry.names[0], tuple(entry.slot.shape), start, flatten

@@ -25,7 +25,7 @@ from onefold.checkpoint.manifest import MANIFEST, read_manifest
 from onefold.checkpoint.reshard import reshard
 from onefold.checkpoint.source import Item, Stored
 from onefold.checkpoint.verify import verify
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from ranks import run_ranks
 
 
@@ -77,7 +77,7 @@ def loads(root: str) -> list[list[str]]:
 
     def state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         found = {"random": torch.rand(4)}
-        with whole_sight():
+        with disable_torch_function():
             for name, p in ((n, p) for n, p in model.named_parameters() if p.numel()):  # those that this rank has a part of
                 found |= {f"{name} {key}": t.detach().clone() for key, t in {"": p.data, **optimizer.state[p]}.items()}
         return found
@@ -156,7 +156,7 @@ def test_a_checkpoint_can_be_resharded_in_its_place_and_is_never_replaced_unaske
 
 def test_one_element_is_found_with_its_place_and_size(saved: Path, tmp_path: Path) -> None:
     run = Run()
-    with torch.no_grad(), whole_sight():
+    with torch.no_grad(), disable_torch_function():
         weight = dict(run.model.named_parameters())["blocks.1.mlp.0.weight"].data.view(-1)
         old = float(weight[777])
         weight[777] += 0.5

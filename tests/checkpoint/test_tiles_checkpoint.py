@@ -79,7 +79,7 @@ def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any,
     mine: list[tuple[str, str, tuple[int, ...], int, Any]] = []
     with torch._C.DisableTorchFunctionSubclass():
         for entry in onefold.engine_of(model).entries:
-            start = 0 if entry.flat.passive else entry.flat.local(entry)[0] - entry.slot.start
+            start = 0 if entry.flat.unsharded else entry.flat.local(entry)[0] - entry.slot.start
             for key, value in {"value": entry.param.data, **optimizer.state.get(entry.param, {})}.items():
                 elementwise = isinstance(value, Tensor) and value.shape == entry.param.shape and key != "step"
                 data = value.detach().reshape(-1).clone() if elementwise else value

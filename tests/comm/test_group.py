@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 import standin
 from models import TinyMLP, features_of
-from onefold.comm import Group, Place
+from onefold.comm import CollectiveContext, Group
 from onefold.comm.members import backend_of
 from ranks import run_ranks
 
-HERE = Place("state", "(test)", 0, "state")
+HERE = CollectiveContext("state", "(test)", 0, "state")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 

@@ -32,7 +32,7 @@ from onefold.device.streams import clocked
 def test_what_has_no_streams_copies_at_once() -> None:
     cpu = torch.device("cpu")
     side, into = CopyStream(cpu), torch.zeros(3)
-    assert not has_streams(cpu) and not side.behind
+    assert not has_streams(cpu) and not side.asynchronous
     let_go = []
     assert side.copy(into, torch.ones(3), done=lambda: let_go.append(1)) is None
     assert into.tolist() == [1, 1, 1] and let_go == [1]

@@ -63,7 +63,7 @@ class LateSide(CopyStream):
 
     def __init__(self, store: ActivationStore) -> None:
         super().__init__(torch.device("cpu"))
-        self.behind = True
+        self.asynchronous = True
         self.store = store
         self.late: deque[LateTicket] = deque()
         self.problems: list[str] = []

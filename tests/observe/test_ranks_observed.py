@@ -14,7 +14,7 @@ from observed_loops import one_step, sharded
 
 import onefold
 from models import TinyMLP, features_of
-from onefold.comm.members import spelt
+from onefold.comm.members import format_ranks
 from onefold.observe import Meter, measured, reconciled, record, write_observed
 from onefold.observe.trace import Recording
 from ranks import run_ranks
@@ -138,4 +138,4 @@ def of_a_subset() -> set[str]:
 
 def test_a_move_says_among_which_ranks_it_was() -> None:
     assert run_ranks(3, of_a_subset) == [{"0,2"}, set(), {"0,2"}]
-    assert [spelt(ranks) for ranks in ([0], [0, 1, 2, 3], [0, 8, 16], [0, 1, 8, 9, 11])] == ["0", "0-3", "0,8,16", "0-1,8-9,11"]
+    assert [format_ranks(ranks) for ranks in ([0], [0, 1, 2, 3], [0, 8, 16], [0, 1, 8, 9, 11])] == ["0", "0-3", "0,8,16", "0-1,8-9,11"]

@@ -34,7 +34,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_a_row_says_what_lies_where_and_what_moved(tmp_path: Path, tier: str) -> None:
     model, optimizer = offloaded(tmp_path, tier)
-    meter, beyond = Meter(model, optimizer), onefold.engine_of(model).beyond
+    meter, beyond = Meter(model, optimizer), onefold.engine_of(model).transfers
     one_step(model, optimizer)
     first, numel = meter.step(), sum(p.numel() for p in TinyGPT(width=64, heads=4).parameters())
     one_step(model, optimizer)
@@ -54,7 +54,7 @@ def test_a_row_says_what_lies_where_and_what_moved(tmp_path: Path, tier: str) ->
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_a_recorded_step_has_the_levels_of_each_tier_and_its_account_the_peaks(tmp_path: Path, tier: str) -> None:
     model, optimizer = offloaded(tmp_path, tier)
-    beyond = onefold.engine_of(model).beyond
+    beyond = onefold.engine_of(model).transfers
     with record(model, optimizer) as first:
         one_step(model, optimizer)
     with record(model, optimizer) as seen:

@@ -83,7 +83,7 @@ def averages(folder: str) -> list[str]:
             model: Any = onefold.shard(built(), onefold.Recipe.zero(stall_timeout=20.0, **recipe))
             engine = onefold.engine_of(model)
             ema = onefold.ema.EMA(model, decay)
-            held = engine.memory.now().get("averages", 0) + engine.beyond.host.now().get("averages", 0)
+            held = engine.memory.now().get("averages", 0) + engine.transfers.host.now().get("averages", 0)
             numel = sum(flat.layout.shard_numel for unit in engine.units for flat in unit.flats if flat.dtypes.master.is_floating_point)
             share = 4 * numel  # at most: a frozen layer has no average
             wrong += [f"{name}: {held} bytes for {share}"] * ("NVMe" not in name and dist.get_world_size() > 1 and not 0 < held <= share)

@@ -148,8 +148,8 @@ def held(stage: int, recipe: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
         counts = sum(4 for state in optimizer.state.values() if state)
         own = [(e.param.numel(), e.slot.numel) for e in engine.entries]
     expected = sum(bytes_of_moments(n, recipe["moments"], whole=whole) for n, whole in own)
-    owned = sum(f.home.numel for f in engine.at_home if any(e.slot.numel >= 4096 for e in f.entries))
-    return moments_of(optimizer) - counts, expected, {**engine.beyond.disk.now(), "packed": owned}
+    owned = sum(f.offloaded.numel for f in engine.offloaded_flats if any(e.slot.numel >= 4096 for e in f.entries))
+    return moments_of(optimizer) - counts, expected, {**engine.transfers.disk.now(), "packed": owned}
 
 
 def every_format_held(nvme: str) -> list[tuple[int, int, dict[str, int]]]:

@@ -83,7 +83,7 @@ def observed(recipe: Recipe, micro_batches: int) -> dict[str, Any]:
         if step == 1:
             engine.memory.reset_peak()
             engine.traffic.reset()
-            engine.beyond.moved.reset()
+            engine.transfers.moved.reset()
         for k in range(micro_batches):
             with contextlib.nullcontext() if k + 1 == micro_batches else onefold.no_sync(module):
                 module(tokens_of(10 * step + k)).float().backward()
@@ -96,7 +96,7 @@ def observed(recipe: Recipe, micro_batches: int) -> dict[str, Any]:
         "by move": engine.traffic.by_move(),
         "by link": links,
         "between by move": engine.traffic.between_by_move(),
-        "moved": engine.beyond.moved.by_move(),
+        "moved": engine.transfers.moved.by_move(),
         "peak": sum(engine.memory.peak().values()),
     }
 
@@ -145,7 +145,7 @@ def test_who_is_on_which_node_is_what_groups_say(ranks: int, inner: int, per_nod
     for rank in range(ranks):
         at = position_of(topology, rank)
         assert topology.order[at] == rank
-        for level, positions in (("inside", topology.inside(at)), ("across", topology.across(at)), ("all", list(range(ranks)))):
+        for level, positions in (("inside", topology.intra_group(at)), ("across", topology.inter_group(at)), ("all", list(range(ranks)))):
             numbers = [topology.order[p] for p in positions]
             far = sum(n // per_node != rank // per_node for n in numbers)
             assert elsewhere(topology, per_node, rank, level) == (len(numbers) - 1, far)  # type: ignore[arg-type]

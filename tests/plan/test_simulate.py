@@ -153,7 +153,7 @@ def test_the_module_and_the_process_are_as_they_were() -> None:
     assert not dist.is_initialized()
     assert all(type(p) is nn.Parameter and torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert sum(e.nbytes for e in found.events if e.moved) == found.account.wire_bytes == sum(u.sent for u in found.units.values())
+    assert sum(e.nbytes for e in found.events if e.last_write) == found.account.wire_bytes == sum(u.sent for u in found.units.values())
     assert found.units["blocks.0"].moves == {"all-gather": 2, "reduce-scatter": 1}
 
 

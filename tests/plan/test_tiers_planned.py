@@ -66,11 +66,11 @@ def observed(recipe: Recipe, micro_batches: int) -> dict[str, Any]:
     module = onefold.shard(model(), recipe)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
     engine = onefold.engine_of(module)
-    engine.beyond.host.reset_peak()  # from the first step on, which may take more than the others
+    engine.transfers.host.reset_peak()  # from the first step on, which may take more than the others
     for step in range(3):
         if step == 2:
             engine.memory.reset_peak()
-            engine.beyond.moved.reset()
+            engine.transfers.moved.reset()
             engine.traffic.reset()
         for k in range(micro_batches):
             with contextlib.nullcontext() if k + 1 == micro_batches else onefold.no_sync(module):
@@ -78,15 +78,15 @@ def observed(recipe: Recipe, micro_batches: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     moments = moments_by_tier(optimizer, engine)
-    on_host = engine.beyond.host.now() | {MOMENTS: moments.get("host", 0)}
+    on_host = engine.transfers.host.now() | {MOMENTS: moments.get("host", 0)}
     return {
         "device": {k: v for k, v in (engine.memory.now() | {MOMENTS: moments.get("device", 0)}).items() if v},
         "host": {k: v for k, v in on_host.items() if v},
-        "nvme": engine.beyond.disk.now(),
-        "moved": engine.beyond.moved.by_move(),
+        "nvme": engine.transfers.disk.now(),
+        "moved": engine.transfers.moved.by_move(),
         "wire": engine.traffic.by_move(),
         "peak": sum(engine.memory.peak().values()),
-        "host peak": sum(engine.beyond.host.peak().values()) + moments.get("host", 0),
+        "host peak": sum(engine.transfers.host.peak().values()) + moments.get("host", 0),
     }
 
 
@@ -142,7 +142,7 @@ def test_activations_that_are_planned_to_go_to_the_host_do(checkpointing: Any, b
 
     planned = on_host(Activity.from_trace(trace(made(), batch)), budget, shared=True)
     module = onefold.shard(made(), Recipe.zero(3, activations=budget))
-    beyond = onefold.engine_of(module).beyond
+    beyond = onefold.engine_of(module).transfers
     for _ in range(2):
         beyond.moved.reset()
         module(batch).backward()

@@ -203,14 +203,14 @@ def test_the_engines_ledgers_say_what_went_where(stage: int, precision: str) -> 
     engine = onefold.engine_of(model)
     at_rest = engine.memory.now()
     loss = model(tokens_of(0))
-    host = engine.beyond.host.now()
+    host = engine.transfers.host.now()
     assert host[ACTIVATIONS_ON_HOST] == store.arena.used >= store.held > 0
     loss.backward()
     for p in model.parameters():
         p.grad = None
     now = engine.memory.now()
     assert ACTIVATIONS_MOVING not in now and now.get("master weights") == at_rest.get("master weights")
-    assert ACTIVATIONS_ON_HOST not in engine.beyond.host.now()
+    assert ACTIVATIONS_ON_HOST not in engine.transfers.host.now()
 
 
 def test_without_bytes_in_the_recipe_there_are_no_hooks() -> None:

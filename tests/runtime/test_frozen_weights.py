@@ -192,10 +192,10 @@ def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(caplog: pyt
 
 
 def said_of_groups() -> str:
-    from onefold.runtime.route import of_routes
+    from onefold.runtime.route import route_notes
 
     model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, second_copy=True))
-    return " ".join(of_routes(onefold.engine_of(model)))
+    return " ".join(route_notes(onefold.engine_of(model)))
 
 
 class LowRank(nn.Module):

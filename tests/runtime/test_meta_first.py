@@ -100,7 +100,7 @@ def refused_before(model: nn.Module, folder: str) -> list[str]:
     expected = {*PERSISTENT, *(f"blocks.{i}.hidden" for i in range(3))}
     if set(engine.unset.names()) != expected:
         problems.append(f"unset: {engine.unset.names()}")
-    alone = engine.passive  # one rank that holds everything as it is: each module answers for itself
+    alone = engine.unsharded  # one rank that holds everything as it is: each module answers for itself
     uses: dict[str, tuple[Callable[[], Any], str]] = {
         "forward": (lambda: model(X), "'gain'"),
         "evaluation": (lambda: model.eval()(X), "onefold.load("),

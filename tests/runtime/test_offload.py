@@ -194,8 +194,8 @@ def everywhere_at_rest(stage: int, tiers: dict[str, Any]) -> dict[str, Any]:
         "own": own,
         "whole": sum(u.numel for u in engine.units),
         "device": dict(engine.memory.now()),
-        "host": dict(engine.beyond.host.now()),
-        "disk": dict(engine.beyond.disk.now()),
+        "host": dict(engine.transfers.host.now()),
+        "disk": dict(engine.transfers.disk.now()),
         "states": [t.device.type for s in optimizer.state.values() for t in s.values() if t.dim()],
     }
 

@@ -39,7 +39,7 @@ def failing(nvme: str, op: str, kind: str, code: int) -> tuple[str, str, str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     one_step(model, optimizer, 0)
     if dist.get_rank() == 1:
-        store = onefold.engine_of(model).beyond.open_store
+        store = onefold.engine_of(model).transfers.open_store
         assert store is not None
         store.fault = lambda o, region, offset, nbytes: OSError(code, os.strerror(code)) if o == op and kind in region else None
     said = []
@@ -76,7 +76,7 @@ def failing_before_the_step(nvme: str, op: str, kind: str, phase: int) -> tuple[
     model = sharded(nvme)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     one_step(model, optimizer, 0)
-    store = onefold.engine_of(model).beyond.open_store
+    store = onefold.engine_of(model).transfers.open_store
     assert store is not None
     if dist.get_rank() == 1:
         store.fault = lambda o, region, offset, nbytes: OSError(errno.EIO, "Input/output error") if o == op and kind in region else None
@@ -116,7 +116,7 @@ def step_and_say(nvme: str, how: str) -> bool:
         model = sharded(nvme)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         one_step(model, optimizer, 0)
-        store = onefold.engine_of(model).beyond.open_store
+        store = onefold.engine_of(model).transfers.open_store
         assert store is not None
         if remove:
             for folder in store.folders:

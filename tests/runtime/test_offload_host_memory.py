@@ -10,7 +10,7 @@ import torch
 
 import states
 from models import TinyGPT, tokens_of
-from onefold.runtime.interval import whole_sight
+from onefold.runtime.interval import disable_torch_function
 from ranks import run_ranks
 
 #: (stage, options of Recipe.zero) by name.
@@ -27,26 +27,26 @@ FIRST = "NVMe, gradients on the host"
 
 def slowest_case(arrivals: dict[str, int]) -> None:
     """Step each unit only when so many others wait behind it as ever may: what is held at once does not depend on who is faster."""
-    from onefold.offload.in_backward import WAITING, Behind
+    from onefold.offload.in_backward import WAITING, InBackwardStepper
 
-    landed, step = Behind.landed, Behind._step
+    landed, step = InBackwardStepper.landed, InBackwardStepper._step
 
-    def counted(self: Behind, flat: Any) -> None:
+    def counted(self: InBackwardStepper, flat: Any) -> None:
         arrivals["landed"] += 1
         landed(self, flat)
 
-    def patient(self: Behind, flat: Any, computing: Any) -> None:
+    def patient(self: InBackwardStepper, flat: Any, computing: Any) -> None:
         arrivals["stepped"] += 1
         wanted, until = min(arrivals["stepped"] + WAITING, arrivals["of"]), time.monotonic() + 60
         while arrivals["landed"] < wanted and time.monotonic() < until:
             time.sleep(0.0005)
         step(self, flat, computing)
 
-    Behind.landed, Behind._step = counted, patient  # type: ignore[method-assign]
+    InBackwardStepper.landed, InBackwardStepper._step = counted, patient  # type: ignore[method-assign]
 
 
 def moments_in_memory(optimizer: torch.optim.Optimizer) -> int:
-    with whole_sight():
+    with disable_torch_function():
         return sum(t.numel() * t.element_size() for t in states.held(optimizer) if t.dim() and not t.is_meta)
 
 
@@ -58,7 +58,7 @@ def held_and_planned(stage: int, options: dict[str, Any], arrivals: dict[str, in
 
     torch.manual_seed(0)
     model: Any = onefold.shard(TinyGPT(width=192, depth=4, vocabulary=600), onefold.Recipe.zero(stage, step_in_backward=True, **options))
-    engine, host = onefold.engine_of(model), onefold.engine_of(model).beyond.host
+    engine, host = onefold.engine_of(model), onefold.engine_of(model).transfers.host
     seen = {"first": 0, "later": 0}
 
     class Watched(torch.optim.AdamW):
@@ -72,7 +72,7 @@ def held_and_planned(stage: int, options: dict[str, Any], arrivals: dict[str, in
 
     optimizer = Watched(model.parameters(), lr=1e-3, fused=True)
     for number in range(3):
-        arrivals.update(landed=0, stepped=0, of=len(engine.at_home) if number else 0)
+        arrivals.update(landed=0, stepped=0, of=len(engine.offloaded_flats) if number else 0)
         host.reset_peak()
         model(tokens_of(number)).backward()
         if number == 0:
@@ -82,7 +82,7 @@ def held_and_planned(stage: int, options: dict[str, Any], arrivals: dict[str, in
         if number:
             assert arrivals["landed"] == arrivals["stepped"] == arrivals["of"]
             seen["later"] = max(seen["later"], sum(host.peak().values()) + moments_in_memory(optimizer))
-    gradients = sum(4 * (flat.owned[1] - flat.owned[0]) for flat in engine.at_home)
+    gradients = sum(4 * (flat.owned[1] - flat.owned[0]) for flat in engine.offloaded_flats)
     return {**seen, "planned": planned(engine)["host_peak"], "gradients": gradients}
 
 

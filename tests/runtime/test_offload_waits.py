@@ -28,10 +28,10 @@ def test_new_values_of_a_unit_whose_copy_up_is_under_way_wait_for_it() -> None:
         engine = onefold.engine_of(model)
         unit = engine.units[1]
         [flat] = unit.flats
-        assert flat.home is not None
-        before = flat.home.shown.to(torch.bfloat16)
+        assert flat.offloaded is not None
+        before = flat.offloaded.shown.to(torch.bfloat16)
         engine.gather.launch(unit)
-        flat.home.stepped(0, flat.home.numel, torch.full_like(flat.home.shown, 7.0))
+        flat.offloaded.stepped(0, flat.offloaded.numel, torch.full_like(flat.offloaded.shown, 7.0))
         engine.gather.wait(unit)
         assert flat.full is not None and torch.equal(flat.full[: before.numel()].cpu(), before), "the copy took the new values"
         engine.gather.release(unit)

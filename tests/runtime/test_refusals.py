@@ -327,7 +327,7 @@ def taken_from_a_changed_model(stage: int) -> list[str]:
     import onefold
 
     model = sharded(stage)
-    alone = onefold.engine_of(model).passive
+    alone = onefold.engine_of(model).unsharded
     state = onefold.full_state_dict(model)
     model.leave = nn.Linear(10, 5)
     calls: dict[str, Callable[[], object]] = {

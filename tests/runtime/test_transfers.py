@@ -7,13 +7,13 @@ import torch
 import onefold
 import virtual
 from onefold.memory import STAGING, MemoryLedger
-from onefold.runtime.transfers import Beyond
+from onefold.runtime.transfers import Transfers
 
 DEVICE = "virtual:0"
 
 
-def transfers() -> Beyond:
-    return Beyond(onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger())
+def transfers() -> Transfers:
+    return Transfers(onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger())
 
 
 @virtual.alone

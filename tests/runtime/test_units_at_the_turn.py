@@ -49,7 +49,7 @@ def gathered(model: nn.Module) -> list[str]:
     import onefold
 
     engine = onefold.engine_of(model)
-    units = [u for u in engine.units if not u.kept and not u.away]
+    units = [u for u in engine.units if not u.resident and not u.away]
     assert engine.memory.now().get(GATHERED, 0) == sum(u.gathered_bytes for u in units), engine.memory.now()
     return [u.name for u in units]
 

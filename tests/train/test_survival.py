@@ -37,7 +37,7 @@ from onefold.checkpoint.background import running
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
-from onefold.train.neighbours import Neighbours, Peer
+from onefold.train.peer_monitor import Neighbours, Peer
 from onefold.train.prepare import prepare
 from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter

@@ -139,7 +139,7 @@ def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> Non
     assert facts["off_the_device"] == "parameters, gradients and optimizer states on NVMe"
     assert "nvme" in facts["recipe"] and "on NVMe" in facts["reason"] and facts["predicted"]["nvme"] > 0
     engine = onefold.engine_of(run.model)
-    assert engine.on_disk and abs(sum(engine.beyond.disk.now().values()) - facts["predicted"]["nvme"]) < facts["predicted"]["nvme"]
+    assert engine.on_disk and abs(sum(engine.transfers.disk.now().values()) - facts["predicted"]["nvme"]) < facts["predicted"]["nvme"]
 
 
 def test_a_disk_without_room_is_a_sentence_and_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.export import masters, stream
 from onefold.checkpoint.fitted import Fitted, Outline, some
 from onefold.checkpoint.hf_names import Layout, whole
-from onefold.checkpoint.huggingface import HuggingFaceSource, each_rank, pour, same_everywhere
+from onefold.checkpoint.huggingface import HuggingFaceSource, each_rank, load_shards, same_everywhere
 from onefold.checkpoint.streams import Progress, Sheet
 from onefold.checkpoint.together import Together, meet
 from onefold.runtime.registry import engine_of
@@ -102,7 +102,7 @@ def load_adapters(
             fitted = _fit(source, model, names, strict)
         assert fitted is not None
         same_everywhere(together, fitted)
-        return pour(engine, model, fitted)
+        return load_shards(engine, model, fitted)
     finally:
         if source is not None:
             source.close()

@@ -21,7 +21,7 @@ from onefold.checkpoint.moments import Recoded
 from onefold.checkpoint.on_disk import read_to_disk
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.together import Together
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.layout import overlap
 from onefold.offload.step import stepped_apart
 from onefold.offload.storage import grain_of_kind, state_kind
@@ -29,7 +29,7 @@ from onefold.quant.moments import rests
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
 from onefold.runtime.storageless import StatePlace
 from onefold.runtime.unit import Unit
@@ -86,12 +86,12 @@ def fill_model(engine: Engine, fit: Fit, reading: Reading) -> None:
     """Parameters and buffers. Collective; what goes wrong is kept in `reading`."""
     items = reading.source.items()
     engine.about_to_write()
-    with whole_sight(), torch.no_grad(), torch.inference_mode(False):
+    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
                 wanted = [Wanted(e, fit.found[e.names[0]], e.param.data) for e in flat.entries if e.names[0] in fit.found]
                 reading.masters(unit, flat, wanted)
-                for w in wanted if flat.passive else ():
+                for w in wanted if flat.unsharded else ():
                     torch.autograd.graph.increment_version(w.entry.param)  # a backward pass over what was there before must not go on
         buffers = {Item("buffer", name): tensor for name, tensor in fit.buffers.items() if Item("buffer", name) in items}
         reading.buffers(buffers)
@@ -172,9 +172,9 @@ class Reading:
 
     def masters(self, unit: Unit, flat: Flat, wanted: list[Wanted]) -> None:
         """Into the master weights of a flat buffer."""
-        if not flat.passive and flat.owned != flat.interval:
+        if not flat.unsharded and flat.owned != flat.interval:
             held = flat.landing(self.engine.device)
-            if flat.home is not None or flat.route.stored:  # what `wanted` does not name stays
+            if flat.offloaded is not None or flat.route.stored:  # what `wanted` does not name stays
                 held.copy_(flat.load_master())
             self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], held)
             flat.store_master(held)
@@ -184,16 +184,16 @@ class Reading:
                 a, b = flat.local(w.entry)
                 self._into(w.item, *_interval(w.entry, w.item, a, b), values[a - flat.owned[0] : b - flat.owned[0]])
             flat.store_master(values)
-        elif flat.home is not None and flat.home.on_disk:
+        elif flat.offloaded is not None and flat.offloaded.on_disk:
             self.to_disk(flat, "master", wanted)
-            flat.home.renew()
+            flat.offloaded.renew()
         else:
             self.local(flat, wanted)
 
     def local(self, flat: Flat, wanted: list[Wanted]) -> None:
         """Into tensors of the shape of the optimizer's object, where this rank owns what it holds."""
         for w in wanted:
-            a, b = (w.entry.slot.start, w.entry.slot.end) if flat.passive else flat.local(w.entry)
+            a, b = (w.entry.slot.start, w.entry.slot.end) if flat.unsharded else flat.local(w.entry)
             self._into(w.item, *_interval(w.entry, w.item, a, b), w.into)
 
     def to_disk(self, flat: Flat, kind: str, wanted: list[Wanted]) -> None:
@@ -211,11 +211,11 @@ class Reading:
         grain, first = grain_of_kind(kind), flat.owned[0]
         buffer = torch.empty((flat.owned[1] - first) // grain, dtype=dtype, device=self.engine.device)
         self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer, grain)
-        assert flat.home is not None
+        assert flat.offloaded is not None
         for w in wanted:
             a, b = flat.local(w.entry)
             start, stop = items_of(a - first, b - first, grain)
-            flat.home.write_part(kind, start, buffer[start:stop].cpu())
+            flat.offloaded.write_part(kind, start, buffer[start:stop].cpu())
 
     def replicated(self, unit: Unit, flat: Flat, wanted: list[Wanted], dtype: torch.dtype) -> None:
         """Into tensors that several ranks hold: each reads its share, then they gather."""
@@ -232,15 +232,15 @@ class Reading:
             a, b = overlap((entry.slot.start, entry.slot.end), flat.interval)
             self._into(item, *_interval(entry, item, a, b), buffer[slice(*items_of(a - first, b - first, grain))])
         buffer = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer  # the wire may not know it
-        holders = self.engine.group if flat.whole_master else self.engine.group.across
-        holders.all_gather(buffer, Place("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
+        holders = self.engine.group if flat.whole_master else self.engine.group.inter_group
+        holders.all_gather(buffer, CollectiveContext("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """The first rank reads them and sends them to all."""
         if self.engine.rank == 0:
             for item, tensor in wanted.items():
                 self._into(item, 0, tensor.numel(), tensor)
-        self.engine.group.broadcast(list(wanted.values()), Place("state", "buffers", self.engine.step, "state"))
+        self.engine.group.broadcast(list(wanted.values()), CollectiveContext("state", "buffers", self.engine.step, "state"))
 
     def _into(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         if stop <= start or self.error is not None:
@@ -281,7 +281,7 @@ def fill_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], rea
     for item in known:
         if item.kind == "state":
             states.setdefault(item.name, []).append(item)
-    with reading.through(source), whole_sight(), torch.no_grad(), torch.inference_mode(False):
+    with reading.through(source), disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
                 _load_flat_states(reading, unit, flat, owner, states, known, aliases)
@@ -377,7 +377,7 @@ def _load_flat_states(
                 shape = entry.param.shape if packed(item.state) is None else (-(-entry.param.numel() // grain_of(item.state)),)
                 state[item.state] = StatePlace.of(shape, dtype) if away else torch.empty(shape, dtype=dtype, device=entry.param.device)
                 found.setdefault((item.state, dtype, away), []).append(Wanted(entry, item, state[item.state]))
-            elif (flat.whole_master or flat.passive) and not (flat.tiled or _on_disk(flat)):
+            elif (flat.whole_master or flat.unsharded) and not (flat.tiled or _on_disk(flat)):
                 state[item.state] = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
                 reading._into(item, 0, state[item.state].numel(), state[item.state])
             else:
@@ -390,20 +390,20 @@ def _load_flat_states(
             optimizer.state.pop(entry.param, None)
     for (key, dtype, away), wanted in sorted(found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]), pair[0][2])):
         if away:
-            assert flat.home is not None
-            flat.home.region(state_kind(key, dtype), dtype)
+            assert flat.offloaded is not None
+            flat.offloaded.region(state_kind(key, dtype), dtype)
             if flat.owned != flat.interval:
                 reading.replicated_to_disk(unit, flat, state_kind(key, dtype), wanted, dtype)
             else:
                 reading.to_disk(flat, state_kind(key, dtype), wanted)
-        elif not flat.passive and flat.owned != flat.interval and (packed(key) is None or flat.layout.block):
+        elif not flat.unsharded and flat.owned != flat.interval and (packed(key) is None or flat.layout.block):
             reading.replicated(unit, flat, wanted, dtype)
         else:
             reading.local(flat, wanted)
 
 
 def _on_disk(flat: Flat) -> bool:
-    return flat.home is not None and flat.home.on_disk
+    return flat.offloaded is not None and flat.offloaded.on_disk
 
 
 def _placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:

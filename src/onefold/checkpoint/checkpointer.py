@@ -117,10 +117,10 @@ class Checkpointer:
         # The background save talks on the checkpoint's communicator: this question goes through the training's.
         import torch
 
-        from onefold.comm import Place
+        from onefold.comm import CollectiveContext
 
         payload = torch.tensor([255, value], dtype=torch.uint8, device="cpu")  # of a length of its own
-        said = self._engine.group.exchange_control(payload, Place("control", "(checkpoint)", self._engine.step, "state"))
+        said = self._engine.group.exchange_control(payload, CollectiveContext("control", "(checkpoint)", self._engine.step, "state"))
         return [bool(s[1].item()) for s in said]
 
     def wait(self) -> None:

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from onefold.checkpoint.dcp_leaf import Interval
 from onefold.checkpoint.errors import CheckpointError
 from onefold.runtime.flat import Entry
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import plain_state_dict
 
@@ -99,7 +99,7 @@ class _State:
         if self.engine.stack or self.engine.whole_depth:
             where = "a forward pass" if self.engine.stack else "onefold.full_params"
             raise CheckpointError(f"a sharded model was to be saved or loaded inside {where}; do it outside, between steps.")
-        self.engine.beyond.up.wait()  # who loads writes to the very tensors, which copies to the device may still read
+        self.engine.transfers.up.wait()  # who loads writes to the very tensors, which copies to the device may still read
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CheckpointError(
@@ -114,7 +114,7 @@ class ModelState(_State):
     def state_dict(self) -> dict[str, Any]:
         """{name: this rank's part}. Tensors alias the model's memory; a tied parameter stands under each of its names."""
         self._check()
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             entries = {id(e.param): e for e in self.engine.entries}
             out: dict[str, Any] = {}
             for name, value in plain_state_dict(self.engine, self.model).items():
@@ -131,7 +131,7 @@ class ModelState(_State):
             CheckpointError: a value is not this rank's part of that name, or the model has no place to put it.
         """
         mine = self.state_dict()
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             named = (self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False))
             places = {_clean(name) for name, _ in chain(*named)}
             for name in (n for n in mine if n in state):
@@ -167,7 +167,7 @@ class OptimizerState(_State):
         self._check()
         state: dict[str, Any] = {}
         stateless: set[int] = set()  # groups whose parameters get no state
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             for optimizer, group, name, entry in self._parameters():
                 if name in state:
                     raise CheckpointError(f"parameter {name!r} is in two parameter groups or optimizers: DCP holds one state for a name.")
@@ -194,7 +194,7 @@ class OptimizerState(_State):
             CheckpointError: a group's parameters are in several of the checkpoint's groups or in none, or a value is not this rank's part.
         """
         self._check()
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             self._take_options(state["param_groups"])
             for optimizer, _, name, entry in self._parameters():
                 loaded = state["state"].get(name)
@@ -225,11 +225,11 @@ class OptimizerState(_State):
 
     def _take_options(self, loaded: list[dict[str, Any]]) -> None:
         """Each group's options from the loaded group that has its parameters, wherever that stands."""
-        home = {name: at for at, group in enumerate(loaded) for name in group["params"]}
+        offloaded = {name: at for at, group in enumerate(loaded) for name in group["params"]}
         names = self._names()
         for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
             here = [names[id(p)] for p in group["params"]]
-            found = sorted({home[name] for name in here if name in home})
+            found = sorted({offloaded[name] for name in here if name in offloaded})
             if here and len(found) != 1:
                 where = f"in its groups {found}" if found else "in none of its groups"
                 raise CheckpointError(

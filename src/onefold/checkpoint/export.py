@@ -35,7 +35,7 @@ from onefold.checkpoint.streams import Export, Progress, Sheet, in_chunks
 from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together, meet
 from onefold.runtime.engine import Engine
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import beside_parameters
 
@@ -196,7 +196,7 @@ def stream(
                 beside(made.folder)
         assert planned is not None
         there = Path(together.from_first(str(made.folder.resolve()) if made is not None else ""))
-        with each_rank(together), whole_sight(), torch.no_grad():
+        with each_rank(together), disable_torch_function(), torch.no_grad():
             if not there.is_dir():
                 raise CheckpointError(f"{there}, made by the first rank, is not there: export to a folder that all ranks share.")
             mine = list(_own(engine, model))

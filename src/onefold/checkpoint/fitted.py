@@ -14,7 +14,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.hf_names import Runs, Shape, overlapping
 from onefold.checkpoint.source import Item, Stored
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of, is_sharded
 from onefold.runtime.state import plain_state_dict
 
@@ -43,7 +43,7 @@ class Outline:
         entries: dict[Any, Any] = {id(e.param): e for e in engine.entries} if engine is not None else {}
         entries |= {name: e for e in engine.entries for name in e.part.names} if engine is not None else {}
         known: dict[int, list[str]] = {}
-        with whole_sight():
+        with disable_torch_function():
             found = module.state_dict(keep_vars=True) if engine is None else plain_state_dict(engine, module)
             for name, value in found.items():
                 if not isinstance(value, torch.Tensor):
@@ -62,7 +62,7 @@ class Outline:
         return out
 
 
-def undressed(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str, str]]:
+def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str, str]]:
     """The model inside peft's wrappings, and {name in `module`: name in the model inside}, without the adapters' own tensors."""
     inner: Any = getattr(module, "get_base_model", None) if hasattr(module, "peft_config") else None
     base: nn.Module = inner() if callable(inner) else module

@@ -25,7 +25,7 @@ from torch import nn
 
 from onefold.checkpoint.apply import load_model
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.fitted import Fitted, Outline, some, undressed
+from onefold.checkpoint.fitted import Fitted, Outline, some, unwrapped
 from onefold.checkpoint.hf_names import is_transformers, reading
 from onefold.checkpoint.meta_adapters import materialize_adapters
 from onefold.checkpoint.source import Item, Stored
@@ -119,7 +119,7 @@ class HuggingFaceSource:
             CheckpointError: shapes differ, or a tensor would have to be computed.
         """
         outline = Outline.of(module)
-        inner, names = undressed(module, outline)
+        inner, names = unwrapped(module, outline)
         expected = {names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names}
         layout = reading({key: self.stored(key).shape for key in self._where}, expected, inner)
         shapes = {name: shape for name, (shape, _) in layout.made.items()}
@@ -170,13 +170,13 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], strict: b
                 refuse_differences(fitted)
         assert fitted is not None
         same_everywhere(together, fitted)
-        return pour(engine, module, fitted)
+        return load_shards(engine, module, fitted)
     finally:
         if fitted is not None:
             fitted.close()
 
 
-def pour(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list[str], list[str]]:
+def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list[str], list[str]]:
     """Read everything that `fitted` has into the model. Collective. Returns its missing and unexpected names."""
     load_model(engine, module, fitted, strict=False)
     if fitted.rules is not None:
@@ -257,10 +257,10 @@ class Weights:
             self.close()
             raise
 
-    def pour(self, engine: Engine, module: nn.Module) -> None:
+    def load_shards(self, engine: Engine, module: nn.Module) -> None:
         """Read them into the sharded model. Collective."""
         assert self._fitted is not None
-        missing, unexpected = pour(engine, module, self._fitted)
+        missing, unexpected = load_shards(engine, module, self._fitted)
         kept = "not in it, so left as the model brought them or as init made them"
         for names, what in ((missing, kept), (unexpected, "fitting nowhere in the model")):
             if names and engine.rank == 0:

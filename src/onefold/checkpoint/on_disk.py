@@ -20,16 +20,16 @@ CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Elements [start, stop) of what `home` has on NVMe as `kind`: stands for a one-dimensional tensor in a save."""
+    """Elements [start, stop) of what `offloaded` has on NVMe as `kind`: stands for a one-dimensional tensor in a save."""
 
-    home: Offloaded
+    offloaded: Offloaded
     kind: str
     start: int
     stop: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.home.regions[self.kind].dtype
+        return self.offloaded.regions[self.kind].dtype
 
     def numel(self) -> int:
         return self.stop - self.start
@@ -40,34 +40,34 @@ class OnDisk:
     def pieces(self) -> Iterator[torch.Tensor]:
         """The elements in order, in host tensors."""
         for a in range(self.start, self.stop, CHUNK):
-            yield self.home.part(self.kind, a, min(self.stop, a + CHUNK))
+            yield self.offloaded.part(self.kind, a, min(self.stop, a + CHUNK))
 
 
 def held_on_disk(entry: Entry, kind: str, start: int, stop: int) -> OnDisk:
     """Elements [start, stop) of the flattened parameter `entry`, of what its home has as `kind`; or the items for them."""
-    home = entry.flat.home
-    assert home is not None
+    offloaded = entry.flat.offloaded
+    assert offloaded is not None
     base = entry.slot.start - entry.flat.owned[0]
-    return OnDisk(home, kind, *items_of(base + start, base + stop, grain_of_kind(kind)))
+    return OnDisk(offloaded, kind, *items_of(base + start, base + stop, grain_of_kind(kind)))
 
 
 def read_to_disk(source: Source, item: Item, entry: Entry, kind: str, start: int, stop: int) -> None:
     """Elements [start, stop) of `entry`, a part of `item`, into what its home has as `kind`; or the items for them."""
-    home, grain = entry.flat.home, grain_of_kind(kind)
-    assert home is not None
+    offloaded, grain = entry.flat.offloaded, grain_of_kind(kind)
+    assert offloaded is not None
     base, first = (entry.slot.start - entry.flat.owned[0]) // grain, entry.part.first // grain
     start, stop = items_of(start, stop, grain)
     for a in range(start, stop, CHUNK):
         b = min(stop, a + CHUNK)
-        part = torch.empty(b - a, dtype=home.regions[kind].dtype)
+        part = torch.empty(b - a, dtype=offloaded.regions[kind].dtype)
         source.read(item, first + a, first + b, part)
-        home.write_part(kind, base + a, part)
+        offloaded.write_part(kind, base + a, part)
 
 
 def held(share: Share, kind: str, value: torch.Tensor) -> torch.Tensor | OnDisk:
     """The share of `value`, the optimizer's object or a state of it; where it is on NVMe, what stands for it."""
-    home = share.flat.home
-    if home is not None and home.on_disk and (kind == "master" or value.device.type == "meta"):
+    offloaded = share.flat.offloaded
+    if offloaded is not None and offloaded.on_disk and (kind == "master" or value.device.type == "meta"):
         return held_on_disk(share.entry, kind, share.start, share.stop)
     if kind == "master" and share.flat.route.stored:  # encoded: what it stands for
         a, b = share.flat.local(share.entry)

@@ -27,7 +27,7 @@ from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
 from onefold.checkpoint.values import encode
 from onefold.offload.storage import state_kind
 from onefold.runtime.engine import Engine
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
 
 
@@ -64,7 +64,7 @@ def collect(
         CheckpointError: something that cannot be stored.
     """
     out, first = Parts(), engine.rank == 0
-    with whole_sight(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         for share in shares(engine):
             part, ours = share.entry.part, held(share, "master", share.entry.param)
             _add(out, Item("parameter", share.name), part.shape, *share.interval, ours, first, part.names[1:])

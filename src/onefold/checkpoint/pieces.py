@@ -60,7 +60,7 @@ def shares(engine: Engine) -> Iterator[Share]:
         for flat in unit.flats:
             for entry in flat.entries:
                 slot = entry.slot
-                if flat.passive:
+                if flat.unsharded:
                     yield Share(entry, flat, unit, 0, slot.numel, 0)
                     continue
                 start, stop = flat.layout.local(slot, flat.rank)
@@ -116,7 +116,7 @@ class States:
                     self.scalars.setdefault(share.name, {})[key] = value
             elif value.shape == p.shape:
                 self.tensors.append((share, key, value))
-            elif (share.flat.whole_master or share.flat.passive) and not share.flat.tiled:
+            elif (share.flat.whole_master or share.flat.unsharded) and not share.flat.tiled:
                 self.wholes.append((share, key, value))
             else:
                 raise CheckpointError(

@@ -127,7 +127,7 @@ def _begin(
         step = step_of(step)
         check_moment(engine, "save", optimizer)
         engine.unset.refuse("save() would write")
-        engine.beyond.check()
+        engine.transfers.check()
         parts = collect(engine, model, optimizers_of(optimizer), scheduler, scaler, data, extra)
         copying = Copying(engine, parts) if copy else None
         if together.rank == 0:

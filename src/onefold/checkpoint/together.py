@@ -13,7 +13,7 @@ import torch
 from onefold.checkpoint.background import settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
 
 #: Seconds that a rank waits for the others: as long as the largest shard may take to write. A rank that ends is noticed at once.
@@ -32,10 +32,10 @@ def meet(engine: Engine, call: str) -> None:
     Raises:
         StallError: another rank does not come. CheckpointError: another rank calls something else.
     """
-    if engine.group.imagined:
+    if engine.group.fake:
         return
     payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
-    said = [int(p.item()) for p in engine.group.exchange_control(payload, Place("control", f"({call})", engine.step, "state"))]
+    said = [int(p.item()) for p in engine.group.exchange_control(payload, CollectiveContext("control", f"({call})", engine.step, "state"))]
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:
         raise CheckpointError(
@@ -51,7 +51,7 @@ class Together:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.rank, self.size, self.ranks = engine.group.number, engine.group.size, sorted(engine.group.ranks)
-        if engine.group.imagined:
+        if engine.group.fake:
             raise CheckpointError(
                 "this model is sharded over ranks that are only imagined (a fake process group): there is nothing to save or load."
             )

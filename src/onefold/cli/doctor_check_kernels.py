@@ -78,8 +78,8 @@ def kernels_and_operations(here: Here, findings: Findings) -> str:
         for dtype in DTYPES:
             for ranks in RANKS:
                 compared += 1
-                spelt = str(dtype).removeprefix("torch.")
-                findings.expect(_sums_agree(here.device, ranks, numel, dtype), f"sums of {ranks} parts of {numel:,} {spelt} differ")
+                format_ranks = str(dtype).removeprefix("torch.")
+                findings.expect(_sums_agree(here.device, ranks, numel, dtype), f"sums of {ranks} parts of {numel:,} {format_ranks} differ")
     for name in kernels.NAMES:
         for block in BLOCK_SIZES:
             by = _blockwise(name, block)
@@ -88,8 +88,8 @@ def kernels_and_operations(here: Here, findings: Findings) -> str:
                     for what, source in cases(numel, dtype):
                         for act, right in _acts(by, source.to(here.device)):
                             compared += 1
-                            spelt = str(dtype).removeprefix("torch.")
-                            findings.expect(right, f"{name}, {block} a block, {numel:,} {spelt} {what}: {act} differ")
+                            format_ranks = str(dtype).removeprefix("torch.")
+                            findings.expect(right, f"{name}, {block} a block, {numel:,} {format_ranks} {what}: {act} differ")
     findings.figures |= {"compared": compared, "codecs": list(kernels.NAMES), "interpreted": interpreted}
     how = " in Triton's interpreter (the device's own compiler is not tried on a CPU)" if interpreted else ""
     return f"{compared} sums and results of {', '.join(kernels.NAMES)} have the bits of torch's operations{how}"

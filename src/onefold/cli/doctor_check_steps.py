@@ -24,7 +24,7 @@ from onefold.cli.doctor_check_moves import same_bits
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
 from onefold.device import has_streams, memory_figures, synchronize
 from onefold.recipe import COMPUTE_DTYPES, Recipe
-from onefold.runtime.interval import whole_sight
+from onefold.runtime.interval import disable_torch_function
 from onefold.shard import engine_of
 
 VOCABULARY, WIDTH, HIDDEN, BLOCKS = 97, 44, 90, 4
@@ -375,7 +375,7 @@ def _held(here: Here) -> int:
         synchronize(here.device)
         return figures.allocated
     storages: dict[int, int] = {}
-    with torch._C.DisableTorchFunctionSubclass(), whole_sight():
+    with torch._C.DisableTorchFunctionSubclass(), disable_torch_function():
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
                 with contextlib.suppress(Exception):  # a tensor without storage

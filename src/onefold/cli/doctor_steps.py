@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from onefold.plan.benchmark_blocks import Gated, RootMeanSquare, gated_flops
 from onefold.plan.costs import Kernels
 from onefold.plan.counting import count
 from onefold.plan.evaluate import calls_of
@@ -27,7 +28,6 @@ from onefold.plan.measure import Bench
 from onefold.plan.measured import StepPoint
 from onefold.plan.sizes import REFERENCE_BLOCKS, REFERENCE_VOCABULARY
 from onefold.plan.states import units_of, wire
-from onefold.plan.yardsticks import Gated, RootMeanSquare, gated_flops
 from onefold.recipe import Recipe
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -3,6 +3,6 @@
 from onefold.comm.group import Group
 from onefold.comm.ledger import Sent, TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chain, Pending
-from onefold.comm.stall import Place, StallError
+from onefold.comm.stall import CollectiveContext, StallError
 
-__all__ = ["Chain", "Group", "Pending", "Place", "Sent", "StallError", "TrafficEvent", "TrafficLedger"]
+__all__ = ["Chain", "CollectiveContext", "Group", "Pending", "Sent", "StallError", "TrafficEvent", "TrafficLedger"]

@@ -14,8 +14,8 @@ interval, in the order of the ranks, in the accumulation dtype. The bits of a su
 the result nor on how the unit was cut into messages, which is why stages 0 to 3 are bit-equal; and 16-bit gradients can travel
 in 16 bits and still be summed in fp32.
 
-[Note: two levels] Ranks may stand in groups (comm/topology.py), by themselves those of a node where there are several. `inside` and
-`across` are then the groups of this rank's on each level, and a gather over all goes across first, then inside: each byte enters a node
+[Note: two levels] Ranks may stand in groups (comm/topology.py), by themselves those of a node where there are several. `intra_group` and
+`inter_group` are then the groups of this rank's on each level, and a gather over all goes across first, then inside: each byte enters a node
 once.
 
 [Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count. Two ranks that disagree on what comes
@@ -47,9 +47,9 @@ import torch.distributed as dist
 
 from onefold.comm.communicators import Communicators
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
-from onefold.comm.members import backend_of, members, spelt
+from onefold.comm.members import backend_of, format_ranks, members
 from onefold.comm.pending import Chain, Chains, Pending
-from onefold.comm.stall import Place, StallError, explain
+from onefold.comm.stall import CollectiveContext, StallError, explain
 from onefold.comm.topology import Topology, inner_of, ranks_of_a_node, sides_of
 from onefold.device import current_stream, has_streams, new_event, new_stream, simulated
 
@@ -101,17 +101,17 @@ class Group:
         self.ledger = TrafficLedger()
         self.heard: int | None = None  # the step at whose end all ranks agreed last
         self.broken: StallError | None = None
-        self.imagined = False  # see [Note: one rank stands for all]
+        self.fake = False  # see [Note: one rank stands for all]
         self.chains = Chains()
         self.relay = new_stream(device, "relay")  # where the first of two moves is waited for; one, so that all ranks launch in one order
         self._counts: dict[tuple[str, int], int] = {}
         self._launched = [0, 0]  # checksums of what the gathers' communicator was given, and the reductions'
         process_group, numbers = members(process_group)
         self.size = len(numbers)
-        self.ranks, self.name = numbers, spelt(numbers)
+        self.ranks, self.name = numbers, format_ranks(numbers)
         self.rank, self.number = 0, 0
-        self._inside: Level | None = None
-        self._across: Level | None = None
+        self._intra_group: Level | None = None
+        self._inter_group: Level | None = None
         self.communicators = Communicators(numbers, device, timeout)
         per_node = ranks_of_a_node(world_size=dist.get_world_size() if self.size > 1 else None)
         if isinstance(inner, int):
@@ -119,9 +119,9 @@ class Group:
         if self.size > 1:
             self.number = numbers.index(dist.get_rank())
             self.backend = backend_of(process_group, device)
-            self.imagined = self.backend == "fake"
+            self.fake = self.backend == "fake"
         self.control_group = self.gather_group = self.reduce_group = None
-        if self.size > 1 and not self.imagined:
+        if self.size > 1 and not self.fake:
             with self.communicators.rendezvous():
                 self.control_group = self.communicators.make("gloo")
             self._stand_at(self.number, list(range(self.size)), list(range(self.size)), [0] * self.size)
@@ -135,13 +135,13 @@ class Group:
         self._stand_at(self.ranks.index(dist.get_rank()), order, order, self.nodes)
         if self.backend == "gloo":
             self.gather_group = self.reduce_group = self.control_group
-        elif not self.imagined:
+        elif not self.fake:
             with self.communicators.rendezvous():
                 self.gather_group = self.reduce_group = self.communicators.make(self.backend, parent=process_group)
                 if 1 in (self.topology.inner, self.topology.outer):  # else all that is gathered goes over the levels
                     self.gather_group = self.communicators.make(self.backend, parent=process_group)
-        levels = self.topology.inside, self.topology.across
-        self._inside, self._across = (None if len(part(self.rank)) == self.size else Level(self, part) for part in levels)
+        levels = self.topology.intra_group, self.topology.inter_group
+        self._intra_group, self._inter_group = (None if len(part(self.rank)) == self.size else Level(self, part) for part in levels)
 
     def _stand_at(self, rank: int, numbers: list[int], control: list[int], nodes: Sequence[int]) -> None:
         """Take a position, and prepare what every move asks for. `numbers`, `control`: of the positions, as the communicators of data and
@@ -155,19 +155,19 @@ class Group:
         self._peers_away = sum(self._away)
 
     @property
-    def inside(self) -> Group:
+    def intra_group(self) -> Group:
         """The ranks of this rank's group; all, where there is one."""
-        return self._inside or self
+        return self._intra_group or self
 
     @property
-    def across(self) -> Group:
+    def inter_group(self) -> Group:
         """The ranks that hold in other groups what this rank holds in its own; all, where groups have one rank."""
-        return self._across or self
+        return self._inter_group or self
 
     def _agreed(self, per_node: int | None) -> int | None:
         """`per_node` if all ranks were told the same; None where nodes have unequal numbers of ranks, of which some may seem to divide."""
         said = (per_node or 0).to_bytes(8, "little")
-        return per_node if alike(self.any_of(both(said), Place("control", "(start)", 0, "state"))) else None
+        return per_node if alike(self.any_of(both(said), CollectiveContext("control", "(start)", 0, "state"))) else None
 
     def communicator(self, timeout: float) -> Any:
         """One more gloo communicator over the same ranks, for messages of the host that may wait `timeout` seconds. Collective."""
@@ -176,7 +176,7 @@ class Group:
 
     def close(self) -> None:
         """Give the communicators back. Local; call it when nothing is under way."""
-        levels, self._inside, self._across = (self._inside, self._across), None, None
+        levels, self._intra_group, self._inter_group = (self._intra_group, self._inter_group), None, None
         for level in levels:
             if level is not None:
                 level.close()
@@ -186,19 +186,19 @@ class Group:
 
     def give_up(self) -> None:
         """A rank does not come: the native communicators stop waiting for it on the device."""
-        for level in (self._inside, self._across):
+        for level in (self._intra_group, self._inter_group):
             if level is not None:
                 level.communicators.give_up()
         self.communicators.give_up()
 
     # -- waiting ---------------------------------------------------------------------------------------------------------------
 
-    def wait(self, works: list[Any], place: Place, event: TrafficEvent | None = None) -> None:
+    def wait(self, works: list[Any], place: CollectiveContext, event: TrafficEvent | None = None) -> None:
         """Wait for `works`, and enter in the ledger how long that took. On a device with streams the current stream waits, not the host."""
         on_host = self.backend == "gloo" or not has_streams(self.device)
         self._wait(works, place, event, on_host)
 
-    def _wait(self, works: list[Any], place: Place, event: TrafficEvent | None, on_host: bool) -> None:
+    def _wait(self, works: list[Any], place: CollectiveContext, event: TrafficEvent | None, on_host: bool) -> None:
         if self.broken is not None:  # the connections are closed: say again what happened rather than wait again
             raise self.broken
         self.chains.relay_before(place)
@@ -215,7 +215,7 @@ class Group:
             raise self._lost(place, time.perf_counter() - start, error) from None
 
     @contextlib.contextmanager
-    def _launching(self, place: Place) -> Iterator[None]:
+    def _launching(self, place: CollectiveContext) -> Iterator[None]:
         """Around moves that are launched: where a peer has gone already, that fails at once rather than in the wait."""
         if self.broken is not None:
             raise self.broken
@@ -224,7 +224,7 @@ class Group:
         except RuntimeError as error:
             raise self._lost(place, 0.0, error) from None
 
-    def _lost(self, place: Place, waited: float, error: Exception) -> StallError:
+    def _lost(self, place: CollectiveContext, waited: float, error: Exception) -> StallError:
         name = getattr(self.control_group, "group_name", "")
         self.broken = explain(place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard)
         self.give_up()
@@ -245,7 +245,7 @@ class Group:
 
     # -- moves -----------------------------------------------------------------------------------------------------------------
 
-    def all_gather(self, full: torch.Tensor, place: Place, unit_index: int, *, move: str = "all-gather", plain: int = 0) -> Pending:
+    def all_gather(self, full: torch.Tensor, place: CollectiveContext, unit_index: int, *, move: str = "all-gather", plain: int = 0) -> Pending:
         """sharded → replicated, in place: rank r's interval of `full` ([numel], cut evenly) goes to every other rank's `full`.
 
         `plain`: bytes that `full` was encoded from, for the ledger.
@@ -253,16 +253,16 @@ class Group:
         if self.size == 1:
             return Pending(self, [], place)
         shard = full.numel() // self.size
-        if self._across is not None and self._inside is not None:
-            first = self.rank // self.across.size * self.across.size * shard
-            part = plain * self.across.size // self.size
-            low = self.across.all_gather(full[first : first + shard * self.across.size], place, unit_index, move=move, plain=part)
-            return Chain(self, low, lambda: self.inside.all_gather(full, place, unit_index, move=move, plain=plain))
+        if self._inter_group is not None and self._intra_group is not None:
+            first = self.rank // self.inter_group.size * self.inter_group.size * shard
+            part = plain * self.inter_group.size // self.size
+            low = self.inter_group.all_gather(full[first : first + shard * self.inter_group.size], place, unit_index, move=move, plain=part)
+            return Chain(self, low, lambda: self.intra_group.all_gather(full, place, unit_index, move=move, plain=plain))
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         each, part = mine.numel() * mine.element_size(), plain // self.size
         event = self._record(move, place, full.dtype, each * len(self._peers), each * self._peers_away,
                              part * len(self._peers), part * self._peers_away)  # fmt: skip
-        if self.imagined:
+        if self.fake:
             return self._imagine(place, event, full, ring=True, which=0)
         if self.backend != "gloo":
             self._launches(0, move, unit_index, full.numel())
@@ -278,7 +278,7 @@ class Group:
     @property
     def native(self) -> bool:
         """Moves are operations of a backend's own, on the device; in a simulation, where it has a clock, which is a device's."""
-        return self.size > 1 and (simulated() is not None if self.imagined else self.backend != "gloo")
+        return self.size > 1 and (simulated() is not None if self.fake else self.backend != "gloo")
 
     def cut(self, sizes: Sequence[int]) -> Cut:
         """A division of a buffer by position, `sizes` in elements, for the moves below. Make it once."""
@@ -286,7 +286,7 @@ class Group:
         return Cut(tuple(sizes), sum(sizes), sizes[self.rank], away, len(set(sizes)) == 1)
 
     def scatter_parts(
-        self, sent: torch.Tensor, cut: Cut, received: torch.Tensor, place: Place, unit_index: int, move: str, plain: int = 0
+        self, sent: torch.Tensor, cut: Cut, received: torch.Tensor, place: CollectiveContext, unit_index: int, move: str, plain: int = 0
     ) -> Pending:
         """The wire half of a reduction, in one operation.
 
@@ -298,7 +298,7 @@ class Group:
         width, alone = sent.element_size(), received.shape[0] < self.size
         event = self._record(move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width,
                              plain * len(self._peers), plain * self._peers_away)  # fmt: skip
-        if self.imagined:
+        if self.fake:
             return self._imagine(place, event, (sent, received))
         self._launches(1, move, unit_index)
         gives, gets = list(cut.sizes), [cut.own] * self.size
@@ -323,30 +323,30 @@ class Group:
         return cut.even and self._ordered
 
     def reduce_scatter(
-        self, sent: torch.Tensor, cut: Cut, own: torch.Tensor, place: Place, unit_index: int, move: str, mean: bool
+        self, sent: torch.Tensor, cut: Cut, own: torch.Tensor, place: CollectiveContext, unit_index: int, move: str, mean: bool
     ) -> Pending:
         """The backend's own: the sum of all ranks' `sent` [numel], or their mean. This rank gets its part `own`. Added in their dtype."""
         width = sent.element_size()
         event = self._record(move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width)
-        if self.imagined:
+        if self.fake:
             return self._imagine(place, event, (sent, own), ring=True)
         self._launches(1, move, unit_index)
         with self._launching(place):
             work = _reduce_scatter(own, sent, op=_operation(mean), group=self.reduce_group, async_op=True)
         return Pending(self, [work], place, event, keep=(sent, own))
 
-    def all_reduce(self, whole: torch.Tensor, place: Place, unit_index: int, mean: bool) -> Pending:
+    def all_reduce(self, whole: torch.Tensor, place: CollectiveContext, unit_index: int, mean: bool) -> Pending:
         """The backend's own: the sum of all ranks' `whole`, or their mean, in place. In its dtype."""
         move, each = "all-reduce", 2 * math.ceil(whole.numel() / self.size) * whole.element_size()
         event = self._record(move, place, whole.dtype, each * len(self._peers), each * self._peers_away)
-        if self.imagined:
+        if self.fake:
             return self._imagine(place, event, whole, ring=True)
         self._launches(1, move, unit_index, whole.numel())
         with self._launching(place):
             work = dist.all_reduce(whole, op=_operation(mean), group=self.reduce_group, async_op=True)
         return Pending(self, [work], place, event, keep=whole)
 
-    def gather_sums(self, whole: torch.Tensor, cut: Cut, place: Place, unit_index: int) -> Pending:
+    def gather_sums(self, whole: torch.Tensor, cut: Cut, place: CollectiveContext, unit_index: int) -> Pending:
         """Each rank's part of `whole` ([numel], by position) to all others, in place: behind a reduction, and in the order of reductions.
 
         `cut` is one that `can_reduce`.
@@ -354,7 +354,7 @@ class Group:
         move, at = "all-reduce", self.rank * cut.own
         each = cut.own * whole.element_size()
         event = self._record(move, place, whole.dtype, each * len(self._peers), each * self._peers_away)
-        if self.imagined:
+        if self.fake:
             return self._imagine(place, event, whole, ring=True)
         self._launches(1, move, unit_index)
         with self._launching(place):
@@ -363,10 +363,10 @@ class Group:
 
     def launched(self) -> bytes:
         """A checksum of what the native communicators were given so far, in order: one on all ranks. See [Note: order instead of tags]."""
-        found = [self._launched, *(level._launched for level in (self._inside, self._across) if level is not None)]
+        found = [self._launched, *(level._launched for level in (self._intra_group, self._inter_group) if level is not None)]
         return zlib.crc32(repr(found).encode()).to_bytes(4, "little")
 
-    def out_of_order(self, place: Place) -> StallError:
+    def out_of_order(self, place: CollectiveContext) -> StallError:
         """What all ranks say once they know that they launched different moves. Nothing can be trusted from here on."""
         self.broken = StallError(
             f"rank {self.ranks[self.rank]} found at the end of the backward pass of step {place.step} that ranks {sorted(self.ranks)} "
@@ -383,7 +383,7 @@ class Group:
     # -- other moves -----------------------------------------------------------------------------------------------------------
 
     def exchange(
-        self, sends: Parts, recvs: Parts, place: Place, unit_index: int, *, move: str, plain: Mapping[int, int] | None = None
+        self, sends: Parts, recvs: Parts, place: CollectiveContext, unit_index: int, *, move: str, plain: Mapping[int, int] | None = None
     ) -> Pending:
         """Send each `(peer, tensor)` and receive into each `(peer, tensor)`; the wire half of a reduction (or of a scatter).
 
@@ -397,14 +397,14 @@ class Group:
         counts = [(t.numel() * t.element_size(), was.get(p, 0), away[p]) for p, t in sends]
         event = self._record(move, place, dtype, sum(c[0] for c in counts), sum(c[0] for c in counts if c[2]),
                              sum(c[1] for c in counts), sum(c[1] for c in counts if c[2]))  # fmt: skip
-        if self.imagined:
+        if self.fake:
             return self._imagine(place, event, (sends, recvs))
         if self.backend != "gloo":
             self._launches(1, move, unit_index)
             return self._all_to_all(sends, recvs, place, event)
         return self._pairwise(sends, recvs, place, unit_index, move, event)
 
-    def exchange_control(self, payload: torch.Tensor, place: Place, kind: str = "control") -> list[torch.Tensor]:
+    def exchange_control(self, payload: torch.Tensor, place: CollectiveContext, kind: str = "control") -> list[torch.Tensor]:
         """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank order. Waits.
 
         In log2(ranks) rounds: in each a rank passes on all that it has (Bruck et al. 1997). Over gloo on any backend: the host reads it.
@@ -413,7 +413,7 @@ class Group:
         """
         if self.size == 1:
             return [payload]
-        if self.imagined:
+        if self.fake:
             return [payload] * self.size
         have = torch.empty((self.size, payload.numel()), dtype=torch.uint8)  # row i: of the rank i positions behind this one
         have[0] = payload
@@ -425,12 +425,12 @@ class Group:
             step *= 2
         return list(have.roll(self.rank, 0).unbind())
 
-    def any_of(self, bits: bytes, place: Place) -> bytes:
+    def any_of(self, bits: bytes, place: CollectiveContext) -> bytes:
         """The bits that any rank has set, of as many on each. Waits.
 
         In log2(ranks) rounds of one message, over gloo on any backend. See `both` for what all ranks have alike.
         """
-        if self.size == 1 or self.imagined:
+        if self.size == 1 or self.fake:
             return bits
         mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         step = 1
@@ -441,7 +441,7 @@ class Group:
             step *= 2
         return mine.numpy().tobytes()
 
-    def _round(self, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, place: Place, kind: str, length: int) -> None:
+    def _round(self, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, place: CollectiveContext, kind: str, length: int) -> None:
         """Send to one rank and receive from another, on the host. Messages of another length are another kind: they never meet."""
         tag = self._tag(kind, length)
         self.ledger.control_bytes += sent.numel()
@@ -452,10 +452,10 @@ class Group:
             ]
         self._wait(works, place, None, on_host=True)
 
-    def gather_values(self, value: torch.Tensor, place: Place) -> torch.Tensor:
+    def gather_values(self, value: torch.Tensor, place: CollectiveContext) -> torch.Tensor:
         """A few numbers of every rank: [...] becomes [size, ...], in rank order. On native backends without waiting on the host."""
         shape = (self.size, *value.shape)
-        if self.size == 1 or self.imagined:
+        if self.size == 1 or self.fake:
             return value.expand(shape)
         if self.backend == "gloo":
             payload = value.detach().cpu().reshape(-1).view(torch.uint8)
@@ -472,7 +472,7 @@ class Group:
             self._row_of = torch.tensor(self._at).to(value.device)
         return out.index_select(0, self._row_of)
 
-    def broadcast(self, tensors: list[torch.Tensor], place: Place) -> None:
+    def broadcast(self, tensors: list[torch.Tensor], place: CollectiveContext) -> None:
         """Rank 0's tensors to all ranks, in place, in one message. Waits."""
         flat = [t.detach().reshape(-1).view(torch.uint8) for t in tensors if t.numel()] if self.size > 1 else []
         if not flat:
@@ -485,9 +485,9 @@ class Group:
                 for t, part in zip((t for t in tensors if t.numel()), parts, strict=True):
                     t.copy_(part.clone().view(t.dtype).view(t.shape))  # where a part begins need not suit the dtype
 
-    def from_first(self, message: torch.Tensor, place: Place, number: int) -> Pending:
+    def from_first(self, message: torch.Tensor, place: CollectiveContext, number: int) -> Pending:
         """Rank 0's `message`, uint8 [n] on the device, into everybody's. `number`: messages of two numbers never meet on gloo."""
-        if self.backend == "gloo" or self.imagined:
+        if self.backend == "gloo" or self.fake:
             sends = [(p, message) for p in range(1, self.size)] if self.rank == 0 else []
             return self.exchange(sends, [] if self.rank == 0 else [(0, message)], place, number, move="state")
         event = self._record("state", place, message.dtype, message.numel() if self.rank == 0 else 0, 0)
@@ -497,7 +497,7 @@ class Group:
         return Pending(self, [work], place, event, keep=message)
 
     def _record(
-        self, move: str, place: Place, dtype: torch.dtype, nbytes: int, between: int, plain: int = 0, plain_between: int = 0
+        self, move: str, place: CollectiveContext, dtype: torch.dtype, nbytes: int, between: int, plain: int = 0, plain_between: int = 0
     ) -> TrafficEvent:
         """Enter bytes that are sent, those of them to other nodes, and what these were encoded from, or 0."""
         on_the_wire = str(dtype).removeprefix("torch.")
@@ -509,7 +509,7 @@ class Group:
         count = self._counts[move, unit_index] = self._counts.get((move, unit_index), 0) + 1
         return self._level << 30 | _KINDS[move] << 27 | (unit_index & 0x7FFF) << 12 | (count & 0xFFF)
 
-    def _pairwise(self, sends: Parts, recvs: Parts, place: Place, unit_index: int, move: str, event: TrafficEvent) -> Pending:
+    def _pairwise(self, sends: Parts, recvs: Parts, place: CollectiveContext, unit_index: int, move: str, event: TrafficEvent) -> Pending:
         tag = self._tag(move, unit_index)
         after: list[Callable[[], object]] = []
         if self.device.type != "cpu":  # gloo moves host memory only: stage through it
@@ -522,13 +522,13 @@ class Group:
             works += [dist.isend(t, group=group, group_dst=self._at[p], tag=tag) for p, t in sends if t.numel()]
         return Pending(self, works, place, event, keep=(sends, recvs), after=after)
 
-    def _imagine(self, place: Place, event: TrafficEvent, keep: Any, ring: bool = False, which: int = 1) -> Pending:
+    def _imagine(self, place: CollectiveContext, event: TrafficEvent, keep: Any, ring: bool = False, which: int = 1) -> Pending:
         """`ring`: a backend would send it round a ring. `which`: the gathers' communicator, or the reductions'."""
         if (clock := simulated()) is not None:
             return Pending(self, [clock.collective(event, self.ranks, ring, "reductions" if which else "gathers")], place, event, keep)
         return Pending(self, [], place, event, keep, after=[lambda: self.ledger.waited(event, time.perf_counter())])
 
-    def _all_to_all(self, sends: Parts, recvs: Parts, place: Place, event: TrafficEvent) -> Pending:
+    def _all_to_all(self, sends: Parts, recvs: Parts, place: CollectiveContext, event: TrafficEvent) -> Pending:
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.float32)
         empty = torch.empty(0, dtype=dtype, device=self.device)
         out, inp = [empty] * self.size, [empty] * self.size
@@ -550,15 +550,15 @@ class Level(Group):
         """`part`: the positions of a level, itself among them, by the position of one."""
         positions = part(whole.rank)
         self.whole = whole
-        self.timeout, self.device, self.ledger, self.imagined = whole.timeout, whole.device, whole.ledger, whole.imagined
+        self.timeout, self.device, self.ledger, self.fake = whole.timeout, whole.device, whole.ledger, whole.fake
         self._counts, self._launched, self.chains, self.relay = {}, [0, 0], whole.chains, whole.relay
         self.ranks, self.nodes = [whole.ranks[p] for p in positions], [whole.nodes[p] for p in positions]
         self.borders = whole.borders if len(set(self.nodes)) > 1 else ""
         self.size = len(positions)
         self.rank = self.number = positions.index(whole.rank)
-        self.name = spelt(sorted(self.ranks))
+        self.name = format_ranks(sorted(self.ranks))
         self.topology = Topology(self.size, self.size)
-        self._inside = self._across = None
+        self._intra_group = self._inter_group = None
         self.communicators = Communicators(self.ranks, whole.device, whole.timeout)
         control = [whole._at_control[p] for p in positions]
         numbers = [whole._at[p] for p in positions]  # gloo's messages go over the connections of the whole
@@ -566,7 +566,7 @@ class Level(Group):
         self.gather_group: Any = whole.gather_group
         self.reduce_group: Any = whole.reduce_group
         self.backend = whole.backend
-        if self.size > 1 and self.backend != "gloo" and not self.imagined:
+        if self.size > 1 and self.backend != "gloo" and not self.fake:
             parts = sorted({tuple(sorted(whole._at[p] for p in part(at))) for at in range(whole.size)})
             divided = [list(each) for each in parts]
             with self.communicators.rendezvous():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from onefold.device import backend_name
 
 
-def spelt(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks in few letters: "0-7", "0,8,16", "0-3,8-11"."""
     out: list[list[int]] = []
     for rank in ranks:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onefold.comm.ledger import TrafficEvent
-from onefold.comm.stall import Place
+from onefold.comm.stall import CollectiveContext
 from onefold.device import use_stream
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Pending:
         self,
         group: Group,
         works: list[Any],
-        place: Place,
+        place: CollectiveContext,
         event: TrafficEvent | None = None,
         keep: Any = None,
         after: Sequence[Callable[[], object]] = (),
@@ -105,7 +105,7 @@ class Chains:
                 if chain is last:
                     break
 
-    def relay_before(self, place: Place) -> None:
+    def relay_before(self, place: CollectiveContext) -> None:
         """Begin those that others may wait for before they do what is about to be waited for here."""
         if place.move not in ("reduce-scatter", "all-reduce"):
             self.relay()

@@ -20,7 +20,7 @@ class StallError(RuntimeError):
 
 
 @dataclass
-class Place:
+class CollectiveContext:
     """Where a rank stands: the move, the unit it is for, the step, the phase (forward, backward, state)."""
 
     move: str
@@ -36,7 +36,7 @@ class Place:
 GRACE = 3.0
 
 
-def explain(place: Place, waited: float, cause: Exception, group_name: str, rank: int, ranks: list[int], heard: int | None) -> StallError:
+def explain(place: CollectiveContext, waited: float, cause: Exception, group_name: str, rank: int, ranks: list[int], heard: int | None) -> StallError:
     """Exchange notes through the store and build the error. `ranks` are global ranks; `heard` the last step that all ended."""
     notes: dict[int, str] = {rank: f"{place}, {waited:.1f} s"}
     missing = [r for r in ranks if r != rank]
@@ -50,7 +50,7 @@ def explain(place: Place, waited: float, cause: Exception, group_name: str, rank
                 if store.check([f"{key}{other}"]):
                     note: dict[str, Any] = json.loads(store.get(f"{key}{other}"))
                     since = note.pop("waited")
-                    notes[other] = f"{Place(**note)}, {since:.1f} s"
+                    notes[other] = f"{CollectiveContext(**note)}, {since:.1f} s"
                     missing.remove(other)
             time.sleep(0.05)
     except Exception:  # the store may be gone with its rank; the error must come out all the same

@@ -6,8 +6,8 @@ Six ranks in groups of three; in the first picture by their numbers, in the seco
     group 1    rank 3   rank 4   rank 5         group 1    1   3   5        across: 0 1  |  2 3  |  4 5
 
 [Note: positions] A rank's interval of a flat buffer is that of its position, and positions count across the groups first. So the
-intervals of the ranks that hold the same part in different groups (`across`) lie side by side, and what one of them gathers there is one
-interval of the division among the ranks of a group (`inside`): moves over both levels need no reordering.
+intervals of the ranks that hold the same part in different groups (`inter_group`) lie side by side, and what one of them gathers there is one
+interval of the division among the ranks of a group (`intra_group`): moves over both levels need no reordering.
 
 | group given      | ranks of a group, where each node has the same number of neighbouring ranks, above 1 | elsewhere             |
 |------------------|------------------------------------------------------------------------------------|-----------------------|
@@ -58,11 +58,11 @@ class Topology:
         """The ranks' numbers, 0 to size − 1, by position."""
         return [(p % self.outer) * self.inner + p // self.outer for p in range(self.size)]
 
-    def inside(self, position: int) -> list[int]:
+    def intra_group(self, position: int) -> list[int]:
         """The positions in the group of `position`, itself among them."""
         return list(range(position % self.outer, self.size, self.outer))
 
-    def across(self, position: int) -> list[int]:
+    def inter_group(self, position: int) -> list[int]:
         """The positions that hold in other groups what `position` holds in its own, itself among them."""
         first = position // self.outer * self.outer
         return list(range(first, first + self.outer))

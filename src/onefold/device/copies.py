@@ -68,7 +68,7 @@ class CopyStream:
             name: what a simulation calls the stream.
         """
         self.device, self.window = device, window
-        self.behind = has_streams(device)
+        self.asynchronous = has_streams(device)
         self.stream = new_stream(device, name)
         self._holding: deque[_Flying] = deque()  # device memory, and perhaps host memory
         self._landing: deque[_Flying] = deque()  # host memory alone
@@ -78,7 +78,7 @@ class CopyStream:
 
     def current(self) -> Any:
         """The stream that computes in this thread; None without streams."""
-        return current_stream(self.device) if self.behind else None
+        return current_stream(self.device) if self.asynchronous else None
 
     def start(self, into: torch.Tensor, source: torch.Tensor) -> Any:
         """Copy behind what the current stream has been given so far; the caller sees to it that both ends live long enough.

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.plan.schema import ACTIVATIONS, LOGITS
 from onefold.runtime.engine import in_autograd
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of, is_sharded
 
 
@@ -144,7 +144,7 @@ class Activations:
 
     def _enter(self, t: torch.Tensor) -> int | None:
         """Account for the storage behind `t`; its key, or None if it is not an activation."""
-        with whole_sight():
+        with disable_torch_function():
             storage = t.untyped_storage()
             address = storage.data_ptr()
             if address in self._excluded or address in self._gathered or isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
@@ -200,11 +200,11 @@ def watch_activations(model: nn.Module, vocabulary: int | None = None) -> Activa
 
 def _not_activations(model: nn.Module) -> frozenset[int]:
     """Addresses of the storages that the model or its engine holds in any case."""
-    with whole_sight():
+    with disable_torch_function():
         tensors = [*model.parameters(), *model.buffers()]
         if is_sharded(model):
             for unit in engine_of(model).units:
                 for flat in unit.flats:
-                    held = (flat.full,) if flat.passive else (flat.full, flat.master)
+                    held = (flat.full,) if flat.unsharded else (flat.full, flat.master)
                     tensors += [t for t in held if t is not None]
         return frozenset(t.untyped_storage().data_ptr() for t in tensors if t.numel() and not t.is_meta)

@@ -21,7 +21,7 @@ from torch import nn
 from onefold.device import Reading, has_streams
 from onefold.observe.tiers import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
 from onefold.plan.schema import MOMENTS
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 
 Number = float | int | torch.Tensor
@@ -66,7 +66,7 @@ class Meter:
         self._note()
 
     def _note(self) -> None:
-        traffic, moved = self.engine.traffic, self.engine.beyond.moved
+        traffic, moved = self.engine.traffic, self.engine.transfers.moved
         self._sent, self._exposed, self._moved, self._waited = self._wire(), traffic.exposed, moved.by_move(), moved.exposed
 
     def _wire(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class Meter:
         """
         now = time.perf_counter()
         seconds = now - self._begun
-        traffic, moved = self.engine.traffic, self.engine.beyond.moved
+        traffic, moved = self.engine.traffic, self.engine.transfers.moved
         held = {tier: sum(ledger.now().values()) for tier, ledger in ledgers_of(self.engine).items()}
         self.steps += 1
         scale = self._scale_of(scaler)
@@ -164,7 +164,7 @@ class Meter:
 
     def _moments_now(self) -> dict[str, int]:
         state = self.optimizer.state
-        with whole_sight():
+        with disable_torch_function():
             key = (len(state), sum(len(s) for s in state.values()))
         if key != self._moments_of:  # the walk over all states is worth it only when there are new ones
             self._moments, self._moments_of = moments_by_tier(self.optimizer, self.engine), key

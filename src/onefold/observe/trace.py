@@ -237,7 +237,7 @@ def record(
         seen.tiers = {tier: Held(ledger.now()) for tier, ledger in ledgers_of(engine).items()}
         for tier, nbytes in moments_by_tier(optimizer, engine).items() if optimizer is not None else ():
             seen.of(tier).held[MOMENTS] = nbytes
-        before, exposed, waited = engine.step, engine.traffic.exposed, engine.beyond.moved.exposed
+        before, exposed, waited = engine.step, engine.traffic.exposed, engine.transfers.moved.exposed
         _keep_events(engine, True)
         seen.epoch = time.time() - time.perf_counter()
         seen.start = time.perf_counter()
@@ -249,7 +249,7 @@ def record(
             seen.end = time.perf_counter()
             _keep_events(engine, False)
             seen.exposed = engine.traffic.exposed - exposed
-            seen.io = engine.beyond.moved.exposed - waited
+            seen.io = engine.transfers.moved.exposed - waited
             seen.steps = steps[0] if steps is not None else engine.step - before
             _collect(engine, seen)
             if saved is not None:
@@ -265,7 +265,7 @@ def _keep_events(engine: Engine, wanted: bool) -> None:
     """From now on every ledger keeps single events, or none does."""
     for ledger in (engine.memory, *ledgers_of(engine).values()):
         ledger.record = wanted
-    engine.beyond.moved.wanted = (lambda: True) if wanted else bool
+    engine.transfers.moved.wanted = (lambda: True) if wanted else bool
 
 
 def _collect(engine: Engine, seen: Recording) -> None:
@@ -274,7 +274,7 @@ def _collect(engine: Engine, seen: Recording) -> None:
         (engine.traffic.events, "launched"),
         (engine.timeline, "start"),
         (engine.memory.timeline, 0),
-        (engine.beyond.moved.events, "launched"),
+        (engine.transfers.moved.events, "launched"),
         *((ledger.timeline, 0) for ledger in ledgers_of(engine).values()),
     )
     seen.truncated = any(_overrun(ring, key, seen.start) for ring, key in rings)
@@ -283,7 +283,7 @@ def _collect(engine: Engine, seen: Recording) -> None:
             landed = seen.end if e.landed is None else e.landed
             wire = e.group, e.between, e.plain, e.plain_between
             seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed, *wire))
-    for e in engine.beyond.moved.events:
+    for e in engine.transfers.moved.events:
         if seen.start <= e.launched <= seen.end:  # when a copy or a read ends is not noted: its wait is, all in all
             seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, e.landed or e.launched, e.exposed))
     spans = [s for s in engine.timeline if seen.start <= s.start and s.end <= seen.end]

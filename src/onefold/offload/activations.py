@@ -81,7 +81,7 @@ class ActivationStore:
         self.ledger = MemoryLedger() if ledger is None else ledger
         self.side = CopyStream(self.device, name="activations")
         host = MemoryLedger() if host is None else host
-        self.arena = Arena(budget, ACTIVATIONS_ON_HOST, host, pinned=self.device if self.side.behind else None, settle=self.side.wait)
+        self.arena = Arena(budget, ACTIVATIONS_ON_HOST, host, pinned=self.device if self.side.asynchronous else None, settle=self.side.wait)
         self.down = self.up = self.refused = self.held = 0
         self._found: dict[Key, Copy] = {}
         self._last: Copy | None = None
@@ -226,7 +226,7 @@ class ActivationStore:
         Only where copies run behind, and an eighth of all at most. A pass longer than the last goes on taking things down after that.
         """
         self._offered += nbytes
-        last = min(self.window, self._expected // 8) if self.side.behind else 0
+        last = min(self.window, self._expected // 8) if self.side.asynchronous else 0
         return last > 0 and self._expected - last < self._offered <= self._expected
 
     def _send(self, copy: Copy, source: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ class HostActivations:
         self._hooks: saved_tensors_hooks | None = None
         self._passes = 0
         self._there: set[int] = set()  # storages that exist whatever is saved of them
-        there, gathered, entered = self._there, engine.gather.by_storage, engine.beyond.entered
+        there, gathered, entered = self._there, engine.gather.by_storage, engine.transfers.entered
 
         def skip(t: torch.Tensor) -> bool:
             storage = storage_of(t)
@@ -40,7 +40,7 @@ class HostActivations:
                 budget,
                 skip=skip,
                 ledger=engine.memory,
-                host=engine.beyond.host,
+                host=engine.transfers.host,
                 moved=lambda move, nbytes: entered(move, "activations", nbytes),
             )
             if budget is not None
@@ -73,11 +73,11 @@ class HostActivations:
     def _look(self) -> None:
         """See where parameters and buffers lie. Those that the engine has not laid out itself are looked at in the first passes only."""
         flats = [flat for unit in self._units for flat in unit.flats]
-        self._there.update(storage_of(flat.full) for flat in flats if flat.full is not None and flat.kept)
+        self._there.update(storage_of(flat.full) for flat in flats if flat.full is not None and flat.resident)
         if self._passes >= 2:
             return
         self._passes += 1
         model = self._model()
         buffers = list(model.buffers()) if model is not None else []
-        own = [entry.param for flat in flats if flat.passive for entry in flat.entries]
+        own = [entry.param for flat in flats if flat.unsharded for entry in flat.entries]
         self._there.update(storage_of(t) for t in (*buffers, *own) if not t.is_meta)

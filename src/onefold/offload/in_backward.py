@@ -31,13 +31,13 @@ from onefold.device import current_stream, use_stream
 from onefold.offload.step import HALF, let_go, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 
 #: Units whose step is under way or waits, beyond which the backward pass waits. See [Note: gradients held at once].
 WAITING = 2
 
 
-class Behind:
+class InBackwardStepper:
     """The thread of one engine that steps."""
 
     def __init__(self, engine: Engine) -> None:
@@ -52,7 +52,7 @@ class Behind:
     def know(self, optimizer: Optimizer, entries: Iterable[Entry]) -> None:
         """`optimizer` steps `entries` from now on."""
         known = weakref.ref(optimizer)
-        self._owners |= {entry.number: known for entry in entries if entry.flat.home is not None}
+        self._owners |= {entry.number: known for entry in entries if entry.flat.offloaded is not None}
 
     def comes(self, optimizer: Optimizer) -> None:
         """`optimizer.step()` has come.
@@ -113,16 +113,16 @@ class Behind:
             return
         try:
             # Faces are taken off in this thread alone: the main thread goes on seeing them.
-            with use_stream(computing), whole_sight(), torch.no_grad():
+            with use_stream(computing), disable_torch_function(), torch.no_grad():
                 engine.about_to_write()
-                engine.beyond.down.wait()
+                engine.transfers.down.wait()
                 for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():
                     mine = [e for e in flat.entries if self._owner(e) is optimizer]
                     step_flat(optimizer, engine, flat, mine)
                 let_go(engine, flat, flat.entries)
         except Exception as error:
             engine.failure = engine.failure or error
-            engine.beyond.broken = HALF
+            engine.transfers.broken = HALF
 
     def join(self) -> None:
         """Everything that has landed is stepped when this returns."""
@@ -130,7 +130,7 @@ class Behind:
             self._flying.popleft().result()
         engine, stepped, self._stepped = self._engine(), self._stepped, []
         if engine is not None and stepped:
-            engine.moves.all_of(stepped)  # not earlier: this very pass was right to compute with what they were
+            engine.write_counters.all_of(stepped)  # not earlier: this very pass was right to compute with what they were
 
     def close(self) -> None:
         """End the thread."""

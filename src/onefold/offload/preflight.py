@@ -25,9 +25,9 @@ _SAMPLE = 16 << 20
 def needed(engine: Engine) -> int:
     """Bytes that this rank's state takes on NVMe with an optimizer of two moments, in the recipe's format."""
     total = 0
-    for flat in engine.at_home:
-        assert flat.home is not None
-        tiers, d, n = flat.home.tiers, flat.dtypes, flat.home.numel
+    for flat in engine.offloaded_flats:
+        assert flat.offloaded is not None
+        tiers, d, n = flat.offloaded.tiers, flat.dtypes, flat.offloaded.numel
         trained = any(e.param.requires_grad for e in flat.entries)
         if tiers.optimizer is Tier.NVME:
             moment = FORMATS[engine.recipe.moments].nbytes(n) if engine.recipe.moments is not None else n * d.master.itemsize

@@ -39,9 +39,9 @@ from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.capabilities import Offloaded, Transfer
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.kept import unique_bytes
 from onefold.runtime.stand_ins import groups_of, only, raw_step
-from onefold.runtime.storageless import StatePlace, is_hollow
+from onefold.runtime.storageless import StatePlace, is_storageless
+from onefold.runtime.unreduced import unique_bytes
 
 #: Chunks whose reads are under way beyond the one that is stepped, and chunks whose writes may be.
 AHEAD, BEHIND = 2, 1
@@ -56,7 +56,7 @@ def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]
         ValueError: what recipe and optimizer say of moments cannot go together.
     """
     flats = {entry.flat.index: entry.flat for entry in entries}
-    apart = {i: flat.home is not None or moments.rests(optimizer, engine.recipe, flat) is not None for i, flat in flats.items()}
+    apart = {i: flat.offloaded is not None or moments.rests(optimizer, engine.recipe, flat) is not None for i, flat in flats.items()}
     return [entry for entry in entries if apart[entry.flat.index]]
 
 
@@ -74,14 +74,14 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     groups = groups_of(optimizer)
     try:
         for flat in (flat for unit in engine.units for flat in unit.flats):
-            if flat.home is None or not flat.home.on_disk:
+            if flat.offloaded is None or not flat.offloaded.on_disk:
                 mine = [e for e in flat.entries if id(e) in ready]
                 step_flat(optimizer, engine, flat, mine, groups)
-                if flat.home is not None and engine.recipe.step_in_backward:
+                if flat.offloaded is not None and engine.recipe.step_in_backward:
                     # As it will be in the steps to come, and the moments just made need the room.
-                    engine.moves.all_of(mine)
+                    engine.write_counters.all_of(mine)
                     let_go(engine, flat, mine)
-        disk = [flat for flat in engine.at_home if flat.home is not None and flat.home.on_disk]
+        disk = [flat for flat in engine.offloaded_flats if flat.offloaded is not None and flat.offloaded.on_disk]
         _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
         error = failure
@@ -89,17 +89,17 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
         try:
             agree_on_failure(engine, error, "in the middle of the step: start again from the last checkpoint")
         except TierError:
-            engine.beyond.broken = HALF
+            engine.transfers.broken = HALF
             raise
         finally:
-            engine.beyond.pool.drain()
+            engine.transfers.pool.drain()
             del error  # its traceback holds this frame: the model must not wait for the collector to go
 
 
 def _flush(engine: Engine) -> None:
     """Gradients are on the disk, or that they are not is known."""
     try:
-        engine.beyond.flush()
+        engine.transfers.flush()
     except TierError as error:
         engine.failure = engine.failure or error
 
@@ -112,7 +112,7 @@ def step_flat(
     Raises:
         TierError: the disk failed.
     """
-    if flat.home is not None and flat.home.on_disk:
+    if flat.offloaded is not None and flat.offloaded.on_disk:
         _Stepping(optimizer, engine, {id(entry) for entry in entries}).run([flat])
         return
     ready = [entry for entry in entries if entry.param.grad is not None]
@@ -123,10 +123,10 @@ def step_flat(
             params = [entry.param for entry in ready]
             with only(optimizer, groups if groups is not None else groups_of(optimizer), params, params, engine.device):
                 raw_step(optimizer)
-        if flat.home is not None:
-            flat.home.touched()
-    if flat.home is not None:
-        flat.home.follow()
+        if flat.offloaded is not None:
+            flat.offloaded.touched()
+    if flat.offloaded is not None:
+        flat.offloaded.follow()
 
 
 def let_go(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
@@ -135,7 +135,7 @@ def let_go(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
     for entry in entries:
         entry.param.grad, entry.graded_elsewhere = None, False
     after = sum(unique_bytes(e.param.grad for e in flat.entries))  # another optimizer's lie in the same memory
-    engine.beyond.host.add(GRADIENTS, after - before)
+    engine.transfers.host.add(GRADIENTS, after - before)
 
 
 @dataclass
@@ -143,7 +143,7 @@ class _Chunk:
     """Elements [a, b) of one flat buffer on their way: buffers by kind of what is on NVMe, each [b - a] or as many items as that takes."""
 
     flat: Flat
-    home: Offloaded
+    offloaded: Offloaded
     a: int
     b: int
     pieces: list[tuple[Entry, int, int]]  # an entry's elements in the chunk, counted from the first that this rank owns
@@ -157,9 +157,9 @@ class _Stepping:
 
     def __init__(self, optimizer: Optimizer, engine: Engine, mine: set[int]) -> None:
         self.optimizer, self.groups, self.engine, self.mine = optimizer, groups_of(optimizer), engine, mine
-        self.beyond = engine.beyond
+        self.transfers = engine.transfers
         self.scalars: dict[int, tuple[Entry, dict[str, Any]]] = {}  # what the states of an entry will be, once all its pieces are stepped
-        self.hows: dict[int, moments.Rests | None] = {}  # by the flat buffer's index
+        self.hows: dict[int, moments.MomentPolicy | None] = {}  # by the flat buffer's index
         self.small: dict[int, dict[str, torch.Tensor]] = {}  # moments in memory, by the entry's number
 
     def run(self, flats: Sequence[Flat]) -> None:
@@ -190,26 +190,26 @@ class _Stepping:
                         transfer.wait()
             for entry, scalars in self.scalars.values():
                 self.optimizer.state[entry.param] = scalars
-        self.beyond.flush()
+        self.transfers.flush()
 
     def _chunks(self, flats: Sequence[Flat]) -> Iterator[_Chunk]:
         for flat in flats:
-            home = flat.home
-            assert home is not None
+            offloaded = flat.offloaded
+            assert offloaded is not None
             ready = [e for e in flat.entries if id(e) in self.mine and e.param.grad is not None]
             self.hows[flat.index] = moments.rests(self.optimizer, self.engine.recipe, flat) if ready else None
             for entry in ready:
-                self._adopt(home, entry)
-            for a, b in home.chunks() if ready else ():
+                self._adopt(offloaded, entry)
+            for a, b in offloaded.chunks() if ready else ():
                 pieces = []
                 for entry in ready:
                     x, y = overlap(_owned(entry), (a, b))
                     if x < y:
                         pieces.append((entry, x, y))
                 if pieces:
-                    yield _Chunk(flat, home, a, b, pieces)
+                    yield _Chunk(flat, offloaded, a, b, pieces)
 
-    def _adopt(self, home: Offloaded, entry: Entry) -> None:
+    def _adopt(self, offloaded: Offloaded, entry: Entry) -> None:
         """States that somebody has put in memory (load_state_dict) go to NVMe."""
         state, how = self.optimizer.state.get(entry.param, {}), self.hows[entry.flat.index]
         if how is not None:
@@ -229,45 +229,45 @@ class _Stepping:
             ours = packed(key) is not None or (how is not None and key in SIGNED)
             if (ours or _elementwise(value, entry.param)) and not value.is_meta:
                 kind = state_kind(key, value.dtype)
-                home.region(kind, value.dtype)
-                home.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
+                offloaded.region(kind, value.dtype)
+                offloaded.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
                 state[key] = _place_of(entry, key, value.dtype)
 
     # -- one chunk -------------------------------------------------------------------------------------------------------------
 
     def _buffer(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
         grain = grain_of_kind(kind)
-        whole, chunk.buffers[kind] = self.beyond.buffer(-(-(chunk.b - chunk.a) // grain), dtype, chunk.flat.unit_name, grain)
+        whole, chunk.buffers[kind] = self.transfers.buffer(-(-(chunk.b - chunk.a) // grain), dtype, chunk.flat.unit_name, grain)
         chunk.whole.append(whole)
         return chunk.buffers[kind]
 
     def _make(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> None:
         """A buffer of a state that a first step makes. Of other parameters, or of another optimizer's, it may be on NVMe already."""
-        region, data = chunk.home.region(kind, dtype), self._buffer(chunk, kind, dtype)
-        if (kind, chunk.a) not in chunk.home.written:
+        region, data = chunk.offloaded.region(kind, dtype), self._buffer(chunk, kind, dtype)
+        if (kind, chunk.a) not in chunk.offloaded.written:
             data.view(torch.uint8).zero_()
             return
-        self.beyond.flush()
-        self.beyond.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
-        self.beyond.wait(region.read(chunk.a // grain_of_kind(kind), data))
+        self.transfers.flush()
+        self.transfers.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
+        self.transfers.wait(region.read(chunk.a // grain_of_kind(kind), data))
 
     def _read(self, chunk: _Chunk) -> None:
-        home = chunk.home
-        kinds = ["master", *(["gradient"] if any(e.param.grad is not None and is_hollow(e.param.grad) for e, _, _ in chunk.pieces) else [])]
+        offloaded = chunk.offloaded
+        kinds = ["master", *(["gradient"] if any(e.param.grad is not None and is_storageless(e.param.grad) for e, _, _ in chunk.pieces) else [])]
         for entry, _, _ in chunk.pieces:
             for key, value in self.optimizer.state.get(entry.param, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta and (kind := state_kind(key, value.dtype)) not in kinds:
                     kinds.append(kind)
         for kind in kinds:
-            region = home.regions[kind]
+            region = offloaded.regions[kind]
             data = self._buffer(chunk, kind, region.dtype)
             chunk.moving.append(region.read(chunk.a // grain_of_kind(kind), data))
-            self.beyond.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
+            self.transfers.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
 
     def _land(self, chunk: _Chunk) -> None:
         while chunk.moving:
-            self.beyond.wait(chunk.moving.pop())
-        scale = chunk.home.scale
+            self.transfers.wait(chunk.moving.pop())
+        scale = chunk.offloaded.scale
         if scale is not None and "gradient" in chunk.buffers:
             chunk.buffers["gradient"].mul_(scale)
 
@@ -284,7 +284,7 @@ class _Stepping:
         for (entry, x, y), stand_in, state in zip(chunk.pieces, stand_ins, states, strict=True):
             self._keep(chunk, entry, x, y, stand_in, state)
 
-    def _step_unpacked(self, chunk: _Chunk, how: moments.Rests) -> None:
+    def _step_unpacked(self, chunk: _Chunk, how: moments.MomentPolicy) -> None:
         """As `_step`, where moments rest in another format than they are stepped in."""
         pieces: list[moments.Piece] = []
         for entry, x, y in chunk.pieces:
@@ -302,7 +302,7 @@ class _Stepping:
                 after = {key: part.view(piece.entry.param.shape) for key, part in kept.items()}
             self.scalars[piece.entry.number] = piece.entry, piece.scalars | after
 
-    def _parts(self, chunk: _Chunk, how: moments.Rests, entry: Entry, x: int, y: int) -> dict[str, torch.Tensor]:
+    def _parts(self, chunk: _Chunk, how: moments.MomentPolicy, entry: Entry, x: int, y: int) -> dict[str, torch.Tensor]:
         """The moments of elements [x, y), in the chunk's buffers."""
         out = {}
         for key, dtype in how.parts(entry, self.optimizer.param_groups[self.groups[id(entry.param)]]).items():
@@ -356,21 +356,21 @@ class _Stepping:
         self.scalars[entry.number] = entry, after
 
     def _write(self, chunk: _Chunk) -> None:
-        home = chunk.home
+        offloaded = chunk.offloaded
         for kind, data in chunk.buffers.items():
             if kind != "gradient":
-                chunk.moving.append(home.regions[kind].write(chunk.a // grain_of_kind(kind), data))
-                home.written.add((kind, chunk.a))
-                self.beyond.entered("written", chunk.flat.unit_name, data.numel() * data.element_size())
-        home.stepped(chunk.a, chunk.b, chunk.buffers["master"])
+                chunk.moving.append(offloaded.regions[kind].write(chunk.a // grain_of_kind(kind), data))
+                offloaded.written.add((kind, chunk.a))
+                self.transfers.entered("written", chunk.flat.unit_name, data.numel() * data.element_size())
+        offloaded.stepped(chunk.a, chunk.b, chunk.buffers["master"])
 
     def _finish(self, chunk: _Chunk) -> None:
         while chunk.moving:
-            self.beyond.wait(chunk.moving.pop())
-        self.beyond.up.wait()  # copies up may still read the masters
+            self.transfers.wait(chunk.moving.pop())
+        self.transfers.up.wait()  # copies up may still read the masters
         chunk.buffers.clear()
         while chunk.whole:
-            self.beyond.pool.give(chunk.whole.pop())
+            self.transfers.pool.give(chunk.whole.pop())
 
 
 def _owned(entry: Entry) -> tuple[int, int]:

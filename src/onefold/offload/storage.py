@@ -33,7 +33,7 @@ from onefold.recipe.tiers import SECTOR
 from onefold.runtime.capabilities import Region, Transfer
 from onefold.runtime.parameter import written
 from onefold.runtime.placement import Tiers
-from onefold.runtime.storageless import hollow
+from onefold.runtime.storageless import storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -53,7 +53,7 @@ def grain_of_kind(kind: str) -> int:
     return grain_of(rest.rpartition(" ")[0]) if what == "state" else 1
 
 
-class Home:
+class OffloadStorage:
     """See the table of this module. Elements are counted from the first that this rank owns.
 
     Attributes:
@@ -66,7 +66,7 @@ class Home:
 
     def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
         self.flat, self.tiers = flat, tiers
-        self.beyond, self.device = engine.beyond, engine.device
+        self.transfers, self.device = engine.transfers, engine.device
         self.numel = flat.owned[1] - flat.owned[0]
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
@@ -118,8 +118,8 @@ class Home:
         """
         if kind not in self.regions:
             name = f"{self.flat.unit_name}.{self.flat.index}.{kind}"
-            region = self.regions[kind] = self.beyond.store.region(name, -(-self.numel // grain_of_kind(kind)), dtype)
-            self.beyond.disk.add(_CATEGORIES.get(kind, MOMENTS), region.nbytes, self.flat.unit_name)
+            region = self.regions[kind] = self.transfers.store.region(name, -(-self.numel // grain_of_kind(kind)), dtype)
+            self.transfers.disk.add(_CATEGORIES.get(kind, MOMENTS), region.nbytes, self.flat.unit_name)
         return self.regions[kind]
 
     # -- masters ---------------------------------------------------------------------------------------------------------------
@@ -139,12 +139,12 @@ class Home:
                 whole, data = self._buffer(b - a, self.flat.dtypes.master)
                 data.copy_(master[a:b])
                 self.stepped(a, b, data)
-                self.beyond.up.wait()
+                self.transfers.up.wait()
                 self._write("master", a, data, whole)
-            self.beyond.flush()
+            self.transfers.flush()
         else:
             if storage_of(master) != storage_of(self.shown):
-                self.beyond.up.wait()  # a copy up may still read them
+                self.transfers.up.wait()  # a copy up may still read them
                 self.shown.copy_(master)
             self._versions = -1
             self.follow()
@@ -156,8 +156,8 @@ class Home:
             return torch.empty(0, dtype=region.dtype)
         first = start // SECTOR * SECTOR
         out = empty(min(region.numel, -(-stop // SECTOR) * SECTOR) - first, region.dtype, torch.device("cpu"), paged=True)
-        self.beyond.wait(region.read(first, out))
-        self.beyond.entered("read", self.flat.unit_name, out.numel() * out.element_size())
+        self.transfers.wait(region.read(first, out))
+        self.transfers.entered("read", self.flat.unit_name, out.numel() * out.element_size())
         return out[start - first : stop - first]
 
     def write_part(self, kind: str, start: int, values: torch.Tensor) -> None:
@@ -169,15 +169,15 @@ class Home:
         first, last = start // SECTOR * SECTOR, min(region.numel, -(-stop // SECTOR) * SECTOR)
         whole, data = self._buffer(last - first, region.dtype)
         if first < start or stop < last:
-            self.beyond.wait(region.read(first, data))
+            self.transfers.wait(region.read(first, data))
         data[start - first : stop - first].copy_(values)
         self._write(kind, first, data, whole)
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.beyond.buffer(numel, dtype, self.flat.unit_name)
+        return self.transfers.buffer(numel, dtype, self.flat.unit_name)
 
     def _write(self, kind: str, start: int, data: torch.Tensor, whole: torch.Tensor) -> None:
-        self.beyond.write(self.regions[kind], start, data, whole, self.flat.unit_name)
+        self.transfers.write(self.regions[kind], start, data, whole, self.flat.unit_name)
 
     # -- what is computed with -------------------------------------------------------------------------------------------------
 
@@ -192,17 +192,17 @@ class Home:
             self._write("parameter", start, low, whole)
 
     def _up(self, into: torch.Tensor, master: torch.Tensor) -> None:
-        if self.beyond.up.behind and into.device.type != "cpu" and into.dtype != master.dtype:  # cast here: half the bytes go up
-            low = self.beyond.pinned.empty(master.numel(), into.dtype)
+        if self.transfers.up.asynchronous and into.device.type != "cpu" and into.dtype != master.dtype:  # cast here: half the bytes go up
+            low = self.transfers.pinned.empty(master.numel(), into.dtype)
             low.copy_(master)
             master = low
-        if into.device.type == "cpu" and self.beyond.up.behind:  # from host memory to host memory
-            self.beyond.up.wait()
+        if into.device.type == "cpu" and self.transfers.up.asynchronous:  # from host memory to host memory
+            self.transfers.up.wait()
             into.copy_(master)
         else:
-            self.beyond.up.copy(into, master)
+            self.transfers.up.copy(into, master)
         if self.tiers.parameters is Tier.DEVICE:
-            self.beyond.entered("up", self.flat.unit_name, into.numel() * into.element_size())
+            self.transfers.entered("up", self.flat.unit_name, into.numel() * into.element_size())
 
     def follow(self) -> None:
         """Anybody may write to host masters: bring what gathers read up to date if somebody did."""
@@ -221,7 +221,7 @@ class Home:
         """Make what gathers read anew of masters on NVMe."""
         for a, b in self.chunks() if self.on_disk else ():
             self.stepped(a, b, self.part("master", a, b))
-        self.beyond.flush()
+        self.transfers.flush()
 
     def fetch(self) -> bool:
         """Start reading this rank's interval into its part of `flat.full`, if it comes from a disk and the read is not under way."""
@@ -230,11 +230,11 @@ class Home:
             return False
         region = self.regions.get("parameter") or self.regions["master"]
         mine = full[slice(*self.flat.owned)]
-        self.beyond.risen()
+        self.transfers.risen()
         direct = mine.device.type == "cpu" and not mine.data_ptr() % SECTOR and not region.nbytes % SECTOR
-        data = mine if direct else self.beyond.pool.take(self.numel, region.dtype, STAGING, self.flat.unit_name)
+        data = mine if direct else self.transfers.pool.take(self.numel, region.dtype, STAGING, self.flat.unit_name)
         self._fetching = data, region.read(0, data), direct
-        self.beyond.entered("read", self.flat.unit_name, region.nbytes)
+        self.transfers.entered("read", self.flat.unit_name, region.nbytes)
         return True
 
     def put(self) -> None:
@@ -250,17 +250,17 @@ class Home:
         if self.rest is not None:
             self.follow()
             if storage_of(self.rest) != storage_of(mine):
-                self.beyond.up.copy(mine, self.rest)
+                self.transfers.up.copy(mine, self.rest)
                 if self.tiers.parameters is Tier.HOST:
-                    self.beyond.entered("up", self.flat.unit_name, mine.numel() * mine.element_size())
+                    self.transfers.entered("up", self.flat.unit_name, mine.numel() * mine.element_size())
             return
         self.fetch()
         assert self._fetching is not None
         data, transfer, direct = self._fetching
         self._fetching = None
-        self.beyond.wait(transfer)
+        self.transfers.wait(transfer)
         if not direct:
-            self.beyond.rise(mine, data)
+            self.transfers.rise(mine, data)
 
     def forget(self) -> None:
         """Drop what was fetched and will not be used."""
@@ -268,21 +268,21 @@ class Home:
             data, transfer, direct = self._fetching
             self._fetching = None
             with contextlib.suppress(TierError):  # nobody wants it any more
-                self.beyond.wait(transfer)
+                self.transfers.wait(transfer)
             if not direct:
-                self.beyond.pool.give(data)
+                self.transfers.pool.give(data)
 
     # -- gradients -------------------------------------------------------------------------------------------------------------
 
     def bring_down(self, total: torch.Tensor) -> torch.Tensor:
         """A summed gradient as host memory: itself where the device is the host."""
         nbytes = total.numel() * total.element_size()
-        self.beyond.entered("down", self.flat.unit_name, nbytes)
+        self.transfers.entered("down", self.flat.unit_name, nbytes)
         if total.device.type == "cpu":
             return total
-        low = self.beyond.pinned.empty(total.numel(), total.dtype)
-        self.beyond.device.add(LEAVING, nbytes)
-        self.beyond.down.copy(low, total, done=partial(self.beyond.device.add, LEAVING, -nbytes))
+        low = self.transfers.pinned.empty(total.numel(), total.dtype)
+        self.transfers.device.add(LEAVING, nbytes)
+        self.transfers.down.copy(low, total, done=partial(self.transfers.device.add, LEAVING, -nbytes))
         return low
 
     def take_gradient(self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]) -> None:
@@ -306,8 +306,8 @@ class Home:
                 continue
             whole, data = self._buffer(b - a, region.dtype)
             if any(e.param.grad is not None for e in self.flat.entries if _meets(e, (base + a, base + b))):
-                self.beyond.wait(region.read(a, data))
-                self.beyond.entered("read", self.flat.unit_name, data.numel() * data.element_size())
+                self.transfers.wait(region.read(a, data))
+                self.transfers.entered("read", self.flat.unit_name, data.numel() * data.element_size())
             else:
                 data.zero_()
             for entry, (x, y) in inside:
@@ -323,7 +323,7 @@ class Home:
                 x, y = self.flat.accounted(entry)
                 if x < y and total.dtype == region.dtype:  # the norm is asked for later, and now it is in memory
                     self.norms[entry.index] = torch._foreach_norm([total[x - span[0] : y - span[0]]], 2.0)[0]
-                entry.param.grad = hollow(entry.param, f"the gradient of {entry.slot.name!r}")
+                entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r}")
 
     def norm(self, entry: Entry, addresses: tuple[int, int], p: float) -> torch.Tensor:
         """The p-norm of the gradient of `entry` over `addresses`, a 0-dim tensor; read again unless it was taken as it passed by."""
@@ -351,14 +351,14 @@ class Home:
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """The intervals that are moved and stepped at a time."""
-        return ((a, min(self.numel, a + self.beyond.chunk)) for a in range(0, self.numel, self.beyond.chunk))
+        return ((a, min(self.numel, a + self.transfers.chunk)) for a in range(0, self.numel, self.transfers.chunk))
 
     # -- ledger ----------------------------------------------------------------------------------------------------------------
 
     def resting_bytes(self) -> dict[Tier, dict[str, int]]:
         """Bytes held between steps without gradients and moments, by tier and category; NVMe enters its regions itself."""
         out: dict[Tier, dict[str, int]] = {Tier.DEVICE: {}, Tier.HOST: {}}
-        full = self.flat.full if self.flat.kept else None
+        full = self.flat.full if self.flat.resident else None
         if full is not None:
             out[Tier.DEVICE][PARAMETERS] = full.numel() * full.element_size()
         if not self.on_disk:

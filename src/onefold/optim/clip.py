@@ -13,11 +13,11 @@ from collections.abc import Iterable
 
 import torch
 
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 
 
 def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
@@ -28,11 +28,11 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
         if grad is None:
             continue
         a, b = flat.accounted(entry)
-        if flat.home is not None and flat.home.gradients_on_disk:
+        if flat.offloaded is not None and flat.offloaded.gradients_on_disk:
             if a < b:
                 parts.append(entry)
             continue
-        if flat.owned != flat.interval and not flat.passive:  # other ranks hold it too: each answers for its part
+        if flat.owned != flat.interval and not flat.unsharded:  # other ranks hold it too: each answers for its part
             first = flat.local(entry)[0]
             grad = grad.reshape(-1)[a - first : b - first]
         if grad.numel():
@@ -57,7 +57,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
             "the recipe says step_in_backward=True, so that offloaded units are stepped before the norm of all gradients is known. "
             "Leave that option out to clip."
         )
-    with whole_sight(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         engine.optimizer_is_stepping()
         total = _total_norm(engine, own_gradients(engine), p)
         engine.reduce.summing.forget_if(~torch.isfinite(total))
@@ -73,24 +73,24 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         # On the host a look at the number saves a pass over all gradients. What is stepped there needs it anyway; on a device looking
         # would make the host wait.
         host = [on_one for on_one in groups if on_one[0].device.type == "cpu"]
-        if (host or away) and (engine.group.imagined or scale.item() != 1.0):
+        if (host or away) and (engine.group.fake or scale.item() != 1.0):
             scale = scale.cpu()
             for on_one in host:
                 torch._foreach_mul_(on_one, scale)
-            for home in away:
-                home.scale_by(scale)
+            for offloaded in away:
+                offloaded.scale_by(scale)
         return total.to(torch.float32)
 
 
 def in_memory(engine: Engine, params: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Offloaded]]:
     """The gradients of `params` that can be computed with, and the homes of those that are on NVMe."""
-    away = {id(e.param): f.home for f in engine.at_home if f.home is not None and f.home.gradients_on_disk for e in f.entries}
+    away = {id(e.param): f.offloaded for f in engine.offloaded_flats if f.offloaded is not None and f.offloaded.gradients_on_disk for e in f.entries}
     here, homes = [], {}
     for param in params:
         if param.grad is None:
             continue
-        if (home := away.get(id(param))) is not None:
-            homes[id(home)] = home
+        if (offloaded := away.get(id(param))) is not None:
+            homes[id(offloaded)] = offloaded
         else:
             here.append(param.grad)
     return here, list(homes.values())
@@ -125,11 +125,11 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
     else:
         norms = torch.stack([n.to(device, torch.float64) for n in each])
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
-    values = engine.group.gather_values(mine, Place("control", "(gradient norm)", engine.step, "optimizer"))
+    values = engine.group.gather_values(mine, CollectiveContext("control", "(gradient norm)", engine.step, "optimizer"))
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)
 
 
 def _norm_on_disk(entry: Entry, p: float) -> torch.Tensor:
-    home = entry.flat.home
-    assert home is not None
-    return home.norm(entry, entry.flat.accounted(entry), p)
+    offloaded = entry.flat.offloaded
+    assert offloaded is not None
+    return offloaded.norm(entry, entry.flat.accounted(entry), p)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from onefold.quant.moments import torchao_format
 from onefold.recipe.moments import FORMATS, SIGNED, packed
-from onefold.runtime.interval import Interval, IntervalSpec, dress, spec_of, whole_sight
+from onefold.runtime.interval import Interval, IntervalSpec, disable_torch_function, dress, spec_of
 
 _enabled = torch._C._is_torch_function_enabled
 
@@ -82,7 +82,7 @@ class FacedStates(PlainStates):
         has = super().__contains__
         params = [p for group in optimizer.param_groups for p in group["params"]]
         empty = [p for p in params if (spec := spec_of(p)) is not None and spec.start == spec.stop and spec.numel and not has(p)]
-        with whole_sight():
+        with disable_torch_function():
             found = {p: state for p in empty if (state := self._like_others(p))}
             if not found:
                 return
@@ -96,7 +96,7 @@ class FacedStates(PlainStates):
         spec = spec_of(key) if _enabled() and isinstance(state, dict) else None
         if spec is None:
             return state
-        with whole_sight():
+        with disable_torch_function():
             numel = spec.stop - spec.start
             if not numel and spec.numel:
                 others = self._like_others(key)
@@ -110,7 +110,7 @@ class FacedStates(PlainStates):
     def _like_others(self, param: Any) -> dict[str, Any]:
         """Empty states for a parameter of which other ranks have all elements, if it was ever stepped."""
         entry = param.__dict__["_onefold_entry"]()
-        if entry is None or entry.moved < 2 or not entry.param.requires_grad:  # 1 is what shard() wrote
+        if entry is None or entry.last_write < 2 or not entry.param.requires_grad:  # 1 is what shard() wrote
             return {}
         for other, state in super().items():
             spec = spec_of(other)

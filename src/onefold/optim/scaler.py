@@ -9,7 +9,7 @@ import torch
 from onefold.optim.clip import by_device, in_memory
 from onefold.runtime.engine import Engine
 from onefold.runtime.implementations import supports_scaling
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 
 
@@ -31,8 +31,8 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's. Where a fused kernel steps (runtime/implementations.py), an overflow is skipped on the device."""
         engine = self._engine
         known = "_step_supports_amp_scaling" in optimizer.__dict__ or kwargs.get("closure") or args
-        with whole_sight():
-            alone = not engine.at_home and engine.recipe.moments is None and not engine.passive
+        with disable_torch_function():
+            alone = not engine.offloaded_flats and engine.recipe.moments is None and not engine.unsharded
             fuses = not known and alone and supports_scaling(optimizer, engine.device)
         if not fuses:
             return super().step(optimizer, *args, **kwargs)
@@ -46,15 +46,15 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         engine = self._engine
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             grads, away = in_memory(engine, (p for group in optimizer.param_groups for p in group["params"]))
             found = torch.zeros((), dtype=torch.float32, device=engine.device)
             for on_one in by_device(grads):
                 here = torch.zeros((), dtype=torch.float32, device=on_one[0].device)
                 torch._amp_foreach_non_finite_check_and_unscale_(on_one, here, inv_scale.to(here.device))
                 found += here.to(engine.device)
-            for home in away:
-                found += not home.finite()
-                home.scale_by(inv_scale)
+            for offloaded in away:
+                found += not offloaded.finite()
+                offloaded.scale_by(inv_scale)
             engine.agree_on_overflow(found)
         return {engine.device: found}

@@ -25,7 +25,7 @@ from onefold.runtime.implementations import is_known
 
 def skips_on_device(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
     """Whether `step_unless` can take its number from the device. See the table above."""
-    in_one_piece = not engine.at_home and engine.recipe.moments is None and not engine.recipe.stochastic_rounding
+    in_one_piece = not engine.offloaded_flats and engine.recipe.moments is None and not engine.recipe.stochastic_rounding
     fused = is_known(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
     return has_streams(engine.device) and in_one_piece and fused
 

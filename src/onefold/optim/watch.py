@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import onefold.optim.whole_state as whole_state
-from onefold.offload.in_backward import Behind
+from onefold.offload.in_backward import InBackwardStepper
 from onefold.offload.step import step_apart, stepped_apart
 from onefold.optim import whole
 from onefold.quant.moments import torchao_format
@@ -37,7 +37,7 @@ from onefold.runtime.flat import Entry
 from onefold.runtime.implementations import Chosen
 from onefold.runtime.interval import spec_of
 from onefold.runtime.operators import Stepping
-from onefold.runtime.parameter import bare, face, whole_sight
+from onefold.runtime.parameter import bare, disable_torch_function, face
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -77,11 +77,11 @@ def _with_passive(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dic
     """`found` with the parameters that stay as they are on one rank, which are sharded in name only; another format is theirs too."""
     out, low = {engine: list(entries) for engine, entries in found.items()}, torchao_format(optimizer) is not None
     asking = [e for e in _engines if low or e.recipe.moments is not None or e.recipe.stochastic_rounding]
-    passive = {id(entry.param): (engine, entry) for engine in asking for entry in engine.entries if entry.flat.passive}
-    for group in optimizer.param_groups if passive else ():
+    unsharded = {id(entry.param): (engine, entry) for engine in asking for entry in engine.entries if entry.flat.unsharded}
+    for group in optimizer.param_groups if unsharded else ():
         for param in group["params"]:
-            if id(param) in passive:
-                engine, entry = passive[id(param)]
+            if id(param) in unsharded:
+                engine, entry = unsharded[id(param)]
                 out.setdefault(engine, []).append(entry)
     return out
 
@@ -120,9 +120,9 @@ def _nested(optimizer: Optimizer) -> bool:
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if _nested(optimizer):
         return None
-    with whole_sight():
+    with disable_torch_function():
         whole_state.meet_at_step(optimizer)
-        for engine in [e for e in _engines if e.passive and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
+        for engine in [e for e in _engines if e.unsharded and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
             mine = {id(entry.param) for entry in engine.entries}
             if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
                 engine.about_to_write()
@@ -132,20 +132,20 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         found = _entries_of(optimizer)
         whole.seen.add(optimizer)
         apart = {engine: stepped_apart(optimizer, engine, entries) for engine, entries in _with_passive(optimizer, found).items()}
-        away = any(engine.at_home or apart[engine] for engine in apart)
+        away = any(engine.offloaded_flats or apart[engine] for engine in apart)
     changed = _after_closure(args, kwargs) if away else _faced_closure(optimizer, args, kwargs)
-    with whole_sight():
+    with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
             known = torchao_format(optimizer) is not None  # its blocks are seen to; a trial would compile it
             if engine.recipe.elementwise_optimizer is not True and _is_cut(engine) and not known:
                 refuse_unless_elementwise(optimizer)
         for engine, entries in apart.items():
-            if engine.at_home or entries:
+            if engine.offloaded_flats or entries:
                 if engine.recipe.step_in_backward:
-                    engine.behind = engine.behind or Behind(engine)
-                    engine.behind.comes(optimizer)
-                    engine.behind.know(optimizer, entries)
+                    engine.in_backward_stepper = engine.in_backward_stepper or InBackwardStepper(engine)
+                    engine.in_backward_stepper.comes(optimizer)
+                    engine.in_backward_stepper.know(optimizer, entries)
                 with torch.no_grad():
                     step_apart(optimizer, engine, entries)
                 gone = [e.param for e in entries]
@@ -196,7 +196,7 @@ class _Arguments(tuple[Any, ...]):
 
 def _is_cut(engine: Engine) -> bool:
     """Whether the optimizer is given parts of parameters, or steps a part of them at a time."""
-    return any(not f.whole_master or f.tiled or f.home is not None for u in engine.units for f in u.flats)
+    return any(not f.whole_master or f.tiled or f.offloaded is not None for u in engine.units for f in u.flats)
 
 
 def _after_closure(args: Any, kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _nested(optimizer):
         return
     _faced(optimizer)
-    with whole_sight():
+    with disable_torch_function():
         _show_again(optimizer)
         for engine, entries in _entries_of(optimizer).items():
             engine.optimizer_has_stepped(entries)

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 
 #: Optimizers that have stepped sharded parameters.
 seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -49,7 +49,7 @@ def gather(engine: Engine, optimizers: Iterable[Optimizer]) -> list[dict[int, di
     Raises:
         ValueError: a state is neither element-wise nor a number, or the ranks have different optimizers.
     """
-    with whole_sight(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         return [_gather_one(engine, optimizer) for optimizer in _agreed(engine, list(optimizers))]
 
 
@@ -63,7 +63,7 @@ def _agreed(engine: Engine, optimizers: list[Optimizer]) -> list[Optimizer]:
 
 def _all(engine: Engine, said: Any) -> list[Any]:
     """What every rank says, in the order of ranks."""
-    if engine.world_size == 1 or engine.group.imagined:
+    if engine.world_size == 1 or engine.group.fake:
         return [said]
     out: list[Any] = [None] * engine.world_size
     dist.all_gather_object(out, said, group=engine.group.control_group)
@@ -116,18 +116,18 @@ def _wholes(
         part = known.get(entry.number, {}).get(key)
         if part is not None and b > a:
             full[a:b].copy_(part)
-    place = Place("state", flat.unit_name, engine.step, "state")
+    place = CollectiveContext("state", flat.unit_name, engine.step, "state")
     flat.route.group_of_owners.all_gather(full, place, flat.index, move="state").wait()
     return [(entry, flat.view(full, entry).clone()) for entry in entries]
 
 
 def cut(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
     """Whole states in `optimizer.state` become this rank's parts. Local. A parameter whose shape changed loses its states."""
-    with whole_sight(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         for optimizer in optimizers:
             for entry in engine.entries:
                 state = optimizer.state.get(entry.param)
-                if state and not entry.flat.passive:
+                if state and not entry.flat.unsharded:
                     _cut_one(optimizer, entry, state)
 
 

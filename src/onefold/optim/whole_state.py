@@ -43,7 +43,7 @@ from onefold.offload.storage import state_kind
 from onefold.recipe.moments import SIGNED, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.parameter import leaf_asked_by, whole_sight
+from onefold.runtime.parameter import disable_torch_function, leaf_asked_by
 from onefold.runtime.storageless import StatePlace
 from onefold.runtime.stream import dist_rank, from_first, held_by, interval_of, tell_all, to_first
 
@@ -79,7 +79,7 @@ def follow(engine: Engine, held: bool) -> None:
     """From now on the state dicts of optimizers over the engine's parameters are whole; also of those that exist (`held`: some may)."""
     _engines.add(engine)
     _passed.clear()
-    if engine.passive and not _in_another_format(engine):
+    if engine.unsharded and not _in_another_format(engine):
         return  # its parameters hold what torch's own would
     leaf_asked_by[0] = meet
     if not held:
@@ -90,7 +90,7 @@ def follow(engine: Engine, held: bool) -> None:
         groups: list[dict[str, Any]] = optimizer.__dict__.get("param_groups", [])
         if any(id(p) in mine for group in groups for p in group["params"]):
             meet(optimizer)
-            with whole_sight():  # it may have stepped whole parameters before
+            with disable_torch_function():  # it may have stepped whole parameters before
                 faced_states.make_all_plain(optimizer)
                 show_states(optimizer)
 
@@ -211,7 +211,7 @@ class _Outline:
         self.engines = list(engines.values())
         self.engine = self.engines[0] if engines else None
         entries = [e for param in self.params for e in param.entries]
-        self.divided = any(not (e.flat.passive or e.flat.whole_master) for e in entries)
+        self.divided = any(not (e.flat.unsharded or e.flat.whole_master) for e in entries)
         self.special = self.divided or any(_special(optimizer, e, e.engine()) for e in entries)
         if any(sorted(e.group.ranks) != sorted(self.engines[0].group.ranks) for e in self.engines):
             raise ValueError(
@@ -221,11 +221,11 @@ class _Outline:
 
 
 def _special(optimizer: Optimizer, entry: Entry, engine: Any) -> bool:
-    on_disk = entry.flat.home is not None and entry.flat.home.on_disk
+    on_disk = entry.flat.offloaded is not None and entry.flat.offloaded.on_disk
     return on_disk or entry.flat.tiled or _rests(optimizer, entry, engine) is not None
 
 
-def _rests(optimizer: Optimizer, entry: Entry, engine: Engine) -> moments.Rests | None:
+def _rests(optimizer: Optimizer, entry: Entry, engine: Engine) -> moments.MomentPolicy | None:
     if not _in_another_format(engine) and moments.torchao_format(optimizer) is None:
         return None
     return moments.rests(optimizer, engine.recipe, entry.flat)
@@ -233,7 +233,7 @@ def _rests(optimizer: Optimizer, entry: Entry, engine: Engine) -> moments.Rests 
 
 def _held_shape(entry: Entry) -> tuple[int, ...]:
     """The shape of what the optimizer has of a parameter."""
-    if entry.flat.passive or entry.flat.whole_master:
+    if entry.flat.unsharded or entry.flat.whole_master:
         return tuple(entry.slot.shape)
     a, b = entry.flat.local(entry)
     return (b - a,)
@@ -245,14 +245,14 @@ def _held_shape(entry: Entry) -> tuple[int, ...]:
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     if optimizer in _locally:
         return None
-    with whole_sight(), torch.no_grad(), torch.inference_mode(False):
+    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         outline = _Outline(optimizer)
         engine = outline.engine
         if engine is None or not outline.special:
             return None
         _check_moment(engine, "state_dict")
         for each in outline.engines:
-            each.beyond.check()
+            each.transfers.check()
         said = _say(optimizer, outline)
         plan = _plan(optimizer, outline, tell_all(engine, _STATE_DICT, said) if outline.divided else [said])
         first = engine.rank == 0 or not outline.divided
@@ -395,10 +395,10 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
     for name, value in found.items():
         grain = grain_of(name)
         if value.device.type == "meta":
-            home = flat.home
-            assert home is not None
+            offloaded = flat.offloaded
+            assert offloaded is not None
             at = entry.slot.start - flat.owned[0]
-            parts[name] = home.part(state_kind(name, value.dtype), *items_of(at + x, at + y, grain))
+            parts[name] = offloaded.part(state_kind(name, value.dtype), *items_of(at + x, at + y, grain))
         else:
             parts[name] = value.detach().reshape(-1)[slice(*items_of(x - base, y - base, grain))]
     if key in parts:
@@ -446,7 +446,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     _landed.pop(optimizer, None)
     if optimizer in _locally:
         return None
-    with whole_sight(), torch.no_grad(), torch.inference_mode(False):
+    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         outline = _Outline(optimizer)
         engine = outline.engine
         if engine is None or (engine.group.size == 1 and not outline.special):
@@ -463,7 +463,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
             return None
         for each in outline.engines:
             each.about_to_write()
-            each.beyond.check()
+            each.transfers.check()
         given = state_dict
         if scattered:  # what is no tensor of elements is said, the rest is sent
             given = tell_all(engine, _LOAD, _said_by_first(outline, state_dict) if engine.rank == 0 else None)[0]
@@ -555,7 +555,7 @@ def _cannot_be_cut(outline: _Outline, param: _Param, value: Any) -> bool:
 
 
 def _on_disk(entry: Entry) -> bool:
-    return entry.flat.home is not None and entry.flat.home.on_disk
+    return entry.flat.offloaded is not None and entry.flat.offloaded.on_disk
 
 
 @dataclass(frozen=True)
@@ -621,7 +621,7 @@ def _take(
                 error = error or put.error
     for each in outline.engines:
         with contextlib.suppress(Exception) if error else contextlib.nullcontext():
-            each.beyond.flush() if each.on_disk else None
+            each.transfers.flush() if each.on_disk else None
     engine = outline.engine
     assert engine is not None
     wrong = next((f"rank {rank}: {told}" for rank, told in enumerate(tell_all(engine, _LOAD, error)) if told), None)
@@ -679,8 +679,8 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
     for name, kind in dtypes.items():
         shape = _held_shape(entry) if packed(name) is None else (-(-(stop - base) // grain_of(name)),)
         if away:
-            assert flat.home is not None
-            flat.home.region(state_kind(name, kind), kind)
+            assert flat.offloaded is not None
+            flat.offloaded.region(state_kind(name, kind), kind)
         parts[name] = StatePlace.of(shape, kind) if away else torch.zeros(shape, dtype=kind, device=device)
 
     def put(x: int, y: int, values: torch.Tensor) -> None:
@@ -695,9 +695,9 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
         for name, value in new.items():
             grain, kind = grain_of(name), dtypes[name]
             if away:
-                assert flat.home is not None
+                assert flat.offloaded is not None
                 at, _ = items_of(entry.slot.start - flat.owned[0] + x, 0, grain)
-                flat.home.write_part(state_kind(name, kind), at, value.to("cpu", kind))
+                flat.offloaded.write_part(state_kind(name, kind), at, value.to("cpu", kind))
             else:
                 parts[name].view(-1)[slice(*items_of(x - base, y - base, grain))].copy_(value)
 
@@ -707,7 +707,7 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
 def _after_load(optimizer: Optimizer) -> None:
     for landing in _landed.pop(optimizer, ()):
         optimizer.state[landing.entry.param].update(landing.parts)
-    with whole_sight():
+    with disable_torch_function():
         show_states(optimizer)
 
 
@@ -719,7 +719,7 @@ def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
     Tensors alias the optimizer's. Where states rest on NVMe they are places only, which cannot be copied or pickled.
     """
-    with whole_sight(), _only_local(optimizer):
+    with disable_torch_function(), _only_local(optimizer):
         faced_states.make_all_plain(optimizer)
         state = optimizer.state_dict()
     return {**state, LOCAL: _rank_and_size(optimizer)}
@@ -739,7 +739,7 @@ def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
             f"load_local_state_dict was given the part of rank {said['rank']} of {said['ranks']} on rank {here['rank']} of "
             f"{here['ranks']}. What optimizer.state_dict() returns loads on any number of ranks."
         )
-    with whole_sight():
+    with disable_torch_function():
         for engine in _Outline(optimizer).engines:
             engine.about_to_write()
     with _only_local(optimizer):
@@ -756,6 +756,6 @@ def _only_local(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _rank_and_size(optimizer: Optimizer) -> dict[str, int]:
-    with whole_sight():
+    with disable_torch_function():
         engine = _Outline(optimizer).engine
     return {"rank": dist_rank(engine), "ranks": engine.group.size} if engine is not None else {"rank": 0, "ranks": 1}

@@ -193,7 +193,7 @@ def _passing(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: b
 
 def _sums(flat: FlatPlan) -> torch.dtype:
     """What a flat buffer's gradients land in."""
-    return flat.dtypes.wire if flat.whole_master or flat.spread else flat.dtypes.sums
+    return flat.dtypes.wire if flat.whole_master or flat.broadcast_back else flat.dtypes.sums
 
 
 def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) -> int:

@@ -52,7 +52,7 @@ def summed_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int =
             if adds == "backend" and flat.whole_master:  # a copy for it to add into
                 total += times * 2 * hop.span * flat.dtypes.wire.itemsize
                 continue
-            sent_on = at + 1 == len(flat.hops) and (flat.whole_master or flat.spread)
+            sent_on = at + 1 == len(flat.hops) and (flat.whole_master or flat.broadcast_back)
             written = flat.dtypes.wire if sent_on else flat.dtypes.sums
             total += times * added_bytes(hop.own, hop.size if adds == "at once" else 1, flat.dtypes.wire.itemsize, written.itemsize)
     return total

@@ -8,7 +8,7 @@
 
 A rate of blocks knows none of this: equal FLOPs in more and smaller operations take longer (transformers' Llama and GPT-2 blocks 1.3 times,
 Mixtral's 1.6 times as long as a plain block of their width). The five figures are fitted for each dtype and number of ranks to passes that
-a calibration times (`PassPoint`): of the blocks and chains in `onefold.plan.yardsticks`. No model that is planned for is among them.
+a calibration times (`PassPoint`): of the blocks and chains in `onefold.plan.benchmark_blocks`. No model that is planned for is among them.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Division:
     topology: Topology
     position: int
     over_group: bool = False
-    doubled: bool = False
+    has_secondary: bool = False
     gathered: str | None = None
     stored: bool = False
     reduced: str | None = None
@@ -98,7 +98,7 @@ class Division:
 
     def renewal_hops(self) -> tuple[tuple[Level, int, int], ...]:
         """The same for what brings a second copy up to date, before it is gathered from."""
-        return (("across" if self.two_levels else "all", self.topology.outer - 1, 1),) if self.doubled else ()
+        return (("across" if self.two_levels else "all", self.topology.outer - 1, 1),) if self.has_secondary else ()
 
     def copy_hops(self) -> tuple[tuple[Level, int, int], ...]:
         """The same for a gather from second copies."""

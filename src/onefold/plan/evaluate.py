@@ -216,7 +216,7 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0
-    gathered = [sum(_gathered(f) for f in u.flats if not f.kept) for u in units]
+    gathered = [sum(_gathered(f) for f in u.flats if not f.resident) for u in units]
     late, again = recipe.reduce_at == "boundary" and micro_batches > 1, micro_batches > 1
     names = outer(list(units))
     around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
@@ -226,7 +226,7 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
         one = 0
         for f in (f for f in unit.flats if f.trainable):
             one += _on_its_way(f, late)
-            sums, sent_on = f.dtypes.sums.itemsize, f.whole_master or f.spread
+            sums, sent_on = f.dtypes.sums.itemsize, f.whole_master or f.broadcast_back
             held = again and recipe.gradients.over == GROUP and len(f.hops) > 1
             kept = f.numel * sums if late else f.hops[0].own * sums if held else 0
             landed = f.dtypes.wire if sent_on else f.dtypes.sums
@@ -235,14 +235,14 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
             elements = f.own if sent_on else f.layout.shard_numel
             if f.tiers is None:
                 total += elements * (landed.itemsize + copied + twice)
-            elif f.spread:
+            elif f.broadcast_back:
                 total += elements * landed.itemsize
             else:
                 leaving.append(elements * landed.itemsize)
             total += kept
         reductions.append(one)
     every = sum(gathered) if not recipe.reshard_after_forward else 0
-    fetched = any(f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.kept for u in units for f in u.flats)
+    fetched = any(f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.resident for u in units for f in u.flats)
     ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
     # Small units may be gathered, and small reductions be under way, beyond those counts: the latter with what they send and receive.
     small = min(sum(gathered), SMALL_TRAFFIC) * bool(prefetch) + min(sum(reductions), 3 * SMALL_TRAFFIC) * bool(in_flight)

@@ -22,7 +22,7 @@ def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int 
     """Bytes of memory read and written in a step, by one rank."""
     total = 0.0
     for unit in units:
-        for flat in (f for f in unit.flats if f.trainable and not f.passive):
+        for flat in (f for f in unit.flats if f.trainable and not f.unsharded):
             total += _stored(flat, recipe, micro_batches) + _passed_on(flat, recipe, micro_batches)
     return total
 
@@ -48,7 +48,7 @@ def _passed_on(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
             others = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
             total += times * (others + hop.own * (d.sums.itemsize - d.wire.itemsize))
     total += (times - 1) * flat.own * 3 * d.master.itemsize  # added to what earlier micro-batches left
-    landed = d.wire if flat.whole_master or flat.spread else d.sums
+    landed = d.wire if flat.whole_master or flat.broadcast_back else d.sums
     if landed != d.master:
         total += times * flat.own * (landed.itemsize + d.master.itemsize)
     return total

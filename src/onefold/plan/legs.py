@@ -53,8 +53,8 @@ def gather_legs(flat: FlatPlan, gathers: int) -> list[Leg]:
     division, each = flat.division, flat.each
     if not gathers:
         return []
-    phase: Phase = "first forward" if flat.kept else "both"
-    hops = division.copy_hops() if division.doubled else division.gather_hops(flat.whole_master)
+    phase: Phase = "first forward" if flat.resident else "both"
+    hops = division.copy_hops() if division.has_secondary else division.gather_hops(flat.whole_master)
     legs = [Leg("all-gather", True, level, gathers * peers * parts * each, gathers, phase) for level, peers, parts in hops]
     renewals = division.renewal_hops() if flat.trainable else ()
     return legs + [Leg("all-gather", True, level, peers * parts * each, 1, "first forward") for level, peers, parts in renewals]

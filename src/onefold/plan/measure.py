@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onefold.comm import Group, Place
+from onefold.comm import CollectiveContext, Group
 from onefold.device import has_streams, synchronize
+from onefold.plan.benchmark_blocks import Block, Chain, Gated, block_flops
 from onefold.plan.counting import count
 from onefold.plan.measured import ADAMW_BYTES, BlockPoint, HostLink, MatrixPoint, PassPoint, Points
 from onefold.plan.sizes import Sizes
-from onefold.plan.yardsticks import Block, Chain, Gated, block_flops
 
 #: Seconds that one timing lasts at least, so that neither the clock's own cost nor the ranks' waking up shows.
 SHORTEST = 0.004
@@ -37,8 +37,8 @@ class Bench:
     device: torch.device
     sizes: Sizes
 
-    def place(self, move: str) -> Place:
-        return Place(move, "calibration", 0, "doctor")
+    def place(self, move: str) -> CollectiveContext:
+        return CollectiveContext(move, "calibration", 0, "doctor")
 
     def together(self) -> None:
         """Until all ranks are here and this one's device has finished."""

@@ -19,7 +19,7 @@ SIDE = 512
 ROUNDS = 7
 
 
-class Moves:
+class WriteCounters:
     """The three moves of one flat fp32 buffer of `nbytes` bytes, cut evenly among the group's ranks."""
 
     def __init__(self, bench: Bench, nbytes: int) -> None:
@@ -75,14 +75,14 @@ def measure_move(bench: Bench, move: str) -> Points:
     """(payload bytes that one rank sends, seconds) of `move` at every size."""
     out = []
     for nbytes in bench.sizes.move_bytes:
-        moves = Moves(bench, nbytes)
+        moves = WriteCounters(bench, nbytes)
         out.append((float(moves.payload(move)), bench.seconds(moves.call(move))))
     return tuple(out)
 
 
 def measure_overlap(bench: Bench) -> Overlap:
     """A gather, matrix products that take about as long, and both at once."""
-    gather = Moves(bench, bench.sizes.overlap_bytes)
+    gather = WriteCounters(bench, bench.sizes.overlap_bytes)
     a, b = torch.randn(2, SIDE, SIDE, device=bench.device)
     out = torch.empty_like(a)
     alone = bench.seconds(gather.all_gather)
@@ -105,7 +105,7 @@ def measure_overlap(bench: Bench) -> Overlap:
     return Overlap(compute=medians[0], gather=medians[1], together=medians[2], compute_beside=bench.greatest(statistics.median(beside)))
 
 
-def _both(bench: Bench, gather: Moves, compute: Callable[[], None]) -> tuple[tuple[float, float], float]:
+def _both(bench: Bench, gather: WriteCounters, compute: Callable[[], None]) -> tuple[tuple[float, float], float]:
     """((begin, end) until both are done, seconds of the computing)."""
     marks = [new_event(bench.device, timing=True) for _ in range(2)] if has_streams(bench.device) else []
     bench.together()

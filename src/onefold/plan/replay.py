@@ -96,7 +96,7 @@ class Replay(Holding):
         self.ahead = units_ahead(units, recipe)
         self.in_flight = recipe.in_flight if recipe.overlap else 0
         self.from_disk = bool(self.ahead) and any(_on_disk(f) for u in units for f in u.flats)
-        self.passive = all(f.passive for u in units for f in u.flats)
+        self.unsharded = all(f.unsharded for u in units for f in u.flats)
         self.outer = outer(units)
         self.ends_first = any(u.looks_up_only for u in units)  # the embedding is a unit of its own, so the root is a final norm or a head
         self.moments: list[Moment] = []
@@ -134,7 +134,7 @@ class Replay(Holding):
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
     def _order(self) -> list[_Unit]:
-        return [u for u in self.units if not u.plan.kept]
+        return [u for u in self.units if not u.plan.resident]
 
     def _forward(self, k: int) -> None:
         self.cursor, self.renewing = self._order(), k == 0
@@ -146,7 +146,7 @@ class Replay(Holding):
             open_units.append(unit)
         while open_units:
             self._leave(open_units.pop(), k)
-        if any(not u.plan.kept for u in self.units):
+        if any(not u.plan.resident for u in self.units):
             self._drain()
 
     def _leave(self, unit: _Unit, k: int) -> None:
@@ -158,7 +158,7 @@ class Replay(Holding):
             self._release(unit)
 
     def _acquire(self, unit: _Unit) -> None:
-        if unit.plan.kept:
+        if unit.plan.resident:
             return
         if unit in self.cursor:
             del self.cursor[: self.cursor.index(unit) + 1]
@@ -183,13 +183,13 @@ class Replay(Holding):
 
     @staticmethod
     def _bytes(unit: _Unit) -> int:
-        return sum(flat.numel * flat.dtypes.compute.itemsize for flat in unit.plan.flats if not flat.kept)
+        return sum(flat.numel * flat.dtypes.compute.itemsize for flat in unit.plan.flats if not flat.resident)
 
     def _launch(self, unit: _Unit) -> None:
         unit.gathered = True
         self.unused.add(unit.index)
         for i, flat in enumerate(unit.plan.flats):
-            if not flat.kept:
+            if not flat.resident:
                 self._hold(unit, [i])
                 if flat.division.gathered is not None:
                     unit.coded.append(self._take(flat.ranks * flat.each, torch.uint8, GATHERED))
@@ -202,7 +202,7 @@ class Replay(Holding):
 
     def _reads(self, flat: FlatPlan) -> bool:
         """Whether a gather begins with the masters: where something is kept of them, only the first after a step."""
-        keeps = flat.division.gathered is not None or flat.division.doubled
+        keeps = flat.division.gathered is not None or flat.division.has_secondary
         return not keeps or (self.renewing and flat.trainable)
 
     def _hold(self, unit: _Unit, which: list[int]) -> None:
@@ -229,7 +229,7 @@ class Replay(Holding):
         self.copies: list[int] = []
         self.renewing = False
         order = _backwards(self.units)
-        self.cursor = [u for u in order if not u.plan.kept and not u.plan.looks_up_only and not u.gathered]
+        self.cursor = [u for u in order if not u.plan.resident and not u.plan.looks_up_only and not u.gathered]
         around: list[_Unit] = []
         tail: list[_Unit] = []  # the root where it holds nothing but what follows the blocks: done before them
         for unit in order:
@@ -241,11 +241,11 @@ class Replay(Holding):
                 self._acquire(unit)
             if unit.plan.path == "" and self.ends_first:
                 tail.append(unit)
-                if not self.passive:
+                if not self.unsharded:
                     self._early(unit, deferring)
             elif unit.plan.name in self.outer:
                 around.append(unit)  # its own parameters get their last gradient after those inside
-                if not self.passive:
+                if not self.unsharded:
                     self._early(unit, deferring)
             else:
                 self._complete(unit, k, deferring)
@@ -271,17 +271,17 @@ class Replay(Holding):
     def _early(self, unit: _Unit, deferring: bool) -> None:
         """A unit around others has parameters whose gradients come first (a final norm, a head): its buffer is there from then on."""
         for flat in unit.plan.flats:
-            if flat.trainable and not flat.passive:
+            if flat.trainable and not flat.unsharded:
                 self._store(flat, deferring)
 
     def _complete(self, unit: _Unit, k: int, deferring: bool) -> None:
-        if not self.passive:
+        if not self.unsharded:
             for flat in unit.plan.flats:
-                if flat.trainable and not flat.passive:
+                if flat.trainable and not flat.unsharded:
                     self._store(flat, deferring)
             if not deferring:
                 for flat in unit.plan.flats:
-                    if flat.trainable and not flat.passive:
+                    if flat.trainable and not flat.unsharded:
                         self._reduce(unit, flat)
                 while self._is_due():
                     self._land(self.flying.pop(0))
@@ -296,7 +296,7 @@ class Replay(Holding):
     def _own_gradients(self, unit: _Unit) -> None:
         """Where the engine has no hooks autograd's gradients are the parameters' own."""
         for flat in unit.plan.flats:
-            if flat.passive and flat.trainable and id(flat) not in self.has_grad:
+            if flat.unsharded and flat.trainable and id(flat) not in self.has_grad:
                 self.has_grad.add(id(flat))
                 self._add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
@@ -326,7 +326,7 @@ class Replay(Holding):
         if r.buffer.dtype != wire:
             r.sent = self._take(r.buffer.numel, wire, REDUCTION)
         peers = hop.size - 1
-        if r.is_last and not flat.spread and hop.size > 1 and wire == flat.dtypes.sums == r.buffer.dtype:
+        if r.is_last and not flat.broadcast_back and hop.size > 1 and wire == flat.dtypes.sums == r.buffer.dtype:
             r.into, peers = Buffer(hop.own, wire, REDUCTION, pooled=False), peers - 1
             self._add(REDUCTION, r.into.nbytes)
         if peers:
@@ -367,7 +367,7 @@ class Replay(Holding):
             total = self._take(r.hop.own, sums, REDUCTION)
         else:
             dtype = _landed(flat)
-            nbytes = (flat.own if flat.spread else r.hop.own) * dtype.itemsize
+            nbytes = (flat.own if flat.broadcast_back else r.hop.own) * dtype.itemsize
             self._add(GRADIENTS, 0 if r.whole else nbytes)
             if dtype != sums and not (r.rows or r.whole):
                 self._give(self._take(r.hop.own, sums, REDUCTION))
@@ -401,7 +401,7 @@ class Replay(Holding):
 
     def _hand_over(self, flat: FlatPlan, nbytes: int) -> None:
         """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added to it."""
-        whole = flat.spread  # sums that were sent on are handed over at the end of backward
+        whole = flat.broadcast_back  # sums that were sent on are handed over at the end of backward
         if flat.tiers is not None:  # they leave the device
             if whole:
                 self.summed.append(nbytes)
@@ -426,12 +426,12 @@ class Replay(Holding):
 
 def _landed(flat: FlatPlan) -> torch.dtype:
     """What sums are in when they are handed over."""
-    return flat.dtypes.wire if flat.whole_master or flat.spread else flat.dtypes.sums
+    return flat.dtypes.wire if flat.whole_master or flat.broadcast_back else flat.dtypes.sums
 
 
 def _on_disk(flat: FlatPlan) -> bool:
     """Whether what it is gathered from lies on NVMe."""
-    return flat.tiers is not None and flat.tiers.parameters is Tier.NVME and not flat.kept
+    return flat.tiers is not None and flat.tiers.parameters is Tier.NVME and not flat.resident
 
 
 def outer(units: list[UnitPlan]) -> frozenset[str]:

@@ -12,7 +12,7 @@ from onefold.plan.tiled import is_in_tiles
 from onefold.plan.wires import WIRES, as_recipe
 from onefold.recipe import Recipe
 from onefold.recipe.groups import FLAT
-from onefold.runtime.placement import of_leaving
+from onefold.runtime.placement import offload_notes
 
 
 def said_of(question: Question, shown: Candidate) -> tuple[str, ...]:
@@ -55,6 +55,6 @@ def _of_nodes(question: Question, shown: Candidate) -> Iterator[str]:
 
 def _of_sizes(question: Question, recipe: Recipe) -> Iterator[str]:
     sizes = [sum(p.numel for p in u.parameters if p.trainable) for u in question.model.units]
-    yield from of_leaving(sizes, recipe, question.machine.ranks)
+    yield from offload_notes(sizes, recipe, question.machine.ranks)
     if recipe.tile is not None and not is_in_tiles(question.model):
         yield f"tile={recipe.tile:,} bytes has no effect: no weight that can be computed in tiles is larger"

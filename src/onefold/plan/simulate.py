@@ -52,7 +52,7 @@ from onefold.plan.trace import loss_of
 from onefold.plan.values import Integers
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
 from onefold.recipe.groups import FLAT, NODE
-from onefold.runtime.interval import whole_sight
+from onefold.runtime.interval import disable_torch_function
 
 #: Ranks up to which a simulation is asked for; more would work.
 MOST_RANKS = 4096
@@ -395,7 +395,7 @@ def _steps(
         stepper.zero_grad()
     left = engine.memory.now()
     engine.memory.record = False
-    with whole_sight():
+    with disable_torch_function():
         held = [t for state in stepper.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     rest = left | {MOMENTS: sum(t.numel() * t.element_size() for t in held)}
     return Account(rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=_wire(engine))

@@ -26,7 +26,7 @@ class Sizes:
         disk_bytes: of the file that is written and read.
         budget_s: seconds a point may take beyond its least number of repeats, over all rounds.
         rounds: how often everything is measured; the median of the rounds counts.
-        gated, chains: (hidden, tokens) of gated blocks and of chains of small operations; see `onefold.plan.yardsticks`.
+        gated, chains: (hidden, tokens) of gated blocks and of chains of small operations; see `onefold.plan.benchmark_blocks`.
         steps: (hidden, tokens) of the reference steps: far apart in tokens for each weight, which tells passes from gradients.
     """
 

@@ -76,8 +76,8 @@ class FlatPlan:
     division: Division
     ranks: int
     whole_master: bool
-    passive: bool
-    kept: bool
+    unsharded: bool
+    resident: bool
     tiers: Tiers | None = None
     format: str | None = None
 
@@ -101,14 +101,14 @@ class FlatPlan:
         return self.division.hops(self.layout.shard_numel, self.whole_master)
 
     @property
-    def spread(self) -> bool:
+    def broadcast_back(self) -> bool:
         """Sums go on to who holds them too."""
         return self.ranks > 1 and self.owned != self.interval
 
     @property
     def spreads(self) -> tuple[Hop, ...]:
         """The hops by which they go on: back over those of the reduction, all where everybody holds them, else the last."""
-        if not self.spread:
+        if not self.broadcast_back:
             return ()
         return self.hops[::-1] if self.whole_master else self.hops[-1:]
 
@@ -121,7 +121,7 @@ class FlatPlan:
     @property
     def shared(self) -> bool:
         """The kept copy holds the masters: they are no bytes of their own."""
-        return self.kept and self.dtypes.compute == self.dtypes.master and self.tiers is None
+        return self.resident and self.dtypes.compute == self.dtypes.master and self.tiers is None
 
     @property
     def own(self) -> int:
@@ -149,8 +149,8 @@ class UnitPlan:
     turns: bool = False  # it stays gathered between a forward pass and its backward pass: see `_at_the_turn`
 
     @property
-    def kept(self) -> bool:
-        return all(f.kept for f in self.flats)
+    def resident(self) -> bool:
+        return all(f.resident for f in self.flats)
 
     def encloses(self, other: UnitPlan) -> bool:
         return self is not other and (self.path == "" or other.path.startswith(self.path + "."))
@@ -181,7 +181,7 @@ def units_of(
 def _at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
     """The names of the units that a forward pass uses last and the backward pass first (runtime/unit.py), if it uses them in this order:
     the last that is gathered, and those around it."""
-    gathered = [u for u in units if not u.kept]
+    gathered = [u for u in units if not u.resident]
     around = [u for u in gathered if u is gathered[-1] or u.encloses(gathered[-1])]
     return {u.name for u in around if not u.looks_up_only and ".tiles." not in u.name}
 
@@ -206,33 +206,33 @@ def _flat(parameters: list[Parameter], trainable: bool, recipe: Recipe, division
     ranks, stored = division.topology.size, division.stored
     dtypes = Dtypes.of(getattr(torch, parameters[0].dtype), trainable, recipe)
     same = all(getattr(torch, p.dtype) == dtypes.compute == dtypes.master for p in parameters)
-    passive = ranks == 1 and tiers is None and not stored and same
+    unsharded = ranks == 1 and tiers is None and not stored and same
     alone = ranks == 1 and not stored and (dtypes.compute == dtypes.master if tiers is None else tiers.parameters is Tier.DEVICE)
-    kept = recipe.parameters.placement is Placement.REPLICATED or passive or alone
+    resident = recipe.parameters.placement is Placement.REPLICATED or unsharded or alone
     block = max(recipe.block, block_at_rest(recipe, codec) if stored else 0)
     return FlatPlan(
         layout=_layout(tuple((p.name, p.shape) for p in parameters), ranks, SECTOR if tiers is not None and tiers.on_disk else 0, block),
         dtypes=dtypes,
         trainable=trainable,
-        division=_divided(division, dtypes, kept, recipe),
+        division=_divided(division, dtypes, resident, recipe),
         ranks=ranks,
         whole_master=recipe.optimizer.placement is Placement.REPLICATED or ranks == 1,
-        passive=passive,
-        kept=kept,
+        unsharded=unsharded,
+        resident=resident,
         tiers=tiers,
         format=recipe.moments,
     )
 
 
-def _divided(plain: Division, dtypes: Dtypes, kept: bool, recipe: Recipe) -> Division:
+def _divided(plain: Division, dtypes: Dtypes, resident: bool, recipe: Recipe) -> Division:
     inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
     low = str(dtypes.compute).removeprefix("torch.") in _LOW
     travels = plain.topology.size > 1 or plain.stored
     return replace(
         plain,
         over_group=recipe.optimizer.over == GROUP,
-        doubled=inside and not plain.stored and not kept and plain.topology.outer > 1,
-        gathered=(recipe.frozen if plain.stored else recipe.parameters.codec) if low and travels and not kept else None,
+        has_secondary=inside and not plain.stored and not resident and plain.topology.outer > 1,
+        gathered=(recipe.frozen if plain.stored else recipe.parameters.codec) if low and travels and not resident else None,
         reduced=recipe.gradients.codec if dtypes.sums == torch.float32 else None,
     )
 
@@ -264,15 +264,15 @@ def resting(flat: FlatPlan) -> dict[str, int]:
     out = {PARAMETERS: copied(flat), RESIDUALS: residuals(flat)}
     full = flat.numel * flat.dtypes.compute.itemsize
     if flat.tiers is not None:
-        here = flat.numel if flat.kept else flat.own if flat.tiers.parameters is Tier.DEVICE else 0
+        here = flat.numel if flat.resident else flat.own if flat.tiers.parameters is Tier.DEVICE else 0
         out[PARAMETERS] += here * flat.dtypes.compute.itemsize
-    elif flat.passive:
+    elif flat.unsharded:
         out[PARAMETERS] = flat.layout.content * flat.dtypes.compute.itemsize
     elif flat.shared:
         out[PARAMETERS] = full
     elif not flat.division.stored:
         out[MASTERS] = flat.own * flat.dtypes.master.itemsize
-        out[PARAMETERS] += full if flat.kept else 0
+        out[PARAMETERS] += full if flat.resident else 0
     return {k: v for k, v in out.items() if v}
 
 
@@ -280,9 +280,9 @@ def copied(flat: FlatPlan) -> int:
     """Bytes of what is kept to gather from beside the masters: a second copy, the own part encoded, or frozen weights at rest."""
     division = flat.division
     if division.gathered is not None:
-        parts = division.topology.outer if division.doubled else flat.own // max(flat.layout.shard_numel, 1)
+        parts = division.topology.outer if division.has_secondary else flat.own // max(flat.layout.shard_numel, 1)
         return parts * flat.each
-    return division.topology.outer * flat.each if division.doubled else 0
+    return division.topology.outer * flat.each if division.has_secondary else 0
 
 
 def residuals(flat: FlatPlan) -> int:
@@ -347,8 +347,8 @@ def units_ahead(units: Sequence[UnitPlan], recipe: Recipe) -> int:
 
 def gathers_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int) -> int:
     """How often a step gathers this buffer over the wire."""
-    if flat.kept or flat.whole_master:
-        stale = flat.kept and flat.trainable and not flat.whole_master
+    if flat.resident or flat.whole_master:
+        stale = flat.resident and flat.trainable and not flat.whole_master
         return 1 if stale else 0
     return launches_of(unit, flat, recipe, micro_batches)
 
@@ -356,7 +356,7 @@ def gathers_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: in
 def launches_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, backward: bool = True) -> int:
     """How often a step makes the whole of a buffer that is not kept, over the wire or not; with `backward=False` in forward passes only."""
     again = backward and recipe.reshard_after_forward and not (unit.looks_up_only or unit.turns)
-    return 0 if flat.kept else micro_batches * (2 if again else 1)
+    return 0 if flat.resident else micro_batches * (2 if again else 1)
 
 
 def reductions_of(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> int:
@@ -367,7 +367,7 @@ def reductions_of(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> int:
 
 def puts_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, backward: bool = True) -> int:
     """How often a step reads this rank's masters for a buffer that is not kept: once for what is encoded or copied, if it is trained."""
-    if flat.division.gathered is not None or flat.division.doubled:
+    if flat.division.gathered is not None or flat.division.has_secondary:
         return int(flat.trainable)
     return launches_of(unit, flat, recipe, micro_batches, backward)
 

@@ -51,7 +51,7 @@ def reduction_bound(codec: Codec, parts: torch.Tensor, topology: Topology, *, st
     bound = torch.zeros(numel, dtype=torch.float64, device=parts.device)
     for first in range(0, numel, width):
         span, owner = slice(first, first + width), first // each  # a position in the first group, as those beside it in the others
-        groups = [topology.inside(owner + k) for k in range(topology.outer)] if two else [list(range(ranks))]
+        groups = [topology.intra_group(owner + k) for k in range(topology.outer)] if two else [list(range(ranks))]
         sums = torch.stack([parts[group, span].sum(0) for group in groups])
         sizes = torch.stack([parts[group, span].abs().sum(0) for group in groups])
         inside = torch.stack(

@@ -44,7 +44,7 @@ _codecs: weakref.WeakKeyDictionary[Optimizer, dict[tuple[str, torch.device], Cod
 
 
 @dataclass(frozen=True)
-class Rests:
+class MomentPolicy:
     """How the moments of one optimizer rest: `format` of large parameters, rounding by chance with `seed` if that is not None."""
 
     format: Format
@@ -83,7 +83,7 @@ def torchao_format(optimizer: Optimizer) -> Format | None:
     return None
 
 
-def rests(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> Rests | None:
+def rests(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | None:
     """How `optimizer` keeps the moments of the parameters of `flat`; None if as it makes them itself.
 
     Raises:
@@ -93,7 +93,7 @@ def rests(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> Rests | None:
     chance = recipe.rounding_seed if recipe.stochastic_rounding else None
     if own is not None:
         _check_torchao(optimizer, own, recipe, flat)
-        return Rests(own, chance, _torchao_step, _codecs.setdefault(optimizer, {}))
+        return MomentPolicy(own, chance, _torchao_step, _codecs.setdefault(optimizer, {}))
     name = recipe.moments or ("bf16" if chance is not None and master == torch.bfloat16 else None)
     if name is None or master not in (torch.float32, torch.bfloat16, torch.float16) or (name, master) == ("fp32", torch.float32):
         return None
@@ -103,7 +103,7 @@ def rests(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> Rests | None:
             f"the recipe says {asked}, which is about the moments of torch.optim.Adam and AdamW; {type(optimizer).__name__} keeps "
             "other states. Use one of those, or leave the option out."
         )
-    return Rests(FORMATS[name], chance, raw_step, _codecs.setdefault(optimizer, {}))
+    return MomentPolicy(FORMATS[name], chance, raw_step, _codecs.setdefault(optimizer, {}))
 
 
 def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> None:
@@ -124,7 +124,7 @@ def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> N
         raise ValueError(
             f"{name} steps parameters of up to 32 bits, and {flat.unit_name!r} has some in {flat.dtypes.master}: use torch.optim.AdamW."
         )
-    if not flat.layout.block and (not flat.whole_master or flat.tiled or (flat.home is not None and flat.home.on_disk)):
+    if not flat.layout.block and (not flat.whole_master or flat.tiled or (flat.offloaded is not None and flat.offloaded.on_disk)):
         raise ValueError(
             f"{name} keeps its moments in blocks of {own.block} elements, and this model was divided without regard to them, so that "
             f"results would depend on the number of ranks: give the recipe {say} (then {name} or torch.optim.AdamW step alike)."
@@ -180,7 +180,7 @@ class Piece:
     fresh: bool
 
 
-def step_pieces(optimizer: Optimizer, groups: dict[int, int], how: Rests, pieces: Sequence[Piece]) -> None:
+def step_pieces(optimizer: Optimizer, groups: dict[int, int], how: MomentPolicy, pieces: Sequence[Piece]) -> None:
     """Step `pieces`, some of their elements at a time: masters and parts in place, `scalars` replaced."""
     batch: list[tuple[Piece, Piece]] = []
     size = 0
@@ -194,7 +194,7 @@ def step_pieces(optimizer: Optimizer, groups: dict[int, int], how: Rests, pieces
     _step_batch(optimizer, groups, how, batch)
 
 
-def _step_batch(optimizer: Optimizer, groups: dict[int, int], how: Rests, batch: Sequence[tuple[Piece, Piece]]) -> None:
+def _step_batch(optimizer: Optimizer, groups: dict[int, int], how: MomentPolicy, batch: Sequence[tuple[Piece, Piece]]) -> None:
     stand_ins = [_stand_in(optimizer, how, small) for _, small in batch]
     with only(optimizer, groups, [small.entry.param for _, small in batch], stand_ins):
         try:
@@ -224,7 +224,7 @@ def cut(parts: dict[str, torch.Tensor], a: int, b: int) -> dict[str, torch.Tenso
     return {key: part[slice(*items_of(a, b, grain_of(key)))] for key, part in parts.items()}
 
 
-def _stand_in(optimizer: Optimizer, how: Rests, piece: Piece) -> nn.Parameter:
+def _stand_in(optimizer: Optimizer, how: MomentPolicy, piece: Piece) -> nn.Parameter:
     stand_in = nn.Parameter(piece.master.float())
     stand_in.grad = piece.grad.float()
     if not piece.fresh:
@@ -234,7 +234,7 @@ def _stand_in(optimizer: Optimizer, how: Rests, piece: Piece) -> nn.Parameter:
     return stand_in
 
 
-def unpacked(how: Rests, parts: dict[str, torch.Tensor], key: str, numel: int) -> torch.Tensor:
+def unpacked(how: MomentPolicy, parts: dict[str, torch.Tensor], key: str, numel: int) -> torch.Tensor:
     """The moment `key` of `parts` in fp32, [numel]; the part itself if it is that."""
     for format in FORMATS.values():
         found = [parts.get(name) for name in format.keys(key)]
@@ -243,7 +243,7 @@ def unpacked(how: Rests, parts: dict[str, torch.Tensor], key: str, numel: int) -
     return parts[key].float()
 
 
-def _put_back(how: Rests, piece: Piece, stand_in: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+def _put_back(how: MomentPolicy, piece: Piece, stand_in: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
     """Masters and moments of `stand_in` to where they rest. Returns the rest of its state."""
     step = torch.as_tensor(state["step"])
     for key in SIGNED:
@@ -254,7 +254,7 @@ def _put_back(how: Rests, piece: Piece, stand_in: nn.Parameter, state: dict[str,
     return {key: value for key, value in state.items() if key not in SIGNED}
 
 
-def pack(how: Rests, piece: Piece, key: str, value: torch.Tensor, step: torch.Tensor, again: bool = False) -> None:
+def pack(how: MomentPolicy, piece: Piece, key: str, value: torch.Tensor, step: torch.Tensor, again: bool = False) -> None:
     """The fp32 moment `value`, [n], into the parts of `piece`. `again`: it may have been packed before, and is to come out as it was."""
     format = how.of(piece.entry)
     if format.packed:
@@ -265,7 +265,7 @@ def pack(how: Rests, piece: Piece, key: str, value: torch.Tensor, step: torch.Te
         piece.parts[key].copy_(_rounded(how, piece, key, value, step, format.dtype))
 
 
-def _rounded(how: Rests, piece: Piece, what: str, value: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(how: MomentPolicy, piece: Piece, what: str, value: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if how.seed is None or dtype != torch.bfloat16:
         return value
     return to_bf16(value, key_of(how.seed, piece.entry.part.names[0], what), step, piece.first)
@@ -274,7 +274,7 @@ def _rounded(how: Rests, piece: Piece, what: str, value: torch.Tensor, step: tor
 # -- all that rests in memory --------------------------------------------------------------------------------------------------
 
 
-def step_in_memory(optimizer: Optimizer, how: Rests, entries: Iterable[Entry]) -> None:
+def step_in_memory(optimizer: Optimizer, how: MomentPolicy, entries: Iterable[Entry]) -> None:
     """Step those of `entries` that have a gradient; all of theirs rests in memory, on the device or the host."""
     if skipped(optimizer):
         return
@@ -293,7 +293,7 @@ def step_in_memory(optimizer: Optimizer, how: Rests, entries: Iterable[Entry]) -
         torch.autograd.graph.increment_version(param)
 
 
-def _whole(optimizer: Optimizer, how: Rests, entry: Entry, group: dict[str, Any]) -> Piece:
+def _whole(optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[str, Any]) -> Piece:
     """All that is here of a parameter."""
     parts, state, grad = adopted(optimizer, how, entry, group), optimizer.state.get(entry.param, {}), entry.param.grad
     assert grad is not None
@@ -309,10 +309,10 @@ def skipped(optimizer: Any) -> bool:
 
 def place(entry: Entry) -> int:
     """The index of the first element that is here in the whole parameter."""
-    return entry.part.first + (0 if entry.flat.passive else entry.flat.local(entry)[0] - entry.slot.start)
+    return entry.part.first + (0 if entry.flat.unsharded else entry.flat.local(entry)[0] - entry.slot.start)
 
 
-def adopted(optimizer: Optimizer, how: Rests, entry: Entry, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+def adopted(optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The moments of a parameter as they are to rest, [items] each: those that are there, or made of what is there, or room for them.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.comm.group import alike, both
 from onefold.memory.tier_error import TierError
 from onefold.runtime.unit import at_the_turn
@@ -43,7 +43,7 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
     walked, launched = both(struct.pack("<III", *orders)), both(group.launched())
     sizes = (1, len(engine.entries), len(engine.units), len(engine.units))
     parts = [walked, launched, *map(_bits, ({0} if engine.failure is not None else set(), used, late, gathered), sizes)]
-    place = Place("control", "(end of backward)", engine.step, "backward")
+    place = CollectiveContext("control", "(end of backward)", engine.step, "backward")
     anywhere = group.any_of(b"".join(parts), place)
     group.heard = engine.step
     found, at = [], 0
@@ -70,12 +70,12 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "  # which the raised error is itself
     said = f"{kind}{error}".encode()[:_TOLD] if error is not None else b""
     payload = torch.frombuffer(bytearray(said.ljust(_TOLD, b"\0")), dtype=torch.uint8)
-    told = engine.group.exchange_control(payload, Place("control", "(NVMe)", engine.step, "optimizer"))
+    told = engine.group.exchange_control(payload, CollectiveContext("control", "(NVMe)", engine.step, "optimizer"))
     messages = [(rank, bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore")) for rank, t in enumerate(told)]
     wrong = [(rank, message) for rank, message in messages if message]
     if wrong:
         engine.failure, engine.failure_agreed = None, False
-        engine.beyond.forget_writes()
+        engine.transfers.forget_writes()
         rank, message = wrong[0]
         raise TierError(f"rank {engine.group.ranks[rank]}, {when}: {message}") from error
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.memory import STAGING
 from onefold.recipe import Recipe
 from onefold.runtime.interval import ShardedParameterError, spec_of
@@ -88,8 +88,8 @@ def from_rank_0(engine: Engine, tensors: list[torch.Tensor], phase: str) -> None
         message = torch.cat([_as_bytes(_once(t)).to(engine.device) for t in tensors])
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=engine.device)
-    group.from_first(message, Place("state", "buffers", engine.step, phase), number).wait()
-    if group.rank == 0 or group.imagined:
+    group.from_first(message, CollectiveContext("state", "buffers", engine.step, phase), number).wait()
+    if group.rank == 0 or group.fake:
         return
     for buffer, size, part in zip(tensors, sizes, message.split(sizes), strict=True):
         mine = _once(buffer.detach())

@@ -22,7 +22,7 @@ def check_in_place(engine: Engine) -> None:
     """Raise RuntimeError if the model was moved or cast after shard()."""
     for unit in engine.units:
         for flat in unit.flats:
-            if flat.passive:
+            if flat.unsharded:
                 continue
             # The first of which this rank owns anything; where it owns nothing, the dtype still tells.
             owned = next((e for e in flat.entries if flat.local(e)[0] < flat.local(e)[1]), None)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import Group, Place
+from onefold.comm import CollectiveContext, Group
 from onefold.layout import round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
@@ -40,20 +40,20 @@ from onefold.runtime.flat import Dtypes, Entry, Flat, declared_dtype, grouped_as
 from onefold.runtime.forward_writes import keep_writes
 from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.gradient_hooks import IN_BACKWARD
-from onefold.runtime.kept import gradient_bytes, show_kept, take_kept
-from onefold.runtime.moved import Moves, Pass
 from onefold.runtime.nested import tensors_in
-from onefold.runtime.parameter import ForwardDepth, whole_sight
+from onefold.runtime.parameter import ForwardDepth, disable_torch_function
 from onefold.runtime.placement import Tiers, leaving
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.route import rests_encoded
 from onefold.runtime.spans import Span, Spans
-from onefold.runtime.stale import all_moved, look_at, look_for_writes
-from onefold.runtime.transfers import Beyond
+from onefold.runtime.stale import all_written, look_at, look_for_writes
+from onefold.runtime.transfers import Transfers
 from onefold.runtime.unit import State, Unit
 from onefold.runtime.units import UnitSpec
+from onefold.runtime.unreduced import gradient_bytes, show_unreduced, take_unreduced
 from onefold.runtime.unset import Unset
 from onefold.runtime.whole import whole_masters
+from onefold.runtime.write_counters import ForwardPass, WriteCounters
 
 
 def in_autograd() -> bool:
@@ -90,7 +90,7 @@ class Engine:
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
         away = leaving(specs, recipe, self.world_size)
-        self.beyond = Beyond(recipe, self.rank, device, memory, capabilities.store)
+        self.transfers = Transfers(recipe, self.rank, device, memory, capabilities.store)
         self.pool = Pool(device, self.memory, paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier))
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
@@ -104,12 +104,12 @@ class Engine:
             for entry in unit.entries:
                 entry.number = len(self.unit_of)
                 self.unit_of[entry.number] = unit
-        self.passive = all(flat.passive for u in self.units for flat in u.flats)
+        self.unsharded = all(flat.unsharded for u in self.units for flat in u.flats)
         # Open forward passes of units: (unit, inside a backward pass, outermost of its pass over the model).
         self.stack: list[tuple[Unit, bool, bool]] = []
-        self.lent: list[Unit] = []  # whose whole parameters other modules used in this pass
-        self.moves = Moves(self)
-        self.this_pass = Pass(self.moves)
+        self.borrowed_units: list[Unit] = []  # whose whole parameters other modules used in this pass
+        self.write_counters = WriteCounters(self)
+        self.current_pass = ForwardPass(self.write_counters)
         self.recorded: Recorded | None = None  # of the pass under way
         self.is_root_pass = False
         self.graded = False  # the pass under way began with gradients
@@ -118,7 +118,7 @@ class Engine:
         self.backward_open = False
         self.differentiating = False  # the backward pass under way accumulates nothing: torch.autograd.grad
         self.creates_graph = False
-        self.reached: list[Pass] = []  # passes whose outputs the backward pass under way has come to
+        self.reached: list[ForwardPass] = []  # passes whose outputs the backward pass under way has come to
         self.open_graphs = self.root_graphs = 0  # forward passes with gradients that no backward has followed
         self.outside_graphs = False  # operations with gradients outside a forward pass (runtime/outside.py), since the last backward pass
         self.whole_depth = 0
@@ -138,7 +138,7 @@ class Engine:
         self.failure_agreed = False
         self.settle: Callable[[], None] | None = None  # waits for that work
         self.copying: Callable[[], None] | None = None  # waits until masters and states may be written to
-        self.behind: Any = None  # steps offloaded units behind the backward pass (offload/in_backward.py), if the recipe says so
+        self.in_backward_stepper: Any = None  # steps offloaded units behind the backward pass (offload/in_backward.py), if the recipe says so
 
     def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
         groups: dict[tuple[torch.dtype, bool, bool], list[Any]] = {}
@@ -175,13 +175,13 @@ class Engine:
             for flat in unit.flats:
                 for category, nbytes in flat.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
-                for category, nbytes in flat.home.resting_bytes()[Tier.HOST].items() if flat.home is not None else ():
-                    self.beyond.host.add(category, nbytes, unit.name)
-        if self.at_home:  # no more than the largest of them needs
-            self.beyond.chunk = min(self.recipe.chunk, round_up(max(f.owned[1] - f.owned[0] for f in self.at_home), SECTOR))
+                for category, nbytes in flat.offloaded.resting_bytes()[Tier.HOST].items() if flat.offloaded is not None else ():
+                    self.transfers.host.add(category, nbytes, unit.name)
+        if self.offloaded_flats:  # no more than the largest of them needs
+            self.transfers.chunk = min(self.recipe.chunk, round_up(max(f.owned[1] - f.owned[0] for f in self.offloaded_flats), SECTOR))
         self.memory.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.DEVICE)
-        if self.at_home:
-            self.beyond.host.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.HOST)
+        if self.offloaded_flats:
+            self.transfers.host.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.HOST)
         self.memory.reset_peak()
 
     def close(self, but_group: bool = False) -> None:
@@ -191,17 +191,17 @@ class Engine:
         self.closed = True
         if self.settle is not None:
             self.settle()
-        if self.behind is not None:
-            self.behind.close()
+        if self.in_backward_stepper is not None:
+            self.in_backward_stepper.close()
         if not but_group:
             self.group.close()
-        self.beyond.close()
+        self.transfers.close()
         for unit in self.units:
             for flat in unit.flats:
-                flat.home = None
+                flat.offloaded = None
                 flat.grads.clear()
                 flat.held.clear()
-                flat.full, flat.hops, flat.spread = None, (), None
+                flat.full, flat.hops, flat.broadcast_back = None, (), None
                 del flat.route
                 flat.forget()
             unit.flats.clear()
@@ -215,14 +215,14 @@ class Engine:
         del self.gather, self.reduce
 
     @property
-    def at_home(self) -> list[Flat]:
+    def offloaded_flats(self) -> list[Flat]:
         """The flat buffers whose state rests off the device."""
-        return [flat for unit in self.units for flat in unit.flats if flat.home is not None]
+        return [flat for unit in self.units for flat in unit.flats if flat.offloaded is not None]
 
     @property
     def on_disk(self) -> bool:
         """Some of the state rests on NVMe."""
-        return any(flat.home is not None and flat.home.tiers.on_disk for flat in self.at_home)
+        return any(flat.offloaded is not None and flat.offloaded.tiers.on_disk for flat in self.offloaded_flats)
 
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
@@ -243,21 +243,21 @@ class Engine:
     @property
     def holding(self) -> bool:
         """Sums stay inside the groups in this backward pass: gradients are divided there, and the boundary is not reached."""
-        return not self.sync and not self.deferring and self.recipe.gradients.over == GROUP and self.group.across.size > 1
+        return not self.sync and not self.deferring and self.recipe.gradients.over == GROUP and self.group.inter_group.size > 1
 
     def enter(self, unit: Unit, part: bool = False) -> bool:
         """The forward pass of a unit's module begins. True if it begins a pass over the model (inputs are to be cast).
 
         `part`: it is not the unit's module but a part of it that is called by itself.
         """
-        with whole_sight():
+        with disable_torch_function():
             recompute = in_autograd()
             outermost = not self.stack and not recompute
             if outermost:
                 self.recorded = Recorded()
                 self._begin_pass(is_root=unit.index == 0 and not part)
             if not self.stack:
-                self.this_pass = Pass(self.moves)
+                self.current_pass = ForwardPass(self.write_counters)
             self.stack.append((unit, recompute, outermost))
             ForwardDepth.value += 1
             unit.depth += 1
@@ -277,7 +277,7 @@ class Engine:
 
     def leave(self, unit: Unit, output: Any) -> Any:
         """The forward pass of a unit's module has ended well. Returns what it is to return: copies of what lies in gathered buffers."""
-        with whole_sight():
+        with disable_torch_function():
             recompute, outermost = self._pop()
             self.spans.leave(unit.name, self.phase, keep=self.memory.record)
             if outermost:
@@ -287,7 +287,7 @@ class Engine:
             if unit.depth == 0 and not recompute:
                 self._keep_writes(unit)
             if outermost:  # what other modules wrote to, perhaps behind the unit's own forward pass
-                for lent in self.lent:
+                for lent in self.borrowed_units:
                     self._keep_writes(lent)
             if unit.depth == 0 and (not recompute or unit.looks_up_only):
                 self.gather.after_forward(unit, output)
@@ -296,13 +296,13 @@ class Engine:
             return output
 
     def _keep_writes(self, unit: Unit) -> None:
-        if unit.state is State.GATHERED and not self.group.imagined:
+        if unit.state is State.GATHERED and not self.group.fake:
             with torch.no_grad():
                 keep_writes(unit)
 
     def abort(self, unit: Unit) -> None:
         """The forward pass of a unit's module raised."""
-        with whole_sight():
+        with disable_torch_function():
             while any(u is unit for u, _, _ in self.stack):
                 self.raised_in = self.raised_in or (unit.name, self.phase)  # the innermost unit comes first
                 _, outermost = self._pop()
@@ -324,9 +324,9 @@ class Engine:
         self.unset.look(self)
         self.is_root_pass, self.raised_in = is_root, None
         self.graded = torch.is_grad_enabled()
-        self.beyond.check()
+        self.transfers.check()
         self.memory.look()
-        self.beyond.host.look()
+        self.transfers.host.look()
         check_in_place(self)
         if self.structure.look(everywhere=self.step < 2) and (root := self.units[0].module()) is not None:
             self.buffers.find(root, self.recipe)
@@ -347,7 +347,7 @@ class Engine:
             self.unset.remember()
 
     def _end_pass(self, aborted: bool) -> None:
-        self.lent.clear()
+        self.borrowed_units.clear()
         self.gather.end_forward(self.is_root_pass, aborted)
         if self.is_root_pass and not aborted:
             self.buffers.after_pass(torch.is_grad_enabled() and self.sync)
@@ -355,7 +355,7 @@ class Engine:
         if torch.is_grad_enabled() and not aborted:
             self.open_graphs += 1
             self.root_graphs += self.is_root_pass
-            self.this_pass.open, self.this_pass.of_root = True, self.is_root_pass
+            self.current_pass.open, self.current_pass.of_root = True, self.is_root_pass
         recorded, self.recorded = self.recorded, None
         if recorded is not None:
             self.gather.expect_backward_of(recorded)
@@ -374,8 +374,8 @@ class Engine:
         unit.sticky = True
         if recompute:
             unit.replayed = self.gather.reached  # a checkpoint inside the unit's module, which its hooks do not see
-        elif all(u is not unit for u in self.lent):
-            self.lent.append(unit)
+        elif all(u is not unit for u in self.borrowed_units):
+            self.borrowed_units.append(unit)
         return entry.compute
 
     def begin_outside(self, unit: Unit) -> None:
@@ -390,7 +390,7 @@ class Engine:
         else:
             look_at(self, unit)
         self.follow_trainable_of(unit)
-        if unit.kept and unit.state is State.STALE:
+        if unit.resident and unit.state is State.STALE:
             self.gather.launch(unit)
         unit.calls += 1
 
@@ -403,26 +403,26 @@ class Engine:
         if self.recipe.step_in_backward:
             raise ValueError("step_in_backward=True steps gradients before they can be unscaled: leave that option out with a GradScaler.")
         self.optimizer_is_stepping()
-        values = self.group.gather_values(found.detach().to(self.device), Place("control", "(overflow check)", self.step, "optimizer"))
+        values = self.group.gather_values(found.detach().to(self.device), CollectiveContext("control", "(overflow check)", self.step, "optimizer"))
         found.fill_(values.max().to(found.device))
         self.reduce.summing.forget_if(found)
 
     def _watch(self, unit: Unit, output: Any, root: bool) -> None:
         """Ask autograd to say when the backward pass comes to this unit's output (in time to gather ahead of use)."""
-        early = not unit.kept and not unit.looks_up_only
+        early = not unit.resident and not unit.looks_up_only
         if not root and not early:
             return
 
-        this_pass, recorded = self.this_pass, self.recorded
+        current_pass, recorded = self.current_pass, self.recorded
 
         def backward_reached(_: torch.Tensor, recorded: Recorded | None = recorded) -> None:
             if self.closed:
                 return
             self.gather.reached += 1
-            this_pass.backward_reached(root)
-            if root and this_pass.open:
-                self.reached.append(this_pass)
-            with whole_sight():
+            current_pass.backward_reached(root)
+            if root and current_pass.open:
+                self.reached.append(current_pass)
+            with disable_torch_function():
                 self.backward_event()
                 if early and not self.gather.is_done(unit):
                     self.gather.acquire(unit, backward=True)
@@ -440,7 +440,7 @@ class Engine:
 
     def follow_trainable_of(self, unit: Unit) -> None:
         for flat in unit.flats:
-            if flat.passive or not flat.refresh_active() or flat.hooked:
+            if flat.unsharded or not flat.refresh_active() or flat.hooked:
                 continue
             flat.hooked = True
             for entry in flat.entries:
@@ -450,7 +450,7 @@ class Engine:
 
     def make_stale(self) -> None:
         """The masters have been written to: every kept copy is out of date."""
-        all_moved(self)
+        all_written(self)
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
@@ -459,16 +459,16 @@ class Engine:
         if not self.backward_open:
             self.gather.let_go_turned()
         self.about_to_write()
-        self.beyond.check()
+        self.transfers.check()
         if self.failure_agreed and self.on_disk and self.world_size > 1:
             agree_on_failure(self, self.failure or self.last_failure, "before the step: nothing has been stepped")
         elif self.failure_agreed or (self.failure is not None and self.world_size == 1):
             self.tell_failure()
         if not any(flat.grads or flat.held for u in self.units for flat in u.flats):
             return
-        take_kept(self)
+        take_unreduced(self)
         if any(flat.grads or flat.held for u in self.units for flat in u.flats):
-            show_kept(self)
+            show_unreduced(self)
             raise RuntimeError(
                 "optimizer.step() was called while gradients kept under no_sync have not been reduced yet. Run the last micro-batch of the "
                 "step outside `onefold.no_sync(model)`."
@@ -479,7 +479,7 @@ class Engine:
         copying, self.copying = self.copying, None
         if copying is not None:
             copying()
-        self.beyond.up.wait()  # copies up may still read masters on the host
+        self.transfers.up.wait()  # copies up may still read masters on the host
 
     def before_write(self, flat: Flat, seen: bool = False) -> None:
         """Code outside a step is going to write to masters of `flat`, or (`seen`) takes a view of them that it may write to: what copies
@@ -488,8 +488,8 @@ class Engine:
             return
         if self.copying is not None and not seen:
             self.about_to_write()
-        elif flat.home is not None and not flat.home.on_disk:
-            self.beyond.up.wait()
+        elif flat.offloaded is not None and not flat.offloaded.on_disk:
+            self.transfers.up.wait()
 
     def tell_failure(self) -> None:
         """Raise what work behind the training has failed with, if nobody was told yet."""
@@ -503,7 +503,7 @@ class Engine:
     def optimizer_has_stepped(self, entries: Iterable[Entry]) -> None:
         """Called after an optimizer over the parameters of `entries` has stepped."""
         self.optimizer_seen = self.stepped = True
-        self.moves.stepped(entries)
+        self.write_counters.stepped(entries)
 
     # -- backward --------------------------------------------------------------------------------------------------------------
 
@@ -513,7 +513,7 @@ class Engine:
         `accumulates`: what happens is that a parameter has its gradient.
         """
         if not self.backward_open and in_autograd():
-            with whole_sight():
+            with disable_torch_function():
                 self.differentiating = not (accumulates or differentiate.accumulates(self))
                 self.backward_open, self.creates_graph = True, torch.is_grad_enabled()
                 self.gather.begin_backward()
@@ -546,7 +546,7 @@ class Engine:
         self.reached.clear()
 
     def _end_backward(self) -> None:
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             if self.differentiating:
                 self._end_differentiating()
                 return
@@ -562,15 +562,15 @@ class Engine:
             if used:
                 self._close_graphs()
             if self.deferring or self.holding:
-                show_kept(self)
-            if self.behind is not None:
-                self.behind.join()
+                show_unreduced(self)
+            if self.in_backward_stepper is not None:
+                self.in_backward_stepper.join()
             self.backward_open = False
             self.gather.end_backward()
             self.activations.end_backward()
-            self.beyond.down.wait()  # what the user finds in `.grad` is there
+            self.transfers.down.wait()  # what the user finds in `.grad` is there
             self.memory.look()
-            self.beyond.host.look()
+            self.transfers.host.look()
             for unit in self.units:
                 unit.waiting = set()
 

@@ -7,7 +7,7 @@ One `Flat` holds the parameters of one unit that share a dtype and were trainabl
     stages 1, 2         replicated   sharded       [shard], one interval        kept; master is a slice of it when dtypes agree
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 
-Where masters and states rest off the device, a `Home` (offload/storage.py) keeps them and what gathers read.
+Where masters and states rest off the device, a `OffloadStorage` (offload/storage.py) keeps them and what gathers read.
 """
 
 from __future__ import annotations
@@ -114,9 +114,29 @@ class Entry:
     """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass sees, `places` who refers to it."""
 
     __slots__ = (
-        "__weakref__", "active", "compute", "declared", "engine", "filled", "flat", "graded_elsewhere", "hooked", "index", "kept", "moved",
-        "names", "number", "only_place", "param", "part", "places", "post_hooks", "released",
-        "seen_version", "slot", "small",
+        "__weakref__",
+        "active",
+        "compute",
+        "declared",
+        "engine",
+        "filled",
+        "flat",
+        "graded_elsewhere",
+        "hooked",
+        "index",
+        "last_write",
+        "names",
+        "number",
+        "only_place",
+        "param",
+        "part",
+        "places",
+        "post_hooks",
+        "released",
+        "seen_version",
+        "slot",
+        "small",
+        "unreduced",
     )  # fmt: skip
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
@@ -136,9 +156,9 @@ class Entry:
         self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
         self.seen_version = 0  # of `compute`, see runtime/forward_writes.py
         self.graded_elsewhere = False  # this rank owns nothing of it, and those that do have a gradient
-        self.kept: torch.Tensor | None = None  # what `.grad` shows of a gradient that is not reduced yet
+        self.unreduced: torch.Tensor | None = None  # what `.grad` shows of a gradient that is not reduced yet
         self.number = 0  # among all entries of the engine
-        self.moved = 0  # the last write to its master, see runtime/moved.py
+        self.last_write = 0  # the last write to its master, see runtime/write_counters.py
 
 
 class Flat:
@@ -165,7 +185,7 @@ class Flat:
         self.tiled = any(f.part.numel != f.param.numel() for f in found)
         self.whole_master = recipe.optimizer.placement is Placement.REPLICATED or group.size == 1
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters stay where they are.
-        self.passive = (
+        self.unsharded = (
             group.size == 1
             and all(f.param.dtype == dtypes.compute == dtypes.master for f in found)
             and not any(f.param.is_meta for f in found)
@@ -173,18 +193,18 @@ class Flat:
             and not encoded
         )
         alone = group.size == 1 and not encoded and _rests_whole(dtypes, tiers)
-        self.kept: bool = recipe.parameters.placement is Placement.REPLICATED or self.passive or alone
+        self.resident: bool = recipe.parameters.placement is Placement.REPLICATED or self.unsharded or alone
         self.interval = self.layout.interval(self.rank)
         self.route: Route = Route(self, engine, encoded)
         self.hops = hops_of(self, group)
         divided = self.route.shard if recipe.optimizer.over == GROUP else self.interval
         self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
-        self.spread = self.hops[-1] if self.owned != self.interval and group.size > 1 else None  # sums go on to who holds them too
-        self.home: Offloaded | None = engine.capabilities.storage(self, tiers, engine) if tiers is not None else None
+        self.broadcast_back = self.hops[-1] if self.owned != self.interval and group.size > 1 else None  # sums go on to who holds them too
+        self.offloaded: Offloaded | None = engine.capabilities.storage(self, tiers, engine) if tiers is not None else None
         # Who has which part of what parameters show; None where every rank has the whole.
         self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
         # Gathers begin with a copy of this rank's masters: from another tier, in another dtype, or into a buffer of their own.
-        self.copies_masters = self.home is not None or not self.kept or dtypes.compute != dtypes.master
+        self.copies_masters = self.offloaded is not None or not self.resident or dtypes.compute != dtypes.master
         self.held: dict[tuple[int, int], torch.Tensor] = {}  # sums inside the group that wait for the boundary, by run
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None
@@ -207,22 +227,22 @@ class Flat:
         """Lay the parameters out. `fill` receives an empty master-precision tensor, [owned], to put this rank's part into."""
         d, n = self.dtypes, self.layout.numel
         shared = d.compute == d.master
-        if self.kept:
+        if self.resident:
             self.full = torch.empty(n, dtype=d.compute, device=device)
-        if self.home is not None:
-            self.master = self.home.build()
+        if self.offloaded is not None:
+            self.master = self.offloaded.build()
         elif shared and self.full is not None:
             self.master = self.full[self.owned[0] : self.owned[1]]
         else:
             self.master = torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
-        first = self.master if self.home is None else torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
+        first = self.master if self.offloaded is None else torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
         fill(first)
         self.route.build(device)
         for entry in self.entries:
             self._bind(entry, device)
-        if self.home is not None:
-            self.home.bound()
-            self.home.store(first)
+        if self.offloaded is not None:
+            self.offloaded.bound()
+            self.offloaded.store(first)
         if self.route.stored:
             self.route.store(first)
             self.master.untyped_storage().resize_(0)
@@ -272,11 +292,11 @@ class Flat:
         """All masters of this rank, [owned]: themselves, or a host copy where they are on NVMe."""
         if self.route.stored:
             return self.route.load()
-        return self.master if self.home is None else self.home.load()
+        return self.master if self.offloaded is None else self.offloaded.load()
 
     def landing(self, device: torch.device) -> torch.Tensor:
         """Where new masters, [owned], are to be put before `store_master`: the masters themselves where they are on `device`."""
-        if self.home is None and not self.route.stored:
+        if self.offloaded is None and not self.route.stored:
             return self.master
         return torch.empty(self.owned[1] - self.owned[0], dtype=self.dtypes.master, device=device)
 
@@ -284,8 +304,8 @@ class Flat:
         """New values for all masters of this rank, from `landing`."""
         if self.route.stored:
             self.route.store(master)
-        elif self.home is not None:
-            self.home.store(master)
+        elif self.offloaded is not None:
+            self.offloaded.store(master)
 
     # -- views -----------------------------------------------------------------------------------------------------------------
 
@@ -324,12 +344,12 @@ class Flat:
 
     def accounted(self, entry: Entry) -> tuple[int, int]:
         """The addresses of `entry` that this rank answers for: each element of the model on exactly one rank."""
-        return self.local(entry) if self.passive else overlap((entry.slot.start, entry.slot.end), self.interval)
+        return self.local(entry) if self.unsharded else overlap((entry.slot.start, entry.slot.end), self.interval)
 
     def overwritten_since(self, write: int) -> bool:
         """Whether the values computed with before that write to the masters are gone (a copy has them until it is refreshed)."""
-        copied = self.kept and self.dtypes.compute != self.dtypes.master and self.home is None
-        return not self.passive and (not copied or self.refreshed >= write)
+        copied = self.resident and self.dtypes.compute != self.dtypes.master and self.offloaded is None
+        return not self.unsharded and (not copied or self.refreshed >= write)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """All entries as views of a buffer over the whole address space, in their logical shapes: one call for all."""
@@ -387,7 +407,7 @@ class Flat:
                 entry.active = wanted
                 entry.compute.requires_grad_(wanted)
         if changed:
-            self.hooked, self.awaited = False, frozenset(e.number for e in self.entries if e.active and not self.passive)
+            self.hooked, self.awaited = False, frozenset(e.number for e in self.entries if e.active and not self.unsharded)
             flags = [e.active for e in self.entries]
             self.runs = self.layout.runs(flags) if any(flags) else ()
             self.run_of = {
@@ -402,14 +422,14 @@ class Flat:
     @property
     def resting_bytes(self) -> dict[str, int]:
         """Bytes held on the device between steps, by category."""
-        if self.passive:
+        if self.unsharded:
             return {PARAMETERS: sum(e.param.numel() * e.param.element_size() for e in self.entries)}
-        if self.home is not None:
-            return _sum(self.home.resting_bytes()[Tier.DEVICE], self.route.resting_bytes)
+        if self.offloaded is not None:
+            return _sum(self.offloaded.resting_bytes()[Tier.DEVICE], self.route.resting_bytes)
         if self.route.stored:
             return self.route.resting_bytes
         out = _sum({MASTERS: self.master.numel() * self.master.element_size()}, self.route.resting_bytes)
-        if self.full is not None and self.kept:
+        if self.full is not None and self.resident:
             full = self.full.numel() * self.full.element_size()
             if storage_of(self.full) == storage_of(self.master):
                 return {PARAMETERS: full}

@@ -38,7 +38,7 @@ def keep_writes(unit: Unit) -> None:
     """
     for flat in unit.flats:
         full = flat.full
-        if flat.passive or full is None:
+        if flat.unsharded or full is None:
             continue
         versions = sum([entry.compute._version for entry in flat.entries])
         if versions == flat.seen_versions and not flat.written_in_forward and flat.compared >= FIRST:
@@ -60,7 +60,7 @@ def keep_writes(unit: Unit) -> None:
 
 
 def _keep(flat: Flat, full: torch.Tensor, written: list[Entry]) -> None:
-    if flat.home is not None or flat.route.codec is not None:
+    if flat.offloaded is not None or flat.route.codec is not None:
         if written:
             raise RuntimeError(
                 f"parameter {written[0].slot.name!r} was written to in the forward pass, and it rests off the device or travels encoded, "

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.memory import GATHERED, storage_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
@@ -102,7 +102,7 @@ class Gatherer:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.units = engine.units
-        self.sharded = [u for u in self.units if not u.kept]
+        self.sharded = [u for u in self.units if not u.resident]
         foreseen = [u for u in self.sharded if not u.revisited]
         self.forward_order, self.learned = [u.index for u in foreseen], False
         self.backward_order = _backwards([u for u in foreseen if not u.forward_only])
@@ -119,13 +119,13 @@ class Gatherer:
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         topology = engine.group.topology
         self.ahead = engine.recipe.units_ahead(1 not in (topology.inner, topology.outer))
-        self.from_disk = any(flat.home is not None and flat.home.rest is None for unit in self.sharded for flat in unit.flats)
+        self.from_disk = any(flat.offloaded is not None and flat.offloaded.rest is None for unit in self.sharded for flat in unit.flats)
         # What is copied for a gather (from the host, or cast) is copied, and gathered, on the stream of the copies up: the computation
         # goes on, and waits where the unit is used.
-        self.beside: Beside = engine.beyond.up.beside if engine.beyond.up.behind else nullcontext
+        self.beside: Beside = engine.transfers.up.beside if engine.transfers.up.asynchronous else nullcontext
         self._hooks: Any = None
         self.reached = 0  # how often a backward pass has come to the output of a unit
-        self.resident: frozenset[int] = frozenset()  # units that stay gathered between passes without gradients (runtime/resident.py)
+        self.kept_gathered: frozenset[int] = frozenset()  # units that stay gathered between passes without gradients (runtime/keep_gathered.py)
         self.staying: frozenset[int] = frozenset()  # those of them that stay after this pass
 
     # -- passes ----------------------------------------------------------------------------------------------------------------
@@ -133,9 +133,9 @@ class Gatherer:
     def begin_forward(self, is_root: bool) -> None:
         self.let_go = False
         self.let_go_turned()  # no backward pass came for them, or another forward pass comes first
-        if self.resident:
-            self.staying = frozenset() if torch.is_grad_enabled() else self.resident
-            self.gather_resident() if self.staying else self.let_go_resident()
+        if self.kept_gathered:
+            self.staying = frozenset() if torch.is_grad_enabled() else self.kept_gathered
+            self.gather_kept() if self.staying else self.release_kept()
         if self.sharded:
             self.cursor = Cursor(self.forward_order) if is_root else None
             self.forward_log = []
@@ -175,15 +175,15 @@ class Gatherer:
         self.staying = frozenset()
         self.engine.pool.drain()
 
-    def gather_resident(self) -> None:
+    def gather_kept(self) -> None:
         """Launch the gather of what stays and is not here."""
         for unit in self.sharded:
-            if unit.index in self.resident and unit.away:
+            if unit.index in self.kept_gathered and unit.away:
                 self.launch(unit)
 
-    def let_go_resident(self) -> None:
+    def release_kept(self) -> None:
         for unit in self.sharded:
-            if unit.index in self.resident and not unit.away and not unit.depth:
+            if unit.index in self.kept_gathered and not unit.away and not unit.depth:
                 self.release(unit)
         self.engine.pool.drain()  # a buffer made under inference_mode is of no use outside
 
@@ -249,7 +249,7 @@ class Gatherer:
 
     def acquire(self, unit: Unit, backward: bool) -> None:
         """The unit's whole parameters are here when this returns; what comes next is on its way."""
-        if unit.kept:
+        if unit.resident:
             self.wait(unit)
             return
         cursor = self.backward_cursor if backward else self.cursor
@@ -333,11 +333,11 @@ class Gatherer:
         """Start the gather of every flat buffer of the unit."""
         engine = self.engine
         unit.move(State.GATHERING, engine.step)
-        if not unit.kept:
+        if not unit.resident:
             self.here[unit.index] = unit
-        place = Place("all-gather", unit.name, engine.step, engine.phase)
+        place = CollectiveContext("all-gather", unit.name, engine.step, engine.phase)
         for flat in unit.flats:
-            if flat.passive or (flat.kept and not flat.stale):
+            if flat.unsharded or (flat.resident and not flat.stale):
                 continue
             flat.stale = False
             full = self._buffer(unit, flat)
@@ -348,23 +348,23 @@ class Gatherer:
             else:
                 unit.pending.append(flat.route.start(full, partial(self._put_masters, flat, full), place, beside))
             if beside is not nullcontext:
-                unit.arriving.append(engine.beyond.up.mark())
+                unit.arriving.append(engine.transfers.up.mark())
 
     def _put_masters(self, flat: Flat, full: torch.Tensor) -> None:
         """This rank's masters into their place in the whole."""
-        if flat.home is not None:
-            self._put(flat.home)
+        if flat.offloaded is not None:
+            self._put(flat.offloaded)
         elif storage_of(flat.master) != storage_of(full):  # else the masters are that interval of the copy
             full[flat.owned[0] : flat.owned[1]].copy_(flat.master)
 
-    def _put(self, home: Offloaded) -> None:
+    def _put(self, offloaded: Offloaded) -> None:
         """This rank's interval from where it rests.
 
         Where ranks wait for each other a disk that fails must not stop one of them alone: it goes on with what it has, and all of them
         raise before the optimizer steps.
         """
         try:
-            home.put()
+            offloaded.put()
         except TierError as error:
             if self.engine.world_size == 1 or not (torch.is_grad_enabled() or self.engine.backward_open):
                 raise
@@ -379,13 +379,13 @@ class Gatherer:
 
     def fetch(self, unit: Unit) -> None:
         """Start reading what this rank will send of the unit, if that lies on a disk."""
-        homes = [(f, f.home) for f in unit.flats if f.home is not None and f.home.rest is None and f.route.reads_masters]
+        homes = [(f, f.offloaded) for f in unit.flats if f.offloaded is not None and f.offloaded.rest is None and f.route.reads_masters]
         if unit.state is not State.SHARDED or not homes:
             return
         unit.move(State.FETCHING, self.engine.step)
-        for flat, home in homes:
+        for flat, offloaded in homes:
             self._buffer(unit, flat)
-            home.fetch()
+            offloaded.fetch()
 
     def wait(self, unit: Unit) -> None:
         if unit.state is not State.GATHERING:
@@ -396,13 +396,13 @@ class Gatherer:
         self._join(unit)
         unit.move(State.GATHERED, self.engine.step)
         for flat in unit.flats:
-            if not flat.kept:
+            if not flat.resident:
                 flat.point_at(flat.full)
 
     def _join(self, unit: Unit) -> None:
         """What is computed from here on comes after the unit's copies up."""
         for ticket in unit.arriving:
-            self.engine.beyond.up.order(ticket)
+            self.engine.transfers.up.order(ticket)
         unit.arriving.clear()
 
     def release(self, unit: Unit) -> None:
@@ -417,9 +417,9 @@ class Gatherer:
         self.here.pop(unit.index, None)
         self.turned.pop(unit.index, None)
         for flat in unit.flats:
-            if flat.home is not None:
-                flat.home.forget()
-            if flat.kept:  # on one rank what is frozen rests in the compute dtype, beside what is cast
+            if flat.offloaded is not None:
+                flat.offloaded.forget()
+            if flat.resident:  # on one rank what is frozen rests in the compute dtype, beside what is cast
                 continue
             full, flat.full = flat.full, None
             if full is not None:
@@ -430,7 +430,7 @@ class Gatherer:
     def after_forward(self, unit: Unit, output: Any) -> None:
         """The unit's forward pass is over: release it, unless its very next use is announced, its backward pass comes first, or its output
         lies in its buffer."""
-        if unit.kept or unit.state is not State.GATHERED:
+        if unit.resident or unit.state is not State.GATHERED:
             return
         if self.cursor is not None and self.learned and self.cursor.next() == unit.index:
             self.cursor.at += 1
@@ -455,7 +455,7 @@ class Gatherer:
     def maybe_release(self, unit: Unit) -> None:
         """Release the unit if its backward is over: no saved handle, no gradient awaited, no forward pass open."""
         done = unit.looks_up_only or not (unit.handles or unit.waiting or (unit.replayed is not None and unit.holds_frozen))
-        if self.engine.backward_open and unit.claimed and not unit.kept and done and not unit.depth:
+        if self.engine.backward_open and unit.claimed and not unit.resident and done and not unit.depth:
             self.release(unit)
 
     # -- kept copies -----------------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ class Gatherer:
     def refresh(self) -> None:
         """Launch the gather of every kept copy that an optimizer step left behind, in the order of use."""
         for unit in self.units:
-            if unit.kept and unit.state is State.STALE:
+            if unit.resident and unit.state is State.STALE:
                 self.launch(unit)
 
     # -- saved tensors ---------------------------------------------------------------------------------------------------------

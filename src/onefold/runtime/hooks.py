@@ -10,7 +10,7 @@ from torch import nn
 
 from onefold.runtime.engine import Engine, in_autograd
 from onefold.runtime.nested import tensors_in
-from onefold.runtime.parameter import infos, refuse_pickling, whole_sight
+from onefold.runtime.parameter import disable_torch_function, infos, refuse_pickling
 from onefold.runtime.unit import Unit
 
 
@@ -134,7 +134,7 @@ def guard_unset(engine: Engine, module: nn.Module) -> None:
 
     for part in module.modules():
         part.register_state_dict_pre_hook(on_save)
-    handles = {id(m): m.register_forward_pre_hook(on_use, prepend=True) for m in module.modules()} if engine.passive else {}
+    handles = {id(m): m.register_forward_pre_hook(on_use, prepend=True) for m in module.modules()} if engine.unsharded else {}
 
 
 def guard_state_dict(engine: Engine, module: nn.Module) -> None:
@@ -178,7 +178,7 @@ def _refuse_leftovers(part: nn.Module) -> None:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        with whole_sight():
+        with disable_torch_function():
             return value.to(dtype) if value.is_floating_point() and value.dtype in (torch.float32, torch.float16, torch.bfloat16) else value
     if isinstance(value, (list, tuple)) and tensors_in(value):
         cast = [_cast(v, dtype) for v in value]

@@ -5,7 +5,7 @@
     rank 1      holds [10, 24)                                1 1   1 ... 1     1 ... 1
 
 `p.data`, `p.grad` and `p.detach()` of a sharded parameter are intervals, and so is what element-wise work makes of them. What an
-operation on one does is decided in runtime/operators.py. Inside `whole_sight()` an interval is an ordinary one-dimensional tensor of
+operation on one does is decided in runtime/operators.py. Inside `disable_torch_function()` an interval is an ordinary one-dimensional tensor of
 the local elements.
 
 [Note: the same cut] Two intervals can be combined element by element without traffic if every rank holds the same elements of both.
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.comm import Group, Place
+from onefold.comm import CollectiveContext, Group
 from onefold.layout import overlap
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
 
-whole_sight = torch._C.DisableTorchFunctionSubclass  # inside it sharded parameters and intervals are plain tensors over local memory
+disable_torch_function = torch._C.DisableTorchFunctionSubclass  # inside it sharded parameters and intervals are plain tensors over local memory
 
 
 class ShardedParameterError(RuntimeError):
@@ -48,7 +48,7 @@ class Owners:
     def __init__(self, flat: Flat, engine: Engine) -> None:
         group, topology = flat.route.group_of_owners, engine.group.topology
         everybody = range(engine.group.size)
-        positions = everybody if group is engine.group else topology.inside(engine.group.rank)
+        positions = everybody if group is engine.group else topology.intra_group(engine.group.rank)
         self.bounds = tuple(flat.owned_by(p) for p in positions)
         self.position, self.index = group.rank, flat.index
         self._engine, self._flat = weakref.ref(engine), weakref.ref(flat)
@@ -110,7 +110,7 @@ class IntervalSpec:
     def gather(self, local: torch.Tensor, what: str) -> torch.Tensor:
         """The whole, of `shape`, on every rank, on the device of `local`: this rank's elements. `what` is being done, for messages."""
         engine, group = self.owners.meet(f"{self.name!r}")
-        place = Place("state", f"{what} of {self.name!r}, which every rank must call", engine.step, engine.phase)
+        place = CollectiveContext("state", f"{what} of {self.name!r}, which every rank must call", engine.step, engine.phase)
         full = torch.empty(self.numel, dtype=local.dtype, device=engine.device)
         raw, parts = full.view(torch.uint8), [self._at(p) for p in range(group.size)]
         width = local.element_size()
@@ -125,7 +125,7 @@ class IntervalSpec:
     def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """`values`, [k], of every rank of the group: [ranks, k], in rank order, on the engine's device."""
         engine, group = self.owners.meet(f"{self.name!r}")
-        place = Place("control", f"{what} of {self.name!r}, which every rank must call", engine.step, engine.phase)
+        place = CollectiveContext("control", f"{what} of {self.name!r}, which every rank must call", engine.step, engine.phase)
         return group.gather_values(values.to(engine.device), place)
 
 
@@ -153,12 +153,12 @@ class Interval(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.__dict__["_onefold_spec"]
-        with whole_sight():
+        with disable_torch_function():
             local = self.detach().as_subclass(torch.Tensor)
             return f"Interval({spec.name!r}: elements {spec.start} to {spec.stop} of shape {tuple(spec.shape)}, local={local!r})"
 
     def __deepcopy__(self, memo: Any) -> Interval:
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             memo[id(self)] = out = dress(self.detach().clone(), self.__dict__["_onefold_spec"])
         return out
 
@@ -194,7 +194,7 @@ class Lent:
             self._room = 2 * len(self._refs) + 8
 
     def move_away(self, memory: torch.Tensor) -> None:
-        """Before other values are written to `memory`, plain, as `p.data = value` does. Inside `whole_sight`."""
+        """Before other values are written to `memory`, plain, as `p.data = value` does. Inside `disable_torch_function`."""
         views = [view for ref in self._refs if (view := ref()) is not None]
         self._refs = []
         if not views:
@@ -215,11 +215,11 @@ def lend(view: torch.Tensor, source: torch.Tensor) -> None:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's elements of a sharded parameter or an interval as a plain tensor over the same memory; any other tensor detached."""
-    with whole_sight():
+    with disable_torch_function():
         return tensor.detach().as_subclass(torch.Tensor)
 
 
-# torch's own: inside `whole_sight` what a parameter holds as `.grad`, without the way round by the property of its class.
+# torch's own: inside `disable_torch_function` what a parameter holds as `.grad`, without the way round by the property of its class.
 _base: Any = torch._C.TensorBase
 get_grad, set_grad = _base.grad.__get__, _base.grad.__set__
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]

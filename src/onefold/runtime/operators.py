@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, ShardedParameterError, dress, lend, spec_of, whole_sight
+from onefold.runtime.interval import IntervalSpec, ShardedParameterError, disable_torch_function, dress, lend, spec_of
 
 
 def _words(text: str) -> frozenset[str]:
@@ -196,7 +196,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         ShardedParameterError: there is no way to do it on a part; the message says what to write instead.
     """
     name = name_of(func)
-    with whole_sight():
+    with disable_torch_function():
         meta = META.get(name)
         if meta is not None and (spec := spec_of(args[0])) is not None:
             return meta(spec, *args, **kwargs)

@@ -19,10 +19,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
-from onefold.runtime.interval import spec_of, whole_sight
-from onefold.runtime.moved import Pass
+from onefold.runtime.interval import disable_torch_function, spec_of
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.recomputation import is_checkpoint
+from onefold.runtime.write_counters import ForwardPass
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -41,7 +41,7 @@ class _Place:
 
     def read(self) -> torch.Tensor:
         self.engine.backward_event()
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             gathered = _gather(self.engine, self.unit)
             assert self.flat.full is not None
             out = self.flat.full.as_strided(self.size, self.stride, self.offset).clone()
@@ -63,7 +63,7 @@ def _gather(engine: Engine, unit: Unit) -> bool:
 def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[Entry]) -> Any:
     """`func` over the whole parameters of `entries`, which the arguments hold, with gradients. See this module. Collective at stage 3."""
     used: list[tuple[Engine, Unit, bool]] = []
-    with whole_sight():
+    with disable_torch_function():
         for entry in entries:
             engine = entry.engine()
             assert engine is not None
@@ -135,12 +135,12 @@ def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]
 
 def _watch(engine: Engine, out: Any) -> None:
     """A backward pass through `out` is one of this engine's, and must find the parameters as they were."""
-    this_pass = Pass(engine.moves)
+    current_pass = ForwardPass(engine.write_counters)
 
     def backward_reached(_: torch.Tensor) -> None:
         if not engine.closed:
-            this_pass.backward_reached(True)
-            with whole_sight():
+            current_pass.backward_reached(True)
+            with disable_torch_function():
                 engine.backward_event()
 
     for t in tensors_in(out):

@@ -29,21 +29,21 @@ from onefold.runtime.interval import (
     IntervalSpec,
     Lent,
     ShardedParameterError,
+    disable_torch_function,
     dispatched_by,
     dress,
     get_grad,
     set_grad,
     spec_of,
-    whole_sight,
 )
 from onefold.runtime.operators import OF_ANOTHERS_KIND, _words, compute, is_about_itself, name_of, slice_of, writes_in_place
 from onefold.runtime.outside import compute_outside
-from onefold.runtime.storageless import Hollow, explain, hollow, seen_hollow
+from onefold.runtime.storageless import Storageless, explain, seen_storageless, storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
-__all__ = ["ShardInfo", "ShardedParameter", "ShardedParameterError", "leaf_asked_by", "whole_sight"]
+__all__ = ["ShardInfo", "ShardedParameter", "ShardedParameterError", "disable_torch_function", "leaf_asked_by"]
 
 #: Told of each optimizer that takes a sharded parameter into a group (optim/whole_state.py): torch asks there whether it is a leaf.
 leaf_asked_by: list[Callable[[Any], None] | None] = [None]
@@ -66,7 +66,7 @@ class ShardInfo:
         self.name, self.shape, self.interval = entry.slot.name, torch.Size(entry.slot.shape), interval
         self.dtype = entry.compute.dtype
         self.sharded = not entry.flat.whole_master
-        self.on_disk = (entry.flat.home is not None and entry.flat.home.on_disk) or entry.flat.route.stored
+        self.on_disk = (entry.flat.offloaded is not None and entry.flat.offloaded.on_disk) or entry.flat.route.stored
 
     def __deepcopy__(self, memo: object) -> ShardInfo:
         return self
@@ -148,7 +148,7 @@ class ShardedParameter(nn.Parameter):
             return get_grad(self)
         if gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
             return entry.compute.grad
-        with whole_sight():
+        with disable_torch_function():
             if sys._getframe(1).f_code in _DROPS:
                 return _dropped(self)
             return _seen_grad(self)
@@ -160,7 +160,7 @@ class ShardedParameter(nn.Parameter):
         elif gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
             entry.compute.grad = value
         else:
-            with whole_sight():
+            with disable_torch_function():
                 _give_grad(self, value)
 
     @grad.deleter
@@ -185,7 +185,7 @@ class ShardedParameter(nn.Parameter):
         info: ShardInfo | None = self.__dict__.get("onefold")
         if info is not None and info.on_disk:
             return f"ShardedParameter({info!r}, on NVMe or encoded)"
-        with whole_sight():
+        with disable_torch_function():
             return f"ShardedParameter({info!r}, local={self.data!r})"
 
 
@@ -197,7 +197,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return answer
     if func in gradient_hooks.REGISTER and isinstance(args[0], ShardedParameter) and (entry := args[0].__dict__["_onefold_entry"]()):
         return gradient_hooks.register(entry, func, args, kwargs)
-    with whole_sight():
+    with disable_torch_function():
         name = name_of(func)
         first = args[0] if args else None
         if name in _OWN and isinstance(first, ShardedParameter):
@@ -211,14 +211,14 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if name in OF_ANOTHERS_KIND and not getattr(type(first), "_onefold_faced", False):
             return func(*_as_declared(args), **_as_declared(kwargs))
         found = infos(args, kwargs)
-        if name not in _OF_HOLLOW and (gone := next((i for i in found if i.on_disk), None)) is not None:
+        if name not in _OF_STORAGELESS and (gone := next((i for i in found if i.on_disk), None)) is not None:
             raise explain(func, f"parameter {gone.name!r}")
         seen = name in ("data", "detach")
         if seen or writes_in_place(func, kwargs):
             _before_write(args, kwargs, seen)
         if seen and isinstance(first, ShardedParameter):
             if first.__dict__["onefold"].on_disk:
-                return seen_hollow(func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first))
+                return seen_storageless(func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first))
             out = _seen(first) if name == "data" else func(first)
             out = out if (spec := spec_of(first)) is None else dress(out, spec)
             first.__dict__.setdefault("_onefold_lent", Lent()).add(out)
@@ -285,13 +285,13 @@ def _seen_grad(param: Any) -> torch.Tensor | None:
     if grad is None:
         if entry is None or not entry.graded_elsewhere:
             return None
-        home = entry.flat.home
-        if home is not None and home.gradients_on_disk:
-            return hollow(param, f"the gradient of {spec.name!r}")
+        offloaded = entry.flat.offloaded
+        if offloaded is not None and offloaded.gradients_on_disk:
+            return storageless(param, f"the gradient of {spec.name!r}")
         return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec)
-    if isinstance(grad, Hollow):
+    if isinstance(grad, Storageless):
         return grad
-    if entry is not None and entry.kept is grad:
+    if entry is not None and entry.unreduced is grad:
         spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, unreduced=True)
     return dress(grad.detach(), spec)
 
@@ -313,14 +313,14 @@ def _give_grad(param: Any, value: torch.Tensor | None) -> None:
         set_grad(param, None)
         return
     spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
-    shown = None if value is None or isinstance(value, Hollow) else spec_of(value) or value
+    shown = None if value is None or isinstance(value, Storageless) else spec_of(value) or value
     if spec is not None and shown is not None and shown.shape != spec.shape:  # on every rank, also where it has no element
         raise ShardedParameterError(
             f"`.grad` of parameter {spec.name!r} was given shape {tuple(shown.shape)}, expected {tuple(spec.shape)} (the whole's)."
         )
     if entry is not None and spec is not None:
         entry.graded_elsewhere = value is not None and spec.start == spec.stop
-    if spec is None or value is None or isinstance(value, Hollow):
+    if spec is None or value is None or isinstance(value, Storageless):
         set_grad(param, value)
     elif spec.start == spec.stop:
         set_grad(param, None)
@@ -538,7 +538,7 @@ _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # What belongs to the optimizer's object.
 _OWN = frozenset(("grad", "grad__set__", "_version", "requires_grad__set__", "requires_grad_", "__hash__", "data__set__", "_grad"))
 # What may be done to a parameter that has no memory.
-_OF_HOLLOW = _OWN | _HOOKS | _words(
+_OF_STORAGELESS = _OWN | _HOOKS | _words(
     """
     shape dtype device ndim is_leaf requires_grad layout is_cuda is_cpu is_meta itemsize nbytes size dim numel nelement
     is_floating_point is_complex element_size stride __len__ is_contiguous data detach grad_fn is_sparse is_quantized is_nested

@@ -67,7 +67,7 @@ def leaving_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[in
     return chosen
 
 
-def of_leaving(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]:
+def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]:
     """What a user should know where a budget is too small for any unit of trained elements `sizes`."""
     if recipe.offload_bytes is None or leaving_of_sizes(sizes, recipe, ranks) or not any(sizes):
         return []

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def of_precision(engine: Engine) -> list[str]:
+def precision_notes(engine: Engine) -> list[str]:
     """A sentence about the 16-bit weights that train, where the recipe takes the model as it is; the list is empty without any."""
     recipe = engine.recipe
     flats = [flat for unit in engine.units for flat in unit.flats if any(e.active for e in flat.entries)]

@@ -29,10 +29,10 @@ from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
 from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.interval import get_grad, set_grad, whole_sight
-from onefold.runtime.kept import take_kept
+from onefold.runtime.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.summing import Reduction, Summing
 from onefold.runtime.unit import Unit
+from onefold.runtime.unreduced import take_unreduced
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -58,7 +58,7 @@ class Reducer:
         self.held: set[int] = set()  # entries with gradients among the sums that are held, on any rank
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
-        self.shows = False  # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/kept.py)
+        self.shows = False  # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/unreduced.py)
         self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
         for entry in (entry for unit in self.units for entry in unit.entries):
             nbytes = entry.slot.numel * entry.flat.dtypes.compute.itemsize
@@ -69,7 +69,7 @@ class Reducer:
     def begin_backward(self) -> None:
         if self.shows:
             self.shows = False
-            take_kept(self.engine)
+            take_unreduced(self.engine)
         self.turn, self.log, self.used = 0, [], set()
         for unit in self.units:
             unit.waiting = set(unit.awaited)
@@ -85,7 +85,7 @@ class Reducer:
         if entry.small and not entry.post_hooks and engine.backward_open and not engine.differentiating and not torch.is_grad_enabled():
             self._put_aside(entry)
             return
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             engine.backward_event(accumulates=True)
             hooks = entry.param._post_accumulate_grad_hooks
             if not hooks:
@@ -93,7 +93,7 @@ class Reducer:
                 return
         if entry.compute.grad is not None:
             self._call_hooks(entry, hooks)
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             self._take(entry)
 
     def _put_aside(self, entry: Entry) -> None:
@@ -101,13 +101,13 @@ class Reducer:
         unit, flat = self.engine.unit_of[entry.number], entry.flat
         run = flat.run_of[entry.index]
         if run not in flat.grads:
-            with whole_sight():
+            with disable_torch_function():
                 self._begin(flat, run)
         unit.aside.append(entry)
         unit.aside_bytes += entry.small
         unit.waiting.discard(entry.number)
         if not unit.waiting or unit.aside_bytes > ASIDE:
-            with whole_sight():
+            with disable_torch_function():
                 self._store_aside(unit)
                 self._complete(unit)
 
@@ -326,8 +326,8 @@ class Reducer:
             self.summing.send(r)
             self.crossing.append(r)
             return
-        if flat.spread is not None:
-            self.summing.spread(r)
+        if flat.broadcast_back is not None:
+            self.summing.broadcast_back(r)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             self._ledger(flat).add(GRADIENTS, -_bytes(total))  # it was added to gradients that are there
@@ -357,18 +357,18 @@ class Reducer:
         True if some `.grad` lies in them now, or may come to.
         """
         assert r.total is not None
-        home = r.flat.home
-        if home is not None:
-            self._bring_down(r, home)
+        offloaded = r.flat.offloaded
+        if offloaded is not None:
+            self._bring_down(r, offloaded)
         flat, kept = r.flat, not _all_of(r, which)
         behind = self._steps_behind(flat, which)
-        shares = flat.shares(r.covers)
+        shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         meant = [entry for entry in shares.here if which[entry.index]]
-        if home is not None and home.gradients_on_disk and not behind:
+        if offloaded is not None and offloaded.gradients_on_disk and not behind:
             try:
-                home.take_gradient(r.total, r.covers, meant)
+                offloaded.take_gradient(r.total, r.result_range, meant)
             except TierError as error:  # the other ranks are waiting: all raise before the optimizer steps
                 self.engine.failure = self.engine.failure or error
             return kept
@@ -387,38 +387,38 @@ class Reducer:
             else:  # a copy in another dtype
                 set_grad(param, grad.to(flat.dtypes.master))
                 self._ledger(flat).add(GRADIENTS, _bytes(get_grad(param)))
-                kept = kept or home is None
+                kept = kept or offloaded is None
         if behind:
-            self.engine.behind.landed(flat)
+            self.engine.in_backward_stepper.landed(flat)
         return kept
 
     def _steps_behind(self, flat: Flat, which: list[bool]) -> bool:
         """Whether the flat buffer is stepped as soon as these gradients are there: they are all of its own, in memory."""
-        behind, home = self.engine.behind, flat.home
-        if behind is None or home is None or len(flat.runs) != 1 or not all(which[e.index] for e in flat.entries if e.active):
+        behind, offloaded = self.engine.in_backward_stepper, flat.offloaded
+        if behind is None or offloaded is None or len(flat.runs) != 1 or not all(which[e.index] for e in flat.entries if e.active):
             return False
-        if home.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):
+        if offloaded.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):
             return False
-        home.stepped_in = self.engine.step if (takes := bool(behind.takes(flat))) else home.stepped_in
+        offloaded.stepped_in = self.engine.step if (takes := bool(behind.takes(flat))) else offloaded.stepped_in
         return takes
 
-    def _bring_down(self, r: Reduction, home: Offloaded) -> None:
+    def _bring_down(self, r: Reduction, offloaded: Offloaded) -> None:
         """The sums leave the device, once."""
         assert r.total is not None
         if not r.down:
             r.down = True
             self.engine.memory.add(GRADIENTS, -_bytes(r.total))
-            r.total = home.bring_down(r.total)
-            self.engine.beyond.host.add(GRADIENTS, _bytes(r.total))
-        if home.gradients_on_disk or r.total.dtype != r.flat.dtypes.master or any(e.param.grad is not None for e in r.flat.entries):
-            self.engine.beyond.down.wait()  # the host is about to read them
+            r.total = offloaded.bring_down(r.total)
+            self.engine.transfers.host.add(GRADIENTS, _bytes(r.total))
+        if offloaded.gradients_on_disk or r.total.dtype != r.flat.dtypes.master or any(e.param.grad is not None for e in r.flat.entries):
+            self.engine.transfers.down.wait()  # the host is about to read them
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
-        return self.engine.memory if flat.home is None else self.engine.beyond.host
+        return self.engine.memory if flat.offloaded is None else self.engine.transfers.host
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over what other ranks used."""
-        self.engine.moves.graded |= used_anywhere
+        self.engine.write_counters.graded |= used_anywhere
         while self.flying:
             self._land(self.flying.pop(0))
         if self.engine.holding:
@@ -437,7 +437,7 @@ class Reducer:
                     e.number in used_anywhere and r.flat.in_run(e, r.run) and not done
                     for e, done in zip(r.flat.entries, r.filled, strict=True)
                 ]
-            if not self._hand_over(r, which) and r.flat.home is not None and r.gathering is not None and r.total is not None:
+            if not self._hand_over(r, which) and r.flat.offloaded is not None and r.gathering is not None and r.total is not None:
                 self._ledger(r.flat).add(GRADIENTS, -_bytes(r.total))
 
     def launch_rest(self) -> None:
@@ -460,7 +460,7 @@ class Reducer:
     def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
         """Gradients that came after their unit was reduced (re-entrant checkpointing of a shared module): reduce them too."""
         for index in late:
-            if any(f.home is not None and f.home.stepped_in == self.engine.step for f in self.units[index].flats):
+            if any(f.offloaded is not None and f.offloaded.stepped_in == self.engine.step for f in self.units[index].flats):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped behind the backward pass: this model uses "
                     "it in more than one part of the pass. Leave step_in_backward out."
@@ -491,9 +491,9 @@ class Reducer:
                     self.engine.pool.give(buffer)
                 flat.held.clear()
                 for entry in flat.entries:
-                    if entry.kept is not None and entry.param.grad is entry.kept:
+                    if entry.unreduced is not None and entry.param.grad is entry.unreduced:
                         entry.param.grad = None
-                    entry.filled, entry.kept, entry.compute.grad = False, None, None
+                    entry.filled, entry.unreduced, entry.compute.grad = False, None, None
 
 
 def _all_of(r: Reduction, which: list[bool]) -> bool:

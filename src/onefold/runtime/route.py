@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.comm import Chain, Group, Pending, Place
+from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.comm.codec import Codec
 from onefold.layout import round_up
 from onefold.memory import GATHERED, PARAMETERS
@@ -59,9 +59,9 @@ def hops_of(flat: Flat, group: Group) -> tuple[Hop, ...]:
     if 1 in (topology.inner, topology.outer):
         return (everybody,)
     each = layout.shard_numel * topology.outer
-    inside = Hop(group.inside, tuple((i * each, (i + 1) * each) for i in range(topology.inner)))
-    mine = group.topology.across(group.rank)
-    return inside, Hop(group.across, tuple(layout.interval(p) for p in mine))
+    inside = Hop(group.intra_group, tuple((i * each, (i + 1) * each) for i in range(topology.inner)))
+    mine = group.topology.inter_group(group.rank)
+    return inside, Hop(group.inter_group, tuple(layout.interval(p) for p in mine))
 
 
 class Route:
@@ -69,7 +69,7 @@ class Route:
 
     Attributes:
         second: the shard in the compute dtype, or encoded as bytes, kept to gather from; None without a second copy.
-        fresh: `second` (or the encoded interval) is of the masters as they are.
+        fresh: `secondary` (or the encoded interval) is of the masters as they are.
         stored: the encoded interval is all there is: frozen weights that rest as they travel.
     """
 
@@ -80,10 +80,10 @@ class Route:
         name = recipe.frozen if stored else recipe.parameters.codec
         self.stored: bool = stored
         travels = group.size > 1 or stored
-        self.codec: Codec | None = engine.capabilities.codec(name) if name and low and travels and not flat.kept else None
+        self.codec: Codec | None = engine.capabilities.codec(name) if name and low and travels and not flat.resident else None
         inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
-        self.doubled = inside and not stored and not flat.kept and group.topology.outer > 1
-        self.second: torch.Tensor | None = None
+        self.has_secondary = inside and not stored and not flat.resident and group.topology.outer > 1
+        self.secondary: torch.Tensor | None = None
         self.fresh = False
         outer = group.topology.outer
         self.outer = outer
@@ -100,27 +100,27 @@ class Route:
     @property
     def group_of_owners(self) -> Group:
         """The ranks whose masters together are the whole, each once."""
-        return self.group.inside if self.flat.owned == self.shard else self.group
+        return self.group.intra_group if self.flat.owned == self.shard else self.group
 
     def build(self, device: torch.device) -> None:
         """Take the memory of what is kept: a second copy, or the own part encoded."""
         if self.codec is not None:
-            a, b = self._shard_bytes if self.doubled else self._own_bytes
-            self.second = torch.empty(b - a, dtype=torch.uint8, device=device)
-        elif self.doubled:
-            self.second = torch.empty(self.shard[1] - self.shard[0], dtype=self.flat.dtypes.compute, device=device)
+            a, b = self._shard_bytes if self.has_secondary else self._own_bytes
+            self.secondary = torch.empty(b - a, dtype=torch.uint8, device=device)
+        elif self.has_secondary:
+            self.secondary = torch.empty(self.shard[1] - self.shard[0], dtype=self.flat.dtypes.compute, device=device)
 
     @property
     def resting_bytes(self) -> dict[str, int]:
         """Bytes kept between steps, by category."""
-        return {} if self.second is None else {PARAMETERS: self.second.numel() * self.second.element_size()}
+        return {} if self.secondary is None else {PARAMETERS: self.secondary.numel() * self.secondary.element_size()}
 
     @property
     def reads_masters(self) -> bool:
         """The next gather begins with this rank's masters, not with what is kept of them."""
-        return not (self.fresh and self.second is not None)
+        return not (self.fresh and self.secondary is not None)
 
-    def moved(self) -> None:
+    def masters_changed(self) -> None:
         """The masters have new values."""
         self.fresh = self.stored  # where they are stored, `store` is how they get them
 
@@ -128,47 +128,47 @@ class Route:
 
     def store(self, values: torch.Tensor) -> None:
         """New values, [owned], for what rests encoded."""
-        assert self.codec is not None and self.second is not None
+        assert self.codec is not None and self.secondary is not None
         numel = self.flat.layout.shard_numel
         for index in range(values.numel() // max(numel, 1)):
-            self.codec.encode(values[index * numel : (index + 1) * numel], self._bytes_of(self.second, index))
+            self.codec.encode(values[index * numel : (index + 1) * numel], self._bytes_of(self.secondary, index))
         self.fresh = True
 
     def load(self) -> torch.Tensor:
         """What rests encoded, [owned], in the master dtype."""
-        assert self.codec is not None and self.second is not None
+        assert self.codec is not None and self.secondary is not None
         flat, numel = self.flat, self.flat.layout.shard_numel
-        out = torch.empty(flat.owned[1] - flat.owned[0], dtype=flat.dtypes.master, device=self.second.device)
+        out = torch.empty(flat.owned[1] - flat.owned[0], dtype=flat.dtypes.master, device=self.secondary.device)
         for index in range(out.numel() // max(numel, 1)):
-            self.codec.decode(self._bytes_of(self.second, index), out[index * numel : (index + 1) * numel])
+            self.codec.decode(self._bytes_of(self.secondary, index), out[index * numel : (index + 1) * numel])
         return out
 
     # -- gathering -------------------------------------------------------------------------------------------------------------
 
-    def start(self, full: torch.Tensor, put: Callable[[], None], place: Place, beside: Beside) -> Pending:
+    def start(self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside) -> Pending:
         """Start gathering the whole into `full`; `put` writes this rank's part of the masters there. Both go where `beside` says."""
         if self.codec is not None:
             return self._start_encoded(full, put, place, beside)
         with beside():
             return self._start(full, put, place)
 
-    def _start(self, full: torch.Tensor, put: Callable[[], None], place: Place) -> Pending:
-        if not self.doubled:
+    def _start(self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext) -> Pending:
+        if not self.has_secondary:
             put()
             return self.group_of_owners.all_gather(full, place, self.flat.index)
-        mine, second = full[slice(*self.shard)], self.second
+        mine, second = full[slice(*self.shard)], self.secondary
         assert second is not None
         if self.fresh:
             mine.copy_(second)
-            return self.group.inside.all_gather(full, place, self.flat.index)
+            return self.group.intra_group.all_gather(full, place, self.flat.index)
         put()
         self.fresh = True
 
         def keep() -> Pending:
             second.copy_(mine)
-            return self.group.inside.all_gather(full, place, self.flat.index)
+            return self.group.intra_group.all_gather(full, place, self.flat.index)
 
-        return Chain(self.group, self.group.across.all_gather(mine, place, self.flat.index), keep)
+        return Chain(self.group, self.group.inter_group.all_gather(mine, place, self.flat.index), keep)
 
     @property
     def _own_bytes(self) -> tuple[int, int]:
@@ -176,30 +176,30 @@ class Route:
         a, b = (edge // max(self.flat.layout.shard_numel, 1) * self.each for edge in self.flat.owned)
         return a, b
 
-    def _start_encoded(self, full: torch.Tensor, put: Callable[[], None], place: Place, beside: Beside) -> Pending:
+    def _start_encoded(self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside) -> Pending:
         # Taken on the computing stream, in whose order it is handed on.
         coded = self.engine.pool.take(self.group.size * self.each, torch.uint8, GATHERED, self.flat.unit_name)
         with beside():
             return self._send_encoded(full, coded, put, place)
 
-    def _send_encoded(self, full: torch.Tensor, coded: torch.Tensor, put: Callable[[], None], place: Place) -> Pending:
-        kept, group = self.second, self.group
+    def _send_encoded(self, full: torch.Tensor, coded: torch.Tensor, put: Callable[[], None], place: CollectiveContext) -> Pending:
+        kept, group = self.secondary, self.group
         plain = full.numel() * full.element_size()
         assert kept is not None
-        a, b = self._shard_bytes if self.doubled else self._own_bytes
+        a, b = self._shard_bytes if self.has_secondary else self._own_bytes
         renewed = not self.fresh
         if renewed:
             put()
             self._encode(full, coded)
-            if not self.doubled:
+            if not self.has_secondary:
                 kept.copy_(coded[a:b])
         else:
             coded[a:b].copy_(kept)
         self.fresh = True
-        inner = group.inside if self.doubled else self.group_of_owners
-        if not (self.doubled and renewed):
+        inner = group.intra_group if self.has_secondary else self.group_of_owners
+        if not (self.has_secondary and renewed):
             return _Decoded(inner.all_gather(coded, place, self.flat.index, plain=plain), self, full, coded)
-        low = group.across.all_gather(coded[a:b], place, self.flat.index, plain=plain * self.outer // group.size)
+        low = group.inter_group.all_gather(coded[a:b], place, self.flat.index, plain=plain * self.outer // group.size)
 
         def keep() -> Pending:
             kept.copy_(coded[a:b])
@@ -240,7 +240,7 @@ def block_at_rest(recipe: Recipe, codec: Callable[[str], Codec]) -> int:
     return codec(recipe.frozen).shared if recipe.frozen is not None else 0
 
 
-def of_routes(engine: Engine) -> list[str]:
+def route_notes(engine: Engine) -> list[str]:
     """A sentence for each thing that the recipe asks of groups and of frozen weights and that changes nothing in this run."""
     recipe, said = engine.recipe, []
     divides = GROUP in (recipe.parameters.over, recipe.gradients.over, recipe.optimizer.over)

@@ -30,46 +30,46 @@ def look_for_writes(engine: Engine) -> None:
 
 def look_at(engine: Engine, unit: Unit, trained: bool = False) -> None:
     """The same for one unit; `trained`: an optimizer has stepped since the last look."""
-    stays = unit.index in engine.gather.resident or not engine.recipe.reshard_after_forward
-    looked_at = unit.kept or stays or any(f.route.second is not None for f in unit.flats)
+    stays = unit.index in engine.gather.kept_gathered or not engine.recipe.reshard_after_forward
+    looked_at = unit.resident or stays or any(f.route.secondary is not None for f in unit.flats)
     for flat in unit.flats if looked_at else ():
         versions = sum(written(e.param) for e in flat.entries)
         moved = versions != flat.versions or (trained and bool(flat.runs))
-        flat.versions, flat.stale = versions, flat.kept and (flat.stale or moved)
+        flat.versions, flat.stale = versions, flat.resident and (flat.stale or moved)
         if moved:
-            flat.route.moved()
+            flat.route.masters_changed()
             _let_go(engine, unit)
-    if unit.kept:
+    if unit.resident:
         _note(engine, unit)
         if unit.state is State.STALE:
             for flat in unit.flats:
-                flat.refreshed = engine.moves.count if flat.stale else flat.refreshed  # by the refresh that follows
+                flat.refreshed = engine.write_counters.count if flat.stale else flat.refreshed  # by the refresh that follows
 
 
-def all_moved(engine: Engine) -> None:
+def all_written(engine: Engine) -> None:
     """The engine, or a load, has written to the masters: every copy is out of date."""
-    engine.moves.all_of(engine.entries)
+    engine.write_counters.all_of(engine.entries)
     for unit in engine.units:
         for flat in unit.flats:
             flat.stale = True
-            flat.route.moved()
-            if flat.home is not None:
-                flat.home.touched()
+            flat.route.masters_changed()
+            if flat.offloaded is not None:
+                flat.offloaded.touched()
         _let_go(engine, unit)
-        if unit.kept:
+        if unit.resident:
             _note(engine, unit)
 
 
 def _let_go(engine: Engine, unit: Unit) -> None:
     """A forward pass that no backward pass followed may have left the unit gathered, of masters that have new values now."""
-    if not unit.kept and not unit.away and not unit.depth and not engine.backward_open:
+    if not unit.resident and not unit.away and not unit.depth and not engine.backward_open:
         engine.gather.release(unit)
 
 
 def _note(engine: Engine, unit: Unit) -> None:
     engine.gather.wait(unit)
     for flat in unit.flats:
-        flat.stale = flat.stale and not flat.passive and not _is_its_master(flat)
+        flat.stale = flat.stale and not flat.unsharded and not _is_its_master(flat)
     if unit.state is State.GATHERED and any(flat.stale for flat in unit.flats):
         unit.move(State.STALE, engine.step)
 

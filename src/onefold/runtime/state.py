@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onefold.comm import Place
+from onefold.comm import CollectiveContext
 from onefold.layout import overlap
 from onefold.memory import GATHERED
 from onefold.runtime.buffers import refuse_parts
@@ -20,7 +20,7 @@ from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.interval import Interval
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.tile import first_tiles
 from onefold.runtime.unit import Unit
 from onefold.runtime.unset import value_of
@@ -34,7 +34,7 @@ def scatter_masters(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor |
         if group.rank == 0:
             assert full is not None
             sends = []  # an imagined group has nobody to send to
-            if not group.imagined:
+            if not group.fake:
                 sends = [(p, full[slice(*flat.owned_by(p))]) for p in range(1, group.size)]
             group.exchange(sends, [], place, flat.index, move="state").wait()
             master.copy_(full[flat.owned[0] : flat.owned[1]])
@@ -64,15 +64,15 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
             raise RuntimeError("full_params(write=True) was entered inside full_params(); give write=True to the outer one.")
         yield
         return
-    if not engine.passive:
+    if not engine.unsharded:
         refuse_changes(engine, "full_params")
     held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
     joint: dict[str, torch.Tensor] = {}  # parameters in tiles: the tiles lie one behind another, so that there is a whole to see
     shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
-    with whole_sight():
+    with disable_torch_function():
         for unit in engine.units:
             for flat in unit.flats:
-                if flat.passive:
+                if flat.unsharded:
                     continue
                 full = whole_masters(engine, unit, flat)
                 held.append((unit, flat, None if flat.tiled else full))
@@ -91,7 +91,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         yield
     finally:
         engine.whole_depth = 0
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             wrong = _take_over(shown)
             shown.clear()
             for unit, flat, kept in held:
@@ -144,7 +144,7 @@ def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
     """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See `onefold.full_state_dict`."""
-    if not engine.passive:
+    if not engine.unsharded:
         refuse_changes(engine, "full_state_dict")
         for name, buffer in module.named_buffers():
             refuse_parts(name, buffer)  # on every rank, not on the one that writes them
@@ -153,18 +153,18 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
     engine.unset.refuse("full_state_dict() would hold")
     out: dict[Any, torch.Tensor] = {}  # by the parameter's identity and names: hooks of a module may rename or copy it in its state dict
     joint: dict[str, torch.Tensor] = {}
-    with whole_sight(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
                 full = _to_rank_0(engine, unit, flat)
                 for entry in flat.entries if group.rank == 0 else ():
-                    value = entry.param.detach() if flat.passive else flat.view(full, entry)  # type: ignore[arg-type]
+                    value = entry.param.detach() if flat.unsharded else flat.view(full, entry)  # type: ignore[arg-type]
                     if flat.tiled:
                         _place_in(joint, entry, torch.empty(0, dtype=value.dtype, device="cpu")).copy_(value)
                         whole = joint[entry.part.names[0]].view(entry.part.shape)
                     else:
                         whole = value.cpu().clone()
-                    names = () if engine.passive else entry.part.names  # the model's own, where somebody has put another in its place
+                    names = () if engine.unsharded else entry.part.names  # the model's own, where somebody has put another in its place
                     out |= dict.fromkeys((id(entry.param), *names), whole)
     if group.rank != 0:
         return {}
@@ -180,7 +180,7 @@ def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
     """
     engine.whole_depth += 1  # lets the guard on state_dict() pass
     try:
-        with whole_sight(), first_tiles():
+        with disable_torch_function(), first_tiles():
             held = module.state_dict(keep_vars=True)
     finally:
         engine.whole_depth -= 1
@@ -208,7 +208,7 @@ def beside_parameters(engine: Engine, module: nn.Module) -> tuple[dict[str, torc
 
 
 def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
-    if flat.passive:
+    if flat.unsharded:
         return None
     if flat.whole_master:
         return flat.load_master()
@@ -244,7 +244,7 @@ def load_full_state_dict(
     if complaint:
         raise ValueError(complaint)
     given = {e.part.names[0]: state[n] for n, e in named.items() if state is not None and n in state}
-    with whole_sight(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
                 _load_flat(engine, unit, flat, given)
@@ -311,7 +311,7 @@ def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[str, torch
         row = part.first // prod(part.shape[1:])
         return whole[row : row + entry.slot.shape[0]]
 
-    if flat.passive:
+    if flat.unsharded:
         for entry in flat.entries:
             if (value := given(entry)) is not None:
                 entry.param.copy_(value)
@@ -328,13 +328,13 @@ def _load_buffers(engine: Engine, buffers: Mapping[str, torch.Tensor], state: Ma
     for name, buffer in buffers.items():
         if engine.rank == 0 and name in state:
             buffer.copy_(state[name])
-    engine.group.broadcast(list(buffers.values()), Place("state", "buffers", engine.step, "state"))
+    engine.group.broadcast(list(buffers.values()), CollectiveContext("state", "buffers", engine.step, "state"))
 
 
 def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
     """Build the unit's flat buffers; rank 0's weights are everybody's. Parameters named in `coming` are NaN until somebody writes them."""
     for flat in unit.flats:
-        if flat.passive:
+        if flat.unsharded:
             continue
 
         def fill(master: torch.Tensor, flat: Flat = flat) -> None:
@@ -355,7 +355,7 @@ def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
                     flat.view(full, entry).copy_(source.detach())
             scatter_masters(engine, unit, flat, full, master)
 
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             flat.build(fill, engine.device)
 
 
@@ -378,7 +378,7 @@ def _scatter_entry(engine: Engine, unit: Unit, entry: Entry, master: torch.Tenso
         return
     whole = _source(entry).detach().to(engine.device, flat.dtypes.master).reshape(-1)
     sends = []
-    for peer in range(1, 1 if group.imagined else group.size):
+    for peer in range(1, 1 if group.fake else group.size):
         start, end = overlap((slot.start, slot.end), flat.owned_by(peer))
         sends.append((peer, whole[start - slot.start : end - slot.start]))
     group.exchange(sends, [], place_of(engine, unit), flat.index, move="state").wait()

@@ -18,21 +18,21 @@ class HollowError(RuntimeError):
     """Elements on NVMe, or encoded ones, were used as if they were in memory."""
 
 
-def hollow(like: torch.Tensor, what: str) -> torch.Tensor:
+def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
     """A hollow tensor of the shape, dtype and device of `like`; `what` is its subject in a sentence."""
     out = torch.empty_like(like.detach())
     out.untyped_storage().resize_(0)
-    return seen_hollow(out, what, spec_of(like))
+    return seen_storageless(out, what, spec_of(like))
 
 
-def seen_hollow(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> torch.Tensor:
+def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> torch.Tensor:
     """The hollow tensor `t` as code outside the engine may see it; of the shape that `spec` is a part of."""
-    seen = t.as_subclass(Hollow)
+    seen = t.as_subclass(Storageless)
     seen.what, seen.spec = what, spec
     return seen
 
 
-def is_hollow(t: torch.Tensor) -> bool:
+def is_storageless(t: torch.Tensor) -> bool:
     """Whether `t` should have memory and has none."""
     return t.numel() > 0 and t.device.type != "meta" and t.untyped_storage().nbytes() == 0
 
@@ -47,7 +47,7 @@ def explain(func: Any, what: str) -> HollowError:
     )
 
 
-class Hollow(torch.Tensor):
+class Storageless(torch.Tensor):
     """See this module."""
 
     what: str = "a tensor"
@@ -56,12 +56,12 @@ class Hollow(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
-        if isinstance(first, Hollow) and first.spec is not None and (meta := META.get(name_of(func))) is not None:
+        if isinstance(first, Storageless) and first.spec is not None and (meta := META.get(name_of(func))) is not None:
             return meta(first.spec, *args, **(kwargs or {}))
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise explain(func, next((t.what for t in _tensors((args, kwargs)) if isinstance(t, Hollow)), "a tensor"))
+        raise explain(func, next((t.what for t in _tensors((args, kwargs)) if isinstance(t, Storageless)), "a tensor"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Hollow({self.what}, on NVMe or encoded)"

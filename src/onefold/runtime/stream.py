@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from onefold.comm import Place, StallError
+from onefold.comm import CollectiveContext, StallError
 from onefold.layout import overlap
 from onefold.recipe.moments import BLOCK
 from onefold.runtime.engine import Engine
@@ -38,10 +38,10 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
         RuntimeError: another rank has called something else.
     """
     group = engine.group
-    if group.size == 1 or group.imagined:
+    if group.size == 1 or group.fake:
         return [value]
     text = pickle.dumps((call, value))
-    place = Place("control", f"({call}, which every rank must call)", engine.step, "state")
+    place = CollectiveContext("control", f"({call}, which every rank must call)", engine.step, "state")
     try:
         head = group.exchange_control(torch.frombuffer(bytearray(struct.pack("<q", len(text))), dtype=torch.uint8), place, "call")
         lengths = [struct.unpack("<q", bytes(part.tolist()))[0] for part in head]
@@ -65,13 +65,13 @@ def dist_rank(engine: Engine) -> int:
     return engine.group.ranks[engine.group.rank]
 
 
-def place_of(engine: Engine, entry: Entry) -> Place:
-    return Place("state", entry.flat.unit_name, engine.step, "state")
+def place_of(engine: Engine, entry: Entry) -> CollectiveContext:
+    return CollectiveContext("state", entry.flat.unit_name, engine.step, "state")
 
 
 def interval_of(entry: Entry) -> tuple[int, int]:
     """The elements of `entry` that this rank answers for, counted from its first: each element on exactly one rank."""
-    if entry.flat.passive:
+    if entry.flat.unsharded:
         return 0, entry.slot.numel
     a, b = entry.flat.layout.local(entry.slot, entry.flat.rank)
     return a - entry.slot.start, b - entry.slot.start
@@ -79,7 +79,7 @@ def interval_of(entry: Entry) -> tuple[int, int]:
 
 def held_by(entry: Entry, position: int) -> tuple[int, int]:
     """The elements of `entry` that the optimizer of a rank holds, counted from its first; also what other ranks hold as well."""
-    if entry.flat.passive:
+    if entry.flat.unsharded:
         return 0, entry.slot.numel
     a, b = overlap((entry.slot.start, entry.slot.end), entry.flat.owned_by(position))
     return a - entry.slot.start, b - entry.slot.start
@@ -99,7 +99,7 @@ def to_first(engine: Engine, entry: Entry, dtype: torch.dtype, read: Read, out: 
         mine = overlap(here, (x, y))
         if out is not None and mine[0] < mine[1]:
             out[slice(*mine)].copy_(read(*mine))
-        if mine == (x, y) or group.size == 1 or group.imagined:
+        if mine == (x, y) or group.size == 1 or group.fake:
             continue
         sends, recvs, landing = [], [], []
         for peer in _owners(entry, x, y):
@@ -132,7 +132,7 @@ def from_first(engine: Engine, entry: Entry, dtype: torch.dtype, whole: torch.Te
         sends, recvs = [], []
         if group.rank == 0:
             assert whole is not None
-            if group.size > 1 and not group.imagined:
+            if group.size > 1 and not group.fake:
                 chunk = whole[x:y].to(engine.device, dtype)
                 for peer in range(1, group.size):
                     i, j = overlap(held(entry, peer), (x, y))
@@ -148,7 +148,7 @@ def from_first(engine: Engine, entry: Entry, dtype: torch.dtype, whole: torch.Te
 
 
 def _interval_at(entry: Entry, position: int) -> tuple[int, int]:
-    if entry.flat.passive:
+    if entry.flat.unsharded:
         return 0, entry.slot.numel
     a, b = entry.flat.layout.local(entry.slot, position)
     return a - entry.slot.start, b - entry.slot.start

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import Chain, Pending, Place
+from onefold.comm import Chain, CollectiveContext, Pending
 from onefold.comm.codec import Codec, Stochastic
 from onefold.comm.group import Cut
 from onefold.comm.sums import sum_parts
@@ -56,9 +56,9 @@ class Reduction:
         own: the addresses of `span` that this rank sums; `parts`: what the ranks send of them, by position in the hop's group.
         filled: which entries got a gradient here.
         lent: one buffer of which the parts are rows. sent: what travels, where that is not `buffer` itself.
-        rows: how many parts lie in `lent` without being in `parts`; see [Note: all parts at once].
+        rows: how many parts lie in `receive_buffer` without being in `parts`; see [Note: all parts at once].
         summed: the backend adds them up: one row. whole: the backend sums the whole run for every rank.
-        total: the sums, over `own`, or over what the rank keeps if they are spread (`covers`).
+        total: the sums, over `own`, or over what the rank keeps if they are spread (`result_range`).
         down: the sums have left the device.
     """
 
@@ -72,13 +72,13 @@ class Reduction:
     own: tuple[int, int] = (0, 0)
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
     pending: Pending | None = None
-    lent: torch.Tensor | None = None
+    receive_buffer: torch.Tensor | None = None
     sent: torch.Tensor | None = None
     rows: int = 0
     summed: bool = False
     whole: bool = False
     total: torch.Tensor | None = None
-    covers: tuple[int, int] = (0, 0)
+    result_range: tuple[int, int] = (0, 0)
     gathering: Pending | None = None
     down: bool = False
 
@@ -110,7 +110,7 @@ class Summing:
         """Start the hop that `r` stands before."""
         engine, flat, hop, group = self.engine, r.flat, r.hop, r.hop.group
         move = "all-reduce" if flat.whole_master else "reduce-scatter"
-        place = Place(move, r.unit.name, engine.step, engine.phase)
+        place = CollectiveContext(move, r.unit.name, engine.step, engine.phase)
         r.own = overlap(r.span, hop.own)
         if self.encodes(flat, hop):
             r.pending = self._send_encoded(r, place)
@@ -132,7 +132,7 @@ class Summing:
             r.sent = sent
         self._places(r)
         recvs = [(p, part) for p, part in r.parts.items() if p != group.rank]
-        if group.imagined:  # two messages stand for all
+        if group.fake:  # two messages stand for all
             a, b = r.own[0] - r.span[0], r.own[1] - r.span[0]
             sends = [(group.rank, sent[:a]), (group.rank, sent[b:])]
         else:
@@ -146,7 +146,7 @@ class Summing:
             self._cuts[key] = hop.group.cut([b - a for a, b in (overlap(span, there) for there in hop.ranges)])
         return self._cuts[key]
 
-    def _send_at_once(self, r: Reduction, cut: Cut, place: Place) -> None:
+    def _send_at_once(self, r: Reduction, cut: Cut, place: CollectiveContext) -> None:
         """See [Note: all parts at once]."""
         pool, wire, group, sent = self.engine.pool, r.flat.dtypes.wire, r.hop.group, r.buffer
         r.rows = group.size
@@ -156,17 +156,17 @@ class Summing:
             sent = r.sent = pool.take(cut.numel - cut.own, wire, REDUCTION, r.unit.name)
             sent[:a].copy_(r.buffer[:a])
             sent[a:].copy_(r.buffer[b:])
-        r.lent = pool.take(r.rows * cut.own, wire, REDUCTION, r.unit.name)
-        r.pending = group.scatter_parts(sent, cut, r.lent.view(r.rows, cut.own), place, r.flat.index, place.move)
+        r.receive_buffer = pool.take(r.rows * cut.own, wire, REDUCTION, r.unit.name)
+        r.pending = group.scatter_parts(sent, cut, r.receive_buffer.view(r.rows, cut.own), place, r.flat.index, place.move)
 
-    def _send_to_be_summed(self, r: Reduction, cut: Cut, place: Place) -> None:
+    def _send_to_be_summed(self, r: Reduction, cut: Cut, place: CollectiveContext) -> None:
         """The backend adds the parts up, in the dtype of the wire."""
         sent, r.rows, r.summed = self._on_the_wire(r), 1, True
-        r.lent = self.engine.pool.take(cut.own, sent.dtype, REDUCTION, r.unit.name)
+        r.receive_buffer = self.engine.pool.take(cut.own, sent.dtype, REDUCTION, r.unit.name)
         mean = self.early_scale(r.flat) == 1
-        r.pending = r.hop.group.reduce_scatter(sent, cut, r.lent, place, r.flat.index, place.move, mean)
+        r.pending = r.hop.group.reduce_scatter(sent, cut, r.receive_buffer, place, r.flat.index, place.move, mean)
 
-    def _send_to_all(self, r: Reduction, place: Place) -> None:
+    def _send_to_all(self, r: Reduction, place: CollectiveContext) -> None:
         """The backend adds everything up for everybody."""
         sent, r.whole, r.at = self._on_the_wire(r), True, len(r.flat.hops) - 1  # on however many levels the backend likes
         r.total = self.engine.pool.fresh(sent.numel(), sent.dtype).copy_(sent)
@@ -181,7 +181,7 @@ class Summing:
 
     def encodes(self, flat: Flat, hop: Hop) -> bool:
         """Whether gradients of `flat` travel encoded on `hop`."""
-        return self.codec is not None and hop.group.size > 1 and flat.dtypes.sums == torch.float32 and not hop.group.imagined
+        return self.codec is not None and hop.group.size > 1 and flat.dtypes.sums == torch.float32 and not hop.group.fake
 
     def _places(self, r: Reduction) -> None:
         """Where the ranks' parts go, by position with this rank's own among them: rows of one lent buffer, but for one that stays."""
@@ -192,20 +192,20 @@ class Summing:
             places[into] = self.engine.pool.fresh(mine.numel(), dtype)
             self.engine.memory.add(REDUCTION, _bytes(places[into]), r.unit.name)
         rows = group.size - len(places)
-        r.lent = self.engine.pool.take(rows * mine.numel(), dtype, REDUCTION, r.unit.name) if rows else None
-        if r.lent is not None and not group.imagined:  # else nothing arrives there
+        r.receive_buffer = self.engine.pool.take(rows * mine.numel(), dtype, REDUCTION, r.unit.name) if rows else None
+        if r.receive_buffer is not None and not group.fake:  # else nothing arrives there
             others = (p for p in range(group.size) if p not in (group.rank, into))
-            places |= zip(others, r.lent.view(rows, mine.numel()).unbind(), strict=True)
+            places |= zip(others, r.receive_buffer.view(rows, mine.numel()).unbind(), strict=True)
         r.parts = dict(sorted(places.items()))
 
-    def _send_encoded(self, r: Reduction, place: Place) -> Pending:
+    def _send_encoded(self, r: Reduction, place: CollectiveContext) -> Pending:
         """See [Note: encoded sums]."""
         engine, flat, group, hop = self.engine, r.flat, r.hop.group, r.hop
         assert self.codec is not None
         cuts = [overlap(r.span, there) for there in hop.ranges]
         each = max(round_up(self.codec.encoded_bytes(b - a), _ALIGNED) for a, b in cuts)
         r.sent = engine.pool.take(group.size * each, torch.uint8, REDUCTION, r.unit.name)
-        r.lent = engine.pool.take(group.size * each, torch.uint8, REDUCTION, r.unit.name)
+        r.receive_buffer = engine.pool.take(group.size * each, torch.uint8, REDUCTION, r.unit.name)
         residual = self._residual(r)
         sends, recvs, mine = [], [], self.codec.encoded_bytes(r.own[1] - r.own[0])
         plain = {p: (b - a) * flat.dtypes.wire.itemsize for p, (a, b) in enumerate(cuts)}
@@ -224,12 +224,12 @@ class Summing:
             sends.append((p, coded))
         for p in range(group.size) if mine else ():
             if p != group.rank:
-                r.parts[p] = r.lent[p * each : p * each + mine]
+                r.parts[p] = r.receive_buffer[p * each : p * each + mine]
                 recvs.append((p, r.parts[p]))
         r.parts[group.rank] = r.buffer[r.own[0] - r.span[0] : r.own[1] - r.span[0]]
         r.parts = dict(sorted(r.parts.items()))
         if group.native and {self.codec.encoded_bytes(b - a) for a, b in cuts} == {each}:
-            even, received = group.cut([each] * group.size), r.lent.view(group.size, each)
+            even, received = group.cut([each] * group.size), r.receive_buffer.view(group.size, each)
             return group.scatter_parts(r.sent, even, received, place, flat.index, place.move, plain=plain[group.rank])
         return group.exchange(sends, recvs, place, flat.index, move=place.move, plain=plain)
 
@@ -258,7 +258,7 @@ class Summing:
     def spans(self) -> dict[tuple[int, int, int], int]:
         """The elements of every residual that there may come to be."""
         found = {}
-        for flat in (flat for unit in self.engine.units for flat in unit.flats if not flat.passive):
+        for flat in (flat for unit in self.engine.units for flat in unit.flats if not flat.unsharded):
             for run in flat.runs:
                 span = run
                 for at, hop in enumerate(flat.hops):
@@ -313,14 +313,14 @@ class Summing:
             sent = None
         if r.whole:
             assert r.total is not None
-            total, r.covers = r.total, r.run
+            total, r.result_range = r.total, r.run
         elif (into := self.summed_into(r)) is None:
             total = self._sum_apart(r)
         else:
             total = self._sum_in_place(r, into)
         r.parts.clear()
-        lent, r.lent = r.lent, None
-        for buffer in (lent, sent):
+        receive_buffer, r.receive_buffer = r.receive_buffer, None
+        for buffer in (receive_buffer, sent):
             if buffer is not None:
                 pool.give(buffer)
         buffer, r.buffer = r.buffer, total
@@ -338,10 +338,10 @@ class Summing:
             self.engine.memory.add(REDUCTION, -_bytes(r.parts[into]), r.unit.name)
         r.parts.clear()
         nothing = r.buffer.new_empty(0)
-        for buffer in (r.buffer, r.sent, r.lent):
+        for buffer in (r.buffer, r.sent, r.receive_buffer):
             if buffer is not None:
                 self.engine.pool.give(buffer)
-        r.buffer, r.sent, r.lent = nothing, None, None
+        r.buffer, r.sent, r.receive_buffer = nothing, None, None
 
     def next_hop(self, r: Reduction) -> None:
         """The sums of this hop are what the next one sends."""
@@ -352,7 +352,7 @@ class Summing:
     def summed_into(self, r: Reduction) -> int | None:
         """The peer whose part becomes the sum, if sums need no other dtype and no other place."""
         group, flat = r.hop.group, r.flat
-        if r.rows or not r.is_last or flat.spread is not None or group.size == 1 or flat.dtypes.wire != flat.dtypes.sums:
+        if r.rows or not r.is_last or flat.broadcast_back is not None or group.size == 1 or flat.dtypes.wire != flat.dtypes.sums:
             return None
         if r.buffer.dtype != flat.dtypes.wire or self.encodes(flat, r.hop):
             return None
@@ -360,7 +360,7 @@ class Summing:
 
     def _sum_in_place(self, r: Reduction, into: int) -> torch.Tensor:
         total = r.parts[into]
-        r.covers = r.own
+        r.result_range = r.own
         self.engine.memory.add(REDUCTION, -_bytes(total), r.unit.name)
         self.engine.memory.add(GRADIENTS, _bytes(total))
         for rank, part in r.parts.items():  # rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
@@ -373,13 +373,13 @@ class Summing:
         sums_dtype = flat.dtypes.sums
         if not r.is_last:  # a buffer on its way
             total = target = pool.take(r.own[1] - r.own[0], sums_dtype, REDUCTION, r.unit.name)
-            r.covers = r.own
+            r.result_range = r.own
         else:
             # Who holds more than it sums puts its sums into their place there; the others' come later.
-            r.covers = overlap(r.run, flat.owned) if flat.spread is not None else r.own
-            sent_on = flat.whole_master or flat.spread is not None
-            total = pool.fresh(r.covers[1] - r.covers[0], flat.dtypes.wire if sent_on else sums_dtype)
-            target = total[r.own[0] - r.covers[0] : r.own[1] - r.covers[0]]
+            r.result_range = overlap(r.run, flat.owned) if flat.broadcast_back is not None else r.own
+            sent_on = flat.whole_master or flat.broadcast_back is not None
+            total = pool.fresh(r.result_range[1] - r.result_range[0], flat.dtypes.wire if sent_on else sums_dtype)
+            target = total[r.own[0] - r.result_range[0] : r.own[1] - r.result_range[0]]
             self.engine.memory.add(GRADIENTS, _bytes(total))
         scale = 1.0 / r.hop.group.size if r.hop.group.size > 1 and self.early_scale(flat) == 1 else 1.0
         if r.rows:
@@ -399,8 +399,8 @@ class Summing:
         return total
 
     def _add_rows(self, r: Reduction, target: torch.Tensor, scale: float) -> None:
-        """The rows of `lent`, and this rank's part if it is not among them, into `target`: one kernel."""
-        assert r.lent is not None
+        """The rows of `receive_buffer`, and this rank's part if it is not among them, into `target`: one kernel."""
+        assert r.receive_buffer is not None
         group, dtypes = r.hop.group, r.flat.dtypes
         own = None
         if r.summed:
@@ -408,14 +408,14 @@ class Summing:
         elif r.rows < group.size:
             own = r.buffer[r.own[0] - r.span[0] : r.own[1] - r.span[0]]
         round_to = dtypes.wire if r.is_last else None
-        sum_parts(r.lent.view(r.rows, target.numel()), target, scale, own=own, rank=group.rank, round_to=round_to, dtype=dtypes.sums)
+        sum_parts(r.receive_buffer.view(r.rows, target.numel()), target, scale, own=own, rank=group.rank, round_to=round_to, dtype=dtypes.sums)
 
     def _round(self, r: Reduction, sums: torch.Tensor) -> None:
         """See [Note: rounded once]; in place, by way of the memory that the parts came in, which have been added."""
         wire = r.flat.dtypes.wire
-        if r.lent is None or wire == sums.dtype or torch.promote_types(wire, sums.dtype) == wire:
+        if r.receive_buffer is None or wire == sums.dtype or torch.promote_types(wire, sums.dtype) == wire:
             return
-        room = r.lent.view(torch.uint8)
+        room = r.receive_buffer.view(torch.uint8)
         room = room[: room.numel() // wire.itemsize * wire.itemsize].view(wire)
         for part in sums.split(max(room.numel(), 1)):
             part.copy_(room[: part.numel()].copy_(part))
@@ -446,35 +446,35 @@ class Summing:
 
     # -- spreading -------------------------------------------------------------------------------------------------------------
 
-    def spread(self, r: Reduction) -> None:
+    def broadcast_back(self, r: Reduction) -> None:
         """Start sending this rank's sums to all that hold them too, and receiving theirs; over groups across first, then inside."""
-        flat, hop = r.flat, r.flat.spread
+        flat, hop = r.flat, r.flat.broadcast_back
         assert r.total is not None and hop is not None
         if r.whole:  # the backend has done it
             r.gathering = Pending(self.engine.group, [], self._place_of_sums(r))
             return
         last = len(flat.hops) - 1
-        r.gathering = self._send_on(r, last)
+        r.gathering = self._broadcast_on(r, last)
         if flat.whole_master and last:
-            r.gathering = Chain(self.engine.group, r.gathering, lambda: self._send_on(r, 0))
+            r.gathering = Chain(self.engine.group, r.gathering, lambda: self._broadcast_on(r, 0))
 
-    def _send_on(self, r: Reduction, at: int) -> Pending:
+    def _broadcast_on(self, r: Reduction, at: int) -> Pending:
         """The sums that this rank has of the addresses of hop `at`, to the ranks of its group, and theirs from them."""
         assert r.total is not None
         hop, place = r.flat.hops[at], self._place_of_sums(r)
-        group, span = hop.group, overlap(r.covers, (hop.ranges[0][0], hop.ranges[-1][1]))
-        total = r.total[span[0] - r.covers[0] : span[1] - r.covers[0]]
-        if group.native or group.imagined:
+        group, span = hop.group, overlap(r.result_range, (hop.ranges[0][0], hop.ranges[-1][1]))
+        total = r.total[span[0] - r.result_range[0] : span[1] - r.result_range[0]]
+        if group.native or group.fake:
             division = self._cut(r.flat, span, at)
             if group.can_reduce(division):
                 return group.gather_sums(total, division, place, r.flat.index)
         part = pieces(total, span, hop)
         peers = [p for p in range(group.size) if p != group.rank]
-        recvs = [(p, part[p]) for p in peers] if not group.imagined else []
+        recvs = [(p, part[p]) for p in peers] if not group.fake else []
         return group.exchange([(p, part[group.rank]) for p in peers], recvs, place, r.flat.index, move="all-reduce")
 
-    def _place_of_sums(self, r: Reduction) -> Place:
-        return Place("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
+    def _place_of_sums(self, r: Reduction) -> CollectiveContext:
+        return CollectiveContext("all-reduce", r.unit.name, self.engine.step, self.engine.phase)
 
 
 def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:

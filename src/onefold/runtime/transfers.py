@@ -21,7 +21,7 @@ from onefold.runtime.capabilities import Region, Store, Transfer
 BEHIND = 3
 
 
-class Beyond:
+class Transfers:
     """Attributes:
     device: the ledger of the device's memory. host, disk: bytes held on the host for what rests off the device (and what is on its
         way), and on NVMe.
@@ -41,7 +41,7 @@ class Beyond:
         self.moved = TrafficLedger()
         self.down, self.up = CopyStream(device, name="copies down"), CopyStream(device, name="copies up")
         self.pinned = HostBuffers(device)
-        self.pool = Pool(torch.device("cpu"), self.host, paged=True, pinned=device if self.up.behind else None)
+        self.pool = Pool(torch.device("cpu"), self.host, paged=True, pinned=device if self.up.asynchronous else None)
         self.chunk = recipe.chunk
         self.broken: str | None = None
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
@@ -57,7 +57,7 @@ class Beyond:
             TierError: a folder is not there, or cannot be written.
         """
         if self._store is None:
-            self._store = self._make(self.recipe, self.rank, self.up.behind)
+            self._store = self._make(self.recipe, self.rank, self.up.asynchronous)
         return self._store
 
     @property

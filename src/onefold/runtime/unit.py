@@ -72,7 +72,7 @@ class Unit:
         # Foreseen in a forward pass only: the backward pass of a look-up in tiles comes to none of them.
         self.tile = isinstance(module, WeightTile)
         self.forward_only = isinstance(module, WeightTile) and module.looked_up and not module.shared
-        self.state = State.GATHERED if self.kept else State.SHARDED
+        self.state = State.GATHERED if self.resident else State.SHARDED
         self.handles = self.depth = self.calls = 0
         self.claimed = self.sticky = False
         self.replayed: int | None = None
@@ -81,13 +81,13 @@ class Unit:
         self.aside_bytes = 0
         self.ready = self.launched = self.late = False
         self.pending: list[Pending] = []
-        self.gathered_bytes = sum(f.layout.numel * f.dtypes.compute.itemsize for f in flats if not f.kept)
+        self.gathered_bytes = sum(f.layout.numel * f.dtypes.compute.itemsize for f in flats if not f.resident)
         self.arriving: list[Ticket] = []  # copies up that its gather began with
 
     @property
-    def kept(self) -> bool:
+    def resident(self) -> bool:
         """Its whole parameters exist all the time (replicated), or it has none."""
-        return all(flat.kept for flat in self.flats)
+        return all(flat.resident for flat in self.flats)
 
     @property
     def away(self) -> bool:
@@ -110,7 +110,7 @@ class Unit:
     @property
     def holds_frozen(self) -> bool:
         """Some of its parameters bring no gradient that would tell when they are no longer needed."""
-        return any(e.flat.passive or not e.active for e in self.entries)
+        return any(e.flat.unsharded or not e.active for e in self.entries)
 
     def encloses(self, other: Unit) -> bool:
         """Whether the other unit's module lies inside this one's."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from onefold.comm import Place
-from onefold.runtime.parameter import whole_sight
+from onefold.comm import CollectiveContext
+from onefold.runtime.parameter import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -110,11 +110,11 @@ class Unset:
         if not self:
             return
         mine = self._still(engine)
-        if engine.world_size == 1 or engine.group.imagined:
+        if engine.world_size == 1 or engine.group.fake:
             self._keep(mine)
             return
         payload = torch.tensor(mine, dtype=torch.uint8)
-        said = engine.group.exchange_control(payload, Place("control", "(unset)", engine.step, "state"))
+        said = engine.group.exchange_control(payload, CollectiveContext("control", "(unset)", engine.step, "state"))
         together = torch.stack(said).amin(0).tolist()  # any rank's part of a parameter tells
         first = said[0].tolist()  # rank 0's buffers become everybody's
         self._keep([*together[: len(self._entries)], *first[len(self._entries) :]])
@@ -133,7 +133,7 @@ class Unset:
 
     def _still(self, engine: Engine) -> list[int]:
         """1 for each, in order, that has no value as far as this rank sees."""
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             entries = [_entry_is_unset(entry) for entry in self._entries.values()]
             buffers = [is_marked(t) for table, key, _ in self._buffers.values() if (t := table.get(key, _NONE)) is not None]
         return [int(unset) for unset in (*entries, *buffers)]
@@ -185,7 +185,7 @@ _NONE = torch.empty(0)  # of a buffer that is gone: nobody can use it
 
 def _entry_is_unset(entry: Entry) -> bool:
     flat = entry.flat
-    if flat.passive:
+    if flat.unsharded:
         return is_marked(entry.param) if hasattr(entry.param, "_onefold_unset") else _all_nan(entry.param)
     if flat.route.stored or not flat.dtypes.master.is_floating_point:
         return True  # a load's names tell
@@ -196,9 +196,9 @@ def _entry_is_unset(entry: Entry) -> bool:
 def without_value(engine: Engine, unit: Unit, coming: Collection[str]) -> set[str]:
     """The parameters of a unit, by their first name, that rank 0 has no value for and that nobody brings. Collective."""
     mine = [int(entry.slot.name not in coming and entry.slot.numel > 0 and value_of(entry) is None) for entry in unit.entries]
-    if mine and engine.world_size > 1 and not engine.group.imagined:
+    if mine and engine.world_size > 1 and not engine.group.fake:
         payload = torch.tensor(mine, dtype=torch.uint8)
-        mine = engine.group.exchange_control(payload, Place("control", "(unset)", 0, "state"))[0].tolist()
+        mine = engine.group.exchange_control(payload, CollectiveContext("control", "(unset)", 0, "state"))[0].tolist()
     return {entry.slot.name for entry, unset in zip(unit.entries, mine, strict=True) if unset}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from onefold.runtime import gradient_hooks
-from onefold.runtime.parameter import ShardedParameter, whole_sight
+from onefold.runtime.parameter import ShardedParameter, disable_torch_function
 from onefold.runtime.state import whole_masters
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ def refuse_unless_possible(engine: Engine) -> None:
     flats = [flat for unit in engine.units for flat in unit.flats]
     if engine.stack or engine.backward_open:
         raise RuntimeError("unsharded was entered inside a pass of the model; enter it between steps.")
-    if engine.whole_depth or engine.gather.resident:
+    if engine.whole_depth or engine.gather.kept_gathered:
         other = "full_params" if engine.whole_depth else "keep_gathered"
         raise RuntimeError(f"unsharded was entered inside {other} of the same model; leave that one first.")
     if any(flat.grads or flat.held for flat in flats):
         raise RuntimeError("unsharded was entered while gradients kept under no_sync wait to be reduced; enter it after optimizer.step().")
     why = None
-    if engine.at_home:
+    if engine.offloaded_flats:
         why = "it keeps parameters or optimizer states on the host or on NVMe"
     elif any(flat.tiled for flat in flats):
         why = f"weights above tile={engine.recipe.tile} are cut into tiles"
@@ -48,10 +48,10 @@ def refuse_unless_possible(engine: Engine) -> None:
 
 def make_plain(engine: Engine) -> None:
     """Whole values into the parameters, unit by unit; nothing of the engine stays on them. Collective. The hooks of modules go with it."""
-    with whole_sight(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
-                full = None if flat.passive else whole_masters(engine, unit, flat)
+                full = None if flat.unsharded else whole_masters(engine, unit, flat)
                 for entry in flat.entries if full is not None else ():
                     gradient_hooks.give_back(entry)
                     entry.param.grad = None

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import Place
-from onefold.runtime.interval import whole_sight
+from onefold.comm import CollectiveContext
+from onefold.runtime.interval import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from onefold.runtime.unit import Unit
 
 
-def place_of(engine: Engine, unit: Unit) -> Place:
-    return Place("state", unit.name, engine.step, "state")
+def place_of(engine: Engine, unit: Unit) -> CollectiveContext:
+    return CollectiveContext("state", unit.name, engine.step, "state")
 
 
 def whole_masters(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor:
     """A new buffer [numel] with all masters of `flat`, the same on every rank."""
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
-    with whole_sight(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         if flat.whole_master:
             return full.copy_(flat.load_master())
         full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onefold.layout import Part
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.tile import TiledModule, WeightTile
 from onefold.tiling.weight import copy_of, weight_of
 
@@ -154,7 +154,7 @@ class Tiled(TiledModule):
         if TiledModule.outlined:
             weight = first
         else:
-            with whole_sight(), torch.no_grad():
+            with disable_torch_function(), torch.no_grad():
                 weight = copy_of(self.own_tiles, self.whole_shape)
             weight = nn.Parameter(weight, first.requires_grad) if keep_vars else weight
         destination[prefix + "weight"] = weight
@@ -174,7 +174,7 @@ class Tiled(TiledModule):
         if tuple(given.shape) != self.whole_shape:
             error_msgs.append(f"size mismatch for {key}: given {tuple(given.shape)}, expected {self.whole_shape}.")
             return
-        with whole_sight(), torch.no_grad():
+        with disable_torch_function(), torch.no_grad():
             for tile in self.own_tiles:
                 tile.weight.copy_(given[tile.first : tile.first + tile.rows])
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from onefold.memory import storage_of
 from onefold.runtime.operators import METADATA, name_of
-from onefold.runtime.parameter import ForwardDepth, ShardedParameter, ShardedParameterError, infos, whole_sight
+from onefold.runtime.parameter import ForwardDepth, ShardedParameter, ShardedParameterError, disable_torch_function, infos
 
 
 def weight_of(tiles: Sequence[Any], shape: Sequence[int]) -> Tensor:
@@ -125,7 +125,7 @@ class WholeWeight(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if name_of(func) in METADATA:
-            with whole_sight():
+            with disable_torch_function():
                 return func(*args, **kwargs)
         if func in _SWITCHES:
             for tile in args[0]._tiles:

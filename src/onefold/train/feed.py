@@ -40,11 +40,11 @@ class Feed:
     @property
     def is_ahead(self) -> bool:
         """Whether `send_ahead` sends anything."""
-        return self._copies.behind
+        return self._copies.asynchronous
 
     def take(self, indices: Indices) -> Batch:
         """The batch of these samples: on the device, behind its copy, where that has streams; else on the host."""
-        if not self._copies.behind:
+        if not self._copies.asynchronous:
             return self.samples.batch(indices)
         ahead = self._landed()
         if ahead is None or not np.array_equal(ahead.indices, indices):  # the run has gone back, or looks at a step again
@@ -55,7 +55,7 @@ class Feed:
 
     def send_ahead(self, indices: Indices) -> None:
         """Begin to copy what `take` will be asked for next."""
-        if self._copies.behind:
+        if self._copies.asynchronous:
             self._landed()
             self._ahead = self._send(indices)
 

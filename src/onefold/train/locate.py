@@ -27,7 +27,7 @@ import onefold
 from onefold.device import rng_state, set_rng_state
 from onefold.runtime.engine import Engine, in_autograd
 from onefold.runtime.gather import tensors_in
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.train.prepare import Run
 
 
@@ -153,7 +153,7 @@ def _finite(t: torch.Tensor) -> bool:
 def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
     """Units with a non-finite number in this rank's part of their weights (or of the weights' gradients), in forward order."""
     out = []
-    with whole_sight(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             tensors = [e.param.grad if gradients else e.param for e in unit.entries]
             if not all(_finite(t) for t in tensors if t is not None and t.is_floating_point()):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from onefold.comm import StallError
 from onefold.device import backend_name, default_device, free_memory, set_default
 from onefold.memory.host import free_host_memory
-from onefold.train.meeting import meet
+from onefold.train.rendezvous import meet
 
 #: Seconds in which all ranks must have started.
 MEETING = 1800.0

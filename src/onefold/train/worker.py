@@ -25,8 +25,8 @@ from onefold.train.export import export
 from onefold.train.facts import describe, observe
 from onefold.train.loop import Row, train
 from onefold.train.memory_error import explain, is_out_of_memory
-from onefold.train.neighbours import PATIENCE, Neighbours, Peer
 from onefold.train.output import METRICS, Board, Metrics, with_output, write_config
+from onefold.train.peer_monitor import PATIENCE, Neighbours, Peer
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks, join, leave
 from onefold.train.report import JsonReporter, Reporter, reporter
@@ -114,7 +114,7 @@ class Rank:
             self.neighbours.close()  # who is to blame is known
         if self.run is not None:  # nothing is left on the disks
             with contextlib.suppress(Exception):
-                onefold.engine_of(self.run.model).beyond.close()
+                onefold.engine_of(self.run.model).transfers.close()
         # Not sys.exit: process groups that are in the middle of something would be waited for.
         os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
 

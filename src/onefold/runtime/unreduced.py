@@ -14,15 +14,15 @@ import torch
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS
 from onefold.recipe import Tier
-from onefold.runtime.interval import get_grad, whole_sight
-from onefold.runtime.storageless import hollow, is_hollow
+from onefold.runtime.interval import disable_torch_function, get_grad
+from onefold.runtime.storageless import is_storageless, storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry
 
 
-def show_kept(engine: Engine) -> None:
+def show_unreduced(engine: Engine) -> None:
     """Let `.grad` show this rank's part of gradients kept under no_sync, so that zero_grad() has something to drop."""
     engine.reduce.shows = True
     for unit in engine.units:
@@ -30,29 +30,29 @@ def show_kept(engine: Engine) -> None:
             for entry in flat.entries:
                 if flat.held and entry.number in engine.reduce.held and entry.param.grad is None:
                     _show_held(entry)
-                elif entry.filled and entry.param.grad is None and flat.home is not None:
+                elif entry.filled and entry.param.grad is None and flat.offloaded is not None:
                     # The gradient is on the device, its parameter is not: what is shown has a shape, and can be dropped.
-                    entry.kept = entry.param.grad = hollow(entry.param, f"the unreduced gradient of {entry.slot.name!r}")
+                    entry.unreduced = entry.param.grad = storageless(entry.param, f"the unreduced gradient of {entry.slot.name!r}")
                 elif entry.filled and entry.param.grad is None:
                     run, (a, b) = flat.run_of[entry.index], flat.local(entry)
                     part = flat.grads[run][a - run[0] : b - run[0]] if b > a else flat.grads[run][:0]
                     # .data: a version counter of its own, which tells whether the user wrote to it
-                    entry.kept = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
+                    entry.unreduced = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
 
 
-def take_kept(engine: Engine) -> None:
+def take_unreduced(engine: Engine) -> None:
     """Before kept gradients are used: forget those that the user has dropped since.
 
     Raises:
         RuntimeError: the user changed a kept gradient; only dropping it can be followed.
     """
-    shown = [(e, e.kept) for e in engine.entries if e.kept is not None]
+    shown = [(e, e.unreduced) for e in engine.entries if e.unreduced is not None]
     # A part that is zero may have been zero before (rows of an embedding) and scaled: zeros tell of a drop if all parts were written to.
     all_written = all(e.param.grad is not kept or kept._version for e, kept in shown)
     for entry, kept in shown:
-        entry.kept = None
+        entry.unreduced = None
         now, entry.param.grad = entry.param.grad, None
-        zeroed = now is kept and kept._version and not is_hollow(kept) and not kept.any()
+        zeroed = now is kept and kept._version and not is_storageless(kept) and not kept.any()
         if now is None or (zeroed and (all_written or kept.numel() == entry.slot.numel)):
             entry.filled = False
             _drop_held(engine, entry)
@@ -77,12 +77,12 @@ def take_kept(engine: Engine) -> None:
 def _show_held(entry: Entry) -> None:
     """What this rank holds of a sum inside its group, as far as it steps it."""
     flat, run = entry.flat, entry.flat.run_of[entry.index]
-    if flat.home is not None:
-        entry.kept = entry.param.grad = hollow(entry.param, f"the gradient of {entry.slot.name!r} before the boundary")
+    if flat.offloaded is not None:
+        entry.unreduced = entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r} before the boundary")
         return
     (first, _), (a, b) = overlap(run, flat.route.shard), flat.local(entry)
     part = flat.held[run][a - first : b - first] if b > a else flat.held[run][:0]
-    entry.kept = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
+    entry.unreduced = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
 
 
 def _drop_held(engine: Engine, entry: Entry) -> None:
@@ -98,12 +98,12 @@ def _drop_held(engine: Engine, entry: Entry) -> None:
 
 def gradient_bytes(engine: Engine, tier: Tier) -> int:
     """Bytes of gradients on a tier that wait for the optimizer: reduced ones, and on the device whole ones that wait for the boundary."""
-    ledger = engine.memory if tier is Tier.DEVICE else engine.beyond.host
+    ledger = engine.memory if tier is Tier.DEVICE else engine.transfers.host
     if engine.backward_open:  # buffers are on their way between owners: the ledger's own count is right
         return ledger.held(GRADIENTS)
-    with whole_sight():
-        here = [f for u in engine.units for f in u.flats if (f.home is None) == (tier is Tier.DEVICE)]
-        reduced = sum(unique_bytes([get_grad(e.param) for f in here for e in f.entries if e.kept is None]))
+    with disable_torch_function():
+        here = [f for u in engine.units for f in u.flats if (f.offloaded is None) == (tier is Tier.DEVICE)]
+        reduced = sum(unique_bytes([get_grad(e.param) for f in here for e in f.entries if e.unreduced is None]))
     if tier is not Tier.DEVICE:
         return reduced
     waiting = [b for u in engine.units for flat in u.flats for b in (*flat.grads.values(), *flat.held.values())]
@@ -113,7 +113,7 @@ def gradient_bytes(engine: Engine, tier: Tier) -> int:
 def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
     """The bytes of each storage among `tensors`, once."""
     seen = set()
-    with whole_sight():
+    with disable_torch_function():
         for t in tensors:
             if t is not None and (storage := t.untyped_storage())._cdata not in seen:
                 seen.add(storage._cdata)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.runtime.parameter import whole_sight
+from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.stale import look_for_writes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def gathered_bytes(unit: Unit) -> int:
     """Bytes of its gathered buffers on a rank."""
-    return sum(flat.layout.numel * flat.dtypes.compute.itemsize for flat in unit.flats if not flat.kept)
+    return sum(flat.layout.numel * flat.dtypes.compute.itemsize for flat in unit.flats if not flat.resident)
 
 
 def fitting(engine: Engine, limit: int | None) -> frozenset[int]:
@@ -49,19 +49,19 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
     gather = engine.gather
     if engine.stack or engine.backward_open:
         raise RuntimeError("keep_gathered was entered inside a pass of the model; enter it outside.")
-    if gather.resident:
+    if gather.kept_gathered:
         raise RuntimeError("keep_gathered was entered inside keep_gathered of the same model; leave the outer one first.")
-    gather.resident = fitting(engine, limit)
+    gather.kept_gathered = fitting(engine, limit)
     try:
-        with whole_sight(), torch.no_grad():
-            engine.beyond.check()
+        with disable_torch_function(), torch.no_grad():
+            engine.transfers.check()
             look_for_writes(engine)
-            gather.gather_resident()
-            for index in gather.resident:
+            gather.gather_kept()
+            for index in gather.kept_gathered:
                 gather.wait(engine.units[index])
         yield
     finally:
         if not engine.closed:
-            with whole_sight():
-                gather.let_go_resident()
-            gather.resident = frozenset()
+            with disable_torch_function():
+                gather.release_kept()
+            gather.kept_gathered = frozenset()

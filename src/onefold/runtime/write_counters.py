@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.runtime.interval import get_grad, whole_sight
+from onefold.runtime.interval import disable_torch_function, get_grad
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry
 
 
-class Moves:
-    """Counts the writes to an engine's masters: `entry.moved` is the number of the last one that touched it."""
+class WriteCounters:
+    """Counts the writes to an engine's masters: `entry.last_write` is the number of the last one that touched it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -39,7 +39,7 @@ class Moves:
         self.count += 1
         for entry in entries:
             if get_grad(entry.param) is not None or (entry.number in self.graded and self._is_others(entry)):
-                entry.moved = self.count
+                entry.last_write = self.count
             self.graded.discard(entry.number)
 
     @staticmethod
@@ -52,7 +52,7 @@ class Moves:
         """Somebody wrote to the masters of `entries`."""
         self.count += 1
         for entry in entries:
-            entry.moved = self.count
+            entry.last_write = self.count
 
     def refuse_if_computed_with(self, since: int) -> None:
         """In a hook of a backward pass: look upstream of the node that it runs at.
@@ -63,7 +63,7 @@ class Moves:
         engine = self._engine()
         if engine is None:
             return
-        moved = {id(e.compute): e for e in engine.entries if e.moved > since and e.flat.overwritten_since(e.moved)}
+        moved = {id(e.compute): e for e in engine.entries if e.last_write > since and e.flat.overwritten_since(e.last_write)}
         node = torch._C._current_autograd_node()
         found = _leaves(node, moved) if moved and node is not None else []
         if found:
@@ -75,12 +75,12 @@ class Moves:
             )
 
 
-class Pass:
+class ForwardPass:
     """One pass over the model, as its backward pass remembers it."""
 
     __slots__ = ("_moves", "of_root", "open", "since", "task")
 
-    def __init__(self, moves: Moves) -> None:
+    def __init__(self, moves: WriteCounters) -> None:
         self._moves, self.since, self.task = moves, moves.count, -1
         self.open = self.of_root = False  # it has a graph that no backward pass has used up; it is a pass of the whole model
 
@@ -97,7 +97,7 @@ class Pass:
             self.task = task
         elif self.task == task:
             return
-        with whole_sight():
+        with disable_torch_function():
             self._moves.refuse_if_computed_with(self.since)
 
 
