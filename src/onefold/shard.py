@@ -23,7 +23,8 @@ from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
 from onefold.recipe.tiers import bytes_of
-from onefold.runtime import resident, state
+from onefold.runtime import keep_gathered as kept_gathered
+from onefold.runtime import state
 from onefold.runtime.buffers import from_rank_0
 from onefold.runtime.capabilities import Activations, Capabilities, Offloaded, Store
 from onefold.runtime.engine import Engine
@@ -185,7 +186,7 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
         ValueError: `limit` is no number of bytes.
         RuntimeError: it was entered inside a pass of the model, or inside itself.
     """
-    with resident.keep_gathered(engine_of(module), None if limit is None else bytes_of("limit", limit)):
+    with kept_gathered.keep_gathered(engine_of(module), None if limit is None else bytes_of("limit", limit)):
         yield module
 
 

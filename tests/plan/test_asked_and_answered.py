@@ -79,7 +79,7 @@ def test_recipe_auto_plans_with_the_options_it_hands_on_and_says_the_micro_batch
     assert onefold.plan.recipe_for("gpt2", seq=16).stage == 0
     with pytest.raises(ValueError, match=r"chooses the stage; for stage 1 write Recipe\.zero\(1"):
         onefold.plan.recipe_for(Language(), stage=1)
-    with pytest.raises(ValueError, match=r"Recipe\.auto does not know prefetsch. Did you mean 'prefetch'"):
+    with pytest.raises(ValueError, match=r"recipe_for does not know prefetsch. Did you mean 'prefetch'"):
         onefold.plan.recipe_for(Language(), prefetsch=1)
     with pytest.raises(ValueError, match="reduce_at='later'"):
         onefold.plan(Language(), seq=16, reduce_at="later")

@@ -61,7 +61,9 @@ def test_what_moves_between_tiers_takes_its_time_and_hides_as_far_as_compute_lea
     found = {o: evaluate(shape, own, there, job, Scheme(3, "none", o)).account for o in ("optimizer", "parameters", "nvme")}
     numel, link = shape.numel, there.host_link()
     assert found["optimizer"].moved == {"up": pytest.approx(2 * numel, rel=0.01), "down": pytest.approx(2 * numel, rel=0.01)}
-    assert found["parameters"].moved["up"] == pytest.approx(4 * numel, rel=0.01)  # gathered in both passes, and not after the step
+    # Gathered in both passes, but for what the forward pass ends with and the backward pass begins with; and not after the step.
+    once = 4 * numel - found["parameters"].moved["up"]
+    assert 0 < once < 2 * max(unit.numel for unit in shape.units) * 1.1
     assert found["nvme"].moved["written"] == pytest.approx(18 * numel, rel=0.01)
     for account in found.values():
         hidden = sum(v for k, v in account.tiers.items() if k.startswith("hidden"))

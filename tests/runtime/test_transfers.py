@@ -8,12 +8,13 @@ import onefold
 import virtual
 from onefold.memory import STAGING, MemoryLedger
 from onefold.runtime.transfers import Transfers
+from onefold.shard import capabilities
 
 DEVICE = "virtual:0"
 
 
 def transfers() -> Transfers:
-    return Transfers(onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger())
+    return Transfers(onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger(), capabilities().store)
 
 
 @virtual.alone
