@@ -68,6 +68,7 @@ test-fast: $(VENV)/.dev
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check --quiet src tests examples benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 

@@ -1,1 +1,3 @@
-"""Measurements of Onefold beside other libraries. Nothing in the package `onefold` imports from here."""
+"""Measurements of Onefold beside other libraries. Nothing in the package `onefold` imports from
+here.
+"""

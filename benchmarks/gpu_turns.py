@@ -1,7 +1,9 @@
-"""Sides of `benchmarks/gpu.py` in turns: `python -m benchmarks.gpu_turns JOB.json RANK`, started by `launch.run_ranks`.
+"""Sides of `benchmarks/gpu.py` in turns: `python -m benchmarks.gpu_turns JOB.json RANK`, started by
+`launch.run_ranks`.
 
-One process a rank takes every side of a comparison, builds it, times its steps and lets it go; rounds go through the sides forwards and
-backwards, so that what drifts (clocks, temperature) falls on all alike. What each turn found is a line of a file at once.
+One process a rank takes every side of a comparison, builds it, times its steps and lets it go;
+rounds go through the sides forwards and backwards, so that what drifts (clocks, temperature) falls
+on all alike. What each turn found is a line of a file at once.
 """
 
 from __future__ import annotations
@@ -64,7 +66,12 @@ class Turns:
             gpus = torch.cuda.device_count()
             torch.cuda.set_device(rank % gpus)
             self.backend = "nccl" if setting.ranks <= gpus else "gloo"
-        dist.init_process_group(self.backend, init_method=f"file://{path.with_name('store')}", rank=rank, world_size=setting.ranks)
+        dist.init_process_group(
+            self.backend,
+            init_method=f"file://{path.with_name('store')}",
+            rank=rank,
+            world_size=setting.ranks,
+        )
         if job.get("deepspeed"):
             sides.prepare("deepspeed", setting.device)
 
@@ -79,15 +86,26 @@ class Turns:
         return count
 
     def touch(self, side: str) -> None:
-        """One step of a toy: what a device allocates for good at its first product (workspaces) is no side's."""
+        """One step of a toy: what a device allocates for good at its first product (workspaces) is
+        no side's.
+        """
         toy = replace(self.setting, model="gpt-tiny", tokens=32, accumulation=1)
         trainer = build(side, toy, model.build(toy.model, device=toy.device))
-        trainer.step([tuple(part.to(toy.device) for part in model.micro_batch(toy.model, toy.tokens, 0, 0, 0, toy.ranks))])
+        trainer.step(
+            [
+                tuple(
+                    part.to(toy.device)
+                    for part in model.micro_batch(toy.model, toy.tokens, 0, 0, 0, toy.ranks)
+                )
+            ]
+        )
         del trainer
         self.let_go()
 
     def turn(self, side: str) -> dict[str, Any]:
-        """What one side did; {"status": "failed", ...} where it raised on a rank: all ranks say so."""
+        """What one side did; {"status": "failed", ...} where it raised on a rank: all ranks say
+        so.
+        """
         found: dict[str, Any] = {}
         try:
             found = self.measure(side)
@@ -105,12 +123,18 @@ class Turns:
             **ranks[0],
             "status": "ok",
             "step_s": [max(seconds) for seconds in zip(*(f["step_s"] for f in ranks), strict=True)],
-            "peak_mib": max((f["peak_mib"] for f in ranks if f["peak_mib"] is not None), default=None),
-            "rest_mib": max((f["rest_mib"] for f in ranks if f["rest_mib"] is not None), default=None),
+            "peak_mib": max(
+                (f["peak_mib"] for f in ranks if f["peak_mib"] is not None), default=None
+            ),
+            "rest_mib": max(
+                (f["rest_mib"] for f in ranks if f["rest_mib"] is not None), default=None
+            ),
         }
 
     def measure(self, side: str) -> dict[str, Any]:
-        """Build, warm up, time. Memory in MiB beyond what was there before the model: allocated (CUDA) or resident."""
+        """Build, warm up, time. Memory in MiB beyond what was there before the model: allocated
+        (CUDA) or resident.
+        """
         setting = self.setting
         before = self.allocated()
         begun = time.perf_counter()
@@ -123,8 +147,12 @@ class Turns:
             torch.cuda.reset_peak_memory_stats()
         else:
             probes.reset_peak()
-        seconds = [self.timed(lambda taken=taken: losses.append(trainer.step(taken))) for taken in data]
-        peak = torch.cuda.max_memory_allocated() / 2**20 if self.cuda else probes.peak_resident_mib()
+        seconds = [
+            self.timed(lambda taken=taken: losses.append(trainer.step(taken))) for taken in data
+        ]
+        peak = (
+            torch.cuda.max_memory_allocated() / 2**20 if self.cuda else probes.peak_resident_mib()
+        )
         return {
             "losses": losses,
             "step_s": seconds,
@@ -150,7 +178,10 @@ class Turns:
     def batches(self, step: int) -> list[adapters.Batch]:
         """This rank's micro-batches of a step, on the device."""
         s = self.setting
-        made = [model.micro_batch(s.model, s.tokens, step, m, self.rank, s.ranks) for m in range(s.accumulation)]
+        made = [
+            model.micro_batch(s.model, s.tokens, step, m, self.rank, s.ranks)
+            for m in range(s.accumulation)
+        ]
         return [(ids.to(s.device), labels.to(s.device)) for ids, labels in made]
 
     def allocated(self) -> float | None:
@@ -178,7 +209,9 @@ class Turns:
 
 
 def read(lines: Path) -> list[dict[str, Any]]:
-    """The turns that a file holds by now; a line that is being written is left for the next time."""
+    """The turns that a file holds by now; a line that is being written is left for the next
+    time.
+    """
     if not lines.exists():
         return []
     whole, _, _ = lines.read_text(encoding="utf-8").rpartition("\n")
@@ -186,7 +219,9 @@ def read(lines: Path) -> list[dict[str, Any]]:
 
 
 def by_side(turns: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Medians of each side's turns: {"step_s", "peak_mib", "rest_mib", "rounds"}, or {"error"} where none ended well."""
+    """Medians of each side's turns: {"step_s", "peak_mib", "rest_mib", "rounds"}, or {"error"}
+    where none ended well.
+    """
     out: dict[str, dict[str, Any]] = {}
     for side in dict.fromkeys(turn["side"] for turn in turns):
         good = [turn for turn in turns if turn["side"] == side and turn["status"] == "ok"]
@@ -194,17 +229,33 @@ def by_side(turns: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             out[side] = {"error": next(turn["error"] for turn in turns if turn["side"] == side)}
             continue
         memory = {
-            name: median(values) if (values := [turn[name] for turn in good if turn[name] is not None]) else None
+            name: (
+                median(values)
+                if (values := [turn[name] for turn in good if turn[name] is not None])
+                else None
+            )
             for name in ("peak_mib", "rest_mib")
         }
         step = median(second for turn in good for second in turn["step_s"])
-        out[side] = {"step_s": step, **memory, "rounds": len(good), "losses": good[0]["losses"], "backend": good[0]["backend"]}
+        out[side] = {
+            "step_s": step,
+            **memory,
+            "rounds": len(good),
+            "losses": good[0]["losses"],
+            "backend": good[0]["backend"],
+        }
     return out
 
 
 def ratio(turns: list[dict[str, Any]], side: str, to: str) -> float | None:
-    """A side's step time as a multiple of another's: the median over rounds of what their turns of one round say."""
-    found = {(turn["side"], turn["round"]): median(turn["step_s"]) for turn in turns if turn["status"] == "ok"}
+    """A side's step time as a multiple of another's: the median over rounds of what their turns of
+    one round say.
+    """
+    found = {
+        (turn["side"], turn["round"]): median(turn["step_s"])
+        for turn in turns
+        if turn["status"] == "ok"
+    }
     rounds = [number for name, number in found if name == side and (to, number) in found]
     return median(found[side, number] / found[to, number] for number in rounds) if rounds else None
 

@@ -1,4 +1,5 @@
-"""What the host spends on a step of many small blocks: `python -m benchmarks.host_time [--blocks 48 96] [--against OTHER/src ...]`.
+"""What the host spends on a step of many small blocks:
+`python -m benchmarks.host_time [--blocks 48 96] [--against OTHER/src ...]`.
 
 The blocks compute almost nothing, so a step is hooks, attribute calls and the optimizer's own loop.
 
@@ -7,9 +8,10 @@ The blocks compute almost nothing, so a step is hooks, attribute calls and the o
 | "gloo" | two, one thread each  | stages 0 to 3 beside DDP and FSDP2          | the host's time of a step, as multiples of theirs  |
 | "fake" | one process as rank 0 of 8, 64, 1,024 | stages 1 and 3              | what grows with the ranks besides the wire         |
 
-Each round measures every side in turns, each in processes of its own, in the other direction every other round. With `--against` the
-`src` folders of other checkouts take their turns too. A figure of a process is the median of its steps, of its slower rank; of a side,
-the median of its processes. Ratios are medians of the rounds' own ratios. Writes benchmarks/results/NAME.json.
+Each round measures every side in turns, each in processes of its own, in the other direction every
+other round. With `--against` the `src` folders of other checkouts take their turns too. A figure of
+a process is the median of its steps, of its slower rank; of a side, the median of its processes.
+Ratios are medians of the rounds' own ratios. Writes benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing that is measured: `ranks` of 2 are two processes over gloo, more are one process over torch's fake backend."""
+    """One thing that is measured: `ranks` of 2 are two processes over gloo, more are one process
+    over torch's fake backend.
+    """
 
     side: str
     blocks: int
@@ -72,14 +76,18 @@ class Cell:
         return "gloo" if self.ranks == 2 else "fake"
 
 
-# -- one rank ----------------------------------------------------------------------------------------------------------------------
+# -- one rank --------------------------------------------------------------------------------------
 
 
 def rank_main(rank: int, side: str, blocks: int, ranks: int, folder: str, count: int) -> None:
-    """Write the seconds of each step, of the optimizer's part of it, of the processor (all threads), and the last loss."""
+    """Write the seconds of each step, of the optimizer's part of it, of the processor (all
+    threads), and the last loss.
+    """
     torch.set_num_threads(1)
     if ranks == 2:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks
+        )
     else:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -103,7 +111,9 @@ def rank_main(rank: int, side: str, blocks: int, ranks: int, folder: str, count:
         stepping.append(end - before)
     cpu = (time.process_time() - cpu) / count
     dist.barrier()
-    Path(folder, f"{rank}.json").write_text(json.dumps([steps[WARMUP:], stepping[WARMUP:], [cpu] * count, loss.item()]))
+    Path(folder, f"{rank}.json").write_text(
+        json.dumps([steps[WARMUP:], stepping[WARMUP:], [cpu] * count, loss.item()])
+    )
     dist.destroy_process_group()
 
 
@@ -124,33 +134,63 @@ def _on(side: str, model: nn.Module, ranks: int) -> nn.Module:
 
 
 def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
-    """Seconds of a step, of the optimizer in it, of the processor, and the last loss; Onefold comes from `source`."""
+    """Seconds of a step, of the optimizer in it, of the processor, and the last loss; Onefold comes
+    from `source`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+        found = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(source), str(ROOT)]),
+            "OMP_NUM_THREADS": "1",
+        }
         work = [sys.executable, "-m", "benchmarks.host_time", "--steps", str(count), "--rank"]
         here = (0, 1) if cell.ranks == 2 else (0,)
-        ranks = [subprocess.Popen([*work, str(r), cell.side, str(cell.blocks), str(cell.ranks), folder], env=found) for r in here]
+        ranks = [
+            subprocess.Popen(
+                [*work, str(r), cell.side, str(cell.blocks), str(cell.ranks), folder], env=found
+            )
+            for r in here
+        ]
         codes = [rank.wait(600) for rank in ranks]
         if any(codes):
             raise RuntimeError(f"{cell} of {source} failed; what it said stands above")
         said = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in here]
-    slower = [[max(each) for each in zip(*(rank[i] for rank in said), strict=True)] for i in range(3)]
-    return {"step_s": median(slower[0]), "optimizer_s": median(slower[1]), "cpu_s": slower[2][0], "loss": said[0][3]}
+    slower = [
+        [max(each) for each in zip(*(rank[i] for rank in said), strict=True)] for i in range(3)
+    ]
+    return {
+        "step_s": median(slower[0]),
+        "optimizer_s": median(slower[1]),
+        "cpu_s": slower[2][0],
+        "loss": said[0][3],
+    }
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was measured and all sources had the same losses over gloo."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--against", nargs="*", type=Path, default=[], help="`src` folders of other checkouts")
+    parser.add_argument(
+        "--against", nargs="*", type=Path, default=[], help="`src` folders of other checkouts"
+    )
     parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES))
     parser.add_argument("--blocks", nargs="+", type=int, default=[48, 96])
-    parser.add_argument("--fake", nargs="*", type=int, default=[8, 64, 1024], help="ranks over torch's fake backend; none: leave it out")
+    parser.add_argument(
+        "--fake",
+        nargs="*",
+        type=int,
+        default=[8, 64, 1024],
+        help="ranks over torch's fake backend; none: leave it out",
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=30, help=f"measured in each process, behind {WARMUP}")
+    parser.add_argument(
+        "--steps", type=int, default=30, help=f"measured in each process, behind {WARMUP}"
+    )
     parser.add_argument("--name", default="host_time")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -177,25 +217,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_line(row))
     document = {
         "schema": SCHEMA,
-        "command": " ".join(["python -m benchmarks.host_time", *_without_paths(sys.argv[1:] if arguments is None else arguments)]),
+        "command": " ".join(
+            [
+                "python -m benchmarks.host_time",
+                *_without_paths(sys.argv[1:] if arguments is None else arguments),
+            ]
+        ),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": summary.machine(),
         "versions": summary.versions(sys.executable),
         "rows": rows,
     }
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"{options.name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    places = {(cell.side, cell.blocks, cell.ranks) for cell in cells if cell.world == "gloo"}  # what the fake backend brings is undefined
+    (options.output / f"{options.name}.json").write_text(
+        json.dumps(document, indent=1) + "\n", encoding="utf-8"
+    )
+    # What the fake backend brings is undefined
+    places = {(cell.side, cell.blocks, cell.ranks) for cell in cells if cell.world == "gloo"}
     same = all(
-        len({run["loss"] for cell in cells if place == (cell.side, cell.blocks, cell.ranks) for run in runs[cell]}) == 1 for place in places
+        len(
+            {
+                run["loss"]
+                for cell in cells
+                if place == (cell.side, cell.blocks, cell.ranks)
+                for run in runs[cell]
+            }
+        )
+        == 1
+        for place in places
     )
     return 0 if same else 1
 
 
 def _row(cell: Cell, runs: dict[Cell, list[dict[str, Any]]]) -> dict[str, Any]:
-    """A side's medians, and its multiples: of the peer of its goal ("gloo"), of the fewest ranks ("fake"), of this source."""
+    """A side's medians, and its multiples: of the peer of its goal ("gloo"), of the fewest ranks
+    ("fake"), of this source.
+    """
     own = runs[cell]
-    row: dict[str, Any] = {"world": cell.world, "ranks": cell.ranks, "blocks": cell.blocks, "side": cell.side, "source": cell.source}
+    row: dict[str, Any] = {
+        "world": cell.world,
+        "ranks": cell.ranks,
+        "blocks": cell.blocks,
+        "side": cell.side,
+        "source": cell.source,
+    }
     row |= {key: median(run[key] for run in own) for key in FIGURES}
     if cell.world == "gloo":
         for peer in ("ddp", "fsdp2"):
@@ -204,10 +269,18 @@ def _row(cell: Cell, runs: dict[Cell, list[dict[str, Any]]]) -> dict[str, Any]:
         row["goal"] = "of_{} {}".format(*GOALS[cell.side]) if cell.side in GOALS else None
     else:
         fewest = min(
-            (c for c in runs if (c.side, c.blocks, c.source, c.world) == (cell.side, cell.blocks, cell.source, "fake")),
+            (
+                c
+                for c in runs
+                if (c.side, c.blocks, c.source, c.world)
+                == (cell.side, cell.blocks, cell.source, "fake")
+            ),
             key=lambda c: c.ranks,
         )
-        row["of_fewest_ranks"], row["goal"] = _ratio(own, runs[fewest]), f"of_fewest_ranks {FAKE_GOAL}"
+        row["of_fewest_ranks"], row["goal"] = (
+            _ratio(own, runs[fewest]),
+            f"of_fewest_ranks {FAKE_GOAL}",
+        )
     if cell.source != "this":
         row["of_this"] = _ratio(own, runs[Cell(cell.side, cell.blocks, cell.ranks, "this")])
     return row | {"runs": own}
@@ -219,12 +292,24 @@ def _ratio(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
 
 def _line(row: dict[str, Any]) -> str:
     times = "   ".join(f"{key[:-2]} {1e3 * row[key]:7.2f} ms" for key in FIGURES[:3])
-    ratios = "   ".join(f"{key} {row[key]:.2f}" for key in ("of_ddp", "of_fsdp2", "of_fewest_ranks", "of_this") if key in row)
-    return f"{row['world']} {row['ranks']:4} {row['blocks']:3} {row['side']:5} {row['source']:10} {times}   {ratios}"
+    ratios = "   ".join(
+        f"{key} {row[key]:.2f}"
+        for key in ("of_ddp", "of_fsdp2", "of_fewest_ranks", "of_this")
+        if key in row
+    )
+    return (
+        f"{row['world']} {row['ranks']:4} {row['blocks']:3} {row['side']:5} {row['source']:10}"
+        f" {times}   {ratios}"
+    )
 
 
 def _commit(source: Path) -> str:
-    asked = subprocess.run(["git", "-C", str(source), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        ["git", "-C", str(source), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return asked.stdout.strip() or source.parent.name
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 
 def keep(result: dict[str, Any], markdown: str, output: Path, name: str) -> None:
-    """`name`.json and `name`.md in `output`, which is made. Each file is replaced whole, so that a kill leaves the former one."""
+    """`name`.json and `name`.md in `output`, which is made. Each file is replaced whole, so that a
+    kill leaves the former one.
+    """
     output.mkdir(parents=True, exist_ok=True)
     for ending, text in (("json", json.dumps(result, indent=1) + "\n"), ("md", markdown)):
         part = output / f".{name}.{ending}.part"

@@ -1,8 +1,11 @@
-"""What keeping the ledgers costs: `python -m benchmarks.ledgers [--models gpt-tiny gpt-110m] [--pairs N] [--name ledgers]`.
+"""What keeping the ledgers costs:
+`python -m benchmarks.ledgers [--models gpt-tiny gpt-110m] [--pairs N] [--name ledgers]`.
 
-Two ranks over gloo train at stage 3. Every second step runs with the ledgers' entries replaced by functions that do nothing; which of the
-two comes first turns from pair to pair, so that a drift of the machine meets both alike. A step takes what its slower rank takes. Beside
-that stands what one can say without noise: the entries of a step, and the seconds spent inside them. Writes benchmarks/results/NAME.json.
+Two ranks over gloo train at stage 3. Every second step runs with the ledgers' entries replaced by
+functions that do nothing; which of the two comes first turns from pair to pair, so that a drift of
+the machine meets both alike. A step takes what its slower rank takes. Beside that stands what one
+can say without noise: the entries of a step, and the seconds spent inside them. Writes
+benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -37,14 +40,15 @@ ENTRIES: tuple[tuple[type, str], ...] = (
     (MemoryLedger, "set"),
     (MemoryLedger, "look"),
 )
-#: model -> (tokens a rank, pairs of steps): a small model's step is short, so more of them are needed and can be had.
+#: model -> (tokens a rank, pairs of steps): a small model's step is short, so more of them are
+#: needed and can be had.
 MODELS: Mapping[str, tuple[int, int]] = {"gpt-tiny": (32, 400), "gpt-110m": (256, 30)}
 WARMUP, COUNTED, ROWS = 3, 5, 200
 #: Share of a step that the ledgers may take.
 GOAL = 0.01
 
 
-# -- one rank ----------------------------------------------------------------------------------------------------------------------
+# -- one rank --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -67,7 +71,9 @@ def nothing(ledger: type, name: str, method: Any) -> Any:
 
 
 class Counter:
-    """Counts the entries of a step and the seconds inside them; an entry that another one makes belongs to it."""
+    """Counts the entries of a step and the seconds inside them; an entry that another one makes
+    belongs to it.
+    """
 
     def __init__(self) -> None:
         self.calls, self.seconds, self.inside = 0, 0.0, False
@@ -88,14 +94,18 @@ class Counter:
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What one rank of a process group measures: seconds of every step with and without entries, and the entries' own."""
+    """What one rank of a process group measures: seconds of every step with and without entries,
+    and the entries' own.
+    """
     setting, pairs = Setting(**job["setting"]), job["pairs"]
     trainer: Any = adapters.build("onefold-3", setting, model.build(setting.model))
     taken = 0
 
     def step() -> float:
         nonlocal taken
-        batch = model.micro_batch(setting.model, setting.tokens, taken, 0, dist.get_rank(), setting.ranks)
+        batch = model.micro_batch(
+            setting.model, setting.tokens, taken, 0, dist.get_rank(), setting.ranks
+        )
         taken += 1
         dist.barrier()
         start = time.perf_counter()
@@ -129,17 +139,30 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         rows.append(time.perf_counter() - start)
     after = ledger.now()
     if after != before:  # what a step takes it gives back, entered or not
-        raise RuntimeError(f"the memory ledger says {after} where it said {before}: entries are missing from the comparison.")
+        raise RuntimeError(
+            f"the memory ledger says {after} where it said {before}: entries are missing from the"
+            " comparison."
+        )
     dist.barrier()
-    return {**seconds, "entries": median(n for n, _ in counts), "entries_s": median(s for _, s in counts), "row_s": median(rows)}
+    return {
+        **seconds,
+        "entries": median(n for n, _ in counts),
+        "entries_s": median(s for _, s in counts),
+        "row_s": median(rows),
+    }
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
 def summarized(setting: Setting, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row: medians over steps of the slower rank, their ratio pair by pair, and the share that the entries themselves take."""
-    slower = {name: [max(each) for each in zip(*(r[name] for r in ranks), strict=True)] for name in ("with", "without")}
+    """One row: medians over steps of the slower rank, their ratio pair by pair, and the share that
+    the entries themselves take.
+    """
+    slower = {
+        name: [max(each) for each in zip(*(r[name] for r in ranks), strict=True)]
+        for name in ("with", "without")
+    }
     ratios = [a / b for a, b in zip(slower["with"], slower["without"], strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     step = median(slower["without"])
@@ -162,11 +185,17 @@ def summarized(setting: Setting, ranks: Sequence[Mapping[str, Any]]) -> dict[str
     }
 
 
-def main(arguments: Sequence[str] | None = None, run: Callable[..., dict[str, Any]] = launch.run_ranks) -> int:
+def main(
+    arguments: Sequence[str] | None = None, run: Callable[..., dict[str, Any]] = launch.run_ranks
+) -> int:
     """0 if every model was measured, else 1. `run` starts the ranks; see `launch.run_ranks`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--pairs", type=int, default=0, help="pairs of steps (0: as many as suit each model)")
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="pairs of steps (0: as many as suit each model)"
+    )
     parser.add_argument("--name", default="ledgers")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -175,7 +204,9 @@ def main(arguments: Sequence[str] | None = None, run: Callable[..., dict[str, An
         tokens, pairs = MODELS[name]
         setting = Setting(model=name, tokens=tokens, ranks=2)
         job = {"setting": setting.to_json(), "pairs": options.pairs or pairs}
-        outcome = run("benchmarks.ledgers", job, setting.ranks, threads=setting.threads, timeout=1200.0)
+        outcome = run(
+            "benchmarks.ledgers", job, setting.ranks, threads=setting.threads, timeout=1200.0
+        )
         if outcome["status"] != "ok":
             print(f"{name} {outcome['status']}: {outcome['error']}", file=sys.stderr)
             failed = True
@@ -183,7 +214,9 @@ def main(arguments: Sequence[str] | None = None, run: Callable[..., dict[str, An
         rows.append(summarized(setting, outcome["ranks"]))
     found = {
         "schema": SCHEMA,
-        "command": " ".join(["python -m benchmarks.ledgers", *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": " ".join(
+            ["python -m benchmarks.ledgers", *(sys.argv[1:] if arguments is None else arguments)]
+        ),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": summary.machine(),
         "versions": summary.versions(sys.executable),
@@ -191,7 +224,9 @@ def main(arguments: Sequence[str] | None = None, run: Callable[..., dict[str, An
         "rows": rows,
     }
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"{options.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (options.output / f"{options.name}.json").write_text(
+        json.dumps(found, indent=1) + "\n", encoding="utf-8"
+    )
     print(table(rows))
     return int(failed)
 
@@ -199,15 +234,19 @@ def main(arguments: Sequence[str] | None = None, run: Callable[..., dict[str, An
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| model | step with | without | ratio (quartiles) | entries a step | inside them | share of a step | a row of metrics |",
+        (
+            "| model | step with | without | ratio (quartiles) | entries a step | inside them |"
+            " share of a step | a row of metrics |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         low, high = r["ratio_quartiles"]
         lines.append(
-            f"| {r['model']}, {r['tokens']} tokens a rank | {1e3 * r['with_s']:.2f} ms | {1e3 * r['without_s']:.2f} ms "
-            f"| {r['ratio']:.3f} ({low:.3f} to {high:.3f}) | {r['entries']:.0f} | {1e6 * r['entries_s']:.0f} µs | {r['share']:.2%} "
-            f"| {1e6 * r['row_s']:.0f} µs |"
+            f"| {r['model']}, {r['tokens']} tokens a rank | {1e3 * r['with_s']:.2f} ms |"
+            f" {1e3 * r['without_s']:.2f} ms | {r['ratio']:.3f} ({low:.3f} to {high:.3f}) |"
+            f" {r['entries']:.0f} | {1e6 * r['entries_s']:.0f} µs | {r['share']:.2%} |"
+            f" {1e6 * r['row_s']:.0f} µs |"
         )
     return "\n".join(lines)
 
@@ -220,7 +259,9 @@ def work() -> None:
 
     torch.set_num_threads(job["setting"]["threads"])
     store = f"file://{path.with_name('store')}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"])
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"]
+    )
     worker.leave(measure(job), path, rank)
 
 

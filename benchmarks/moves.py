@@ -1,6 +1,8 @@
-"""Which algorithm moves a flat buffer fastest on gloo: `python -m benchmarks.moves [--ranks 2 4] [--mib 1 8 28 110]`.
+"""Which algorithm moves a flat buffer fastest on gloo:
+`python -m benchmarks.moves [--ranks 2 4] [--mib 1 8 28 110]`.
 
-Alternates all candidates in one run on the same ranks and prints medians in milliseconds; writes benchmarks/results/moves.json.
+Alternates all candidates in one run on the same ranks and prints medians in milliseconds; writes
+benchmarks/results/moves.json.
 """
 
 from __future__ import annotations
@@ -61,7 +63,14 @@ def candidates(rank: int, size: int, mib: float) -> dict[str, Callable[[], None]
     def reduce_native() -> None:
         dist.all_reduce(flat)
 
-    moves = (gather_pairwise, gather_broadcasts, gather_native, reduce_pairwise, reduce_all_to_all, reduce_native)
+    moves = (
+        gather_pairwise,
+        gather_broadcasts,
+        gather_native,
+        reduce_pairwise,
+        reduce_all_to_all,
+        reduce_native,
+    )
 
     def fresh(move: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -86,7 +95,15 @@ def measure(rank: int, size: int, store: str, sizes: list[float], out: Any) -> N
                 move()
                 seconds[name].append(time.perf_counter() - start)
         if rank == 0:
-            out.append({"ranks": size, "mib": mib, "ms": {n: round(1e3 * statistics.median(s[WARM:]), 2) for n, s in seconds.items()}})
+            out.append(
+                {
+                    "ranks": size,
+                    "mib": mib,
+                    "ms": {
+                        n: round(1e3 * statistics.median(s[WARM:]), 2) for n, s in seconds.items()
+                    },
+                }
+            )
     dist.destroy_process_group()
 
 
@@ -101,9 +118,18 @@ def main() -> None:
             mp.spawn(measure, (size, f"{folder}/store{size}", args.mib, rows), nprocs=size)
         found = list(rows)
     names = list(found[0]["ms"])
-    print("| ranks | MiB | " + " | ".join(n.replace("_", " ") for n in names) + " |\n|" + "---|" * (len(names) + 2))
+    print(
+        "| ranks | MiB | "
+        + " | ".join(n.replace("_", " ") for n in names)
+        + " |\n|"
+        + "---|" * (len(names) + 2)
+    )
     for row in found:
-        print(f"| {row['ranks']} | {row['mib']:g} | " + " | ".join(f"{row['ms'][n]:.1f}" for n in names) + " |")
+        print(
+            f"| {row['ranks']} | {row['mib']:g} | "
+            + " | ".join(f"{row['ms'][n]:.1f}" for n in names)
+            + " |"
+        )
     target = Path(__file__).parent / "results" / "moves.json"
     target.parent.mkdir(exist_ok=True)
     about = {

@@ -1,7 +1,9 @@
-"""The NVMe store beside a plain copy: `python -m benchmarks.nvme FOLDER... [--mib 512] [--rounds 7]`.
+"""The NVMe store beside a plain copy:
+`python -m benchmarks.nvme FOLDER... [--mib 512] [--rounds 7]`.
 
-A chunk of the optimizer's step on NVMe reads masters, two moments and gradients, and writes masters and moments: 4 regions read, 3 written,
-16 MiB of each at a time. What the disk gives for this is asked of plain loops of direct reads and writes over files of the same sizes:
+A chunk of the optimizer's step on NVMe reads masters, two moments and gradients, and writes masters
+and moments: 4 regions read, 3 written, 16 MiB of each at a time. What the disk gives for this is
+asked of plain loops of direct reads and writes over files of the same sizes:
 
     copy          one thread: read 4 chunks, write 3, and so on: the plain sequential copy that the goal is measured against
     copy, two     one thread reads while another writes: the most that a plain program gets
@@ -9,7 +11,8 @@ A chunk of the optimizer's step on NVMe reads masters, two moments and gradients
     store, step   the same with torch's fused AdamW on each chunk in between, as the runtime has it
     step          that AdamW alone, on memory
 
-All take turns in one run, the order turned about each round. Rates count bytes read and written. Writes benchmarks/results/nvme.json.
+All take turns in one run, the order turned about each round. Rates count bytes read and written.
+Writes benchmarks/results/nvme.json.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ GOAL = 0.85
 
 
 class Plain:
-    """Files of `nbytes` each, opened for direct transfers, and loops over them. They have no names."""
+    """Files of `nbytes` each, opened for direct transfers, and loops over them. They have no
+    names.
+    """
 
     def __init__(self, folder: Path, nbytes: int, chunk: int) -> None:
         self.nbytes, self.chunk = nbytes, chunk
@@ -45,7 +50,9 @@ class Plain:
         for _ in range(READS):
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
-                self.files.append(os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_DIRECT))
+                self.files.append(
+                    os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_DIRECT)
+                )
         self.memory = memoryview(page_buffer((READS + WRITES) * chunk).numpy())
         for file in self.files:
             for at in range(0, nbytes, chunk):
@@ -84,13 +91,21 @@ class Plain:
 
 
 class Stored:
-    """Four regions of a store and the optimizer's pipeline over them: a set of buffers is read, stepped, written, and read into again."""
+    """Four regions of a store and the optimizer's pipeline over them: a set of buffers is read,
+    stepped, written, and read into again.
+    """
 
     def __init__(self, paths: list[Path], nbytes: int, chunk: int, threads: int) -> None:
         self.store = Nvme(paths, name="benchmark", threads=threads)
         self.numel, self.chunk = nbytes // 4, chunk // 4
-        self.regions = [self.store.region(name, self.numel, torch.float32) for name in ("masters", "exp_avg", "exp_avg_sq", "gradients")]
-        self.sets = [[self.store.buffer(chunk).view(torch.float32) for _ in self.regions] for _ in range(SETS)]
+        self.regions = [
+            self.store.region(name, self.numel, torch.float32)
+            for name in ("masters", "exp_avg", "exp_avg_sq", "gradients")
+        ]
+        self.sets = [
+            [self.store.buffer(chunk).view(torch.float32) for _ in self.regions]
+            for _ in range(SETS)
+        ]
         for region in self.regions:
             for start in range(0, self.numel, self.chunk):
                 region.write(start, self.sets[0][0]).wait()
@@ -112,7 +127,10 @@ class Stored:
             turn = i % SETS
             for transfer in writing[turn]:
                 transfer.wait()
-            reading[turn] = [region.read(starts[i], buffer) for region, buffer in zip(self.regions, self.sets[turn], strict=True)]
+            reading[turn] = [
+                region.read(starts[i], buffer)
+                for region, buffer in zip(self.regions, self.sets[turn], strict=True)
+            ]
 
         read(0)
         for i, start in enumerate(starts):
@@ -123,7 +141,10 @@ class Stored:
                 transfer.wait()
             if step is not None:
                 step(self.sets[turn])
-            writing[turn] = [region.write(start, buffer) for region, buffer in zip(self.regions[:WRITES], self.sets[turn], strict=False)]
+            writing[turn] = [
+                region.write(start, buffer)
+                for region, buffer in zip(self.regions[:WRITES], self.sets[turn], strict=False)
+            ]
         for transfers in writing:
             for transfer in transfers:
                 transfer.wait()
@@ -137,7 +158,14 @@ def cached(paths: list[Path]) -> int:
     """Bytes of these files that the system keeps in memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     pages = 0
@@ -157,8 +185,15 @@ def resident() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="on the disks to measure; the plain copies use the first")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        type=Path,
+        help="on the disks to measure; the plain copies use the first",
+    )
     parser.add_argument("--mib", type=int, default=512, help="of each of the four regions")
     parser.add_argument("--chunk", type=int, default=16, help="MiB of each region at a time")
     parser.add_argument("--rounds", type=int, default=7)
@@ -169,7 +204,10 @@ def main() -> None:
     nbytes, chunk = args.mib * MIB, args.chunk * MIB
     moved = nbytes * (READS + WRITES)
     rates = measure(args.folders)
-    plain, stored = Plain(args.folders[0], nbytes, chunk), Stored(args.folders, nbytes, chunk, args.threads)
+    plain, stored = (
+        Plain(args.folders[0], nbytes, chunk),
+        Stored(args.folders, nbytes, chunk, args.threads),
+    )
     ways: dict[str, Callable[[], None]] = {
         "copy": plain.copy,
         "copy, two": plain.copy_two,
@@ -187,30 +225,54 @@ def main() -> None:
             ways[name]()
             seconds[name].append(time.perf_counter() - begin)
     data = [path / "data" for path in stored.store.folders]
-    grown = {"resident_bytes_grown": resident() - memory, "bytes_of_the_store_in_the_page_cache": cached(data)}
+    grown = {
+        "resident_bytes_grown": resident() - memory,
+        "bytes_of_the_store_in_the_page_cache": cached(data),
+    }
     stored.store.close()
     median = {name: statistics.median(found) for name, found in seconds.items()}
     shares = {
-        f"{ours} / {plain_way}": statistics.median(a / b for a, b in zip(seconds[plain_way], seconds[ours], strict=True))
+        f"{ours} / {plain_way}": statistics.median(
+            a / b for a, b in zip(seconds[plain_way], seconds[ours], strict=True)
+        )
         for plain_way in ("copy", "copy, two")
         for ours in ("store", "store, step")
     }
     print("| | seconds | MB/s |\n|---|---|---|")
     for name, value in median.items():
-        print(f"| {name} | {value:.2f} | {'' if name == 'step' else f'{moved / value / 1e6:,.0f}'} |")
-    print(f"rates, medians of the rounds (goal {GOAL} of the copy): " + ", ".join(f"{k} {v:.2f}" for k, v in shares.items()) + f"; {grown}")
+        print(
+            f"| {name} | {value:.2f} | {'' if name == 'step' else f'{moved / value / 1e6:,.0f}'} |"
+        )
+    print(
+        f"rates, medians of the rounds (goal {GOAL} of the copy): "
+        + ", ".join(f"{k} {v:.2f}" for k, v in shares.items())
+        + f"; {grown}"
+    )
     about = {
-        "command": "python -m benchmarks.nvme FOLDER... "
-        + " ".join(f"--{name} {getattr(args, name)}" for name in ("mib", "chunk", "rounds", "threads")),
+        "command": (
+            "python -m benchmarks.nvme FOLDER... "
+            + " ".join(
+                f"--{name} {getattr(args, name)}" for name in ("mib", "chunk", "rounds", "threads")
+            )
+        ),
         "torch": torch.__version__,
         "machine": platform.machine(),
         "date": time.strftime("%Y-%m-%d"),
         "folders": len(args.folders),
         "direct": [rate.direct for rate in rates],
-        "preflight_bytes_per_s": [{"read": round(rate.read), "write": round(rate.write)} for rate in rates],
+        "preflight_bytes_per_s": [
+            {"read": round(rate.read), "write": round(rate.write)} for rate in rates
+        ],
         "buffers_bytes": SETS * READS * chunk,
     }
-    found = {"bytes": moved, "seconds": seconds, "median_seconds": median, "rates": shares, "goal": GOAL, **grown}
+    found = {
+        "bytes": moved,
+        "seconds": seconds,
+        "median_seconds": median,
+        "rates": shares,
+        "goal": GOAL,
+        **grown,
+    }
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps({**about, **found}, indent=1) + "\n")
 

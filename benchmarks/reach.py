@@ -1,7 +1,9 @@
-"""What trains on how much memory: `python -m benchmarks.reach [--check]` writes docs/reach.md, every cell an answer of `onefold plan`.
+"""What trains on how much memory: `python -m benchmarks.reach [--check]` writes docs/reach.md,
+every cell an answer of `onefold plan`.
 
-A cell is the fastest way that the plan finds to train a model of that size on one GPU with the host and the disk beside it: nothing is
-measured for it. What was measured stands under the table, as benchmarks/offload has left it.
+A cell is the fastest way that the plan finds to train a model of that size on one GPU with the host
+and the disk beside it: nothing is measured for it. What was measured stands under the table, as
+benchmarks/offload has left it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ SEQ, TILE = 2048, "256MB"
 
 @dataclass(frozen=True)
 class Place:
-    """One GPU and what is beside it: a GPU of the table by its memory, host memory and disk in GB, and the disk's GB/s."""
+    """One GPU and what is beside it: a GPU of the table by its memory, host memory and disk in GB,
+    and the disk's GB/s.
+    """
 
     memory: int
     gpu: str
@@ -53,9 +57,11 @@ class Place:
         return Machine(gpu, 1, 1, None, host)
 
 
-#: Bytes/s that an update on the host moves, an assumption: two channels of DDR5, or what ZeRO-Offload measured of a server.
+#: Bytes/s that an update on the host moves, an assumption: two channels of DDR5, or what
+#: ZeRO-Offload measured of a server.
 HOST_BANDWIDTH = 50e9
-#: Rates of the 8 GB device are those of the 16 GB one's generation, as no GPU of 8 GB is in the table.
+#: Rates of the 8 GB device are those of the 16 GB one's generation, as no GPU of 8 GB is in the
+#: table.
 PLACES = (
     Place(8, "t4", 32, 1000, 3.0),
     Place(16, "t4", 64, 2000, 3.0),
@@ -63,7 +69,16 @@ PLACES = (
     Place(80, "h100-80", 512, 8000, 12.0),
     Place(141, "h200", 1000, 16000, 12.0),
 )
-MODELS = ("gpt2", "gpt3-1.3b", "llama-3.2-3b", "llama-3-8b", "llama-2-13b", "llama-3-70b", "gpt3-175b", "llama-3-405b")
+MODELS = (
+    "gpt2",
+    "gpt3-1.3b",
+    "llama-3.2-3b",
+    "llama-3-8b",
+    "llama-2-13b",
+    "llama-3-70b",
+    "gpt3-175b",
+    "llama-3-405b",
+)
 
 
 def answered(model: str, place: Place) -> Candidate | None:
@@ -108,28 +123,39 @@ def table(models: Sequence[str] = MODELS, places: Sequence[Place] = PLACES) -> s
     lines = [f"| model | {' | '.join(p.title for p in places)} |", f"|---|{'---|' * len(places)}"]
     for name in models:
         cells = [
-            cell(answered(name, place)) + (" ●" if (name, place) == MEASURED_AT and large_run() is not None else "") for place in places
+            cell(answered(name, place))
+            + (" ●" if (name, place) == MEASURED_AT and large_run() is not None else "")
+            for place in places
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def large_run(path: Path = MEASURED) -> dict[str, Any] | None:
-    """The model too large for the memory it is given, as benchmarks/offload has measured it; None if it has not run well."""
+    """The model too large for the memory it is given, as benchmarks/offload has measured it; None
+    if it has not run well.
+    """
     found = json.loads(path.read_text(encoding="utf-8")).get("large") if path.is_file() else None
-    return found if found is not None and found["status"] == "ok" and found["resident_bytes"] < 8 << 30 else None
+    return (
+        found
+        if found is not None and found["status"] == "ok" and found["resident_bytes"] < 8 << 30
+        else None
+    )
 
 
 def measured() -> str:
     """What has really run; a sentence where nothing has."""
     large = large_run()
     if large is None:
-        return "No large model has been measured yet either (`python -m benchmarks.offload --large`)."
+        return (
+            "No large model has been measured yet either (`python -m benchmarks.offload --large`)."
+        )
     return (
-        "● marks a size that has run in that much memory, but on a CPU: "
-        f"{large['parameters'] / 1e9:.2f}B parameters on {large['ranks']} CPU ranks, everything on the disk: "
-        f"{large['resident_bytes'] / 2**30:.2f} GiB resident in both together, {large['disk_bytes'] / 1e9:.1f} GB on the disk, "
-        f"{large['step_s']:.0f} s a step of {large['tokens']} tokens a rank (`examples/larger_than_memory.py`)."
+        "● marks a size that has run in that much memory, but on a CPU:"
+        f" {large['parameters'] / 1e9:.2f}B parameters on {large['ranks']} CPU ranks, everything on"
+        f" the disk: {large['resident_bytes'] / 2**30:.2f} GiB resident in both together,"
+        f" {large['disk_bytes'] / 1e9:.1f} GB on the disk, {large['step_s']:.0f} s a step of"
+        f" {large['tokens']} tokens a rank (`examples/larger_than_memory.py`)."
     )
 
 
@@ -155,12 +181,19 @@ that has to leave. "tiles" gathers weights {TILE} at a time.
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not what the plan says")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail if the page is not what the plan says",
+    )
     given, text = parser.parse_args(), page()
     if given.check:
         same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
         if not same:
-            print(f"{PAGE.name} is not what the plan says: run `python -m benchmarks.reach`.", file=sys.stderr)
+            print(
+                f"{PAGE.name} is not what the plan says: run `python -m benchmarks.reach`.",
+                file=sys.stderr,
+            )
         return 0 if same else 1
     PAGE.write_text(text, encoding="utf-8")
     print(text)

@@ -1,7 +1,8 @@
-"""How long the plan's answers take, and how much memory: `python -m benchmarks.simulate [--rounds 3] [--name simulate]`.
+"""How long the plan's answers take, and how much memory:
+`python -m benchmarks.simulate [--rounds 3] [--name simulate]`.
 
-Each question is a fresh process on two cores, as a user asks it: imports, plan, answer. Time is the wall's, memory the largest resident
-set of the process. Writes benchmarks/results/NAME.json.
+Each question is a fresh process on two cores, as a user asks it: imports, plan, answer. Time is the
+wall's, memory the largest resident set of the process. Writes benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ CORES = 2
 
 @dataclass(frozen=True)
 class Question:
-    """A command line of `onefold` and the goals for it: seconds of wall clock, bytes of memory (None: no goal)."""
+    """A command line of `onefold` and the goals for it: seconds of wall clock, bytes of memory
+    (None: no goal).
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -37,10 +40,27 @@ class Question:
 
 
 QUESTIONS = (
-    Question("plan 70B on 64 GPUs", ("plan", "llama-3-70b", "--gpus", "64", "--gpu", "h100-80", "--seq", "4096", "--json"), 10.0),
+    Question(
+        "plan 70B on 64 GPUs",
+        ("plan", "llama-3-70b", "--gpus", "64", "--gpu", "h100-80", "--seq", "4096", "--json"),
+        10.0,
+    ),
     Question(
         "simulate 1T at stage 3 on 1,024 GPUs",
-        ("plan", "1t", "--gpus", "1024", "--gpu", "h200", "--stage", "3", "--offload", "none", "--simulate", "--json"),
+        (
+            "plan",
+            "1t",
+            "--gpus",
+            "1024",
+            "--gpu",
+            "h200",
+            "--stage",
+            "3",
+            "--offload",
+            "none",
+            "--simulate",
+            "--json",
+        ),
         120.0,
         4 * 2**30,
     ),
@@ -66,25 +86,42 @@ def ask(question: Question) -> dict[str, Any]:
     assert child.stdout is not None
     told = child.stdout.read()
     _, status, used = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)  # what wait4 took, Popen cannot ask for again
+    # What wait4 took, Popen cannot ask for again
+    child.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - begun
     child.stdout.close()
     if child.returncode:
-        raise RuntimeError(f"onefold {' '.join(question.arguments)} ended with status {child.returncode}.")
+        raise RuntimeError(
+            f"onefold {' '.join(question.arguments)} ended with status {child.returncode}."
+        )
     nbytes = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"seconds": seconds, "nbytes": nbytes, "processor_s": used.ru_utime + used.ru_stime, **_facts(json.loads(told))}
+    return {
+        "seconds": seconds,
+        "nbytes": nbytes,
+        "processor_s": used.ru_utime + used.ru_stime,
+        **_facts(json.loads(told)),
+    }
 
 
 def _facts(answer: dict[str, Any]) -> dict[str, Any]:
     """What shows that the question was answered."""
     ran = answer.get("simulation")
-    facts = {"parameters": answer["model"]["parameters"], "recommended": (answer["recommended"] or {}).get("stage")}
-    return facts | ({"source": ran["source"], "events": len(ran["events"]), "exact": ran["exact"]} if ran else {})
+    facts = {
+        "parameters": answer["model"]["parameters"],
+        "recommended": (answer["recommended"] or {}).get("stage"),
+    }
+    return facts | (
+        {"source": ran["source"], "events": len(ran["events"]), "exact": ran["exact"]}
+        if ran
+        else {}
+    )
 
 
 def main(arguments: Sequence[str] | None = None, questions: Sequence[Question] = QUESTIONS) -> int:
     """0 if every goal was met, else 1."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--name", default="simulate")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -94,11 +131,24 @@ def main(arguments: Sequence[str] | None = None, questions: Sequence[Question] =
         runs = [ask(question) for _ in range(options.rounds)]
         seconds, nbytes = median(r["seconds"] for r in runs), max(r["nbytes"] for r in runs)
         met = seconds < question.seconds and (question.nbytes is None or nbytes < question.nbytes)
-        rows.append({**asdict(question), "median_s": seconds, "largest_bytes": nbytes, "met": met, "runs": runs})
-        print(f"{question.name}: {seconds:.1f} s (goal {question.seconds:.0f}), {nbytes / 2**30:.2f} GiB")
+        rows.append(
+            {
+                **asdict(question),
+                "median_s": seconds,
+                "largest_bytes": nbytes,
+                "met": met,
+                "runs": runs,
+            }
+        )
+        print(
+            f"{question.name}: {seconds:.1f} s (goal {question.seconds:.0f}),"
+            f" {nbytes / 2**30:.2f} GiB"
+        )
     found = {
         "schema": SCHEMA,
-        "command": " ".join(["python -m benchmarks.simulate", *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": " ".join(
+            ["python -m benchmarks.simulate", *(sys.argv[1:] if arguments is None else arguments)]
+        ),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": summary.machine(),
         "versions": summary.versions(sys.executable),

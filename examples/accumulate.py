@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/accumulate.py
 
-Four micro-batches a step. Stages 0 and 1 send gradients once a step whatever the number of micro-batches. Stages 2 and 3
-keep only their part of the gradients, so they reduce every micro-batch, unless the recipe says `reduce_at="boundary"`: then
-they hold whole gradients until the boundary and send them once.
+Four micro-batches a step. Stages 0 and 1 send gradients once a step whatever the number of
+micro-batches. Stages 2 and 3 keep only their part of the gradients, so they reduce every
+micro-batch, unless the recipe says `reduce_at="boundary"`: then they hold whole gradients until the
+boundary and send them once.
 """
 
 import contextlib
@@ -34,7 +35,10 @@ def bytes_of_a_step(recipe: onefold.Recipe) -> int:
         for number in range(MICRO_BATCHES):
             last = number == MICRO_BATCHES - 1
             with contextlib.nullcontext() if last else onefold.no_sync(model):
-                (model(torch.randn(8, WIDTH, generator=generator)).square().mean() / MICRO_BATCHES).backward()
+                (
+                    model(torch.randn(8, WIDTH, generator=generator)).square().mean()
+                    / MICRO_BATCHES
+                ).backward()
         optimizer.step()
         optimizer.zero_grad()
     return traffic.total() - before
@@ -49,7 +53,10 @@ def main() -> dict[str, int]:
     if not dist.is_initialized() or dist.get_rank() == 0:
         parameters = 4 * (WIDTH * WIDTH + WIDTH) * 4
         for name, size in sent.items():
-            print(f"{name:20} {size:8} bytes a step and rank = {size / parameters:.2f} x the parameters")
+            print(
+                f"{name:20} {size:8} bytes a step and rank = {size / parameters:.2f} x the"
+                " parameters"
+            )
     if dist.is_initialized():
         dist.destroy_process_group()
     return sent

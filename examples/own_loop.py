@@ -1,4 +1,5 @@
-"""Your own loop in twenty lines: a tiny GPT on one text, its training state divided among the ranks.
+"""Your own loop in twenty lines: a tiny GPT on one text, its training state divided among the
+ranks.
 
 torchrun --nproc-per-node 2 examples/own_loop.py        (or plain python: one rank)
 """
@@ -13,10 +14,15 @@ import onefold
 
 
 class TinyGPT(nn.Module):
-    def __init__(self, vocabulary: int = 256, width: int = 64, layers: int = 2, length: int = 64) -> None:
+    def __init__(
+        self, vocabulary: int = 256, width: int = 64, layers: int = 2, length: int = 64
+    ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        block = [nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(layers)]
+        block = [
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
+            for _ in range(layers)
+        ]
         self.blocks, self.out = nn.ModuleList(block), nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -37,7 +43,9 @@ def main(steps: int = 30, stage: int = 3) -> list[float]:
     text = torch.tensor(list(b"to be, or not to be, that is the question. " * 50))
     losses = []
     for step in range(steps):
-        starts = torch.randint(0, len(text) - 65, (4,), generator=torch.Generator().manual_seed(1000 * step + rank))
+        starts = torch.randint(
+            0, len(text) - 65, (4,), generator=torch.Generator().manual_seed(1000 * step + rank)
+        )
         rows = torch.stack([text[s : s + 65] for s in starts.tolist()])
         loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()

@@ -1,9 +1,10 @@
-"""QLoRA: adapters of peft around a frozen base that rests in 4 bits (nf4), once over all ranks, and travels so.
+"""QLoRA: adapters of peft around a frozen base that rests in 4 bits (nf4), once over all ranks, and
+travels so.
 
     torchrun --nproc-per-node 2 examples/qlora.py path/to/model output        (or plain python: one rank)
 
-The model is built without memory; `onefold.shard` reads the weights, each rank what it owns. Only the adapters have gradients and
-optimizer states.
+The model is built without memory; `onefold.shard` reads the weights, each rank what it owns. Only
+the adapters have gradients and optimizer states.
 """
 
 import os
@@ -23,14 +24,18 @@ def main(source: str, output: str, steps: int = 20) -> list[float]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-        model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     recipe = onefold.Recipe.zero(stage=3, frozen="nf4")
     model = onefold.shard(model.train(), recipe, weights=source, device="cpu")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
     losses = []
     for _ in range(steps):
-        tokens = torch.randint(0, base.config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(rank))
+        tokens = torch.randint(
+            0, base.config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(rank)
+        )
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -41,7 +46,10 @@ def main(source: str, output: str, steps: int = 20) -> list[float]:
     onefold.save_adapters(model, output)  # what PeftModel.from_pretrained opens
     if rank == 0:
         whole = sum(p.onefold.shape.numel() for p in model.parameters())
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; of {whole:,} parameters this rank holds {held:,} bytes; saved in {output}")
+        print(
+            f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; of {whole:,} parameters this rank holds"
+            f" {held:,} bytes; saved in {output}"
+        )
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

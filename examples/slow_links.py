@@ -1,4 +1,5 @@
-"""Slow links between nodes: what each part of hybrid sharding and of ZeRO++ sends over them, and the loss it ends at.
+"""Slow links between nodes: what each part of hybrid sharding and of ZeRO++ sends over them, and
+the loss it ends at.
 
     torchrun --nproc-per-node 4 examples/slow_links.py              (one machine: two halves of the ranks stand for nodes)
     torchrun --nnodes 2 --nproc-per-node 8 ... examples/slow_links.py
@@ -29,7 +30,9 @@ def recipes(group: int) -> dict[str, onefold.Recipe]:
         "gradients sent in 4 bits": {"group": group, "reduce_codec": "int4"},
         "all three (ZeRO++)": {"group": group, "second_copy": True, **codecs},
     }
-    return {name: onefold.Recipe.zero(3, precision="bf16", **given) for name, given in options.items()}
+    return {
+        name: onefold.Recipe.zero(3, precision="bf16", **given) for name, given in options.items()
+    }
 
 
 def train(recipe: onefold.Recipe) -> tuple[float, float, int]:
@@ -55,7 +58,10 @@ def train(recipe: onefold.Recipe) -> tuple[float, float, int]:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    ranks, here = (
+        dist.get_world_size(),
+        int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+    )
     group = here if here < ranks else max(1, ranks // 2)
     found = {name: train(recipe) for name, recipe in recipes(group).items()}
     if dist.get_rank() == 0:
@@ -63,7 +69,8 @@ def main() -> None:
         print(f"{ranks} ranks in groups of {group}")
         for name, (first, last, sent) in found.items():
             print(
-                f"{name:30} loss {first:.3f} -> {last:.3f}, {sent / 1024:7.1f} KiB a step between groups, {most / max(sent, 1):.2f} x less"
+                f"{name:30} loss {first:.3f} -> {last:.3f}, {sent / 1024:7.1f} KiB a step between"
+                f" groups, {most / max(sent, 1):.2f} x less"
             )
     dist.destroy_process_group()
 

@@ -1,7 +1,8 @@
-"""Things that are really broken, for the tests of `onefold doctor --check`: by name, what to patch before a check runs.
+"""Things that are really broken, for the tests of `onefold doctor --check`: by name, what to patch
+before a check runs.
 
-Also a rank of a check by itself, `python -m broken_doctor ...` in place of `onefold.cli.doctor_check_rank`, with what BROKEN names broken:
-"CHECK=NAME,CHECK=NAME".
+Also a rank of a check by itself, `python -m broken_doctor ...` in place of
+`onefold.cli.doctor_check_rank`, with what BROKEN names broken: "CHECK=NAME,CHECK=NAME".
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch.distributed as dist
 
 
 def _wrong_element(name: str) -> Callable[[], None]:
-    """A collective of torch.distributed (whichever of two names it has) brings one wrong element to rank 1."""
+    """A collective of torch.distributed (whichever of two names it has) brings one wrong element to
+    rank 1.
+    """
 
     def breaking() -> None:
         names = [n for n in name.split() if hasattr(dist, n)]
@@ -53,7 +56,9 @@ def message_is_wrong() -> None:
 
 
 def sums(change: Callable[[Any, torch.Tensor, Any], None]) -> Callable[[], None]:
-    """Onefold's sums are changed by `change(reduction, sums, engine)` after they were made, wherever they are made."""
+    """Onefold's sums are changed by `change(reduction, sums, engine)` after they were made,
+    wherever they are made.
+    """
 
     def breaking() -> None:
         from onefold.runtime.summing import Summing
@@ -122,7 +127,9 @@ def a_gather_is_not_waited_for() -> None:
 
 
 def offloaded_step_does_not_wait() -> None:
-    """On rank 1 the optimizer's step on the host begins before all gradients have come down: half of each is still zero."""
+    """On rank 1 the optimizer's step on the host begins before all gradients have come down: half
+    of each is still zero.
+    """
     from onefold.offload import step as offloaded
 
     real = offloaded.step_flat
@@ -151,7 +158,9 @@ def activations_come_back_changed() -> None:
 
 
 def a_copy_is_torn() -> None:
-    """What `save_async` copies is not waited for by the optimizer's step, and the check that would notice is gone too."""
+    """What `save_async` copies is not waited for by the optimizer's step, and the check that would
+    notice is gone too.
+    """
     from onefold.checkpoint import copying
 
     real = copying.Copying.run
@@ -184,7 +193,9 @@ def a_kernel_writes_a_wrong_bit() -> None:
     from onefold.cli import doctor_check_kernels
     from onefold.quant import kernels
 
-    def encode(by: Any, source: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor, rounding: Any) -> int:
+    def encode(
+        by: Any, source: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor, rounding: Any
+    ) -> int:
         done = source.numel() // by.block * by.block
         whole = torch.empty(by.encoded_bytes(done), dtype=torch.uint8)
         with doctor_check_kernels.by_kernels(False):
@@ -207,12 +218,16 @@ def a_summing_kernel_leaves_a_part_out() -> None:
     from onefold.comm import launching, sums
     from onefold.quant import kernels
 
-    def sum_parts(parts: torch.Tensor, out: torch.Tensor, scale: float, own: Any, rank: int, round_to: Any) -> None:
+    def sum_parts(
+        parts: torch.Tensor, out: torch.Tensor, scale: float, own: Any, rank: int, round_to: Any
+    ) -> None:
         with launching.by_torch():
             sums.sum_parts(parts, out, scale)
         out[-1] -= parts[-1, -1] * scale
 
-    sys.modules["onefold.comm.triton_sums"] = sys.modules["onefold.comm"].triton_sums = SimpleNamespace(sum_parts=sum_parts)
+    sys.modules["onefold.comm.triton_sums"] = sys.modules["onefold.comm"].triton_sums = (
+        SimpleNamespace(sum_parts=sum_parts)
+    )
     sums.serve = lambda *_: launching._allowed.get()
     kernels.encode = kernels.decode = lambda *_: 0
     doctor_check_kernels.kernels_run_here = lambda device: ""
@@ -250,7 +265,7 @@ def nothing_is_prefetched() -> None:
     Recipe.zero = classmethod(lambda cls, *a, **named: real(cls, *a, **{**named, "prefetch": 0}))
 
 
-# -- what becomes of a rank ----------------------------------------------------------------------------------------------------------
+# -- what becomes of a rank ------------------------------------------------------------------------
 
 
 def dies(*_: Any) -> str:
@@ -311,7 +326,9 @@ def main() -> None:
     if broken.get("start"):
         cannot_start()
     real = doctor_checks.Check.function
-    doctor_checks.Check.function = property(lambda self: ENDS[broken[self.name]] if self.name in broken else real.fget(self))
+    doctor_checks.Check.function = property(
+        lambda self: ENDS[broken[self.name]] if self.name in broken else real.fget(self)
+    )
     doctor_check_rank.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))
 
 

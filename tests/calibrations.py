@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from onefold.plan.calibrate import AtRanks, BlockPoint, Calibration, Disk, MatrixPoint, Overlap, PassPoint, StepPoint
+from onefold.plan.calibrate import (
+    AtRanks,
+    BlockPoint,
+    Calibration,
+    Disk,
+    MatrixPoint,
+    Overlap,
+    PassPoint,
+    StepPoint,
+)
 from onefold.plan.costs import Costs, Kernels
 from onefold.plan.efficiency import COPIED, PARTS, work_of
 from onefold.plan.hardware import calibrated
@@ -27,12 +36,27 @@ def at_ranks(ranks: int, speed: float = 1.0) -> AtRanks:
     return AtRanks(
         ranks=ranks,
         threads=1,
-        matrices=tuple(MatrixPoint("float32", s, s, s, speed * rate) for s, rate in ((64, 1e10), (256, 4e10), (1024, 9e10))),
-        blocks=(BlockPoint("float32", 64, 64, speed * 5e9), BlockPoint("float32", 256, 256, speed * 2e10)),
+        matrices=tuple(
+            MatrixPoint("float32", s, s, s, speed * rate)
+            for s, rate in ((64, 1e10), (256, 4e10), (1024, 9e10))
+        ),
+        blocks=(
+            BlockPoint("float32", 64, 64, speed * 5e9),
+            BlockPoint("float32", 256, 256, speed * 2e10),
+        ),
         copies=((1e6, 1e-4 / speed), (1e8, 1e-2 / speed)),
         optimizer=((28e5, 1e-3 / speed), (28e6, 1e-2 / speed)),
-        moves={m: line(bandwidth=BANDWIDTH * speed) for m in ("all-gather", "reduce-scatter", "all-reduce")} if several else {},
-        overlap=Overlap(compute=1.0, gather=0.8, together=1.4, compute_beside=1.2) if several else None,
+        moves=(
+            {
+                m: line(bandwidth=BANDWIDTH * speed)
+                for m in ("all-gather", "reduce-scatter", "all-reduce")
+            }
+            if several
+            else {}
+        ),
+        overlap=(
+            Overlap(compute=1.0, gather=0.8, together=1.4, compute_beside=1.2) if several else None
+        ),
         passes=passes(speed),
     )
 
@@ -54,40 +78,70 @@ def passes(speed: float = 1.0) -> tuple[PassPoint, ...]:
 
 
 def reference_steps(ranks: int) -> tuple[StepPoint, ...]:
-    """Stages 0 and 3 (0 alone on one rank) at few and many tokens, whose seconds are still to be said."""
+    """Stages 0 and 3 (0 alone on one rank) at few and many tokens, whose seconds are still to be
+    said.
+    """
     calls = {"all-reduce": 4, "all-gather": 16, "reduce-scatter": 8}
     out = []
     for stage in (0, 3) if ranks > 1 else (0,):
         for tokens, numel in ((64, 8 * 10**6), (512, 10**6)):
-            payload = {0: {"all-reduce": 8.0 * numel}, 3: {"all-gather": 16.0 * numel, "reduce-scatter": 8.0 * numel}}
+            payload = {
+                0: {"all-reduce": 8.0 * numel},
+                3: {"all-gather": 16.0 * numel, "reduce-scatter": 8.0 * numel},
+            }
             sent = payload[stage] if ranks > 1 else {}
             kernels = Kernels(6 * numel * tokens, 60, 10**6, 200, 10**6)
             out.append(
-                StepPoint("float32", stage, 64, tokens, 2, kernels.flops, kernels, numel, numel, sent, {m: calls[m] for m in sent}, 1.0)
+                StepPoint(
+                    "float32",
+                    stage,
+                    64,
+                    tokens,
+                    2,
+                    kernels.flops,
+                    kernels,
+                    numel,
+                    numel,
+                    sent,
+                    {m: calls[m] for m in sent},
+                    1.0,
+                )
             )
     return tuple(out)
 
 
-def with_steps(found: Calibration, step_share: float = 1.0, move_share: float = 1.0, copies: float = 1.0) -> Calibration:
-    """The calibration with reference steps that reached these shares of its rates exactly, and copied each gradient so many times.
+def with_steps(
+    found: Calibration, step_share: float = 1.0, move_share: float = 1.0, copies: float = 1.0
+) -> Calibration:
+    """The calibration with reference steps that reached these shares of its rates exactly, and
+    copied each gradient so many times.
 
     Their blocks' rate says of their passes what their operations' costs say.
     """
     at = []
     for a in found.at:
         machine = calibrated(found, a.ranks)
-        software = replace(PARTS, step_share=step_share, move_share=move_share, handed_s=copies * COPIED / machine.gpu.memory_bandwidth)
+        software = replace(
+            PARTS,
+            step_share=step_share,
+            move_share=move_share,
+            handed_s=copies * COPIED / machine.gpu.memory_bandwidth,
+        )
         steps = []
         for s in reference_steps(a.ranks):
             rate = found.block_rate(s.hidden, s.tokens, ranks=a.ranks)
             s = replace(s, flops=rate * found.pass_seconds(s.kernels, ranks=a.ranks))
-            steps.append(replace(s, seconds=step_times(work_of(s, machine), machine, software).step))
+            steps.append(
+                replace(s, seconds=step_times(work_of(s, machine), machine, software).step)
+            )
         at.append(replace(a, steps=tuple(steps)))
     return replace(found, at=tuple(at))
 
 
 def calibration(*counts: int) -> Calibration:
-    """This machine, as if measured now with these numbers of ranks: N are each 1/N as fast as one, and a step is the sum of its parts."""
+    """This machine, as if measured now with these numbers of ranks: N are each 1/N as fast as one,
+    and a step is the sum of its parts.
+    """
     return with_steps(without_steps(*counts))
 
 

@@ -1,4 +1,6 @@
-"""What every test may use: the folder of helpers on the search path, the source when it is not installed, the markers."""
+"""What every test may use: the folder of helpers on the search path, the source when it is not
+installed, the markers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ import products_by_shape  # `make test-processors` sets what it looks at
 
 products_by_shape.install()
 
-# Files whose tests start processes by the dozen or trace whole models: they take minutes together, so `make test-fast` leaves them out.
+# Files whose tests start processes by the dozen or trace whole models: they take minutes together,
+# so `make test-fast` leaves them out.
 SLOW_FILES = {
     "benchmarks": ["test_checkpoint_benchmark.py", "test_gpu_benchmark.py", "test_host_time.py", "test_ledgers_benchmark.py",
                    "test_peers.py", "test_wires.py"],
@@ -57,7 +60,8 @@ SLOW_FILES = {
 }  # fmt: skip
 
 
-# Files of many combinations of the same few properties: a run takes every n-th test of each, by a hash of its name; `--all` all of them.
+# Files of many combinations of the same few properties: a run takes every n-th test of each, by a
+# hash of its name; `--all` all of them.
 SAMPLED = {
     "benchmarks/test_gpu_benchmark.py": 13,
     "benchmarks/test_peers.py": 2,
@@ -107,7 +111,8 @@ SAMPLED = {
 }
 
 
-# Files with a fixture that is made once for all of their tests: pytest-xdist gives each of them to one worker.
+# Files with a fixture that is made once for all of their tests: pytest-xdist gives each of them to
+# one worker.
 TOGETHER = {
     "checkpoint/test_adapters.py",
     "checkpoint/test_export.py",
@@ -127,7 +132,9 @@ TOGETHER = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="every test of the files in tests/conftest.py's SAMPLED")
+    parser.addoption(
+        "--all", action="store_true", help="every test of the files in tests/conftest.py's SAMPLED"
+    )
 
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -135,14 +142,17 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     gone = sorted(name for name in SAMPLED if not (TESTS / name).exists())
     assert not gone, f"SAMPLED names {', '.join(gone)}, which is not there"
     every = {TESTS / name: n for name, n in SAMPLED.items()}
-    several = [item for item in items if item.path in every and "[" in item.name]  # what is not parametrized is always run
+    # What is not parametrized is always run
+    several = [item for item in items if item.path in every and "[" in item.name]
     return [item for item in several if zlib.crc32(item.name.encode()) % every[item.path]]
 
 
 def _makes_once(item: pytest.Item) -> bool:
     """Whether the test uses a fixture that its file makes once."""
     known = getattr(item, "_fixtureinfo", None)
-    return known is not None and any(found[-1].scope == "module" for found in known.name2fixturedefs.values())
+    return known is not None and any(
+        found[-1].scope == "module" for found in known.name2fixturedefs.values()
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -159,7 +169,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    named = any("::" in argument for argument in config.args)  # a test that was asked for by its name is run
+    # A test that was asked for by its name is run
+    named = any("::" in argument for argument in config.args)
     if not config.getoption("--all") and not named and (left_out := _sampled(items)):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
@@ -170,18 +181,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path in slow:
             item.add_marker(pytest.mark.slow)
         elsewhere = _makes_once(item) and item.path.relative_to(TESTS).as_posix() not in TOGETHER
-        assert not elsewhere, f"{item.nodeid} uses a fixture of its module: add the file to TOGETHER in tests/conftest.py"
-    items.sort(key=lambda item: item.path not in slow)  # what takes long first: the end is shared evenly by the workers
+        assert not elsewhere, (
+            f"{item.nodeid} uses a fixture of its module: add the file to TOGETHER in"
+            " tests/conftest.py"
+        )
+    # What takes long first: the end is shared evenly by the workers
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays: a collection in a test (a simulation ends with one) need not go over all of torch, some 0.5 s."""
+    """What is loaded by now stays: a collection in a test (a simulation ends with one) need not go
+    over all of torch, some 0.5 s.
+    """
     gc.collect()
     gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes more than some 10 seconds; `-m 'not slow'` leaves it out")
+    config.addinivalue_line(
+        "markers", "slow: takes more than some 10 seconds; `-m 'not slow'` leaves it out"
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,4 +1,6 @@
-"""Training steps on the virtual device (tests/virtual), whose streams run as late and in as strange an order as the waits allow."""
+"""Training steps on the virtual device (tests/virtual), whose streams run as late and in as strange
+an order as the waits allow.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,15 @@ class Trial:
         import onefold
 
         on_disk = {"nvme": folder} if "nvme" in str(self.options.values()) else {}
-        return onefold.Recipe.zero(self.stage, stall_timeout=60.0, **{"precision": "fp32", **self.options, **on_disk})
+        return onefold.Recipe.zero(
+            self.stage, stall_timeout=60.0, **{"precision": "fp32", **self.options, **on_disk}
+        )
 
 
 def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str, Tensor]]:
-    """(losses, whole weights on rank 0). Nothing is asked of the device before the end, but where the trial says so."""
+    """(losses, whole weights on rank 0). Nothing is asked of the device before the end, but where
+    the trial says so.
+    """
     import onefold
 
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -55,7 +61,9 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
     if store is not None:  # of so small a model nothing would go down
         store.smallest, store.window, store.ahead = 256, 8192, 8192
     fused = True if "fused" in trial.how else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4, fused=fused)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4, fused=fused
+    )
     losses: list[Tensor] = []
     saving: Any = None
     for step in range(trial.steps):
@@ -65,7 +73,8 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
             if micro == 0 and "accumulates" in trial.how:
                 with onefold.no_sync(model):
                     model(batch).backward()
-            elif step == 1 and "raises" in trial.how:  # on all ranks, with reductions under way; the step is then done again
+            elif step == 1 and "raises" in trial.how:
+                # On all ranks, with reductions under way; the step is then done again
                 output = model(batch)
                 _raising_behind(model, output)
                 loss = model(batch)
@@ -80,7 +89,8 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
             with torch.no_grad():
                 losses.append(model(tokens_of(7 + step).to(device)))
         optimizer.step()
-        if "decays" in trial.how:  # by hand, right behind the step: through the parameter, its data and a view of it
+        # By hand, right behind the step: through the parameter, its data and a view of it
+        if "decays" in trial.how:
             with torch.no_grad():
                 for number, parameter in enumerate(model.parameters()):
                     (parameter, parameter.data, parameter.detach())[number % 3].mul_(0.75)
@@ -102,7 +112,9 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    assert store is None or (store.down and store.up), "no activation went to the host and came back"
+    assert store is None or (store.down and store.up), (
+        "no activation went to the host and came back"
+    )
     weights = onefold.full_state_dict(model)
     return [float(x) for x in losses], {name: t.cpu().clone() for name, t in weights.items()}
 
@@ -120,15 +132,25 @@ def _raising_behind(model: Any, output: Tensor) -> None:
         handle.remove()
 
 
-def differences(expected: tuple[list[float], dict[str, Tensor]], got: tuple[list[float], dict[str, Tensor]]) -> list[str]:
+def differences(
+    expected: tuple[list[float], dict[str, Tensor]], got: tuple[list[float], dict[str, Tensor]]
+) -> list[str]:
     """What has other bits."""
     found = [] if got[0] == expected[0] else [f"losses {got[0]} instead of {expected[0]}"]
-    off = [name for name, t in expected[1].items() if name not in got[1] or not torch.equal(t, got[1][name])]
+    off = [
+        name
+        for name, t in expected[1].items()
+        if name not in got[1] or not torch.equal(t, got[1][name])
+    ]
     return found + ([f"weights {off[:3]} differ ({len(off)} of {len(expected[1])})"] if off else [])
 
 
-def under_schedules(trial: Trial, seeds: Iterable[int], folder: str, check: bool = True) -> list[str]:
-    """On one rank: what differs from the same steps in the program's order, and what no wait orders, under any of the schedules `seeds`."""
+def under_schedules(
+    trial: Trial, seeds: Iterable[int], folder: str, check: bool = True
+) -> list[str]:
+    """On one rank: what differs from the same steps in the program's order, and what no wait
+    orders, under any of the schedules `seeds`.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     virtual.start(seed=None, check=False)  # each operation at once, as on one stream
@@ -136,7 +158,9 @@ def under_schedules(trial: Trial, seeds: Iterable[int], folder: str, check: bool
         dist.destroy_process_group()
         standin.register()
         store = dist.FileStore(f"{folder}/virtual", world)
-        dist.init_process_group("cpu:gloo,virtual:standin", store=store, rank=rank, world_size=world)
+        dist.init_process_group(
+            "cpu:gloo,virtual:standin", store=store, rank=rank, world_size=world
+        )
     expected = train(trial, DEVICE, _fresh(folder, "at-once"))
     virtual.start(seed=0, check=check)
     found: list[str] = []
@@ -144,7 +168,8 @@ def under_schedules(trial: Trial, seeds: Iterable[int], folder: str, check: bool
         virtual.reset(seed)
         from onefold.device import new_stream, use_stream
 
-        with use_stream(new_stream(torch.device(DEVICE, 0)) if "elsewhere" in trial.how else None):  # than the device's own stream
+        # Than the device's own stream
+        with use_stream(new_stream(torch.device(DEVICE, 0)) if "elsewhere" in trial.how else None):
             got = train(trial, DEVICE, _fresh(folder, str(seed)))
         virtual.drain()
         found += [f"seed {seed}: {text}" for text in differences(expected, got)]

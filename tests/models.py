@@ -1,4 +1,6 @@
-"""Small models that tests train: a GPT of a few thousand parameters, a multi-layer perceptron of blocks."""
+"""Small models that tests train: a GPT of a few thousand parameters, a multi-layer perceptron of
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Checkpointing = Literal["none", "reentrant", "non-reentrant"]
 
 
 class Attention(nn.Module):
-    """Causal self-attention without biases (a key bias has a gradient of rounding noise only, which Adam blows up)."""
+    """Causal self-attention without biases (a key bias has a gradient of rounding noise only, which
+    Adam blows up).
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -23,20 +27,28 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(x)
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; its width is odd-friendly: nothing here needs sizes that divide by the ranks."""
+    """Pre-norm transformer block; its width is odd-friendly: nothing here needs sizes that divide
+    by the ranks.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.norm_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -97,7 +109,9 @@ class ResidualBlock(nn.Module):
 class TinyMLP(nn.Module):
     """x (batch, features) -> (batch, classes)"""
 
-    def __init__(self, features: int = 7, width: int = 10, depth: int = 3, classes: int = 5) -> None:
+    def __init__(
+        self, features: int = 7, width: int = 10, depth: int = 3, classes: int = 5
+    ) -> None:
         super().__init__()
         self.enter = nn.Linear(features, width)
         self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))

@@ -1,4 +1,6 @@
-"""Runs whose gradients are the same bits on 1, 2 and 4 ranks, and what is left of them, put together from all ranks."""
+"""Runs whose gradients are the same bits on 1, 2 and 4 ranks, and what is left of them, put
+together from all ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from models import features_of
 
 
 class Net(nn.Module):
-    """x (batch, 19) -> (batch, 300). The weights of `blocks` and `leave` are packed, and none ends with a block; the rest is too small."""
+    """x (batch, 19) -> (batch, 300). The weights of `blocks` and `leave` are packed, and none ends
+    with a block; the rest is too small.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +31,12 @@ class Net(nn.Module):
         return self.leave(x)
 
 
-def made(stage: int, recipe: dict[str, Any], optimizer: str = "AdamW", seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
-    """(a sharded `Net`, its optimizer). `optimizer`: a class of torch.optim, or of torchao.optim; "fused" and "amsgrad" are AdamW."""
+def made(
+    stage: int, recipe: dict[str, Any], optimizer: str = "AdamW", seed: int = 0
+) -> tuple[Any, torch.optim.Optimizer]:
+    """(a sharded `Net`, its optimizer). `optimizer`: a class of torch.optim, or of torchao.optim;
+    "fused" and "amsgrad" are AdamW.
+    """
     import onefold
 
     torch.manual_seed(seed)
@@ -43,14 +51,27 @@ def made(stage: int, recipe: dict[str, Any], optimizer: str = "AdamW", seed: int
     return model, kind(model.parameters(), lr=1e-2, **options)
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, first: int, steps: int, accumulate: int = 1, clip: float = 0.0) -> list[float]:
-    """Every rank has the same batch: sums of 2 or 4 equal gradients, divided by as many, are exact."""
+def train(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    steps: int,
+    accumulate: int = 1,
+    clip: float = 0.0,
+) -> list[float]:
+    """Every rank has the same batch: sums of 2 or 4 equal gradients, divided by as many, are
+    exact.
+    """
     import onefold
 
     losses = []
     for step in range(first, first + steps):
         for micro in range(accumulate):
-            loss = (model(features_of(10 * step + micro, 8, 19)) - features_of(5 + step, 8, 300)).square().mean()
+            loss = (
+                (model(features_of(10 * step + micro, 8, 19)) - features_of(5 + step, 8, 300))
+                .square()
+                .mean()
+            )
             if micro < accumulate - 1:
                 with onefold.no_sync(model):
                     loss.backward()
@@ -65,7 +86,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, first: int, steps: int, 
 
 
 def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """{name, or "name: part of a moment": all of it} on rank 0, from every rank's own intervals. Collective."""
+    """{name, or "name: part of a moment": all of it} on rank 0, from every rank's own intervals.
+    Collective.
+    """
     import onefold
     from onefold.checkpoint.on_disk import OnDisk, held
     from onefold.checkpoint.pieces import States
@@ -76,8 +99,13 @@ def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
         for share, key, value in States(onefold.engine_of(model), [optimizer]).tensors:
             shape, start, stop = share.stored(key)
             part = held(share, state_kind(key, value.dtype), value)
-            tensor = torch.cat(list(part.pieces())) if isinstance(part, OnDisk) and stop > start else part
-            tensor = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor  # which cannot be pickled
+            tensor = (
+                torch.cat(list(part.pieces()))
+                if isinstance(part, OnDisk) and stop > start
+                else part
+            )
+            # Which cannot be pickled
+            tensor = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
             if stop > start:
                 mine.append((f"{share.name}: {key}", shape, start, tensor.clone()))
     said: list[Any] = [mine]
@@ -91,7 +119,9 @@ def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
     for name, found in parts.items():
         ends = [0]
         for start, tensor in sorted(found, key=lambda pair: pair[0]):
-            assert start == ends[-1], f"{name}: a part begins at {start}, the one before ends at {ends[-1]}"
+            assert start == ends[-1], (
+                f"{name}: a part begins at {start}, the one before ends at {ends[-1]}"
+            )
             ends.append(start + tensor.numel())
         out[name] = torch.cat([tensor for _, tensor in sorted(found, key=lambda pair: pair[0])])
     return out if not dist.is_initialized() or dist.get_rank() == 0 else {}
@@ -101,7 +131,12 @@ def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
     """Names of what is not the same bits."""
     if a.keys() != b.keys():
         return sorted(a.keys() ^ b.keys())
-    return [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8))]
+    return [
+        n
+        for n in a
+        if a[n].dtype != b[n].dtype
+        or not torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8))
+    ]
 
 
 def unlike(found: Any, want: Any, path: str = "", tolerance: float = 0.0) -> list[str]:
@@ -110,17 +145,35 @@ def unlike(found: Any, want: Any, path: str = "", tolerance: float = 0.0) -> lis
         if not isinstance(found, torch.Tensor) or type(found) is not torch.Tensor:
             return [f"{path}: {type(found).__name__} is no plain tensor"]
         if (found.shape, found.dtype) != (want.shape, want.dtype):
-            return [f"{path}: {tuple(found.shape)} {found.dtype} for {tuple(want.shape)} {want.dtype}"]
-        same = torch.equal(found, want) if not tolerance else torch.allclose(found, want, rtol=tolerance, atol=tolerance)
-        return [] if same else [f"{path}: values differ by {(found.float() - want.float()).abs().max().item()}"]
+            return [
+                f"{path}: {tuple(found.shape)} {found.dtype} for {tuple(want.shape)} {want.dtype}"
+            ]
+        same = (
+            torch.equal(found, want)
+            if not tolerance
+            else torch.allclose(found, want, rtol=tolerance, atol=tolerance)
+        )
+        return (
+            []
+            if same
+            else [f"{path}: values differ by {(found.float() - want.float()).abs().max().item()}"]
+        )
     if isinstance(want, dict):
         if not isinstance(found, dict) or list(found) != list(want):
             return [f"{path}: keys {list(found)} for {list(want)}"]
-        return [line for key in want for line in unlike(found[key], want[key], f"{path}/{key}", tolerance)]
+        return [
+            line
+            for key in want
+            for line in unlike(found[key], want[key], f"{path}/{key}", tolerance)
+        ]
     if isinstance(want, (list, tuple)):
         if len(found) != len(want):
             return [f"{path}: {len(found)} for {len(want)}"]
-        return [line for i, (a, b) in enumerate(zip(found, want, strict=True)) for line in unlike(a, b, f"{path}/{i}", tolerance)]
+        return [
+            line
+            for i, (a, b) in enumerate(zip(found, want, strict=True))
+            for line in unlike(a, b, f"{path}/{i}", tolerance)
+        ]
     return [] if found == want else [f"{path}: {found} for {want}"]
 
 

@@ -9,9 +9,13 @@ from onefold.runtime.interval import disable_torch_function
 
 
 def held(optimizer: Optimizer) -> list[Tensor]:
-    """Every tensor of `optimizer.state` as it lies in this rank's memory (code of a user's sees the whole's shapes)."""
+    """Every tensor of `optimizer.state` as it lies in this rank's memory (code of a user's sees the
+    whole's shapes).
+    """
     with disable_torch_function():
-        return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return [
+            t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
+        ]
 
 
 def nbytes(optimizer: Optimizer) -> int:

@@ -1,7 +1,9 @@
-"""README and docs keep their word: what is printed as Python runs, what is printed as a command parses, what is linked is there.
+"""README and docs keep their word: what is printed as Python runs, what is printed as a command
+parses, what is linked is there.
 
-A Python block runs as it is printed, by itself, in one process. What it uses without making it (`model`, `loader`, `micro_batches`) is
-given to it under that name, as the text around it has it; a name that the text cannot mean is a failure.
+A Python block runs as it is printed, by itself, in one process. What it uses without making it
+(`model`, `loader`, `micro_batches`) is given to it under that name, as the text around it has it; a
+name that the text cannot mean is a failure.
 """
 
 from __future__ import annotations
@@ -76,17 +78,21 @@ def prose_of(page: Path) -> str:
     return re.sub(r"(?ms)^\s*```.*?^\s*```\s*$", "", page.read_text(encoding="utf-8"))
 
 
-# -- Python blocks -----------------------------------------------------------------------------------------------------------------
+# -- Python blocks ---------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
-    """What a transformers model looks like to a loop: `model(**batch).loss`, and to an engine: `engine(batch)`."""
+    """What a transformers model looks like to a loop: `model(**batch).loss`, and to an engine:
+    `engine(batch)`.
+    """
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
         self.gpt = TinyGPT()
 
-    def forward(self, batch: dict[str, torch.Tensor] | None = None, input_ids: torch.Tensor | None = None) -> Any:
+    def forward(
+        self, batch: dict[str, torch.Tensor] | None = None, input_ids: torch.Tensor | None = None
+    ) -> Any:
         if batch is not None:
             return self.gpt(batch["input_ids"])
         return SimpleNamespace(loss=self.gpt(input_ids))
@@ -106,7 +112,9 @@ DS_CONFIG = {
 
 
 class Given(dict[str, Any]):
-    """The names of a block while it runs. What it reads and has not made is made when it is read, if the text has such a thing."""
+    """The names of a block while it runs. What it reads and has not made is made when it is read,
+    if the text has such a thing.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -132,18 +140,26 @@ class Given(dict[str, Any]):
             "optim": lambda: torch.optim.AdamW(self["model"].parameters(), lr=1e-3),
             "loss": lambda: self["model"](**batches(1)[0]).loss,
         }
-        assert name in makers, f"the block uses {name}, which neither it nor the text around it makes"
+        assert name in makers, (
+            f"the block uses {name}, which neither it nor the text around it makes"
+        )
         self[name] = makers[name]()
         return self[name]
 
     def model(self) -> nn.Module:
         """Sharded, unless the block does that itself."""
         model = Model()
-        return model if self.shards else onefold.shard(model, onefold.Recipe.zero(3, precision=self.precision))
+        return (
+            model
+            if self.shards
+            else onefold.shard(model, onefold.Recipe.zero(3, precision=self.precision))
+        )
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
-def test_a_python_block_runs_as_it_is_printed(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_block_runs_as_it_is_printed(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reason = next((why for line, why in NOT_RUN.items() if line in block.text), None)
     if reason is not None:
         pytest.skip(reason)
@@ -153,7 +169,9 @@ def test_a_python_block_runs_as_it_is_printed(block: Block, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("block", [b for b in PYTHON if "optim.step()" in b.text], ids=str)
-def test_a_loop_that_is_printed_trains(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_is_printed_trains(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not only without an error: afterwards the weights are others."""
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
@@ -161,26 +179,37 @@ def test_a_loop_that_is_printed_trains(block: Block, tmp_path: Path, monkeypatch
     before = {name: tensor.clone() for name, tensor in given["model"].state_dict().items()}
     exec(compile(block.text, str(block), "exec"), given)
     after = onefold.full_state_dict(given["model"])
-    assert before.keys() == after.keys() and not all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and not all(
+        torch.equal(before[name], after[name]) for name in before
+    )
 
 
 def test_every_block_that_is_not_run_is_still_printed() -> None:
     for line, why in NOT_RUN.items():
-        assert why and any(line in block.text for block in PYTHON), f"no block has the line {line!r} any more"
+        assert why and any(line in block.text for block in PYTHON), (
+            f"no block has the line {line!r} any more"
+        )
 
 
 def test_the_pages_have_python_and_commands_to_check() -> None:
     assert len(PYTHON) >= 6 and sum("onefold train" in line for _, line in COMMANDS) >= 4
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
 def arguments_of(line: str) -> list[str] | None:
-    """What is handed to `onefold` by a line such as `torchrun ... -m onefold train ...`; None if it is no such line."""
-    line = re.split(r"\s(?:>|2>|&|\||\|\|)\s?", line.strip().removeprefix("$ "))[0]  # what the shell does with it is the shell's
+    """What is handed to `onefold` by a line such as `torchrun ... -m onefold train ...`; None if it
+    is no such line.
+    """
+    # What the shell does with it is the shell's
+    line = re.split(r"\s(?:>|2>|&|\||\|\|)\s?", line.strip().removeprefix("$ "))[0]
     line = re.sub(r"\$\([^()]*\)?", "a b", re.sub(r"\$\(\(.*?\)\)", "1", line))
-    words = shlex.split(line, comments=True) if re.match(r"(onefold|torchrun|python3?|srun|\w+=\S+ onefold) ", line) else []
+    words = (
+        shlex.split(line, comments=True)
+        if re.match(r"(onefold|torchrun|python3?|srun|\w+=\S+ onefold) ", line)
+        else []
+    )
     if "onefold" not in words:
         return None
     return [word for word in words[words.index("onefold") + 1 :] if word != "..."]
@@ -194,20 +223,27 @@ CALLS = [
 
 
 @pytest.mark.parametrize("arguments", CALLS)
-def test_a_command_that_is_printed_has_a_command_and_options_that_exist(arguments: list[str]) -> None:
+def test_a_command_that_is_printed_has_a_command_and_options_that_exist(
+    arguments: list[str],
+) -> None:
     main: Any = pytest.importorskip("typer.main")
     from onefold.cli.app import app
 
     part: Any = main.get_command(app)
     said = f"`onefold {' '.join(arguments)}`"
     while hasattr(part, "commands"):  # onefold, then such as `onefold checkpoint`
-        assert arguments and arguments[0] in part.commands, f"{said}: the commands are {sorted(part.commands)}"
+        assert arguments and arguments[0] in part.commands, (
+            f"{said}: the commands are {sorted(part.commands)}"
+        )
         name, *arguments = arguments
         part = part.commands[name]
-    context = part.make_context(name, arguments)  # parses as the command line does, and runs nothing
+    # Parses as the command line does, and runs nothing
+    context = part.make_context(name, arguments)
     written = {word.split("=")[0] for word in arguments if word.startswith("--")}
     taken = [p for p in part.params if written & {*p.opts, *p.secondary_opts}]
-    assert len(taken) == len(written) and all(context.params[p.name] is not None for p in taken), context.params
+    assert len(taken) == len(written) and all(context.params[p.name] is not None for p in taken), (
+        context.params
+    )
 
 
 def test_a_command_with_an_option_that_does_not_exist_would_be_found() -> None:
@@ -218,23 +254,40 @@ def test_a_command_with_an_option_that_does_not_exist_would_be_found() -> None:
         main.get_command(app).commands["train"].make_context("train", ["--no-such-option", "1"])
 
 
-MAKE = sorted({target for page in PAGES for target in re.findall(r"(?m)(?:^|`)make (\w[\w-]*)", page.read_text(encoding="utf-8"))})
+MAKE = sorted(
+    {
+        target
+        for page in PAGES
+        for target in re.findall(r"(?m)(?:^|`)make (\w[\w-]*)", page.read_text(encoding="utf-8"))
+    }
+)
 
 
 @pytest.mark.parametrize("target", MAKE)
 def test_a_make_target_that_is_printed_is_in_the_makefile(target: str) -> None:
-    assert re.search(rf"(?m)^{re.escape(target)}:", (ROOT / "Makefile").read_text(encoding="utf-8")), f"`make {target}` has no rule"
+    assert re.search(
+        rf"(?m)^{re.escape(target)}:", (ROOT / "Makefile").read_text(encoding="utf-8")
+    ), f"`make {target}` has no rule"
 
 
-# -- names and links ---------------------------------------------------------------------------------------------------------------
+# -- names and links -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_is_called_onefolds_is_exported(page: Path) -> None:
-    code = " ".join([*re.findall(r"`([^`\n]+)`", prose_of(page)), *(b.text for b in BLOCKS if b.page == page)])
+    code = " ".join(
+        [*re.findall(r"`([^`\n]+)`", prose_of(page)), *(b.text for b in BLOCKS if b.page == page)]
+    )
     named = set(re.findall(r"(?<![\w.-])onefold\.([a-zA-Z_]\w*)", code))
-    missing = sorted(name for name in named if name not in onefold.__all__ and not (ROOT / "src" / "onefold" / name).exists())
-    assert not missing, f"{page.name} speaks of {', '.join(f'onefold.{name}' for name in missing)}, which does not exist"
+    missing = sorted(
+        name
+        for name in named
+        if name not in onefold.__all__ and not (ROOT / "src" / "onefold" / name).exists()
+    )
+    assert not missing, (
+        f"{page.name} speaks of {', '.join(f'onefold.{name}' for name in missing)}, which does not"
+        " exist"
+    )
 
 
 LINKS = [
@@ -254,6 +307,10 @@ def anchors_of(page: Path) -> set[str]:
 def test_a_relative_link_leads_to_a_file_of_the_project(page: Path, target: str) -> None:
     path, _, anchor = target.partition("#")
     file = (page.parent / path).resolve() if path else page
-    assert file.is_relative_to(ROOT) and file.exists(), f"{page.name} links to {target}, which is not there"
+    assert file.is_relative_to(ROOT) and file.exists(), (
+        f"{page.name} links to {target}, which is not there"
+    )
     if anchor:
-        assert anchor in anchors_of(file), f"{file.name} has no heading for #{anchor}; it has {sorted(anchors_of(file))}"
+        assert anchor in anchors_of(file), (
+            f"{file.name} has no heading for #{anchor}; it has {sorted(anchors_of(file))}"
+        )

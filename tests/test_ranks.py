@@ -37,10 +37,14 @@ def die_on_rank_0() -> None:
 
 
 def processor() -> tuple[str, dict[str, str], list[float]]:
-    """How torch computes in this process: its instructions, what it was told of the processor, and the bits of a product."""
+    """How torch computes in this process: its instructions, what it was told of the processor, and
+    the bits of a product.
+    """
     torch.set_num_threads(1)
     told = {name: value for name, value in os.environ.items() if name in PROCESSOR}
-    product = torch.linspace(-1, 1, 37 * 53).view(37, 53) @ torch.linspace(1, 2, 53 * 61).view(53, 61)
+    product = torch.linspace(-1, 1, 37 * 53).view(37, 53) @ torch.linspace(1, 2, 53 * 61).view(
+        53, 61
+    )
     return torch.backends.cpu.get_cpu_capability(), told, product.flatten().tolist()
 
 
@@ -58,7 +62,9 @@ def test_every_rank_returns_its_value(world_size: int) -> None:
 
 
 def test_a_failure_on_one_rank_fails_the_test_with_its_traceback() -> None:
-    with pytest.raises(RankFailure, match=r"(?s)rank 1: ValueError: rank one does not like this.*raise_on_rank_1"):
+    with pytest.raises(
+        RankFailure, match=r"(?s)rank 1: ValueError: rank one does not like this.*raise_on_rank_1"
+    ):
         run_ranks(2, raise_on_rank_1)
 
 

@@ -1,7 +1,9 @@
-"""Train one case by DDP and at every stage of Onefold, on the ranks of this process group, and say where they differ.
+"""Train one case by DDP and at every stage of Onefold, on the ranks of this process group, and say
+where they differ.
 
-A case is a class: how to build the model, what a rank's batch is, what the loss is, how a step goes. Its methods are the
-ordinary loop of PyTorch and know nothing of who wraps the model, so that DDP and every stage run the very same code.
+A case is a class: how to build the model, what a rank's batch is, what the loss is, how a step
+goes. Its methods are the ordinary loop of PyTorch and know nothing of who wraps the model, so that
+DDP and every stage run the very same code.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ STALL_TIMEOUT = 30.0  # seconds: long for a busy machine, short for a test that 
 
 @dataclass
 class Curve:
-    """What a training run leaves: this rank's losses, and (on rank 0) the final weights and buffers, whole."""
+    """What a training run leaves: this rank's losses, and (on rank 0) the final weights and
+    buffers, whole.
+    """
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -41,7 +45,9 @@ class Case:
     steps = 3
     units: Sequence[str | type] | None = None  # as in onefold.shard
     options: Mapping[str, Any] = {}  # further arguments of Recipe.zero
-    reference = "ddp"  # or "mean": plain backward passes, then the mean of gradients over ranks, where DDP itself cannot run
+    # Or "mean": plain backward passes, then the mean of gradients over ranks, where DDP itself
+    # cannot run
+    reference = "ddp"
     ddp_options: Mapping[str, Any] = {"find_unused_parameters": True}
     rtol, atol = 1e-5, 1e-6  # to the reference; between stages the tolerance is zero
 
@@ -55,13 +61,16 @@ class Case:
         return model(batch).square().mean()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        # Momentum without normalization: a parameter whose true gradient is zero stays within rounding of it.
+        # Momentum without normalization: a parameter whose true gradient is zero stays within
+        # rounding of it.
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def clip(self, model: nn.Module) -> None:
         """Between backward and step; `clip_norm` fits both worlds."""
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         optimizer.zero_grad()
         loss = self.loss(model, self.batch(rank, step))
         loss.backward()
@@ -101,7 +110,9 @@ class MLPCase(Case):
 
 
 class MeanOverRanks(nn.Module):
-    """The reference where DDP cannot run: forward as it is, gradients averaged by hand before the update."""
+    """The reference where DDP cannot run: forward as it is, gradients averaged by hand before the
+    update.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -111,7 +122,9 @@ class MeanOverRanks(nn.Module):
         return self.module(*args, **kwargs)
 
     def average(self) -> None:
-        """A gradient that some rank has is the mean over all of them, counting zeros; one that no rank has stays None."""
+        """A gradient that some rank has is the mean over all of them, counting zeros; one that no
+        rank has stays None.
+        """
         for parameter in self.module.parameters():
             present = torch.tensor(float(parameter.grad is not None))
             dist.all_reduce(present)
@@ -127,7 +140,9 @@ def _average(model: nn.Module) -> None:
     model.average()
 
 
-def train(case: Case, model: nn.Module, inner: nn.Module, whole: Callable[[], dict[str, Tensor]]) -> Curve:
+def train(
+    case: Case, model: nn.Module, inner: nn.Module, whole: Callable[[], dict[str, Tensor]]
+) -> Curve:
     """Run the case's steps on `model` and read the weights through `whole` at the end."""
     curve = Curve()
     optimizer = case.optimizer(model)
@@ -157,17 +172,23 @@ def train_reference(case: Case) -> Curve:
 
 
 def train_sharded(case: Case, stage: int, process_group: Any = None, **options: Any) -> Curve:
-    """`process_group`: the ranks to shard over, as `onefold.shard` has them as `group`. `options`: of Recipe.zero."""
+    """`process_group`: the ranks to shard over, as `onefold.shard` has them as `group`. `options`:
+    of Recipe.zero.
+    """
     import onefold
 
     inner = fresh(case)
-    recipe = onefold.Recipe.zero(stage, **{"stall_timeout": STALL_TIMEOUT, **case.options, **options})
+    recipe = onefold.Recipe.zero(
+        stage, **{"stall_timeout": STALL_TIMEOUT, **case.options, **options}
+    )
     model = onefold.shard(inner, recipe, units=case.units, group=process_group)
     return train(case, model, inner, lambda: onefold.full_state_dict(model))
 
 
 def differences(name: str, expected: Curve, actual: Curve, rtol: float, atol: float) -> list[str]:
-    """One sentence for each way in which `actual` differs from `expected`; rtol = atol = 0 asks for equal bits."""
+    """One sentence for each way in which `actual` differs from `expected`; rtol = atol = 0 asks for
+    equal bits.
+    """
     found = []
     for step, (a, b) in enumerate(zip(expected.losses, actual.losses, strict=True)):
         if not (a == b or abs(a - b) <= atol + rtol * abs(a)):
@@ -177,38 +198,65 @@ def differences(name: str, expected: Curve, actual: Curve, rtol: float, atol: fl
     for key in sorted(set(expected.weights) & set(actual.weights)):
         a, b = expected.weights[key], actual.weights[key]
         if a.shape != b.shape or a.dtype != b.dtype:
-            found.append(f"{name}: {key} is {tuple(b.shape)} {b.dtype}, expected {tuple(a.shape)} {a.dtype}")
+            found.append(
+                f"{name}: {key} is {tuple(b.shape)} {b.dtype}, expected {tuple(a.shape)} {a.dtype}"
+            )
             continue
-        far = (a != b) if rtol == atol == 0.0 else ~torch.isclose(b.double(), a.double(), rtol=rtol, atol=atol)
+        far = (
+            (a != b)
+            if rtol == atol == 0.0
+            else ~torch.isclose(b.double(), a.double(), rtol=rtol, atol=atol)
+        )
         if far.any():
             gap = (a.double() - b.double()).abs().max().item()
-            found.append(f"{name}: {key} differs in {int(far.sum())} of {a.numel()} elements, by up to {gap:.3e}")
+            found.append(
+                f"{name}: {key} differs in {int(far.sum())} of {a.numel()} elements, by up to"
+                f" {gap:.3e}"
+            )
     return found
 
 
 def compare_case(case_class: type[Case], stages: Iterable[int] = STAGES) -> tuple[list[str], Curve]:
-    """On one rank: train by the reference and at each stage; return the differences and the reference's curve."""
+    """On one rank: train by the reference and at each stage; return the differences and the
+    reference's curve.
+    """
     reference = train_reference(case_class())
     found: list[str] = []
     first: tuple[int, Curve] | None = None
     for stage in stages:
         case = case_class()
         curve = train_sharded(case, stage)
-        found += differences(f"stage {stage} against {case.reference}", reference, curve, case.rtol, case.atol)
+        found += differences(
+            f"stage {stage} against {case.reference}", reference, curve, case.rtol, case.atol
+        )
         if first is None:
             first = (stage, curve)
         else:
-            found += differences(f"stage {stage} against stage {first[0]}, bit by bit", first[1], curve, 0.0, 0.0)
+            found += differences(
+                f"stage {stage} against stage {first[0]}, bit by bit", first[1], curve, 0.0, 0.0
+            )
         for key in reference.extras:
             if curve.extras.get(key) != reference.extras[key]:
-                found.append(f"stage {stage}: {key} is {curve.extras.get(key)!r}, expected {reference.extras[key]!r}")
+                found.append(
+                    f"stage {stage}: {key} is {curve.extras.get(key)!r}, expected"
+                    f" {reference.extras[key]!r}"
+                )
     return found, reference
 
 
-def assert_trains_as_ddp(case_class: type[Case], world_size: int = 2, stages: Iterable[int] = STAGES, timeout: float = 120.0) -> None:
-    """The case trains at every stage as by DDP: losses of every rank, final weights, and bit-equal between stages."""
+def assert_trains_as_ddp(
+    case_class: type[Case],
+    world_size: int = 2,
+    stages: Iterable[int] = STAGES,
+    timeout: float = 120.0,
+) -> None:
+    """The case trains at every stage as by DDP: losses of every rank, final weights, and bit-equal
+    between stages.
+    """
     results = run_ranks(world_size, compare_case, case_class, tuple(stages), timeout=timeout)
-    problems = [f"rank {rank}: {sentence}" for rank, (found, _) in enumerate(results) for sentence in found]
+    problems = [
+        f"rank {rank}: {sentence}" for rank, (found, _) in enumerate(results) for sentence in found
+    ]
     assert not problems, f"{len(problems)} differences:\n" + "\n".join(problems)
     losses = [loss for _, curve in results for loss in curve.losses]
     assert all(loss == loss for loss in losses), f"the reference itself lost its numbers: {losses}"

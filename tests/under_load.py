@@ -1,10 +1,11 @@
-"""Repeat the tests of processes, signals and time on a busy machine: they must not depend on how fast it is.
+"""Repeat the tests of processes, signals and time on a busy machine: they must not depend on how
+fast it is.
 
     python tests/under_load.py [--times 10] [--minutes 60] [--busy 2] [FILE or FILE::test ...]
 
-A loop that computes runs beside them on each core (`--busy` says how many). The files are run in turn, `--times` times each, until
-`--minutes` are over. What pytest says of a failure is printed at once. A table at the end says how often each passed; the exit status is 1
-if one failed.
+A loop that computes runs beside them on each core (`--busy` says how many). The files are run in
+turn, `--times` times each, until `--minutes` are over. What pytest says of a failure is printed at
+once. A table at the end says how often each passed; the exit status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -65,15 +66,26 @@ def compute(parent: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Repeat the tests of processes on a busy machine.")
-    parser.add_argument("files", nargs="*", default=FILES, help="default: all that start processes, send signals or wait")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        default=FILES,
+        help="default: all that start processes, send signals or wait",
+    )
     parser.add_argument("--times", type=int, default=10, help="how often each file is run")
     parser.add_argument("--minutes", type=float, default=60.0, help="no file is begun after these")
-    parser.add_argument("--busy", type=int, default=os.cpu_count() or 2, help="loops that compute beside the tests")
-    parser.add_argument("--all", action="store_true", help="every test of the files that a run takes a sample of")
+    parser.add_argument(
+        "--busy", type=int, default=os.cpu_count() or 2, help="loops that compute beside the tests"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="every test of the files that a run takes a sample of"
+    )
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
     context = multiprocessing.get_context("spawn")
-    loops = [context.Process(target=compute, args=(os.getpid(),), daemon=True) for _ in range(given.busy)]
+    loops = [
+        context.Process(target=compute, args=(os.getpid(),), daemon=True) for _ in range(given.busy)
+    ]
     for loop in loops:
         loop.start()
     passed, failed, seconds = Counter[str](), Counter[str](), defaultdict[str, float](float)
@@ -83,13 +95,27 @@ def main() -> int:
                 if time.monotonic() > end:
                     break
                 begun = time.monotonic()
-                command = [sys.executable, "-m", "pytest", "-q", "-x", *(["--all"] if given.all else []), file]
-                done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                command = [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "-x",
+                    *(["--all"] if given.all else []),
+                    file,
+                ]
+                done = subprocess.run(
+                    command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
                 seconds[file] += time.monotonic() - begun
                 if done.returncode:
                     print(done.stdout, flush=True)
                 (failed if done.returncode else passed)[file] += 1
-                print(f"{'FAILED' if done.returncode else 'passed'}  {time.monotonic() - begun:4.0f} s  {file}", flush=True)
+                print(
+                    f"{'FAILED' if done.returncode else 'passed'}  {time.monotonic() - begun:4.0f}"
+                    f" s  {file}",
+                    flush=True,
+                )
     finally:
         for loop in loops:
             loop.kill()

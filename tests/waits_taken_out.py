@@ -2,9 +2,10 @@
 
     python tests/waits_taken_out.py [--only TEXT] [--seeds 6] [--write benchmarks/results/waits.md]
 
-A wait is a call that orders streams, or makes the host wait for the device: those named in WAITS, wherever they stand in the rooms that
-work with streams. Each is replaced by nothing in a copy of the source, on which the tests of invariant 9 run, those first that the file is
-likely to matter to, until one fails. A wait that no test misses is listed: the exit status is then 1.
+A wait is a call that orders streams, or makes the host wait for the device: those named in WAITS,
+wherever they stand in the rooms that work with streams. Each is replaced by nothing in a copy of
+the source, on which the tests of invariant 9 run, those first that the file is likely to matter to,
+until one fails. A wait that no test misses is listed: the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -85,13 +86,22 @@ def _of_file(file: Path) -> list[Site]:
         instead = None
         if isinstance(node.func, ast.Attribute):
             on = node.func.value
-            owner = on.attr if isinstance(on, ast.Attribute) else on.id if isinstance(on, ast.Name) else ""
+            owner = (
+                on.attr
+                if isinstance(on, ast.Attribute)
+                else on.id
+                if isinstance(on, ast.Name)
+                else ""
+            )
             if ("*", node.func.attr) in WAITS or (owner, node.func.attr) in WAITS:
                 instead = "None"
         elif isinstance(node.func, ast.Name) and node.func.id in CONTEXTS:
             instead = "__import__('contextlib').nullcontext()"
         if instead is not None:
-            span = at(node.lineno, node.col_offset), at(node.end_lineno or 0, node.end_col_offset or 0)
+            span = (
+                at(node.lineno, node.col_offset),
+                at(node.end_lineno or 0, node.end_col_offset or 0),
+            )
             found.append(Site(file, node.lineno, text[slice(*span)], span, instead))
     return found
 
@@ -104,12 +114,38 @@ def notices(site: Site, seeds: int, copy: Path, tests: list[str]) -> tuple[str, 
     begun = time.monotonic()
     try:
         path = os.pathsep.join([str(copy), str(ROOT / "tests")])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ONEFOLD_TEST_SEEDS": str(seeds)}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=line", *tests]
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "ONEFOLD_TEST_SEEDS": str(seeds),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "--tb=line",
+            *tests,
+        ]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     finally:
         target.write_text(text, encoding="utf-8")
-    failed = [line.split(" ", 1)[1].partition(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [
+        line.split(" ", 1)[1].partition(" - ")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
     if done.returncode and not failed:
         raise RuntimeError(done.stdout[-4000:])
     return (failed[0].rpartition("::")[2] if failed else ""), time.monotonic() - begun
@@ -136,8 +172,18 @@ def main() -> int:
     missed = [row for row in rows if row[1] == "NONE"]
     print(f"{len(rows)} waits taken out, {len(rows) - len(missed)} noticed")
     if given.write is not None:
-        lines = [f"`python tests/waits_taken_out.py --seeds {given.seeds}`: {len(rows)} waits, {len(rows) - len(missed)} noticed.", ""]
-        lines += ["| taken out | the first test that fails |", "|---|---|", *(f"| `{name}` | {failed} |" for name, failed, _ in rows)]
+        lines = [
+            (
+                f"`python tests/waits_taken_out.py --seeds {given.seeds}`: {len(rows)} waits,"
+                f" {len(rows) - len(missed)} noticed."
+            ),
+            "",
+        ]
+        lines += [
+            "| taken out | the first test that fails |",
+            "|---|---|",
+            *(f"| `{name}` | {failed} |" for name, failed, _ in rows),
+        ]
         given.write.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 1 if missed else 0
 

@@ -1,4 +1,6 @@
-"""One class a peer: how it saves, saves behind the training, and loads. The models and loops are those of `benchmarks.peers`."""
+"""One class a peer: how it saves, saves behind the training, and loads. The models and loops are
+those of `benchmarks.peers`.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ class Pending:
     """A save that goes on behind the training.
 
     Attributes:
-        ended: whether it has, on this rank. wait: until it has; raises what went wrong. whole_at: when it was whole, as perf_counter tells
-            time; to be called after `wait`.
+        ended: whether it has, on this rank. wait: until it has; raises what went wrong. whole_at:
+            when it was whole, as perf_counter tells time; to be called after `wait`.
     """
 
     ended: Callable[[], bool]
@@ -62,7 +64,8 @@ class Distributed:
         self.state: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
         self.staging: Any = importlib.import_module("torch.distributed.checkpoint.staging")
         self.model, self.optimizer = trainer.model, trainer.optimizer
-        self.group = dist.new_group(backend="gloo")  # the training's would be used by two threads at once
+        # The training's would be used by two threads at once
+        self.group = dist.new_group(backend="gloo")
         self.stager: Any = None
 
     def _states(self) -> dict[str, Any]:
@@ -76,10 +79,13 @@ class Distributed:
         kept: dict[str, Any] = {}
         if way == "kept":
             if self.stager is None:
-                options = self.staging.StagingOptions(False, False, False, False)  # the rest of them needs CUDA
+                # The rest of them needs CUDA
+                options = self.staging.StagingOptions(False, False, False, False)
                 self.stager = self.staging.DefaultStager(options)
             kept["async_stager"] = self.stager
-        future = self.dcp.async_save(self._states(), checkpoint_id=path, process_group=self.group, **kept)
+        future = self.dcp.async_save(
+            self._states(), checkpoint_id=path, process_group=self.group, **kept
+        )
         ended: list[float] = []
         future.add_done_callback(lambda _: ended.append(time.perf_counter()))
         return Pending(lambda: bool(ended), future.result, lambda: ended[0])
@@ -87,7 +93,12 @@ class Distributed:
     def load(self, path: Path) -> None:
         states = self._states()
         self.dcp.load(states, checkpoint_id=path)
-        self.state.set_state_dict(self.model, self.optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        self.state.set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=states["model"],
+            optim_state_dict=states["optimizer"],
+        )
 
     def close(self) -> None:
         if self.stager is not None:
@@ -121,9 +132,17 @@ Keeper = Onefold | Distributed | DeepSpeed
 
 
 def keeper(peer: str, trainer: Any) -> Keeper:
-    """What saves and loads `trainer`, which `benchmarks.peers.adapters.build` has made for `peer`. Collective."""
+    """What saves and loads `trainer`, which `benchmarks.peers.adapters.build` has made for `peer`.
+    Collective.
+    """
     family = peer.partition("-")[0]
-    kinds: dict[str, type[Keeper]] = {"onefold": Onefold, "fsdp2": Distributed, "deepspeed": DeepSpeed}
+    kinds: dict[str, type[Keeper]] = {
+        "onefold": Onefold,
+        "fsdp2": Distributed,
+        "deepspeed": DeepSpeed,
+    }
     if family not in kinds:
-        raise ValueError(f"There is no way to save {peer!r}; peers are those of {', '.join(kinds)}.")
+        raise ValueError(
+            f"There is no way to save {peer!r}; peers are those of {', '.join(kinds)}."
+        )
     return kinds[family](trainer)

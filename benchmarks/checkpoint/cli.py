@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import disk, report, summary
-from benchmarks.checkpoint.settings import LIGHT, NOTES, PEERS, WAYS, Counts, Turn, peers_turns, pretrained_turns
+from benchmarks.checkpoint.settings import (
+    LIGHT,
+    NOTES,
+    PEERS,
+    WAYS,
+    Counts,
+    Turn,
+    peers_turns,
+    pretrained_turns,
+)
 from benchmarks.checkpoint.summary import Run
 from benchmarks.kept import keep
 from benchmarks.peers import adapters, launch
@@ -36,23 +45,63 @@ RunRanks = Callable[..., dict[str, Any]]
 
 def parser() -> argparse.ArgumentParser:
     """The options; with the defaults a round takes about 20 minutes on two cores."""
-    p = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__, allow_abbrev=False)
-    p.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, metavar="PEER", help=f"which of {', '.join(PEERS)}")
-    p.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, metavar="WAY", help=f"which of {', '.join(WAYS)}")
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoint", description=__doc__, allow_abbrev=False
+    )
+    p.add_argument(
+        "--peers",
+        nargs="*",
+        default=list(PEERS),
+        choices=PEERS,
+        metavar="PEER",
+        help=f"which of {', '.join(PEERS)}",
+    )
+    p.add_argument(
+        "--ways",
+        nargs="*",
+        default=list(WAYS),
+        choices=WAYS,
+        metavar="WAY",
+        help=f"which of {', '.join(WAYS)}",
+    )
     p.add_argument("--model", default="gpt-110m", choices=list(SHAPES))
-    p.add_argument("--ranks", type=int, default=2, help="who saves; loads are on as many, on twice and on half as many")
+    p.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="who saves; loads are on as many, on twice and on half as many",
+    )
     p.add_argument("--rounds", type=int, default=3, help="how often every peer takes its turns")
-    p.add_argument("--saves", type=int, default=2, help="saves of a turn that the training waits for")
-    p.add_argument("--behind", type=int, default=3, help="saves of a turn behind the training, in each of the peer's ways")
+    p.add_argument(
+        "--saves", type=int, default=2, help="saves of a turn that the training waits for"
+    )
+    p.add_argument(
+        "--behind",
+        type=int,
+        default=3,
+        help="saves of a turn behind the training, in each of the peer's ways",
+    )
     p.add_argument("--steps", type=int, default=3, help="steps timed alone before each of these")
     p.add_argument("--tokens", type=int, default=256, help="tokens a rank and step")
     p.add_argument("--same-ranks", action="store_true", help="no loads on other numbers of ranks")
     p.add_argument("--threads", type=int, default=1, help="threads a rank")
-    p.add_argument("--timeout", type=float, default=900.0, help="seconds after which one turn is given up")
-    p.add_argument("--folder", type=Path, help="where checkpoints go while they are needed: on the disk to be measured")
-    p.add_argument("--name", default="checkpoint", help="results are written to OUTPUT/NAME.json and .md")
+    p.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds after which one turn is given up"
+    )
+    p.add_argument(
+        "--folder",
+        type=Path,
+        help="where checkpoints go while they are needed: on the disk to be measured",
+    )
+    p.add_argument(
+        "--name", default="checkpoint", help="results are written to OUTPUT/NAME.json and .md"
+    )
     p.add_argument("--output", type=Path, default=RESULTS)
-    p.add_argument("--deepspeed-python", default=sys.executable, help="an interpreter that has DeepSpeed, if this one has not")
+    p.add_argument(
+        "--deepspeed-python",
+        default=sys.executable,
+        help="an interpreter that has DeepSpeed, if this one has not",
+    )
     p.add_argument("--json", action="store_true", help="print the JSON in place of the tables")
     return p
 
@@ -77,26 +126,49 @@ class Session:
         self.runs: list[Run] = []
         self.missing: list[str] = []
         self.weights = 0
-        self.versions = {**versions(options.deepspeed_python), "transformers": _version("transformers")}
+        self.versions = {
+            **versions(options.deepspeed_python),
+            "transformers": _version("transformers"),
+        }
 
     def _start(self, module: str, turn: Turn | None, ranks: int, **more: Any) -> dict[str, Any]:
         o = self.options
         setting = Setting(model=o.model, tokens=o.tokens, ranks=ranks, threads=o.threads)
         job = {"turn": turn.to_json() if turn else None, "setting": setting.to_json(), **more}
-        python = o.deepspeed_python if turn and turn.peer.startswith("deepspeed") else sys.executable
-        return self.run_ranks(f"benchmarks.checkpoint.{module}", job, ranks, threads=o.threads, python=python, timeout=o.timeout)
+        python = (
+            o.deepspeed_python if turn and turn.peer.startswith("deepspeed") else sys.executable
+        )
+        return self.run_ranks(
+            f"benchmarks.checkpoint.{module}",
+            job,
+            ranks,
+            threads=o.threads,
+            python=python,
+            timeout=o.timeout,
+        )
 
     def take(self, turn: Turn, number: int) -> None:
         """One turn, which starts where the turn before it has left the folders."""
         o = self.options
         if turn.kind == "pretrained":
-            outcome = self._start("pretrained", turn, turn.ranks, folder=str(self.folder / "weights"), toy=str(self.folder / "toy-weights"))
+            outcome = self._start(
+                "pretrained",
+                turn,
+                turn.ranks,
+                folder=str(self.folder / "weights"),
+                toy=str(self.folder / "toy-weights"),
+            )
         else:
             counts = LIGHT if turn.light else Counts(saves=o.saves, behind=o.behind, steps=o.steps)
             place = self.folder / f"{turn.peer}-{turn.saved}"
-            outcome = self._start("worker", turn, turn.ranks, counts=asdict(counts), folder=str(place))
+            outcome = self._start(
+                "worker", turn, turn.ranks, counts=asdict(counts), folder=str(place)
+            )
         self.runs.append(Run(turn, number, **outcome))
-        said = f"{self.runs[-1].status} in {self.runs[-1].wall_s:.0f} s {report.essence(self.runs[-1].error)}"
+        said = (
+            f"{self.runs[-1].status} in {self.runs[-1].wall_s:.0f} s"
+            f" {report.essence(self.runs[-1].error)}"
+        )
         print(f"# round {number}  {turn.title}: {said}", file=sys.stderr, flush=True)
 
     def round(self, number: int) -> Iterator[None]:
@@ -112,9 +184,17 @@ class Session:
             yield
         ways = [w for w in o.ways if w not in self.missing]
         if ways and not self.weights:
-            written = self._start("pretrained", None, 1, folder=str(self.folder / "weights"), toy=str(self.folder / "toy-weights"))
+            written = self._start(
+                "pretrained",
+                None,
+                1,
+                folder=str(self.folder / "weights"),
+                toy=str(self.folder / "toy-weights"),
+            )
             if written["status"] != "ok":
-                raise RuntimeError(f"the Hugging Face folder could not be written: {written['error']}")
+                raise RuntimeError(
+                    f"the Hugging Face folder could not be written: {written['error']}"
+                )
             self.weights = written["ranks"][0]["bytes"]
         for turn in pretrained_turns(ways, o.ranks, not o.same_ranks):
             self.take(turn, number)
@@ -123,8 +203,16 @@ class Session:
     def document(self, finished: bool) -> dict[str, Any]:
         """What is written to disk; `summary` describes it."""
         o, runs = self.options, self.runs
-        saves, behind, loads = summary.save_rows(runs), summary.behind_rows(runs), summary.load_rows(runs)
-        opened, place, parameters = summary.open_rows(runs, self.weights), machine(), count_parameters(o.model)
+        saves, behind, loads = (
+            summary.save_rows(runs),
+            summary.behind_rows(runs),
+            summary.load_rows(runs),
+        )
+        opened, place, parameters = (
+            summary.open_rows(runs, self.weights),
+            machine(),
+            count_parameters(o.model),
+        )
         return {
             "schema": summary.SCHEMA,
             "command": shown_command(o.arguments),
@@ -138,7 +226,10 @@ class Session:
             "ranks": o.ranks,
             "tokens": o.tokens,
             "notes": NOTES,
-            "goals": [summary.to_json(g) for g in summary.goals(saves, behind, loads, o.ranks, place["cores"])],
+            "goals": [
+                summary.to_json(g)
+                for g in summary.goals(saves, behind, loads, o.ranks, place["cores"])
+            ],
             "saves": [summary.to_json(r) for r in saves],
             "behind": [summary.to_json(r) for r in behind],
             "loads": [summary.to_json(r) for r in loads],
@@ -150,14 +241,17 @@ class Session:
     @staticmethod
     def _cached(loads: Sequence[summary.LoadRow]) -> str:
         """Whether cold loads were cold, by what the kernel counted."""
-        known = [row.disk_gb / (row.need_gb * row.ranks) for row in loads if row.disk_gb is not None]
+        known = [
+            row.disk_gb / (row.need_gb * row.ranks) for row in loads if row.disk_gb is not None
+        ]
         if not known:
             return "Whether cold loads came from the disk is not known: the kernel does not count."
         said = "came from the disk" if min(known) > 0.9 else "came from the page cache in part"
         return (
-            f"Before cold loads the files were taken out of the page cache (posix_fadvise): of their bytes {min(known):.0%} to "
-            f"{max(known):.0%} were read from the disk, so they {said}. What the disk itself or a virtual machine's host caches cannot be "
-            "told from here."
+            "Before cold loads the files were taken out of the page cache (posix_fadvise): of"
+            f" their bytes {min(known):.0%} to {max(known):.0%} were read from the disk, so they"
+            f" {said}. What the disk itself or a virtual machine's host caches cannot be told from"
+            " here."
         )
 
     def write(self, finished: bool) -> dict[str, Any]:
@@ -178,23 +272,40 @@ def _absent(options: argparse.Namespace) -> list[str]:
     """Peers and ways whose packages are not installed."""
     pythons = {"deepspeed": options.deepspeed_python, "onefold": sys.executable}
     packages = {peer: adapters.requirement(peer) for peer in options.peers}
-    there = {package: launch.interpreter_has(pythons[package], package) for package in set(packages.values()) if package}
+    there = {
+        package: launch.interpreter_has(pythons[package], package)
+        for package in set(packages.values())
+        if package
+    }
     gone = [peer for peer, package in packages.items() if package and not there[package]]
     return gone + (list(options.ways) if options.ways and _version("transformers") is None else [])
 
 
 def main(arguments: Sequence[str] | None = None, run_ranks: RunRanks = launch.run_ranks) -> int:
-    """0 when every turn ended well, 1 when one failed, 2 for a wrong command line, 130 after Ctrl-C."""
+    """0 when every turn ended well, 1 when one failed, 2 for a wrong command line, 130 after
+    Ctrl-C.
+    """
     options = parser().parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if min(options.ranks, options.rounds, options.saves, options.steps, options.tokens) < 1 or options.behind < 0:
-        print("error: --ranks, --rounds, --saves, --steps and --tokens must be at least 1, --behind at least 0.", file=sys.stderr)
+    if (
+        min(options.ranks, options.rounds, options.saves, options.steps, options.tokens) < 1
+        or options.behind < 0
+    ):
+        print(
+            "error: --ranks, --rounds, --saves, --steps and --tokens must be at least 1, --behind"
+            " at least 0.",
+            file=sys.stderr,
+        )
         return 2
     if shutil.which(options.deepspeed_python) is None:
-        print(f"error: --deepspeed-python {options.deepspeed_python}: expected an interpreter.", file=sys.stderr)
+        print(
+            f"error: --deepspeed-python {options.deepspeed_python}: expected an interpreter.",
+            file=sys.stderr,
+        )
         return 2
     status = 0
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and schedulers end us like Ctrl-C
+    # `timeout` and schedulers end us like Ctrl-C
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder))
     session = Session(options, folder, run_ranks)
     try:

@@ -1,8 +1,9 @@
 """The disk's own rate, the page cache, and what the kernel counted for this process.
 
-A checkpoint's files are taken out of the page cache with posix_fadvise(DONTNEED), which needs no privilege and leaves the rest of the
-machine's cache alone; that the bytes then came from the disk shows in `read_bytes` of /proc/self/io. What a virtual disk's host keeps in
-its memory cannot be seen from here.
+A checkpoint's files are taken out of the page cache with posix_fadvise(DONTNEED), which needs no
+privilege and leaves the rest of the machine's cache alone; that the bytes then came from the disk
+shows in `read_bytes` of /proc/self/io. What a virtual disk's host keeps in its memory cannot be
+seen from here.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import time
 from pathlib import Path
 
 CHUNK = 4 << 20
-_VARIED = 64 << 20  # bytes that differ, so that a disk which compresses or finds doubles gains nothing
+# Bytes that differ, so that a disk which compresses or finds doubles gains nothing
+_VARIED = 64 << 20
 
 
 def write(path: Path, nbytes: int) -> float:
-    """Seconds to write a new file of that many random bytes from first to last and have the disk know it (fsync)."""
+    """Seconds to write a new file of that many random bytes from first to last and have the disk
+    know it (fsync).
+    """
     content = memoryview(os.urandom(min(nbytes, _VARIED)))
     begun = time.perf_counter()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -34,7 +38,9 @@ def write(path: Path, nbytes: int) -> float:
 
 
 def write_direct(path: Path, nbytes: int) -> float | None:
-    """The same without the page cache (O_DIRECT), to whole pages; None where the file system does not let us."""
+    """The same without the page cache (O_DIRECT), to whole pages; None where the file system does
+    not let us.
+    """
     content = mmap.mmap(-1, 2 * CHUNK)  # begins on a page, as O_DIRECT asks
     content.write(os.urandom(2 * CHUNK))
     whole, page = memoryview(content), mmap.PAGESIZE
@@ -76,7 +82,9 @@ def nbytes_of(folder: Path) -> int:
 
 
 def flush(folder: Path) -> float:
-    """Seconds until the disk knows every file below the folder: nothing where the library has flushed them."""
+    """Seconds until the disk knows every file below the folder: nothing where the library has
+    flushed them.
+    """
     begun = time.perf_counter()
     for path in files(folder):
         file = os.open(path, os.O_RDONLY)
@@ -107,16 +115,24 @@ def remove(folder: Path) -> None:
 
 
 def settle() -> None:
-    """Wait until the disk has all that was written or removed so far, so that what follows does not pay for it."""
+    """Wait until the disk has all that was written or removed so far, so that what follows does not
+    pay for it.
+    """
     os.sync()
 
 
 def counters() -> dict[str, int]:
-    """Bytes of this process so far: `read_calls` and `write_calls` through system calls, `read_disk` and `write_disk` of the disk.
+    """Bytes of this process so far: `read_calls` and `write_calls` through system calls,
+    `read_disk` and `write_disk` of the disk.
 
     Empty where the kernel does not say.
     """
-    names = {"rchar": "read_calls", "wchar": "write_calls", "read_bytes": "read_disk", "write_bytes": "write_disk"}
+    names = {
+        "rchar": "read_calls",
+        "wchar": "write_calls",
+        "read_bytes": "read_disk",
+        "write_bytes": "write_disk",
+    }
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:

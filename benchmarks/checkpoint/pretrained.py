@@ -1,6 +1,8 @@
-"""One rank of a turn that opens a Hugging Face folder as a sharded model: `python -m benchmarks.checkpoint.pretrained JOB.json RANK`.
+"""One rank of a turn that opens a Hugging Face folder as a sharded model:
+`python -m benchmarks.checkpoint.pretrained JOB.json RANK`.
 
-The folder holds a Llama of about the size of the benchmark's GPT with random weights in fp32, written once for all turns.
+The folder holds a Llama of about the size of the benchmark's GPT with random weights in fp32,
+written once for all turns.
 """
 
 from __future__ import annotations
@@ -24,9 +26,27 @@ from benchmarks.peers import probes
 from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
 
 SHAPES: dict[str, dict[str, int]] = {
-    "gpt-110m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 32_000},
-    "gpt-1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 16, "vocab_size": 32_000},
-    "gpt-tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512},
+    "gpt-110m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "vocab_size": 32_000,
+    },
+    "gpt-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 16,
+        "vocab_size": 32_000,
+    },
+    "gpt-tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+    },
 }
 """Llamas in place of the benchmark's GPTs of these names."""
 
@@ -38,16 +58,20 @@ def write_folder(folder: Path, name: str) -> int:
     """Make the folder; bytes of its weights."""
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SHAPES[name], max_position_embeddings=256, tie_word_embeddings=False)
+    config = transformers.LlamaConfig(
+        **SHAPES[name], max_position_embeddings=256, tie_word_embeddings=False
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     disk.flush(folder)
     return sum(path.stat().st_size for path in disk.files(folder) if path.suffix == ".safetensors")
 
 
 class Watch:
-    """The largest anonymous memory of this process while it lasts: resident pages that no file stands behind, MiB.
+    """The largest anonymous memory of this process while it lasts: resident pages that no file
+    stands behind, MiB.
 
-    What a library maps from a file counts as resident too although the kernel can take it back at any time; this does not count it.
+    What a library maps from a file counts as resident too although the kernel can take it back at
+    any time; this does not count it.
     """
 
     def __init__(self) -> None:
@@ -85,7 +109,9 @@ class Opener:
         if way.startswith("onefold"):
             self.onefold: Any = importlib.import_module("onefold")
         else:
-            self.fsdp, self.dcp, self.state = (importlib.import_module(f"torch.distributed.{name}") for name in names)
+            self.fsdp, self.dcp, self.state = (
+                importlib.import_module(f"torch.distributed.{name}") for name in names
+            )
         self.open = {
             "onefold-weights": self._onefold_weights,
             "onefold-rank0": self._onefold_rank0,
@@ -95,7 +121,9 @@ class Opener:
         }[way]
 
     def _read(self, folder: Path) -> nn.Module:
-        model: nn.Module = self.transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: nn.Module = self.transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        )
         return model.train()
 
     def _empty(self, folder: Path) -> nn.Module:
@@ -152,7 +180,9 @@ def _loss(model: nn.Module) -> float:
 
 
 def open_turn(turn: Turn, folder: Path, toy: Path) -> dict[str, Any]:
-    """Open the folder once, from the disk, after a toy of its kind. Memory in MiB beyond what the libraries take."""
+    """Open the folder once, from the disk, after a toy of its kind. Memory in MiB beyond what the
+    libraries take.
+    """
     opener = Opener(turn.peer)
     _loss(opener.open(toy))
     gc.collect()
@@ -166,21 +196,34 @@ def open_turn(turn: Turn, folder: Path, toy: Path) -> dict[str, Any]:
         model = opener.open(folder)
         mine = time.perf_counter() - begun
         dist.barrier()
-        seconds = time.perf_counter() - begun  # with the slowest rank: a model is open when every rank has it
+        # With the slowest rank: a model is open when every rank has it
+        seconds = time.perf_counter() - begun
     peak = probes.difference(probes.peak_resident_mib(), rest) if resettable else None
     moved = disk.since(before)
     gc.collect()
     probes.give_back_free_heap()
     stays = probes.difference(probes.resident_mib(), rest)
-    found = {"seconds": seconds, "own_s": mine, "peak_mib": peak, "own_peak_mib": watch.peak - watch.rest, "stays_mib": stays, **moved}
+    found = {
+        "seconds": seconds,
+        "own_s": mine,
+        "peak_mib": peak,
+        "own_peak_mib": watch.peak - watch.rest,
+        "stays_mib": stays,
+        **moved,
+    }
     return {**found, "loss": _loss(model)}
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """What this rank measured in the job's turn, or the bytes of the folders that it wrote; the process group is there."""
+    """What this rank measured in the job's turn, or the bytes of the folders that it wrote; the
+    process group is there.
+    """
     folder, toy = Path(job["folder"]), Path(job["toy"])
     if job["turn"] is None:
-        return {"bytes": write_folder(folder, job["setting"]["model"]), "toy_bytes": write_folder(toy, "gpt-tiny")}
+        return {
+            "bytes": write_folder(folder, job["setting"]["model"]),
+            "toy_bytes": write_folder(toy, "gpt-tiny"),
+        }
     return {"rank": dist.get_rank(), **open_turn(Turn(**job["turn"]), folder, toy)}
 
 
@@ -191,7 +234,9 @@ def main() -> None:
     job, path, rank = read_job()
     torch.set_num_threads(job["setting"]["threads"])
     store = f"file://{path.with_name('store')}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"])
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"]
+    )
     leave(measure(job), path, rank)
 
 

@@ -82,28 +82,40 @@ OPENED: dict[str, Cell] = {
 }
 LEGENDS = {
     "saves": (
-        "returns: until the call returns on the slowest rank; on disk: until the disk also knows every file; GB/s: of that. disk GB/s: "
-        "the same ranks writing and flushing as many bytes with write(2) alone, beside each save; rate / disk's: median and lowest of the "
-        "pairs; / one writer's: the same against one process that writes all; O_DIRECT: the disk's rate past the page cache, the same "
-        "ranks writing. host peak: resident memory beyond rest, the largest rank."
+        "returns: until the call returns on the slowest rank; on disk: until the disk also knows"
+        " every file; GB/s: of that. disk GB/s: the same ranks writing and flushing as many bytes"
+        " with write(2) alone, beside each save; rate / disk's: median and lowest of the pairs; /"
+        " one writer's: the same against one process that writes all; O_DIRECT: the disk's rate"
+        " past the page cache, the same ranks writing. host peak: resident memory beyond rest, the"
+        " largest rank."
     ),
     "behind": (
-        "first, later: the first save of a run, which makes its buffers, and the others. whole: from the call until the checkpoint is "
-        "whole on disk. beside: a step while the save is under way, its threads sharing the cores with the ranks'. lost: what a save "
-        "costs the training, its stall and the delay of the steps beside it. copy: memory beyond rest after the first call."
+        "first, later: the first save of a run, which makes its buffers, and the others. whole:"
+        " from the call until the checkpoint is whole on disk. beside: a step while the save is"
+        " under way, its threads sharing the cores with the ranks'. lost: what a save costs the"
+        " training, its stall and the delay of the steps beside it. copy: memory beyond rest after"
+        " the first call."
     ),
     "loads": (
-        "cold: the files are not in this machine's page cache; warm: they are, and the model holds states already. owned: a rank's part "
-        "of the checkpoint. read: what the rank that reads most asked of the kernel in the warm load; disk: what the disk gave in the "
-        "cold one. host peak, stays: resident memory beyond rest, in the cold load and after it, the largest rank (the optimizer's states "
-        "come to be in it). loss diff: the two steps after the load, on the same batches, to the two after the save."
+        "cold: the files are not in this machine's page cache; warm: they are, and the model holds"
+        " states already. owned: a rank's part of the checkpoint. read: what the rank that reads"
+        " most asked of the kernel in the warm load; disk: what the disk gave in the cold one. host"
+        " peak, stays: resident memory beyond rest, in the cold load and after it, the largest rank"
+        " (the optimizer's states come to be in it). loss diff: the two steps after the load, on"
+        " the same batches, to the two after the save."
     ),
     "pretrained": (
-        "from the disk, weights in fp32, until every rank has its part. Memory beyond what the libraries take: host peak resident, the "
-        "largest rank; of it own: without pages that are mapped from files; shard: the bytes that a rank owns."
+        "from the disk, weights in fp32, until every rank has its part. Memory beyond what the"
+        " libraries take: host peak resident, the largest rank; of it own: without pages that are"
+        " mapped from files; shard: the bytes that a rank owns."
     ),
 }
-TITLES = {"saves": "Save", "behind": "Save behind the training", "loads": "Load", "pretrained": "Hugging Face weights into a sharded model"}
+TITLES = {
+    "saves": "Save",
+    "behind": "Save behind the training",
+    "loads": "Load",
+    "pretrained": "Hugging Face weights into a sharded model",
+}
 TABLES = {"saves": SAVES, "behind": BEHIND, "loads": LOADS, "pretrained": OPENED}
 
 
@@ -126,20 +138,31 @@ def goals_table(goals: Sequence[Row]) -> str:
 
 
 def essence(error: str) -> str:
-    """The line of a failed worker's output that says most: the last that names an error, else the last."""
+    """The line of a failed worker's output that says most: the last that names an error, else the
+    last.
+    """
     lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
-    return next((line for line in reversed(lines) if "Error" in line or "error:" in line), lines[-1])[:300]
+    return next(
+        (line for line in reversed(lines) if "Error" in line or "error:" in line), lines[-1]
+    )[:300]
 
 
 def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, goals, tables, footnotes."""
     place, model = document["machine"], document["model"]
-    named = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
+    named = ", ".join(
+        f"{name} {version}" for name, version in document["versions"].items() if version
+    )
     text = [
-        f"Measured {document['date']} on {place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB, {place['system']}, "
-        f"{document['file_system']}; {named}.",
-        f"{model['name']}, {model['parameters']:,} parameters in fp32 with AdamW ({model['state_bytes'] / 1e9:.2f} GB of state), "
-        f"{document['ranks']} ranks, {document['tokens']} tokens a rank and step. `{document['command']}`",
+        (
+            f"Measured {document['date']} on {place['cpu']}, {place['cores']} cores,"
+            f" {place['memory_gib']} GiB, {place['system']}, {document['file_system']}; {named}."
+        ),
+        (
+            f"{model['name']}, {model['parameters']:,} parameters in fp32 with AdamW"
+            f" ({model['state_bytes'] / 1e9:.2f} GB of state), {document['ranks']} ranks,"
+            f" {document['tokens']} tokens a rank and step. `{document['command']}`"
+        ),
         document["cached"],
     ]
     if document["goals"]:
@@ -148,9 +171,16 @@ def to_markdown(document: dict[str, Any]) -> str:
         if document[kind]:
             text += [f"## {TITLES[kind]}", table(columns, document[kind]), LEGENDS[kind]]
     failed = [r for r in document["runs"] if r["status"] != "ok"]
-    lines = [f"- {r['turn']['kind']} {r['turn']['peer']}, round {r['round']}: {r['status']}: {essence(r['error'])}" for r in failed]
+    lines = [
+        f"- {r['turn']['kind']} {r['turn']['peer']}, round {r['round']}: {r['status']}:"
+        f" {essence(r['error'])}"
+        for r in failed
+    ]
     lines += [f"- {peer}: not installed" for peer in document["missing"]]
     if lines:
         text += ["## Not measured", "\n".join(lines)]
-    text += ["## How each is set up", "\n".join(f"- {peer}: {note}." for peer, note in NOTES.items())]
+    text += [
+        "## How each is set up",
+        "\n".join(f"- {peer}: {note}." for peer, note in NOTES.items()),
+    ]
     return "\n\n".join(part.rstrip() for part in text) + "\n"

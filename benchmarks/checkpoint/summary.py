@@ -5,14 +5,17 @@
   "command": str, "date": ISO 8601 with zone, "finished": bool,
   "machine": {"cpu", "cores", "memory_gib", "system", "kernel"}, "file_system": str, "cached": str,
   "versions": {"python", "torch", "onefold", "deepspeed", "commit", "transformers"},      # null: not installed
-  "model": {"name", "parameters", "state_bytes"}, "ranks": int, "tokens": int, "notes": {peer: how it is set up},
+  "model": {"name", "parameters", "state_bytes"}, "ranks": int, "tokens": int, "notes": {peer: how
+  it is set up},
   "goals": [{...}],                  # Goal, field by field
   "saves": [...], "behind": [...], "loads": [...], "pretrained": [...],      # the rows below, field by field
   "missing": [peer],                 # not installed
-  "runs": [{"turn": settings.Turn, "round", "status", "error", "wall_s", "ranks": [what each worker wrote]}]
+  "runs": [{"turn": settings.Turn, "round", "status", "error", "wall_s", "ranks": [what each worker
+  wrote]}]
 }
 
-Seconds of a turn are those of its slowest rank; rows are medians over rounds and repetitions. GB are 10^9 bytes, MiB 2^20.
+Seconds of a turn are those of its slowest rank; rows are medians over rounds and repetitions. GB
+are 10^9 bytes, MiB 2^20.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ Rank = dict[str, Any]
 
 @dataclass
 class Run:
-    """One turn in one round. `status` is "ok", "failed" or "timeout"; `ranks` holds what each worker wrote."""
+    """One turn in one round. `status` is "ok", "failed" or "timeout"; `ranks` holds what each
+    worker wrote.
+    """
 
     turn: Turn
     round: int
@@ -50,9 +55,11 @@ class Run:
 class SaveRow:
     """Saves that the training waits for.
 
-    `seconds` until the call returns, `on_disk_s` until the disk also knows every file. `disk_s`: what the same ranks take to write and
-    flush as many bytes with nothing but write(2), beside each save; `rate` is the median of the pairs' disk_s / on_disk_s, `rate_low` the
-    smallest; `alone_rate` the same against one process that writes everything; `direct_gb_s` the disk's past the page cache (O_DIRECT).
+    `seconds` until the call returns, `on_disk_s` until the disk also knows every file. `disk_s`:
+    what the same ranks take to write and flush as many bytes with nothing but write(2), beside each
+    save; `rate` is the median of the pairs' disk_s / on_disk_s, `rate_low` the smallest;
+    `alone_rate` the same against one process that writes everything; `direct_gb_s` the disk's past
+    the page cache (O_DIRECT).
     `peak_mib`: host memory beyond rest, the largest rank.
     """
 
@@ -75,10 +82,12 @@ class SaveRow:
 class BehindRow:
     """Saves behind the training, in one way.
 
-    `first_stall_s`: how long the first of a run stands still, `stall_s`: later ones. `whole_s`: from the call until the checkpoint is
-    whole. `stall_share`, `first_share`: stall / whole_s of later ones and of the first. `alone_s` and `beside_s`: a step alone, and one
-    that begins while the save is under way. `lost_s`: what a save costs the training: its stall and the steps' delay. `copy_mib`: memory
-    beyond rest after the first call.
+    `first_stall_s`: how long the first of a run stands still, `stall_s`: later ones. `whole_s`:
+        from the call until the checkpoint is
+    whole. `stall_share`, `first_share`: stall / whole_s of later ones and of the first. `alone_s`
+    and `beside_s`: a step alone, and one that begins while the save is under way. `lost_s`: what a
+    save costs the training: its stall and the steps' delay. `copy_mib`: memory beyond rest after
+    the first call.
     """
 
     peer: str
@@ -100,10 +109,12 @@ class BehindRow:
 class LoadRow:
     """Loads of a checkpoint that `saved` ranks wrote, on `ranks`.
 
-    `cold_s` from the disk, `warm_s` with the files in the page cache. `need_gb`: what a rank owns of the state in the checkpoint.
-    `read_gb`: bytes that the rank which reads most asked the kernel for; `disk_gb`: bytes that the disk gave all ranks in the cold load.
-    `peak_mib` and `stays_mib`: host memory beyond rest in the cold load and after it, the largest rank. `loss_difference`: relative, of
-    the two steps after the load to the two after the save.
+    `cold_s` from the disk, `warm_s` with the files in the page cache. `need_gb`: what a rank owns
+    of the state in the checkpoint.
+    `read_gb`: bytes that the rank which reads most asked the kernel for; `disk_gb`: bytes that the
+        disk gave all ranks in the cold load.
+    `peak_mib` and `stays_mib`: host memory beyond rest in the cold load and after it, the largest
+    rank. `loss_difference`: relative, of the two steps after the load to the two after the save.
     """
 
     peer: str
@@ -125,8 +136,9 @@ class LoadRow:
 class OpenRow:
     """A Hugging Face folder opened as a sharded model, from the disk.
 
-    Memory in MiB beyond what the libraries take: `peak_mib` resident, the largest rank; `all_peak_mib` the sum over ranks; `own_peak_mib`
-    without what is mapped from files, the largest rank; `stays_mib` afterwards, the largest rank; `shard_mib` what a rank owns.
+    Memory in MiB beyond what the libraries take: `peak_mib` resident, the largest rank;
+    `all_peak_mib` the sum over ranks; `own_peak_mib` without what is mapped from files, the largest
+    rank; `stays_mib` afterwards, the largest rank; `shard_mib` what a rank owns.
     """
 
     way: str
@@ -177,7 +189,9 @@ def _sure(values: Sequence[float]) -> float:
 
 
 def _groups(runs: Sequence[Run], kind: str) -> dict[tuple[str, int, int], list[Run]]:
-    """The turns of a kind that ended well, by peer and sizes, in the order in which they came first."""
+    """The turns of a kind that ended well, by peer and sizes, in the order in which they came
+    first.
+    """
     found: dict[tuple[str, int, int], list[Run]] = {}
     for run in runs:
         if run.turn.kind == kind and run.status == "ok":
@@ -195,7 +209,11 @@ def save_rows(runs: Sequence[Run]) -> list[SaveRow]:
                 one = [rank["saves"][number] for rank in run.ranks]
                 seconds.append(_seconds(one, lambda save: save["seconds"]))
                 on_disk.append(seconds[-1] + first["flush_s"])
-                disk.append(_seconds(one, lambda save: save["disk"]["write_s"]) * first["folder_bytes"] / (first["disk"]["bytes"] * size))
+                disk.append(
+                    _seconds(one, lambda save: save["disk"]["write_s"])
+                    * first["folder_bytes"]
+                    / (first["disk"]["bytes"] * size)
+                )
                 nbytes.append(first["folder_bytes"])
                 peaks.append(_slowest(one, lambda save: save["peak_mib"]))
                 direct.append(_slowest(one, lambda save: save["disk"].get("direct_s")))
@@ -206,7 +224,18 @@ def save_rows(runs: Sequence[Run]) -> list[SaveRow]:
         past = _middle(direct)
         rates = (_sure(pairs), min(pairs), _middle(alone), total / past if past else None)
         rows.append(
-            SaveRow(peer, size, total, _sure(seconds), taken, total / taken, total / _sure(disk), *rates, _middle(peaks), len(pairs))
+            SaveRow(
+                peer,
+                size,
+                total,
+                _sure(seconds),
+                taken,
+                total / taken,
+                total / _sure(disk),
+                *rates,
+                _middle(peaks),
+                len(pairs),
+            )
         )
     return rows
 
@@ -231,9 +260,14 @@ def _behind_row(peer: str, way: str, size: int, saves: Sequence[Sequence[Rank]])
     """`saves`: of each save what the ranks said."""
     stalls, wholes, alone, beside, lost, first = [], [], [], [], [], []
     for ranks in saves:
-        stall, whole = _seconds(ranks, lambda s: s["stall_s"]), _seconds(ranks, lambda s: s["whole_s"])
+        stall, whole = (
+            _seconds(ranks, lambda s: s["stall_s"]),
+            _seconds(ranks, lambda s: s["whole_s"]),
+        )
         usual = [max(step) for step in zip(*(s["alone_s"] for s in ranks), strict=True)]
-        steps = [max(b - a for a, b in step) for step in zip(*(s["beside"] for s in ranks), strict=True)]
+        steps = [
+            max(b - a for a, b in step) for step in zip(*(s["beside"] for s in ranks), strict=True)
+        ]
         base = median(usual) if usual else 0.0
         stalls.append(stall)
         wholes.append(whole)
@@ -262,13 +296,19 @@ def _behind_row(peer: str, way: str, size: int, saves: Sequence[Sequence[Rank]])
 
 def load_rows(runs: Sequence[Run]) -> list[LoadRow]:
     """A row for each peer and pair of sizes."""
-    proofs = {(run.round, run.turn.peer, run.turn.ranks): run.ranks[0]["proof"] for run in runs if run.turn.kind == "save" and run.ranks}
+    proofs = {
+        (run.round, run.turn.peer, run.turn.ranks): run.ranks[0]["proof"]
+        for run in runs
+        if run.turn.kind == "save" and run.ranks
+    }
     rows = []
     for (peer, saved, size), turns in _groups(runs, "load").items():
         differences = [
             abs(mine - theirs) / abs(theirs)
             for run in turns
-            for mine, theirs in zip(run.ranks[0]["proof"], proofs.get((run.round, peer, saved), ()), strict=False)
+            for mine, theirs in zip(
+                run.ranks[0]["proof"], proofs.get((run.round, peer, saved), ()), strict=False
+            )
         ]
         cold = [[rank["cold"] for rank in run.ranks] for run in turns]
         warm = [[rank["warm"] for rank in run.ranks] for run in turns]
@@ -284,10 +324,19 @@ def load_rows(runs: Sequence[Run]) -> list[LoadRow]:
                 warm_s=warm_s,
                 warm_gb_s=total / warm_s,
                 need_gb=total / size,
-                read_gb=_scaled(_middle([_slowest(ranks, lambda load: load.get("read_calls")) for ranks in warm]), 1e9),
+                read_gb=_scaled(
+                    _middle(
+                        [_slowest(ranks, lambda load: load.get("read_calls")) for ranks in warm]
+                    ),
+                    1e9,
+                ),
                 disk_gb=_scaled(_middle([sum(values) if values else None for values in disk]), 1e9),
-                peak_mib=_middle([_slowest(ranks, lambda load: load["peak_mib"]) for ranks in cold]),
-                stays_mib=_middle([_slowest(ranks, lambda load: load["stays_mib"]) for ranks in cold]),
+                peak_mib=_middle(
+                    [_slowest(ranks, lambda load: load["peak_mib"]) for ranks in cold]
+                ),
+                stays_mib=_middle(
+                    [_slowest(ranks, lambda load: load["stays_mib"]) for ranks in cold]
+                ),
                 loss_difference=max(differences, default=None),
                 count=len(turns),
             )
@@ -303,7 +352,10 @@ def open_rows(runs: Sequence[Run], nbytes: int) -> list[OpenRow]:
     """A row for each way and number of ranks; `nbytes` of weights are in the folder."""
     rows = []
     for (way, _, size), turns in _groups(runs, "pretrained").items():
-        peaks = [[rank["peak_mib"] for rank in run.ranks if rank["peak_mib"] is not None] for run in turns]
+        peaks = [
+            [rank["peak_mib"] for rank in run.ranks if rank["peak_mib"] is not None]
+            for run in turns
+        ]
         rows.append(
             OpenRow(
                 way,
@@ -311,10 +363,19 @@ def open_rows(runs: Sequence[Run], nbytes: int) -> list[OpenRow]:
                 seconds=_sure([_seconds(run.ranks, lambda rank: rank["seconds"]) for run in turns]),
                 peak_mib=_middle([max(p) if p else None for p in peaks]),
                 all_peak_mib=_middle([sum(p) if p else None for p in peaks]),
-                own_peak_mib=_sure([_seconds(run.ranks, lambda rank: rank["own_peak_mib"]) for run in turns]),
-                stays_mib=_middle([_slowest(run.ranks, lambda rank: rank["stays_mib"]) for run in turns]),
+                own_peak_mib=_sure(
+                    [_seconds(run.ranks, lambda rank: rank["own_peak_mib"]) for run in turns]
+                ),
+                stays_mib=_middle(
+                    [_slowest(run.ranks, lambda rank: rank["stays_mib"]) for run in turns]
+                ),
                 shard_mib=nbytes / size / 2**20,
-                read_gb=_scaled(_middle([_slowest(run.ranks, lambda rank: rank.get("read_calls")) for run in turns]), 1e9),
+                read_gb=_scaled(
+                    _middle(
+                        [_slowest(run.ranks, lambda rank: rank.get("read_calls")) for run in turns]
+                    ),
+                    1e9,
+                ),
                 loss=fmean(run.ranks[0]["loss"] for run in turns),
                 count=len(turns),
             )
@@ -322,8 +383,16 @@ def open_rows(runs: Sequence[Run], nbytes: int) -> list[OpenRow]:
     return rows
 
 
-def goals(saves: Sequence[SaveRow], behind: Sequence[BehindRow], loads: Sequence[LoadRow], ranks: int, cores: int) -> list[Goal]:
-    """The goals that Onefold's checkpoints have, each with its figure; those that were not measured are left out."""
+def goals(
+    saves: Sequence[SaveRow],
+    behind: Sequence[BehindRow],
+    loads: Sequence[LoadRow],
+    ranks: int,
+    cores: int,
+) -> list[Goal]:
+    """The goals that Onefold's checkpoints have, each with its figure; those that were not measured
+    are left out.
+    """
     return [*_rates(saves, ranks), *_stalls(behind), *_proportions(loads, ranks, cores)]
 
 
@@ -337,35 +406,65 @@ def _rates(saves: Sequence[SaveRow], ranks: int) -> Iterator[Goal]:
         yield Goal(what, "at least 0.80", row.rate, row.rate >= 0.8)
         if row.direct_gb_s is not None:
             rate = row.gb_s / row.direct_gb_s
-            yield Goal(f"{row.peer}: the same, the disk written past the page cache", "at least 0.80", rate, rate >= 0.8)
+            yield Goal(
+                f"{row.peer}: the same, the disk written past the page cache",
+                "at least 0.80",
+                rate,
+                rate >= 0.8,
+            )
 
 
 def _stalls(behind: Sequence[BehindRow]) -> Iterator[Goal]:
     theirs = [r for r in behind if r.peer == "fsdp2"]
     for ours in (r for r in behind if _ours(r.peer)):
         for when, share in (("the first", ours.first_share), ("later", ours.stall_share)):
-            yield Goal(f"{ours.peer}: stall / time until whole, {when}", "at most 5 %", share, share <= 0.05, "{:.1%}")
+            yield Goal(
+                f"{ours.peer}: stall / time until whole, {when}",
+                "at most 5 %",
+                share,
+                share <= 0.05,
+                "{:.1%}",
+            )
         for when, mine, others in (
             ("the first", ours.first_stall_s, [r.first_stall_s for r in theirs]),
             ("later", ours.stall_s, [r.stall_s for r in theirs]),
         ):
             if others:
                 ratio = mine / min(others)
-                yield Goal(f"{ours.peer}: stall / that of the better of DCP's, {when}", "at most 1", ratio, ratio <= 1)
+                yield Goal(
+                    f"{ours.peer}: stall / that of the better of DCP's, {when}",
+                    "at most 1",
+                    ratio,
+                    ratio <= 1,
+                )
 
 
 def _proportions(loads: Sequence[LoadRow], ranks: int, cores: int) -> Iterator[Goal]:
-    """Time in proportion to bytes is asked of the core-seconds per byte, seconds of a warm load x min(ranks, cores) / bytes of all ranks:
-    four ranks on two cores cannot be twice as fast as two."""
+    """Time in proportion to bytes is asked of the core-seconds per byte, seconds of a warm load x
+    min(ranks, cores) / bytes of all ranks: four ranks on two cores cannot be twice as fast as
+    two.
+    """
     for row in (r for r in loads if _ours(r.peer)):
         sizes = f"{row.peer}: {row.saved} -> {row.ranks}"
         if row.read_gb is not None:
             ratio = row.read_gb / row.need_gb
-            yield Goal(f"{sizes}, bytes read / bytes owned, the rank that reads most", "at most 1.05", ratio, ratio <= 1.05)
+            yield Goal(
+                f"{sizes}, bytes read / bytes owned, the rank that reads most",
+                "at most 1.05",
+                ratio,
+                ratio <= 1.05,
+            )
         if row.peak_mib is not None:
             ratio = row.peak_mib / (row.need_gb * 1e9 / 2**20 + BUFFER)
-            yield Goal(f"{sizes}, host peak beyond rest / (bytes owned + {BUFFER:.0f} MiB)", "at most 1", ratio, ratio <= 1)
-        same = next((r for r in loads if (r.peer, r.saved, r.ranks) == (row.peer, ranks, ranks)), None)
+            yield Goal(
+                f"{sizes}, host peak beyond rest / (bytes owned + {BUFFER:.0f} MiB)",
+                "at most 1",
+                ratio,
+                ratio <= 1,
+            )
+        same = next(
+            (r for r in loads if (r.peer, r.saved, r.ranks) == (row.peer, ranks, ranks)), None
+        )
         if same is not None and row is not same:
             ratio = row.warm_s * min(row.ranks, cores) / (same.warm_s * min(same.ranks, cores))
             what = f"{sizes}, core-seconds per byte owned / those of {ranks} -> {ranks}"

@@ -1,7 +1,9 @@
-"""One rank of a turn that saves or loads: `python -m benchmarks.checkpoint.worker JOB.json RANK`, started by `benchmarks.peers.launch`.
+"""One rank of a turn that saves or loads: `python -m benchmarks.checkpoint.worker JOB.json RANK`,
+started by `benchmarks.peers.launch`.
 
-Every rank trains on the same batches, so that losses can be compared between runs on different numbers of ranks: the two steps after a
-save and the same two after a load must have the same losses, the second of which depends on the optimizer's states.
+Every rank trains on the same batches, so that losses can be compared between runs on different
+numbers of ranks: the two steps after a save and the same two after a load must have the same
+losses, the second of which depends on the optimizer's states.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Bench:
         return trainer, keeper(self.turn.peer, trainer)
 
     def _touch_libraries(self) -> None:
-        """Save and load a toy once, so that code and lazy imports are there before anything is measured."""
+        """Save and load a toy once, so that code and lazy imports are there before anything is
+        measured.
+        """
         toy = replace(self.setting, model="gpt-tiny", tokens=32)
         trainer, keeps = self._made(toy)
         trainer.step(_batch(toy, 0))
@@ -70,7 +74,9 @@ class Bench:
         return [self.trainer.step(_batch(self.setting, PROOF + k)) for k in range(2)]
 
     def settle(self) -> float | None:
-        """Before something is measured: all together, the heap given back, the peak forgotten. Returns the resident MiB."""
+        """Before something is measured: all together, the heap given back, the peak forgotten.
+        Returns the resident MiB.
+        """
         gc.collect()
         probes.give_back_free_heap()
         dist.barrier()
@@ -78,22 +84,32 @@ class Bench:
         return probes.resident_mib()
 
     def peak_above(self, rest: float | None) -> float | None:
-        """MiB that were needed beyond `rest` since `settle`; None where the kernel does not let the peak be reset."""
+        """MiB that were needed beyond `rest` since `settle`; None where the kernel does not let the
+        peak be reset.
+        """
         return probes.difference(probes.peak_resident_mib(), rest) if self.resettable else None
 
     def clear(self) -> None:
-        """No checkpoint is there any more, and the disk is at rest; `settle` has the others wait for that."""
+        """No checkpoint is there any more, and the disk is at rest; `settle` has the others wait
+        for that.
+        """
         if self.first:
             disk.remove(self.folder)
             disk.settle()
 
-    # -- a turn that saves ---------------------------------------------------------------------------------------------------
+    # -- a turn that saves -------------------------------------------------------------------------
 
     def save_turn(self) -> dict[str, Any]:
-        """Steps, saves behind them, saves that they wait for, the disk beside those; the last checkpoint stays."""
+        """Steps, saves behind them, saves that they wait for, the disk beside those; the last
+        checkpoint stays.
+        """
         for _ in range(self.counts.warmup):
             self.step()
-        behind = [self._behind(way, number) for way in self.keeper.behind for number in range(self.counts.behind)]
+        behind = [
+            self._behind(way, number)
+            for way in self.keeper.behind
+            for number in range(self.counts.behind)
+        ]
         saves = []
         for number in range(self.counts.saves):
             saves.append(self._save())
@@ -110,10 +126,18 @@ class Bench:
         dist.barrier()
         flush = disk.flush(self.folder) if self.first else 0.0
         nbytes = self._agreed(disk.nbytes_of(self.folder) if self.first else 0)
-        return {"seconds": seconds, "flush_s": flush, "folder_bytes": nbytes, "peak_mib": peak, **moved}
+        return {
+            "seconds": seconds,
+            "flush_s": flush,
+            "folder_bytes": nbytes,
+            "peak_mib": peak,
+            **moved,
+        }
 
     def _disk(self, nbytes: int, alone: bool) -> dict[str, Any]:
-        """Seconds for as many bytes written and flushed, read, and written with O_DIRECT, by all ranks at once; `alone`: also by one."""
+        """Seconds for as many bytes written and flushed, read, and written with O_DIRECT, by all
+        ranks at once; `alone`: also by one.
+        """
         path = self.folder.with_name(f"{self.folder.name}-raw{dist.get_rank()}")
         found: dict[str, Any] = {"bytes": nbytes // dist.get_world_size()}
         self.settle()
@@ -138,7 +162,9 @@ class Bench:
         dist.barrier()
 
     def _behind(self, way: str, number: int) -> dict[str, Any]:
-        """One save behind the training: how long it stands still, the steps until the checkpoint is whole."""
+        """One save behind the training: how long it stands still, the steps until the checkpoint is
+        whole.
+        """
         alone = [self.step() for _ in range(self.counts.steps)]
         self.clear()
         rest = self.settle()
@@ -151,7 +177,12 @@ class Bench:
             start = time.perf_counter() - begun
             beside.append([start, start + self.step()])
         pending.wait()
-        found = {"way": way, "number": number, "stall_s": stall, "whole_s": pending.whole_at() - begun}
+        found = {
+            "way": way,
+            "number": number,
+            "stall_s": stall,
+            "whole_s": pending.whole_at() - begun,
+        }
         return {**found, "alone_s": alone, "beside": beside, "copy_mib": copy}
 
     def _agreed(self, value: int, how: Any = dist.ReduceOp.MAX) -> int:
@@ -160,7 +191,7 @@ class Bench:
         dist.all_reduce(box, how)
         return int(box)
 
-    # -- a turn that loads ---------------------------------------------------------------------------------------------------
+    # -- a turn that loads -------------------------------------------------------------------------
 
     def load_turn(self) -> dict[str, Any]:
         """Load into a fresh model twice: from the disk, then with the files in the page cache."""
@@ -201,7 +232,9 @@ def main() -> None:
     torch.set_num_threads(job["setting"]["threads"])
     adapters.prepare(job["turn"]["peer"])
     store = f"file://{path.with_name('store')}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"])
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"]
+    )
     leave(measure(job), path, rank)
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     root = str(Path(__file__).resolve().parents[2])
-    if root not in sys.path:  # started as a folder: Python put the folder itself on the path, not the repository
+    # Started as a folder: Python put the folder itself on the path, not the repository
+    if root not in sys.path:
         sys.path[0:0] = [root]
     from benchmarks.convergence.cli import main
 

@@ -1,4 +1,6 @@
-"""The command: which cases and sides, where the results go. What has ended is on the disk, and --resume goes on behind it."""
+"""The command: which cases and sides, where the results go. What has ended is on the disk, and
+--resume goes on behind it.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,44 @@ CHANGED = (
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    p = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__, allow_abbrev=False)
-    p.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help=f"which of {', '.join(CASES)}")
-    p.add_argument("--sides", nargs="+", metavar="SIDE", help=f"which of {', '.join(SIDES)}; without it the case's own")
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence", description=__doc__, allow_abbrev=False
+    )
+    p.add_argument(
+        "--cases",
+        nargs="+",
+        default=list(CASES),
+        metavar="CASE",
+        help=f"which of {', '.join(CASES)}",
+    )
+    p.add_argument(
+        "--sides",
+        nargs="+",
+        metavar="SIDE",
+        help=f"which of {', '.join(SIDES)}; without it the case's own",
+    )
     for name in CHANGED:
         kind = type(getattr(CASES["smollm2"], name))
-        p.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=f"{name} of every case chosen")
+        p.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            metavar=kind.__name__.upper(),
+            help=f"{name} of every case chosen",
+        )
     p.add_argument("--threads", type=int, default=1, help="threads a rank")
-    p.add_argument("--timeout", type=float, default=21600.0, help="seconds after which a side is given up")
-    p.add_argument("--resume", action="store_true", help="keep the results of the same --name, and run what is not among them")
-    p.add_argument("--name", default="convergence", help="results are written to OUTPUT/NAME.json, .md and .png")
+    p.add_argument(
+        "--timeout", type=float, default=21600.0, help="seconds after which a side is given up"
+    )
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the results of the same --name, and run what is not among them",
+    )
+    p.add_argument(
+        "--name",
+        default="convergence",
+        help="results are written to OUTPUT/NAME.json, .md and .png",
+    )
     p.add_argument("--output", type=Path, default=RESULTS)
     p.add_argument("--json", action="store_true", help="print the JSON in place of the tables")
     return p
@@ -69,11 +99,17 @@ def cases_of(options: argparse.Namespace) -> dict[str, Case]:
         if name not in CASES:
             raise ValueError(f"--cases {name}: expected some of {', '.join(CASES)}.")
         case = out[name] = replace(CASES[name], **changes)
-        small = [n for n in ("steps", "micro_batch", "held_out", "every", "ranks", "ranks_a_node") if getattr(case, n) < 1]
+        small = [
+            n
+            for n in ("steps", "micro_batch", "held_out", "every", "ranks", "ranks_a_node")
+            if getattr(case, n) < 1
+        ]
         if small or case.seq < 2 or case.ranks % case.ranks_a_node:
             raise ValueError(
-                "expected --steps, --micro-batch, --held-out, --every and --ranks of at least 1, --seq of at least 2, and --ranks-a-node "
-                f"that divides --ranks; got {', '.join(f'{n}={getattr(case, n)}' for n in (*small, 'seq', 'ranks', 'ranks_a_node'))}."
+                "expected --steps, --micro-batch, --held-out, --every and --ranks of at least 1,"
+                " --seq of at least 2, and --ranks-a-node "
+                "that divides --ranks; got"
+                f" {', '.join(f'{n}={getattr(case, n)}' for n in (*small, 'seq', 'ranks', 'ranks_a_node'))}."
             )
     return out
 
@@ -81,7 +117,9 @@ def cases_of(options: argparse.Namespace) -> dict[str, Case]:
 def run_side(case: Case, side: str, threads: int, timeout: float) -> Run:
     """Train one side in fresh processes."""
     job = {"side": side, "setting": case.to_json(), "threads": threads, "timeout": timeout}
-    found = run_ranks("benchmarks.convergence.worker", job, case.ranks, threads=threads, timeout=timeout)
+    found = run_ranks(
+        "benchmarks.convergence.worker", job, case.ranks, threads=threads, timeout=timeout
+    )
     curve = found["ranks"][0] if found["status"] == "ok" else {}
     return Run(side, found["status"], curve, found.get("error", ""), found["wall_s"], threads)
 
@@ -94,11 +132,17 @@ class Session:
         self.cases = cases_of(options)
         self.wanted = {name: chosen(case, options.sides) for name, case in self.cases.items()}
         self.runs: dict[str, list[Run]] = {name: [] for name in self.cases}
-        self.versions = {name: version for name, version in versions(sys.executable).items() if name != "deepspeed"}
+        self.versions = {
+            name: version
+            for name, version in versions(sys.executable).items()
+            if name != "deepspeed"
+        }
         self.commands: list[str] = []
         if options.resume:
             self._continue()
-        self.commands.append(f"python -m benchmarks.convergence {shlex.join(shown(options.arguments))}".strip())
+        self.commands.append(
+            f"python -m benchmarks.convergence {shlex.join(shown(options.arguments))}".strip()
+        )
 
     def _continue(self) -> None:
         """Take over what an earlier command of this name has found.
@@ -118,10 +162,18 @@ class Session:
             case = Case.of(found["case"])
             if name in self.cases and case.shared != self.cases[name].shared:
                 mine, theirs = self.cases[name].shared, case.shared
-                differ = ", ".join(f"{key} {theirs[key]} then and {mine[key]} now" for key in mine if mine[key] != theirs[key])
+                differ = ", ".join(
+                    f"{key} {theirs[key]} then and {mine[key]} now"
+                    for key in mine
+                    if mine[key] != theirs[key]
+                )
                 raise ValueError(f"{path} has case {name} with {differ}: {other}")
             self.cases.setdefault(name, case)
-            self.runs[name] = [Run(**run) for run in found["runs"] if run["status"] == "ok" or name not in self.wanted]
+            self.runs[name] = [
+                Run(**run)
+                for run in found["runs"]
+                if run["status"] == "ok" or name not in self.wanted
+            ]
 
     def turns(self) -> Iterator[None]:
         """Run what is not there yet; each side's result is taken in as it ends."""
@@ -131,7 +183,11 @@ class Session:
                     continue
                 run = self.run(self.cases[name], side, self.options.threads, self.options.timeout)
                 self.runs[name].append(run)
-                text = f"held out {run.final:.4f} in {run.wall_s:.0f} s" if run.status == "ok" else essence(run.error)
+                text = (
+                    f"held out {run.final:.4f} in {run.wall_s:.0f} s"
+                    if run.status == "ok"
+                    else essence(run.error)
+                )
                 print(f"# {name}  {side}: {run.status}  {text}", file=sys.stderr, flush=True)
                 yield
 
@@ -168,12 +224,20 @@ def shown(arguments: Sequence[str]) -> list[str]:
     """The command as the results tell it: without the place on this machine that --output names."""
     out: list[str] = []
     for argument in arguments:
-        out.append("PATH" if out and out[-1] == "--output" else "--output=PATH" if argument.startswith("--output=") else argument)
+        out.append(
+            "PATH"
+            if out and out[-1] == "--output"
+            else "--output=PATH"
+            if argument.startswith("--output=")
+            else argument
+        )
     return out
 
 
 def main(arguments: Sequence[str] | None = None, run: Callable[..., Run] = run_side) -> int:
-    """0 when every side ended within its limit, 1 when one did not, 2 for a wrong command line, 130 after Ctrl-C."""
+    """0 when every side ended within its limit, 1 when one did not, 2 for a wrong command line, 130
+    after Ctrl-C.
+    """
     options = parser().parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -182,7 +246,8 @@ def main(arguments: Sequence[str] | None = None, run: Callable[..., Run] = run_s
         print(f"error: {error}", file=sys.stderr)
         return 2
     status = 0
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and schedulers end us like Ctrl-C
+    # `timeout` and schedulers end us like Ctrl-C
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for _ in session.turns():
             session.write(finished=False)
@@ -193,7 +258,11 @@ def main(arguments: Sequence[str] | None = None, run: Callable[..., Run] = run_s
         signal.signal(signal.SIGTERM, before)
     result = session.write(finished=status == 0)
     print(json.dumps(result) if options.json else report.to_text(result))
-    far = [(name, side) for name, case in session.cases.items() for side in summary.missed(summary.summarize(case, session.runs[name]))]
+    far = [
+        (name, side)
+        for name, case in session.cases.items()
+        for side in summary.missed(summary.summarize(case, session.runs[name]))
+    ]
     for name, side in far:
         print(f"# {name}  {side}: failed, or not within its limit", file=sys.stderr)
     return status or int(bool(far))

@@ -20,8 +20,10 @@ class Side:
     Attributes:
         note: what it is.
         arguments: of `Recipe.zero`, beside stage 3 and group="node".
-        seed: added to the seed of the data's order; the reference's with another is a yardstick for what a difference means.
-        nudge: every initial weight is multiplied by 1 + nudge x a normal random number: the same training but for what is chaotic in it.
+        seed: added to the seed of the data's order; the reference's with another is a yardstick for
+            what a difference means.
+        nudge: every initial weight is multiplied by 1 + nudge x a normal random number: the same
+            training but for what is chaotic in it.
     """
 
     note: str
@@ -39,13 +41,21 @@ SIDES: dict[str, Side] = {
     "qgz": Side("gradients encoded in int4, in two hops", {"reduce_codec": "int4"}),
     "all": Side("all three", _ALL),
     "all-feedback": Side("all three, with error feedback", _ALL | {"error_feedback": True}),
-    "all-stochastic": Side("all three, with stochastic rounding of gradients", _ALL | {"wire_rounding": "stochastic"}),
+    "all-stochastic": Side(
+        "all three, with stochastic rounding of gradients", _ALL | {"wire_rounding": "stochastic"}
+    ),
     "all-int8": Side("all three, gradients in int8", _ALL | {"reduce_codec": "int8"}),
     "frozen-int8": Side("frozen matrices rest and travel in int8", {"frozen": "int8"}),
     "frozen-nf4": Side("frozen matrices rest and travel in nf4", {"frozen": "nf4"}),
     "frozen-int4": Side("frozen matrices rest and travel in int4", {"frozen": "int4"}),
-    "nudged": Side("the reference from weights moved by a millionth of themselves: a yardstick, what chance makes of it", nudge=1e-6),
-    "other-order": Side("the reference on the same samples in another order: a yardstick, not a candidate", seed=1),
+    "nudged": Side(
+        "the reference from weights moved by a millionth of themselves: a yardstick, what chance"
+        " makes of it",
+        nudge=1e-6,
+    ),
+    "other-order": Side(
+        "the reference on the same samples in another order: a yardstick, not a candidate", seed=1
+    ),
 }
 """Every side, in the order in which they run."""
 
@@ -60,12 +70,13 @@ class Case:
     """A training run that all sides share.
 
     Attributes:
-        model, tokenizer, data: as `onefold train` reads them. lora: rank of adapters around every linear layer of the blocks, whose base
-            is frozen; 0 trains everything.
+        model, tokenizer, data: as `onefold train` reads them. lora: rank of adapters around every
+            linear layer of the blocks, whose base is frozen; 0 trains everything.
         precision: what is computed in, and travels where nothing is encoded.
         seq: tokens a sample. micro_batch: samples a rank and step.
         held_out: samples that the held-out loss is taken on, every `every` steps.
-        lr: peak of AdamW's learning rate, after a warm-up of a twentieth of the steps and before a cosine down to a tenth.
+        lr: peak of AdamW's learning rate, after a warm-up of a twentieth of the steps and before a
+            cosine down to a tenth.
         limit: how far a side's final held-out loss may be from the reference's, relative.
         ranks, ranks_a_node: the ranks, and how many neighbours pretend to be a node.
     """
@@ -99,11 +110,20 @@ class Case:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What must be equal for two runs to be compared: all but the sides, the title and the limit."""
+        """What must be equal for two runs to be compared: all but the sides, the title and the
+        limit.
+        """
         return {k: v for k, v in self.to_json().items() if k not in ("sides", "title", "limit")}
 
 
-_TWO: dict[str, Any] = {"precision": "bf16", "ranks": 2, "ranks_a_node": 1, "steps": 200, "seq": 64, "held_out": 48}
+_TWO: dict[str, Any] = {
+    "precision": "bf16",
+    "ranks": 2,
+    "ranks_a_node": 1,
+    "steps": 200,
+    "seq": 64,
+    "held_out": 48,
+}
 """SmolLM2 is large for two cores: two ranks, each a node of its own, so that gradients are encoded once and not for two hops."""
 
 CASES: dict[str, Case] = {
@@ -112,7 +132,8 @@ CASES: dict[str, Case] = {
         "SmolLM2-135M, LoRA of rank 16 around a frozen base", "smollm2", "auto", micro_batch=1, lr=5e-4, limit=0.02, sides=QLORA,
         lora=16, **_TWO,
     ),
-    # At 1e-3 the reference ends 0.9 % elsewhere for another rounding of its sums, and higher than at 3e-4, where that is 0.02 %.
+    # At 1e-3 the reference ends 0.9 % elsewhere for another rounding of its sums, and higher than
+    # at 3e-4, where that is 0.02 %.
     "scratch": Case(
         "a Llama of 20M parameters, from scratch", "llama:20m", "bytes", steps=500, seq=64, micro_batch=1, lr=3e-4, limit=0.01,
         sides=ZEROPP, held_out=128, eval_batch=16,

@@ -1,4 +1,5 @@
-"""From runs to rows: how far each side ends from the reference, and whether that is near enough. Also the schema of the JSON.
+"""From runs to rows: how far each side ends from the reference, and whether that is near enough.
+Also the schema of the JSON.
 
 {
   "schema": "onefold-convergence/1",
@@ -11,8 +12,8 @@
     "rows": [{...}],                     # Row, field by field: the table
     "runs": [{                           # Run: one a side
       "side", "status", "error", "wall_s", "threads",
-      "curve": {"losses": [step], "held_out": [[step, loss]], "masters": loss | null, "step_s": [step],
-                "parameters", "trained", "between_bytes", "held_out_samples"}
+      "curve": {"losses": [step], "held_out": [[step, loss]], "masters": loss | null, "step_s":
+                [step], "parameters", "trained", "between_bytes", "held_out_samples"}
     }]
   }}
 }
@@ -34,7 +35,9 @@ LAST = 20
 
 @dataclass
 class Run:
-    """One side of one case. `status` is "ok", "failed" or "timeout"; `curve` is what rank 0 wrote."""
+    """One side of one case. `status` is "ok", "failed" or "timeout"; `curve` is what rank 0
+    wrote.
+    """
 
     side: str
     status: str
@@ -57,10 +60,13 @@ class Run:
 class Row:
     """One side of one case.
 
-    `first` and `final` are held-out losses before and after training; `difference` is the final one's to the reference's, relative, and
-    so is `masters_difference` for what a checkpoint of this side holds, computed with nothing encoded. `largest` is the largest
-    difference of a held-out loss on the way, the one before the first step left out. `trained` is the mean training loss of the last
-    steps. `bytes_ratio`: bytes that a rank sends to the other node in a step, over the reference's. `verdict` is a sentence.
+    `first` and `final` are held-out losses before and after training; `difference` is the final
+    one's to the reference's, relative, and so is `masters_difference` for what a checkpoint of this
+    side holds, computed with nothing encoded. `largest` is the largest difference of a held-out
+    loss on the way, the one before the first step left out. `trained` is the mean training loss of
+    the last
+    steps. `bytes_ratio`: bytes that a rank sends to the other node in a step, over the reference's.
+    `verdict` is a sentence.
     """
 
     side: str
@@ -112,7 +118,13 @@ def _row(case: Case, run: Run, reference: Run | None) -> Row:
         return row
     theirs, base = reference.curve, reference.final
     row.difference = run.final / base - 1
-    row.largest = max((abs(a / b - 1) for (_, a), (_, b) in zip(curve["held_out"][1:], theirs["held_out"][1:], strict=True)), default=None)
+    row.largest = max(
+        (
+            abs(a / b - 1)
+            for (_, a), (_, b) in zip(curve["held_out"][1:], theirs["held_out"][1:], strict=True)
+        ),
+        default=None,
+    )
     if curve["masters"] is not None:
         row.masters_difference = float(curve["masters"]) / base - 1
     if theirs["between_bytes"]:
@@ -122,7 +134,9 @@ def _row(case: Case, run: Run, reference: Run | None) -> Row:
 
 
 def verdict(case: Case, side: str, difference: float, fallen: float) -> str:
-    """Within the limit or not, unless there is nothing to judge: an untrained reference, the reference itself, a yardstick."""
+    """Within the limit or not, unless there is nothing to judge: an untrained reference, the
+    reference itself, a yardstick.
+    """
     if not fallen >= LEARNS:
         return f"shows nothing: the reference's held-out loss fell by {fallen:.1%} only"
     if side == REFERENCE:
@@ -134,4 +148,9 @@ def verdict(case: Case, side: str, difference: float, fallen: float) -> str:
 
 def missed(rows: Sequence[Row]) -> list[str]:
     """Sides that have failed, or ended too far from the reference, or have shown nothing."""
-    return [row.side for row in rows if row.status != "ok" or not row.verdict.startswith(("within", "the reference", "a yardstick"))]
+    return [
+        row.side
+        for row in rows
+        if row.status != "ok"
+        or not row.verdict.startswith(("within", "the reference", "a yardstick"))
+    ]

@@ -1,4 +1,6 @@
-"""One rank of one side: `python -m benchmarks.convergence.worker JOB.json RANK`, started by `benchmarks.peers.launch`."""
+"""One rank of one side: `python -m benchmarks.convergence.worker JOB.json RANK`, started by
+`benchmarks.peers.launch`.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,19 @@ DECAY = 0.01
 
 
 def adapted(module: nn.Module, rank: int, seed: int) -> nn.Module:
-    """The module with LoRA adapters (Hu et al. 2021) around every linear layer but the head, and everything else frozen."""
+    """The module with LoRA adapters (Hu et al. 2021) around every linear layer but the head, and
+    everything else frozen.
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
     wrapped: Any = get_peft_model(module, config)  # type: ignore[arg-type]
     return wrapped
 
@@ -50,11 +60,15 @@ def nudged(module: nn.Module, by: float, seed: int) -> None:
 
 
 def held_out_loss(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> float:
-    """Mean loss a token of the first `case.held_out` held-out samples, as the model computes here and now. Collective."""
+    """Mean loss a token of the first `case.held_out` held-out samples, as the model computes here
+    and now. Collective.
+    """
     total = counted = 0.0
     model.eval()
     with torch.no_grad():
-        for indices, real in eval_batches(len(data.held_out), case.held_out, ranks.rank, ranks.world_size, case.eval_batch):
+        for indices, real in eval_batches(
+            len(data.held_out), case.held_out, ranks.rank, ranks.world_size, case.eval_batch
+        ):
             batch, count = held_out_batch(data.held_out, indices, real)
             total += float(model(**batch, use_cache=False).loss) * count
             counted += count
@@ -64,18 +78,24 @@ def held_out_loss(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> flo
 
 
 def loss_of_masters(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> float:
-    """The same of what a checkpoint holds and an export writes, nothing encoded: rank 0 computes it alone. Collective."""
+    """The same of what a checkpoint holds and an export writes, nothing encoded: rank 0 computes it
+    alone. Collective.
+    """
     state = onefold.full_state_dict(model)
     loss = 0.0
     if ranks.is_first:
         whole = load_model(case.model, case.tokenizer, case.seed, case.seq).module
         whole.load_state_dict(state)
-        loss = held_out_loss(whole, data, case, Ranks(0, 1, 0, 1, ranks.device, ranks.backend, None))
+        loss = held_out_loss(
+            whole, data, case, Ranks(0, 1, 0, 1, ranks.device, ranks.backend, None)
+        )
     return float(ranks.from_first(loss))
 
 
 def _between(traffic: Any) -> int:
-    """Bytes to other nodes, of parameters and gradients: buffers that follow rank 0's are the model's own, whatever the side."""
+    """Bytes to other nodes, of parameters and gradients: buffers that follow rank 0's are the
+    model's own, whatever the side.
+    """
     return sum(nbytes for move, nbytes in traffic.between_by_move().items() if move in MOVES)
 
 
@@ -85,7 +105,8 @@ def train(case: Case, name: str, ranks: Ranks, patience: float) -> dict[str, Any
     Args:
         patience: seconds that a rank waits for the others.
 
-    Returns: losses of all steps (mean over ranks), [step, loss] of the held-out text, seconds of all steps, bytes.
+    Returns: losses of all steps (mean over ranks), [step, loss] of the held-out text, seconds of
+    all steps, bytes.
     """
     side = SIDES[name]
     loaded: Loaded = load_on_first_rank(case.model, case.tokenizer, case.seed, case.seq, ranks)
@@ -97,10 +118,16 @@ def train(case: Case, name: str, ranks: Ranks, patience: float) -> dict[str, Any
     whole = sum(p.numel() for p in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     without_decay = names_without_decay(module)
-    recipe = onefold.Recipe.zero(3, precision=case.precision, group="node", stall_timeout=patience, **side.arguments)
+    recipe = onefold.Recipe.zero(
+        3, precision=case.precision, group="node", stall_timeout=patience, **side.arguments
+    )
     model = onefold.shard(module, recipe, device=ranks.device)
-    optimizer = torch.optim.AdamW(parameter_groups(model.named_parameters(), without_decay, DECAY), lr=case.lr, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor("cosine", case.steps, round(WARMUP * case.steps), LAST_LR))
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model.named_parameters(), without_decay, DECAY), lr=case.lr, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lr_factor("cosine", case.steps, round(WARMUP * case.steps), LAST_LR)
+    )
     order = DataOrder(len(data.train), case.micro_batch * ranks.world_size, case.seed + side.seed)
     traffic = onefold.engine_of(model).traffic
     held_out, losses, seconds, between = [[0, held_out_loss(model, data, case, ranks)]], [], [], 0
@@ -119,10 +146,26 @@ def train(case: Case, name: str, ranks: Ranks, patience: float) -> dict[str, Any
         if (step + 1) % case.every == 0 or step + 1 == case.steps:
             held_out.append([step + 1, held_out_loss(model, data, case, ranks)])
         if ranks.is_first and (step < 3 or (step + 1) % 10 == 0):
-            print(f"step {step + 1}: loss {losses[-1]:.4f}, held out {held_out[-1][1]:.4f}, {seconds[-1]:.2f} s", flush=True)
+            print(
+                f"step {step + 1}: loss {losses[-1]:.4f}, held out {held_out[-1][1]:.4f},"
+                f" {seconds[-1]:.2f} s",
+                flush=True,
+            )
     masters = loss_of_masters(model, data, case, ranks) if recipe.parameters.codec else None
-    figures = {"parameters": whole, "trained": trained, "between_bytes": between / case.steps, "held_out_samples": len(data.held_out)}
-    return {"rank": ranks.rank, "losses": losses, "held_out": held_out, "masters": masters, "step_s": seconds, **figures}
+    figures = {
+        "parameters": whole,
+        "trained": trained,
+        "between_bytes": between / case.steps,
+        "held_out_samples": len(data.held_out),
+    }
+    return {
+        "rank": ranks.rank,
+        "losses": losses,
+        "held_out": held_out,
+        "masters": masters,
+        "step_s": seconds,
+        **figures,
+    }
 
 
 def main() -> None:
@@ -130,11 +173,18 @@ def main() -> None:
     exit_with_the_launcher()
     job, path, rank = read_job()
     case, patience = Case.of(job["setting"]), float(job["timeout"])
-    os.environ["LOCAL_WORLD_SIZE"] = str(case.ranks_a_node)  # as a launcher would say where nodes end
+    # As a launcher would say where nodes end
+    os.environ["LOCAL_WORLD_SIZE"] = str(case.ranks_a_node)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(job["threads"])
     wait = datetime.timedelta(seconds=patience)
-    dist.init_process_group("gloo", init_method=f"file://{path.with_name('store')}", rank=rank, world_size=case.ranks, timeout=wait)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path.with_name('store')}",
+        rank=rank,
+        world_size=case.ranks,
+        timeout=wait,
+    )
     control = dist.new_group(backend="gloo", timeout=wait)
     ranks = Ranks(rank, case.ranks, rank, case.ranks, torch.device("cpu"), "gloo", control)
     leave(train(case, job["side"], ranks, patience), path, rank)

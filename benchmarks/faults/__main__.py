@@ -2,9 +2,10 @@
 
     python -m benchmarks.faults [--kills 200] [--injuries 200] [--seed 0] [--name faults]
 
-Half of the kills come while a checkpoint is being written. After each, the resumed run must be bit-equal to one that nobody disturbed,
-and every checkpoint that is left must be whole. Each injury must be found and named by `verify`, and refused by a load, or loaded as what
-was saved. Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything is wrong.
+Half of the kills come while a checkpoint is being written. After each, the resumed run must be
+bit-equal to one that nobody disturbed, and every checkpoint that is left must be whole. Each injury
+must be found and named by `verify`, and refused by a load, or loaded as what was saved. Writes
+benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--injuries", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -58,8 +61,17 @@ def main() -> int:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{args.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (RESULTS / f"{args.name}.md").write_text(markdown(found), encoding="utf-8")
-    wrong = sum(bool(k.wrong) for k in kills.kills), sum(map(bool, kills.runs)), sum(bool(i.wrong) for i in injuries)
-    counts = zip((kills.kills, kills.runs, injuries), ("kills", "runs to the end", "injuries"), wrong, strict=True)
+    wrong = (
+        sum(bool(k.wrong) for k in kills.kills),
+        sum(map(bool, kills.runs)),
+        sum(bool(i.wrong) for i in injuries),
+    )
+    counts = zip(
+        (kills.kills, kills.runs, injuries),
+        ("kills", "runs to the end", "injuries"),
+        wrong,
+        strict=True,
+    )
     print("; ".join(f"{len(all_of)} {what}, {bad} wrong" for all_of, what, bad in counts))
     return 1 if any(wrong) else 0
 

@@ -1,4 +1,6 @@
-"""Checkpoints injured at random: `verify` must find and name each injury, and none may load as anything but what was saved."""
+"""Checkpoints injured at random: `verify` must find and name each injury, and none may load as
+anything but what was saved.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Injury:
     """One injury and what came of it.
 
     Attributes:
-        kind: see KINDS. files: what was changed. tensor: the one that was hit, "" where it is not one alone.
+        kind: see KINDS. files: what was changed. tensor: the one that was hit, "" where it is not
+            one alone.
         found: what `verify` said. loaded: on one rank, and on two: "refused" or "right".
         wrong: what was not as it must be.
     """
@@ -45,7 +48,9 @@ class Injury:
 
 
 def injure(kind: str, folder: Path, other: Path, draw: random.Random) -> Injury:
-    """Change something in `folder`; `other` is a whole checkpoint of the same run at another step."""
+    """Change something in `folder`; `other` is a whole checkpoint of the same run at another
+    step.
+    """
     names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     name = draw.choice(names)
     path = folder / name
@@ -70,14 +75,22 @@ def injure(kind: str, folder: Path, other: Path, draw: random.Random) -> Injury:
         hit = slice(at // 512 * 512, at // 512 * 512 + 512)
         data[hit] = bytes(x ^ 0xFF if not any(data[hit]) else 0 for x in data[hit])
         path.write_bytes(data)
-        return Injury(kind, folder.name, (name,), f"bytes {hit.start} to {min(hit.stop, len(data))}")
+        return Injury(
+            kind, folder.name, (name,), f"bytes {hit.start} to {min(hit.stop, len(data))}"
+        )
     if kind == "swap":
         second = draw.choice([n for n in names if n != name and (folder / n).read_bytes() != data])
         path.write_bytes((folder / second).read_bytes())
         (folder / second).write_bytes(data)
         return Injury(kind, folder.name, (name, second), "exchanged")
     assert kind == "stale"  # a file of the other checkpoint in place of this one's
-    name = draw.choice([n for n in names if (other / n).exists() and (other / n).read_bytes() != (folder / n).read_bytes()])
+    name = draw.choice(
+        [
+            n
+            for n in names
+            if (other / n).exists() and (other / n).read_bytes() != (folder / n).read_bytes()
+        ]
+    )
     shutil.copyfile(other / name, folder / name)
     return Injury(kind, folder.name, (name,), f"taken from {other.name}")
 
@@ -86,12 +99,25 @@ KINDS = ("flip", "flip", "flip", "truncate", "delete", "append", "lost block", "
 
 
 def _tensor_at(folder: Path, name: str, at: int) -> str:
-    """The tensor that byte `at` of a file belongs to, as `verify` calls it; "" for anything else."""
+    """The tensor that byte `at` of a file belongs to, as `verify` calls it; "" for anything
+    else.
+    """
     if not name.endswith(".safetensors"):
         return ""
-    keys = {(p.file, key_of(r.item, p.start)): str(r.item) for r in read_manifest(folder).records for p in r.pieces}
+    keys = {
+        (p.file, key_of(r.item, p.start)): str(r.item)
+        for r in read_manifest(folder).records
+        for p in r.pieces
+    }
     with TensorFile(folder / name) as file:
-        return next((keys[name, key] for key, entry in file.header.items() if entry.begin <= at < entry.end), "")
+        return next(
+            (
+                keys[name, key]
+                for key, entry in file.header.items()
+                if entry.begin <= at < entry.end
+            ),
+            "",
+        )
 
 
 def judge(injury: Injury, folder: Path) -> None:
@@ -101,7 +127,11 @@ def judge(injury: Injury, folder: Path) -> None:
     if not any(p.file in injury.files for p in problems):
         injury.wrong.append(f"verify does not name {' or '.join(injury.files)}")
     # What is checked by a damaged manifest may look damaged; everything else that is named must be.
-    elsewhere = [p for p in problems if p.file not in injury.files and not {MANIFEST, CHECKSUM} & set(injury.files)]
+    elsewhere = [
+        p
+        for p in problems
+        if p.file not in injury.files and not {MANIFEST, CHECKSUM} & set(injury.files)
+    ]
     if elsewhere:
         injury.wrong.append(f"verify names what is sound: {elsewhere[0]}")
     if injury.tensor and not any(p.tensor == injury.tensor for p in problems):
@@ -114,7 +144,9 @@ def _save(rank: int, say: Log, root: str) -> None:
         for step in range(1, max(STEPS) + 1):
             run.step()
             if step in STEPS:
-                onefold.save(f"{root}/{stage}-{precision}-{step}", model=run.model, step=step, **run.parts())
+                onefold.save(
+                    f"{root}/{stage}-{precision}-{step}", model=run.model, step=step, **run.parts()
+                )
 
 
 def _load(rank: int, say: Log, root: str, sound: str, names: list[str]) -> None:
@@ -142,7 +174,9 @@ def _load(rank: int, say: Log, root: str, sound: str, names: list[str]) -> None:
         say({"at": name, "outcome": outcome})
 
 
-def drill(fork: Any, count: int, seed: int = 0, tell: Callable[[str], None] = lambda text: None) -> list[Injury]:
+def drill(
+    fork: Any, count: int, seed: int = 0, tell: Callable[[str], None] = lambda text: None
+) -> list[Injury]:
     """`count` injuries, each verified, and loaded on one rank and on two."""
     draw, done = random.Random(seed), {}
     with tempfile.TemporaryDirectory(prefix="faults-injuries-") as folder:
@@ -151,30 +185,45 @@ def drill(fork: Any, count: int, seed: int = 0, tell: Callable[[str], None] = la
         whole = sorted(p.name for p in sound.iterdir())
         for name in whole:
             if found := verify(sound / name):
-                raise RuntimeError(f"{name}, which nobody has injured, is said to be damaged: {found[0]}")
+                raise RuntimeError(
+                    f"{name}, which nobody has injured, is said to be damaged: {found[0]}"
+                )
         for number in range(count):
             kind, name = KINDS[number % len(KINDS)], draw.choice(whole)
             copy = injured / f"{name} {number}"
             shutil.copytree(sound / name, copy)
-            other = next(n for n in whole if n != name and n.rsplit("-", 1)[0] == name.rsplit("-", 1)[0])
+            other = next(
+                n for n in whole if n != name and n.rsplit("-", 1)[0] == name.rsplit("-", 1)[0]
+            )
             injury = done[copy.name] = injure(kind, copy, sound / other, draw)
             judge(injury, copy)
-        tell(f"{count} injuries made and verified, {sum(bool(i.wrong) for i in done.values())} wrong")
+        tell(
+            f"{count} injuries made and verified, {sum(bool(i.wrong) for i in done.values())} wrong"
+        )
         for world in (1, WORLD):
-            said = _together(fork, world, 60.0 + 2 * count, _load, str(injured), str(sound), list(done))
+            said = _together(
+                fork, world, 60.0 + 2 * count, _load, str(injured), str(sound), list(done)
+            )
             for lists in zip(*said, strict=True):
                 injury, outcomes = done[lists[0]["at"]], [line["outcome"] for line in lists]
                 injury.loaded.append(outcomes[0])
                 if set(outcomes) not in ({"refused"}, {"right"}):
-                    injury.wrong.append(f"loaded on {world} rank{'s' if world > 1 else ''}: {', '.join(outcomes)}")
+                    injury.wrong.append(
+                        f"loaded on {world} rank{'s' if world > 1 else ''}: {', '.join(outcomes)}"
+                    )
             tell(f"loaded on {world}, {sum(bool(i.wrong) for i in done.values())} wrong")
     return list(done.values())
 
 
-def _together(fork: Any, world: int, timeout: float, function: Callable[..., None], *args: Any) -> list[list[dict[str, Any]]]:
+def _together(
+    fork: Any, world: int, timeout: float, function: Callable[..., None], *args: Any
+) -> list[list[dict[str, Any]]]:
     with Ranks(fork, world, function, *args) as ranks:
         if not ranks.ended(timeout):
-            raise RuntimeError(f"{function.__name__} on {world} ranks hung: {[lines(ranks.lines(r))[-1:] for r in range(world)]}")
+            raise RuntimeError(
+                f"{function.__name__} on {world} ranks hung:"
+                f" {[lines(ranks.lines(r))[-1:] for r in range(world)]}"
+            )
         if failure := ranks.failed():
             raise RuntimeError(f"{function.__name__} on {world} ranks: {failure}")
         return [lines(ranks.lines(rank)) for rank in range(world)]

@@ -1,4 +1,6 @@
-"""A run of two ranks, killed at random moments; after each kill it must go on with the bits of the run that nobody disturbed."""
+"""A run of two ranks, killed at random moments; after each kill it must go on with the bits of the
+run that nobody disturbed.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,12 @@ class Kill:
     """One kill and what came of it.
 
     Attributes:
-        moment: "start" (before the first step of this start), "step" or "save" (a checkpoint was being written when the signal went out).
-        first: the rank that was killed first. gap: seconds until the other. after: seconds from the start of the ranks.
-        reached: the last step that a rank had done. newest: the step of the newest checkpoint that was left, 0 if none.
+        moment: "start" (before the first step of this start), "step" or "save" (a checkpoint was
+            being written when the signal went out).
+        first: the rank that was killed first. gap: seconds until the other. after: seconds from the
+            start of the ranks.
+        reached: the last step that a rank had done. newest: the step of the newest checkpoint that
+            was left, 0 if none.
         wrong: what was not as it must be; nothing if the run went on bit-equal.
     """
 
@@ -56,13 +61,16 @@ def _nothing(rank: int, say: run.Log) -> None:
 class Drill:
     """Runs, killed until there were `kills` of them, half of them during a save."""
 
-    def __init__(self, fork: Any, kills: int, seed: int = 0, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, fork: Any, kills: int, seed: int = 0, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.fork, self.goal, self.tell = fork, kills, tell
         self.random = random.Random(seed)
         self.kills: list[Kill] = []
         self.runs: list[str] = []  # what was wrong with the end of each run, "" if nothing was
         self._references: dict[int, list[Lines]] = {}
-        self._seconds = 0.0  # that a start takes until it is at its end, as far as seen; kills come within it
+        # That a start takes until it is at its end, as far as seen; kills come within it
+        self._seconds = 0.0
         self._saving = 0.02  # the same of a save
 
     def done(self) -> bool:
@@ -79,7 +87,8 @@ class Drill:
         """All of it. Takes about a second a kill.
 
         Raises:
-            RuntimeError: so many runs came to their end unkilled that the drill cannot be at work: no save is seen to begin, say.
+            RuntimeError: so many runs came to their end unkilled that the drill cannot be at work:
+                no save is seen to begin, say.
         """
         number = 0
         with Ranks(self.fork, 1, _nothing) as ranks:  # starts the fork server
@@ -90,29 +99,54 @@ class Drill:
                 self.runs.append(self._one_run(Path(root), stage, asynchronous))
             number += 1
             if number > 20 + 2 * self.goal:
-                raise RuntimeError(f"{number} runs came to their end, with {len(self.kills)} kills, {self._in_saves()} of them in a save")
+                raise RuntimeError(
+                    f"{number} runs came to their end, with {len(self.kills)} kills,"
+                    f" {self._in_saves()} of them in a save"
+                )
             wrong = sum(bool(k.wrong) for k in self.kills) + sum(map(bool, self.runs))
-            self.tell(f"{len(self.kills)} kills ({self._in_saves()} in a save), {number} runs to the end, {wrong} wrong")
-            for sentence in [s for kill in self.kills[before:] for s in kill.wrong] + [s for s in self.runs[-1:] if s]:
+            self.tell(
+                f"{len(self.kills)} kills ({self._in_saves()} in a save), {number} runs to the end,"
+                f" {wrong} wrong"
+            )
+            for sentence in [s for kill in self.kills[before:] for s in kill.wrong] + [
+                s for s in self.runs[-1:] if s
+            ]:
                 self.tell(f"wrong at stage {stage}, asynchronous={asynchronous}: {sentence}")
 
     def _one_run(self, root: Path, stage: int, asynchronous: bool) -> str:
-        """Start the run again and again until it is at its end. Returns what is wrong with the end."""
+        """Start the run again and again until it is at its end. Returns what is wrong with the
+        end.
+        """
         reference = self._reference(stage)
         waiting: list[Kill] = []  # killed, and nobody has seen yet how the run goes on
         newest = 0
         while True:
             litter = unfinished(root)  # of the last start: no save of the next one
             with Ranks(self.fork, WORLD, _rank, stage, str(root), asynchronous) as ranks:
-                kill = None if self.done() else self._attempt(ranks, root, litter, Kill(stage, asynchronous))
+                kill = (
+                    None
+                    if self.done()
+                    else self._attempt(ranks, root, litter, Kill(stage, asynchronous))
+                )
                 if kill is None and not ranks.ended(60.0):
-                    return f"stage {stage}: a run from step {newest} on hung: {[run.lines(ranks.lines(r))[-1:] for r in range(WORLD)]}"
+                    return (
+                        f"stage {stage}: a run from step {newest} on hung:"
+                        f" {[run.lines(ranks.lines(r))[-1:] for r in range(WORLD)]}"
+                    )
                 failure = ranks.failed() if kill is None else ""
                 said = [run.lines(ranks.lines(rank)) for rank in range(WORLD)]
             if failure:
                 return f"stage {stage}, from step {newest} on: {failure}"
-            wrong = [sentence for rank in range(WORLD) for sentence in judge(said[rank], reference[rank], newest, rank)]
-            if wrong or all(any(line["at"] == "step" for line in s) for s in said) or all(s and s[-1]["at"] == "end" for s in said):
+            wrong = [
+                sentence
+                for rank in range(WORLD)
+                for sentence in judge(said[rank], reference[rank], newest, rank)
+            ]
+            if (
+                wrong
+                or all(any(line["at"] == "step" for line in s) for s in said)
+                or all(s and s[-1]["at"] == "end" for s in said)
+            ):
                 for earlier in waiting:
                     earlier.wrong += wrong
                 waiting.clear()
@@ -137,7 +171,10 @@ class Drill:
         if ranks.ended(delay):
             self._seconds += 0.5 * (time.monotonic() - ranks.begun - self._seconds)
             return None
-        kill.first, kill.gap = self.random.randrange(WORLD), self.random.choice((0.0, self.random.uniform(0, 0.1)))
+        kill.first, kill.gap = (
+            self.random.randrange(WORLD),
+            self.random.choice((0.0, self.random.uniform(0, 0.1))),
+        )
         kill.moment = "save" if set(unfinished(root)) - set(litter) else "step"
         ranks.kill(kill.first)
         kill.after = time.monotonic() - ranks.begun
@@ -149,7 +186,9 @@ class Drill:
         return kill
 
     def _await_save(self, ranks: Ranks, root: Path, litter: list[str], number: int) -> bool:
-        """Wait for the `number`-th save of this start to begin; measures how long the others took. False: the ranks ended before."""
+        """Wait for the `number`-th save of this start to begin; measures how long the others took.
+        False: the ranks ended before.
+        """
         seen: dict[str, float] = dict.fromkeys(litter, 0.0)
         while not ranks.ended(0.0):
             now, there = time.monotonic(), unfinished(root)
@@ -173,13 +212,19 @@ class Drill:
             kill.moment = "start"
         for folder in sorted(root.iterdir()):
             if not folder.name.startswith(".") and is_like_a_checkpoint(folder):
-                kill.wrong += [f"{folder.name} is not whole after the kill: {problem}" for problem in verify(folder)]
+                kill.wrong += [
+                    f"{folder.name} is not whole after the kill: {problem}"
+                    for problem in verify(folder)
+                ]
         newest = latest(root)
         kill.newest = int(newest.name.removeprefix("step-")) if newest else 0
-        # A synchronous save has ended when the next step is done; one behind the training when the next one begins.
+        # A synchronous save has ended when the next step is done; one behind the training when the
+        # next one begins.
         owed = kill.reached - 1 if not kill.asynchronous else kill.reached - 1 - EVERY
         if owed >= EVERY and kill.newest < owed // EVERY * EVERY:
-            kill.wrong.append(f"step {kill.reached} was done, and the newest checkpoint is of step {kill.newest}")
+            kill.wrong.append(
+                f"step {kill.reached} was done, and the newest checkpoint is of step {kill.newest}"
+            )
 
     def _reference(self, stage: int) -> list[Lines]:
         """What each rank says in a run that nobody disturbs and nothing is saved of."""
@@ -193,16 +238,23 @@ class Drill:
 
 
 def judge(said: Lines, reference: Lines, newest: int, rank: int) -> list[str]:
-    """What a rank has said differently than in the undisturbed run; `newest` is the step that it had to go on from."""
+    """What a rank has said differently than in the undisturbed run; `newest` is the step that it
+    had to go on from.
+    """
     states = {line["step"]: line["state"] for line in reversed(reference)}
     losses = {line["step"]: line["loss"] for line in reference if line["at"] == "step"}
     wrong = []
     for line in said:
         step = line["step"]
         if line["at"] == "start" and step != newest:
-            wrong.append(f"rank {rank} went on from step {step}, and the newest checkpoint was of step {newest}")
+            wrong.append(
+                f"rank {rank} went on from step {step}, and the newest checkpoint was of step"
+                f" {newest}"
+            )
         if line["state"] != states[step]:
-            wrong.append(f"rank {rank}: at {line['at']} {step} its state is not that of the undisturbed run")
+            wrong.append(
+                f"rank {rank}: at {line['at']} {step} its state is not that of the undisturbed run"
+            )
         if line["at"] == "step" and line["loss"] != losses[step]:
             loss, other = float.fromhex(line["loss"]), float.fromhex(losses[step])
             wrong.append(f"rank {rank}: the loss of step {step} is {loss}, undisturbed {other}")
@@ -210,8 +262,14 @@ def judge(said: Lines, reference: Lines, newest: int, rank: int) -> list[str]:
 
 
 def unfinished(root: Path) -> list[str]:
-    """Checkpoints that are being written. (Old ones that are being removed have such names too, but no owner.)"""
+    """Checkpoints that are being written. (Old ones that are being removed have such names too, but
+    no owner.)
+    """
     try:
-        return [name for name in os.listdir(root) if name.endswith(".unfinished") and (root / name / OWNER).exists()]
+        return [
+            name
+            for name in os.listdir(root)
+            if name.endswith(".unfinished") and (root / name / OWNER).exists()
+        ]
     except FileNotFoundError:
         return []

@@ -1,4 +1,6 @@
-"""Ranks that are forked from a server which has imported torch once, and can be killed one by one."""
+"""Ranks that are forked from a server which has imported torch once, and can be killed one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,42 @@ PR_SET_PDEATHSIG = 1
 
 
 def context() -> Any:
-    """A fork server of one thread a process, gloo on the loopback interface, this repository importable."""
+    """A fork server of one thread a process, gloo on the loopback interface, this repository
+    importable.
+    """
     paths = [str(ROOT), str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR")
     if sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "onefold", "onefold.checkpoint", "benchmarks.faults.run"])
+    found.set_forkserver_preload(
+        [
+            "torch",
+            "torch.distributed",
+            "torch._dynamo",
+            "onefold",
+            "onefold.checkpoint",
+            "benchmarks.faults.run",
+        ]
+    )
     return found
 
 
 class Ranks:
-    """`world` processes that run `function(rank, say, *args)`; `say` appends to the rank's file of lines."""
+    """`world` processes that run `function(rank, say, *args)`; `say` appends to the rank's file of
+    lines.
+    """
 
     def __init__(self, fork: Any, world: int, function: Callable[..., None], *args: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="faults-")
         self.folder = Path(self._folder.name)
         self.begun = time.monotonic()
         self.processes = [
-            fork.Process(target=_rank_main, args=(str(self.folder), world, rank, function, args), daemon=True) for rank in range(world)
+            fork.Process(
+                target=_rank_main, args=(str(self.folder), world, rank, function, args), daemon=True
+            )
+            for rank in range(world)
         ]
         for process in self.processes:
             process.start()
@@ -85,7 +103,9 @@ class Ranks:
         self.close()
 
 
-def _rank_main(folder: str, world: int, rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    folder: str, world: int, rank: int, function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(f"{folder}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
@@ -99,7 +119,9 @@ def _rank_main(folder: str, world: int, rank: int, function: Callable[..., None]
     try:
         if world > 1:
             store = dist.FileStore(f"{folder}/rendezvous", world)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
         function(rank, Log(Path(folder, f"lines-{rank}")), *args)
     except BaseException:
         traceback.print_exc()

@@ -13,12 +13,18 @@ def markdown(found: Mapping[str, Any]) -> str:
     lines = [
         "# Kills and injuries",
         "",
-        f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch {found['torch']}, commit {found['commit']}, "
-        f"{found['seconds']:.0f} s.",
+        (
+            f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch"
+            f" {found['torch']}, commit {found['commit']}, {found['seconds']:.0f} s."
+        ),
         "",
-        f"{len(kills)} kills of a run on 2 ranks, {sum(k['moment'] == 'save' for k in kills)} of them while a checkpoint was being "
-        f"written; {len(found['runs'])} runs came to their end. After {sum(not k['wrong'] for k in kills)} kills the run went on with the "
-        "losses and states of the run that nobody disturbed, bit for bit, from the newest checkpoint, and all that was left was whole.",
+        (
+            f"{len(kills)} kills of a run on 2 ranks, {sum(k['moment'] == 'save' for k in kills)}"
+            f" of them while a checkpoint was being written; {len(found['runs'])} runs came to"
+            f" their end. After {sum(not k['wrong'] for k in kills)} kills the run went on with the"
+            " losses and states of the run that nobody disturbed, bit for bit, from the newest"
+            " checkpoint, and all that was left was whole."
+        ),
         "",
         "| stage | saves | killed at the start | in a step | in a save | wrong |",
         "|---|---|---|---|---|---|",
@@ -29,12 +35,22 @@ def markdown(found: Mapping[str, Any]) -> str:
             if rows:
                 moments = Counter(k["moment"] for k in rows)
                 how = "behind the training" if behind else "in its way"
-                figures = (stage, how, moments["start"], moments["step"], moments["save"], sum(bool(k["wrong"]) for k in rows))
+                figures = (
+                    stage,
+                    how,
+                    moments["start"],
+                    moments["step"],
+                    moments["save"],
+                    sum(bool(k["wrong"]) for k in rows),
+                )
                 lines.append(f"| {' | '.join(map(str, figures))} |")
     lines += [
         "",
-        f"{len(injuries)} injuries of whole checkpoints. Each was to be found by `verify` and named by file (a changed byte of a tensor "
-        "also by tensor), and to be refused by a load on one rank and on two, or to load as what was saved.",
+        (
+            f"{len(injuries)} injuries of whole checkpoints. Each was to be found by `verify` and"
+            " named by file (a changed byte of a tensor also by tensor), and to be refused by a"
+            " load on one rank and on two, or to load as what was saved."
+        ),
         "",
         "| injury | number | found and named | refused by a load | loaded right | wrong |",
         "|---|---|---|---|---|---|",
@@ -44,16 +60,30 @@ def markdown(found: Mapping[str, Any]) -> str:
         named = sum(any(f.startswith(tuple(i["files"])) for f in i["found"]) for i in rows)
         refused = sum(set(i["loaded"]) == {"refused"} for i in rows)
         right = sum("right" in i["loaded"] for i in rows)
-        lines.append(f"| {kind} | {len(rows)} | {named} | {refused} | {right} | {sum(bool(i['wrong']) for i in rows)} |")
-    rest = "A load reads what it needs: damage to config.json, or for one rank to the random state of another, is found by `verify` alone."
+        lines.append(
+            f"| {kind} | {len(rows)} | {named} | {refused} | {right} |"
+            f" {sum(bool(i['wrong']) for i in rows)} |"
+        )
+    rest = (
+        "A load reads what it needs: damage to config.json, or for one rank to the random state of"
+        " another, is found by `verify` alone."
+    )
     lines += ["", rest, *_wrong(found)]
     return "\n".join(lines) + "\n"
 
 
 def _wrong(found: Mapping[str, Any]) -> list[str]:
     rows: Sequence[str] = [
-        *(f"kill of rank {k['first']} at stage {k['stage']}: {'; '.join(k['wrong'])}" for k in found["kills"] if k["wrong"]),
+        *(
+            f"kill of rank {k['first']} at stage {k['stage']}: {'; '.join(k['wrong'])}"
+            for k in found["kills"]
+            if k["wrong"]
+        ),
         *(f"a run: {sentence}" for sentence in found["runs"] if sentence),
-        *(f"{i['kind']} of {', '.join(i['files'])} ({i['what']}): {'; '.join(i['wrong'])}" for i in found["injuries"] if i["wrong"]),
+        *(
+            f"{i['kind']} of {', '.join(i['files'])} ({i['what']}): {'; '.join(i['wrong'])}"
+            for i in found["injuries"]
+            if i["wrong"]
+        ),
     ]
     return ["", "## Wrong", "", *(f"- {row}" for row in rows)] if rows else []

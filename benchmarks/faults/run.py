@@ -1,6 +1,8 @@
-"""A run small enough to be killed hundreds of times, with all that a checkpoint must bring back: dropout, a schedule, a data position.
+"""A run small enough to be killed hundreds of times, with all that a checkpoint must bring back:
+dropout, a schedule, a data position.
 
-Each rank says what it does in lines of JSON, one file a rank; what a killed process has written there stays.
+Each rank says what it does in lines of JSON, one file a rank; what a killed process has written
+there stays.
 
     {"at": "start", "step": 4, "state": 2719872213}               loaded (or begun) at step 4, with this state
     {"at": "step", "step": 5, "loss": "0x1.1p+2", "state": ...}   the loss of the step, and the state after it
@@ -41,7 +43,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """tokens (batch, length) -> the loss of the next one; tied weights, a buffer, sizes that no number of ranks divides."""
+    """tokens (batch, length) -> the loss of the next one; tied weights, a buffer, sizes that no
+    number of ranks divides.
+    """
 
     def __init__(self, width: int = 22, depth: int = 3) -> None:
         super().__init__()
@@ -56,7 +60,9 @@ class Net(nn.Module):
         x = self.words(tokens)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x * self.scale)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(
+            self.head(x * self.scale)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 class Config:
@@ -66,7 +72,9 @@ class Config:
         self.values = {"model_type": "drill", "width": width, "depth": depth}
 
     def save_pretrained(self, folder: str) -> None:
-        Path(folder, "config.json").write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+        Path(folder, "config.json").write_text(
+            json.dumps(self.values, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 class Data:
@@ -77,7 +85,11 @@ class Data:
 
     def next(self) -> Tensor:
         self.position += 1
-        return torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(1000 * self.position + self.rank))
+        return torch.randint(
+            WORDS,
+            (2, LENGTH),
+            generator=torch.Generator().manual_seed(1000 * self.position + self.rank),
+        )
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -91,10 +103,14 @@ class Run:
 
     def __init__(self, stage: int, rank: int, seed: int = 1, precision: str = "fp32") -> None:
         torch.manual_seed(seed)
-        self.model = onefold.shard(Net(), onefold.Recipe.zero(stage, precision=precision, stall_timeout=30.0))
+        self.model = onefold.shard(
+            Net(), onefold.Recipe.zero(stage, precision=precision, stall_timeout=30.0)
+        )
         norms = [p for n, p in self.model.named_parameters() if "norm" in n]
         rest = [p for n, p in self.model.named_parameters() if "norm" not in n]
-        self.optimizer = torch.optim.AdamW([{"params": norms, "lr": 0.02}, {"params": rest, "lr": 0.01}], weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": norms, "lr": 0.02}, {"params": rest, "lr": 0.01}], weight_decay=0.01
+        )
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
         self.data = Data(rank)
         torch.manual_seed(100 * seed + rank)  # dropout differs from rank to rank
@@ -113,15 +129,23 @@ class Run:
         return float(loss)
 
     def state(self) -> int:
-        """A checksum of everything on this rank: weights, optimizer state, rates, position, random state."""
-        found = zlib.crc32(json.dumps([self.data.position, [g["lr"].hex() for g in self.optimizer.param_groups]]).encode())
+        """A checksum of everything on this rank: weights, optimizer state, rates, position, random
+        state.
+        """
+        found = zlib.crc32(
+            json.dumps(
+                [self.data.position, [g["lr"].hex() for g in self.optimizer.param_groups]]
+            ).encode()
+        )
         with disable_torch_function(), torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if not parameter.numel():
                     continue  # this rank has no element of it
                 held = self.optimizer.state.get(parameter, {})
                 for tensor in (parameter.data, *(held[key] for key in sorted(held))):
-                    found = zlib.crc32(bytes_of(tensor.contiguous()), zlib.crc32(name.encode(), found))
+                    found = zlib.crc32(
+                        bytes_of(tensor.contiguous()), zlib.crc32(name.encode(), found)
+                    )
         return zlib.crc32(bytes_of(torch.get_rng_state()), found)
 
     def spoil(self) -> None:
@@ -138,10 +162,18 @@ class Run:
 Say = Callable[[dict[str, Any]], None]
 
 
-def train(stage: int, rank: int, steps: int, root: Path | None, every: int, asynchronous: bool, say: Say) -> None:
-    """Go on from the newest checkpoint in `root` up to `steps`, saving on the way; without a root from the start, saving nothing."""
+def train(
+    stage: int, rank: int, steps: int, root: Path | None, every: int, asynchronous: bool, say: Say
+) -> None:
+    """Go on from the newest checkpoint in `root` up to `steps`, saving on the way; without a root
+    from the start, saving nothing.
+    """
     run = Run(stage, rank)
-    checkpoints = onefold.Checkpointer(root, model=run.model, keep=2, asynchronous=asynchronous) if root is not None else None
+    checkpoints = (
+        onefold.Checkpointer(root, model=run.model, keep=2, asynchronous=asynchronous)
+        if root is not None
+        else None
+    )
     begun = checkpoints.load(**run.parts()) if checkpoints else None
     first = begun.step or 0 if begun else 0
     say({"at": "start", "step": first, "state": run.state()})
@@ -159,7 +191,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
     """What a rank has said; a line that it was killed in the middle of is left out."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 class Log:

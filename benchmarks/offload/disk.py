@@ -1,7 +1,8 @@
 """What the disk gives just now, and what of a run's files lies in the page cache.
 
-`python -m benchmarks.offload.disk FOLDER MIB CHUNK` is the process that copies: `Copier` starts it, and asks it for a copy between steps.
-It is a process of its own so that its buffers are nobody's resident memory.
+`python -m benchmarks.offload.disk FOLDER MIB CHUNK` is the process that copies: `Copier` starts it,
+and asks it for a copy between steps. It is a process of its own so that its buffers are nobody's
+resident memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ MIB = 1 << 20
 class Copier:
     """Direct sequential copies in another process.
 
-    A copy reads four files and writes three of them, a chunk of each at a time: the pattern of an optimizer's step with two moments.
+    A copy reads four files and writes three of them, a chunk of each at a time: the pattern of an
+    optimizer's step with two moments.
     """
 
     def __init__(self, folder: Path, mib: int, chunk_mib: int) -> None:
@@ -38,14 +40,28 @@ class Copier:
         Raises:
             RuntimeError: the process ended.
         """
-        command = [sys.executable, "-m", "benchmarks.offload.disk", str(folder), str(mib), str(chunk_mib)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.offload.disk",
+            str(folder),
+            str(mib),
+            str(chunk_mib),
+        ]
         self._process = subprocess.Popen(
-            command, cwd=launch.ROOT, env=launch.environment(1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=launch.ROOT,
+            env=launch.environment(1),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._answer()
 
     def copy(self) -> dict[str, float]:
-        """Bytes a second, read and written ones counted alike: "copy", one thread; "two", one that reads and one that writes."""
+        """Bytes a second, read and written ones counted alike: "copy", one thread; "two", one that
+        reads and one that writes.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write("copy\n")
         self._process.stdin.flush()
@@ -61,7 +77,10 @@ class Copier:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process that copies ended with status {self._process.wait()}; its words stand above.")
+            raise RuntimeError(
+                f"the process that copies ended with status {self._process.wait()}; its words stand"
+                " above."
+            )
         answer: dict[str, float] = json.loads(line)
         return answer
 
@@ -102,8 +121,12 @@ def cached_bytes(paths: Iterable[Path]) -> int:
         if not size:
             continue
         found = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-        with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapping:
-            first = ctypes.c_char.from_buffer(mapping)  # a copy-on-write mapping, since this wants one that can be written to
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapping,
+        ):
+            # A copy-on-write mapping, since this wants one that can be written to
+            first = ctypes.c_char.from_buffer(mapping)
             failed = libc.mincore(ctypes.addressof(first), size, found)
             del first  # the mapping cannot be closed while anybody points into it
         if failed:
@@ -113,7 +136,9 @@ def cached_bytes(paths: Iterable[Path]) -> int:
 
 
 def page_cache_bytes() -> int:
-    """Bytes of all files that this machine holds in its page cache; shared memory, which is counted among them, is not."""
+    """Bytes of all files that this machine holds in its page cache; shared memory, which is counted
+    among them, is not.
+    """
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     return 1024 * (int(found["Cached"]) - int(found["Shmem"]))
 

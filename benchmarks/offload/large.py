@@ -1,6 +1,8 @@
-"""A model too large for the memory it is given, as the documented example has it, watched from outside.
+"""A model too large for the memory it is given, as the documented example has it, watched from
+outside.
 
-The ranks run `examples/larger_than_memory.py` in processes of their own; this one reads their resident memory every 50 milliseconds.
+The ranks run `examples/larger_than_memory.py` in processes of their own; this one reads their
+resident memory every 50 milliseconds.
 """
 
 from __future__ import annotations
@@ -31,20 +33,42 @@ _SIZE = re.compile(r"([\d.,]+) million parameters")
 _ABOVE = re.compile(r"([\d,]+) MiB above")
 
 
-def measure(folder: Path, *, options: Sequence[str], steps: int, tokens: int, ranks: int, threads: int, timeout: float) -> dict[str, Any]:
-    """Run the example with `options`; "status" is "ok", "failed" or "timeout", the rest is there if it is ok.
+def measure(
+    folder: Path,
+    *,
+    options: Sequence[str],
+    steps: int,
+    tokens: int,
+    ranks: int,
+    threads: int,
+    timeout: float,
+) -> dict[str, Any]:
+    """Run the example with `options`; "status" is "ok", "failed" or "timeout", the rest is there if
+    it is ok.
 
-    "resident_bytes": the largest sum over the ranks; "before_bytes": their sum when the first files appear on the disk; "disk_bytes": the
-    largest sum of the files' sizes; "moved_bytes": read and written by all ranks in the median step, as the kernel counts them; "step_s":
-    the median without the first; "page_cache_growth": of the machine, from then to the end of the last step; "above_bytes": the sum of what
-    the ranks had in memory at most, beyond what they had before the model, as they say themselves.
+    "resident_bytes": the largest sum over the ranks; "before_bytes": their sum when the first files
+    appear on the disk; "disk_bytes": the largest sum of the files' sizes; "moved_bytes": read and
+    written by all ranks in the median step, as the kernel counts them; "step_s": the median without
+    the first; "page_cache_growth": of the machine, from then to the end of the last step;
+    "above_bytes": the sum of what the ranks had in memory at most, beyond what they had before the
+    model, as they say themselves.
     """
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="offload-large-", dir=folder) as place:
         states = Path(place, "states")
         states.mkdir()
         log = Path(place, "rank0.log")
-        command = [PYTHON, "-u", str(EXAMPLE), str(states), *options, "--steps", str(steps), "--tokens", str(tokens)]
+        command = [
+            PYTHON,
+            "-u",
+            str(EXAMPLE),
+            str(states),
+            *options,
+            "--steps",
+            str(steps),
+            "--tokens",
+            str(tokens),
+        ]
         workers = [_start(command, rank, ranks, threads, Path(place)) for rank in range(ranks)]
         try:
             seen = _watch(workers, states, log, begun + timeout)
@@ -55,14 +79,29 @@ def measure(folder: Path, *, options: Sequence[str], steps: int, tokens: int, ra
         left = sorted(p.name for p in states.iterdir())
         shutil.rmtree(states, ignore_errors=True)
     failed = next((w.returncode for w in workers if w.returncode), None)
-    result = {"ranks": ranks, "tokens": tokens, "wall_s": time.monotonic() - begun, "left_on_disk": left}
+    result = {
+        "ranks": ranks,
+        "tokens": tokens,
+        "wall_s": time.monotonic() - begun,
+        "left_on_disk": left,
+    }
     if seen is None or failed is not None:
-        what = f"not finished after {timeout:.0f} s" if seen is None else f"a rank ended with status {failed}"
-        return {**result, "status": "timeout" if seen is None else "failed", "error": f"{what}: {text[-1500:]}"}
+        what = (
+            f"not finished after {timeout:.0f} s"
+            if seen is None
+            else f"a rank ended with status {failed}"
+        )
+        return {
+            **result,
+            "status": "timeout" if seen is None else "failed",
+            "error": f"{what}: {text[-1500:]}",
+        }
     steps_said = _STEP.findall(text)
     seconds = [float(s) for _, _, s in steps_said]
     found, above = _SIZE.search(text), _ABOVE.search(text)
-    per_step = [b - a for a, b in zip(seen["moved_at_step"], seen["moved_at_step"][1:], strict=False)]
+    per_step = [
+        b - a for a, b in zip(seen["moved_at_step"], seen["moved_at_step"][1:], strict=False)
+    ]
     return {
         **result, "status": "ok", "error": "", "said": text.strip().splitlines()[-1],
         "parameters": float(found.group(1).replace(",", "")) * 1e6 if found else 0.0,
@@ -73,18 +112,39 @@ def measure(folder: Path, *, options: Sequence[str], steps: int, tokens: int, ra
     }  # fmt: skip
 
 
-def _start(command: list[str], rank: int, ranks: int, threads: int, place: Path) -> subprocess.Popen[bytes]:
+def _start(
+    command: list[str], rank: int, ranks: int, threads: int, place: Path
+) -> subprocess.Popen[bytes]:
     port = place / "port"
     if not port.exists():
         with socket.create_server(("127.0.0.1", 0)) as server:  # free a moment ago
             port.write_text(str(server.getsockname()[1]))
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-    environment = {**launch.environment(threads), **{k: str(v) for k, v in launched.items()}, "MASTER_PORT": port.read_text()}
+    launched = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    environment = {
+        **launch.environment(threads),
+        **{k: str(v) for k, v in launched.items()},
+        "MASTER_PORT": port.read_text(),
+    }
     with (place / f"rank{rank}.log").open("wb") as log:
-        return subprocess.Popen(command, cwd=launch.ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            cwd=launch.ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
-def _watch(workers: list[subprocess.Popen[bytes]], states: Path, log: Path, deadline: float) -> dict[str, Any] | None:
+def _watch(
+    workers: list[subprocess.Popen[bytes]], states: Path, log: Path, deadline: float
+) -> dict[str, Any] | None:
     """Until all have ended, or one has failed; None if the deadline came first."""
     resident = before = on_disk = 0
     cache = grown = 0
@@ -106,7 +166,13 @@ def _watch(workers: list[subprocess.Popen[bytes]], states: Path, log: Path, dead
     for worker in workers:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.wait(10)
-    return {"resident": resident, "before": before, "disk": on_disk, "moved_at_step": moved or [0], "cache": grown}
+    return {
+        "resident": resident,
+        "before": before,
+        "disk": on_disk,
+        "moved_at_step": moved or [0],
+        "cache": grown,
+    }
 
 
 def _resident(pid: int) -> int:
@@ -127,7 +193,8 @@ def _moved(pid: int) -> int:
 
 def _allocated(states: Path) -> int:
     total = 0
-    for folder, folders, files in os.walk(states):  # which passes over a folder that is gone meanwhile
+    # Which passes over a folder that is gone meanwhile
+    for folder, folders, files in os.walk(states):
         for name in (*folders, *files):
             with contextlib.suppress(OSError):  # gone meanwhile
                 total += os.stat(os.path.join(folder, name)).st_blocks * 512

@@ -1,7 +1,9 @@
-"""The largest model of each side: one attempt, `python -m benchmarks.offload.largest JOB.json RANK`, started by `on_gpu.largest`.
+"""The largest model of each side: one attempt,
+`python -m benchmarks.offload.largest JOB.json RANK`, started by `on_gpu.largest`.
 
-A GPT of wide blocks, each recomputed in the backward pass so that activations do not decide, is built in each library's own way of never
-having it whole on the device, and takes two steps. An attempt that runs out of memory ends with an error, which is an answer.
+A GPT of wide blocks, each recomputed in the backward pass so that activations do not decide, is
+built in each library's own way of never having it whole on the device, and takes two steps. An
+attempt that runs out of memory ends with an error, which is an answer.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Large(GPT):
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
-        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+        return functional.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten()
+        )
 
 
 def shape_of(layers: int, width: int) -> Shape:
@@ -62,7 +66,11 @@ def build(name: str, setting: Setting, shape: Shape, disk: str | None, own_adam:
     if side.family in ("onefold", "fsdp2"):
         with torch.device("meta"):
             model = Large(shape)
-        return sides.Onefold(setting, model, side, disk) if side.family == "onefold" else sides.FSDP2(setting, model, initialize)
+        return (
+            sides.Onefold(setting, model, side, disk)
+            if side.family == "onefold"
+            else sides.FSDP2(setting, model, initialize)
+        )
     if side.family == "deepspeed" and side.stage == 3:
         deepspeed = importlib.import_module("deepspeed")
         with deepspeed.zero.Init(config_dict_or_path=sides.deepspeed_config(setting, side)):
@@ -78,14 +86,23 @@ def build(name: str, setting: Setting, shape: Shape, disk: str | None, own_adam:
 
 
 def attempt(job: dict[str, Any]) -> dict[str, Any]:
-    """Build and take two steps: seconds of the second, MiB allocated on the GPU and resident at most."""
+    """Build and take two steps: seconds of the second, MiB allocated on the GPU and resident at
+    most.
+    """
     setting = Setting(**job["setting"])
     cuda = setting.device == "cuda"
     shape = shape_of(job["layers"], job["width"])
     trainer = build(job["side"], setting, shape, job["disk"], job["own_adam"])
     source = torch.Generator().manual_seed(0)
-    words = torch.randint(shape.vocab, (max(1, setting.tokens // shape.seq), shape.seq + 1), generator=source)
-    batch = [(words[:, :-1].contiguous().to(setting.device), words[:, 1:].contiguous().to(setting.device))]
+    words = torch.randint(
+        shape.vocab, (max(1, setting.tokens // shape.seq), shape.seq + 1), generator=source
+    )
+    batch = [
+        (
+            words[:, :-1].contiguous().to(setting.device),
+            words[:, 1:].contiguous().to(setting.device),
+        )
+    ]
     seconds = []
     for _ in range(2):
         begun = time.perf_counter()
@@ -109,7 +126,12 @@ def main() -> None:
     sides.prepare(job["side"], setting.device)
     if SIDES.get(job["side"]) is not None:
         backend = "nccl" if setting.device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{path.with_name('store')}", rank=rank, world_size=setting.ranks)
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{path.with_name('store')}",
+            rank=rank,
+            world_size=setting.ranks,
+        )
     leave(attempt(job), path, rank)
 
 

@@ -1,10 +1,13 @@
 """Two chapters of `benchmarks/gpu.py`: state off the device beside one GPU.
 
-4. What does it cost? Onefold with its state on the host and on NVMe, plain PyTorch, FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-Offload
-   on one model: tokens/s, TFLOP/s, memory; and, from a trace of two steps, which part of the copies between host and device had a compute
-   kernel beside it, how long the copies alone kept the device, and how much of them went through pinned memory. Goals: 1.5 × DeepSpeed's
-   rate with the same state off the device, and 90 % of the copies hidden where the batch gives enough compute.
-5. What fits? The largest model that takes two steps, block after block of a wide GPT, for each side.
+4. What does it cost? Onefold with its state on the host and on NVMe, plain PyTorch, FSDP2's
+   CPUOffloadPolicy and DeepSpeed's ZeRO-Offload on one model: tokens/s, TFLOP/s, memory; and, from
+   a trace of two steps, which part of the copies between host and device had a compute kernel
+   beside it, how long the copies alone kept the device, and how much of them went through pinned
+   memory. Goals: 1.5 × DeepSpeed's rate with the same state off the device, and 90 % of the copies
+       hidden where the batch gives enough compute.
+5. What fits? The largest model that takes two steps, block after block of a wide GPT, for each
+side.
 """
 
 from __future__ import annotations
@@ -61,8 +64,10 @@ def side_of(name: str) -> Side:
 
 
 def flops(name: str, tokens: int) -> float:
-    """Floating-point operations of forward and backward over that many tokens: 6 a parameter and token, and of attention 12 × layers ×
-    width × sequence a token (Chowdhery et al. 2022, PaLM, appendix B), half of that since what is masked need not be computed."""
+    """Floating-point operations of forward and backward over that many tokens: 6 a parameter and
+    token, and of attention 12 × layers × width × sequence a token (Chowdhery et al. 2022, PaLM,
+    appendix B), half of that since what is masked need not be computed.
+    """
     shape = SHAPES[name]
     return tokens * (6.0 * count_parameters(name) + 6.0 * shape.layers * shape.width * shape.seq)
 
@@ -71,7 +76,9 @@ def available(names: tuple[str, ...], options: argparse.Namespace) -> tuple[list
     """(sides that can run here, those whose library is not installed)"""
     pythons = {"deepspeed": options.deepspeed_python, "onefold": sys.executable}
     there = {p: launch.interpreter_has(python, p) for p, python in pythons.items()}
-    absent = [name for name in names if (package := adapters.requirement(name)) and not there[package]]
+    absent = [
+        name for name in names if (package := adapters.requirement(name)) and not there[package]
+    ]
     return [name for name in names if name not in absent], absent
 
 
@@ -93,22 +100,39 @@ def offload(options: argparse.Namespace) -> tuple[gpu.Table, list[dict[str, Any]
         for number in range(options.rounds):
             for side in sides:
                 last = number == options.rounds - 1
-                trace = str(options.output.resolve() / f"gpu-trace-{side}-{accumulation}.json.gz") if last else None
+                trace = (
+                    str(options.output.resolve() / f"gpu-trace-{side}-{accumulation}.json.gz")
+                    if last
+                    else None
+                )
                 outcome = on_side(side, setting, options, trace=trace)
                 outcomes.append(outcome)
                 if outcome["status"] == "ok":
                     found[side].append(outcome["ranks"][0])
         table.rows += [_row(side, setting, found) for side in sides]
-        table.rows += [[side, f"{setting.tokens_a_step:,}", "not installed", *["–"] * (len(columns) - 3)] for side in absent]
+        table.rows += [
+            [side, f"{setting.tokens_a_step:,}", "not installed", *["–"] * (len(columns) - 3)]
+            for side in absent
+        ]
     return table, outcomes
 
 
-def on_side(side: str, setting: Setting, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def on_side(
+    side: str, setting: Setting, options: argparse.Namespace, **more: Any
+) -> dict[str, Any]:
     """A turn of chapter 4, with a folder on the disk of its own while it lasts."""
     with tempfile.TemporaryDirectory(prefix="offload-", dir=options.disk) as place:
         disk = str(Path(place).resolve()) if side_of(side).on_disk else None
         python = options.deepspeed_python if side_of(side).family == "deepspeed" else sys.executable
-        return gpu.run(side, setting, options, python=python, disk=disk, own_adam=options.deepspeed_adam, **more)
+        return gpu.run(
+            side,
+            setting,
+            options,
+            python=python,
+            disk=disk,
+            own_adam=options.deepspeed_adam,
+            **more,
+        )
 
 
 def _row(side: str, setting: Setting, found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -117,7 +141,9 @@ def _row(side: str, setting: Setting, found: dict[str, list[dict[str, Any]]]) ->
     if not mine:
         return [side, f"{tokens:,}", "failed", *["–"] * 12]
     step = _step(mine)
-    plain, baseline = (_step(found[other]) if found.get(other) else None for other in ("plain", BASELINE))
+    plain, baseline = (
+        _step(found[other]) if found.get(other) else None for other in ("plain", BASELINE)
+    )
     reference = found.get("plain") or mine
     seen = next((rank["trace"] for rank in reversed(mine) if rank.get("trace")), None)
     host = [rank["host_mib"] for rank in mine if rank.get("host_mib") is not None]
@@ -141,7 +167,9 @@ def _step(ranks: list[dict[str, Any]]) -> float:
 
 
 def _traced(seen: dict[str, float] | None) -> list[str]:
-    """Copies of a step, their hidden and exposed part, the pinned part of them, idle time; of the two steps that were traced, the mean."""
+    """Copies of a step, their hidden and exposed part, the pinned part of them, idle time; of the
+    two steps that were traced, the mean.
+    """
     if seen is None or not seen["comm_s"]:
         return ["–"] * 4 + ([f"{500 * seen['idle_s']:.1f}"] if seen is not None else ["–"])
     copies = seen["pinned_s"] + seen["pageable_s"]
@@ -157,7 +185,10 @@ def _traced(seen: dict[str, float] | None) -> list[str]:
 def largest(options: argparse.Namespace) -> tuple[gpu.Table, list[dict[str, Any]]]:
     """Chapter 5."""
     columns = ("side", "largest", "blocks", "step s", "device MiB", "host MiB", "too large", "why")
-    title = f"5. The largest model, one GPU: blocks of width {options.width:,}, {options.largest_tokens:,} tokens, recomputed"
+    title = (
+        f"5. The largest model, one GPU: blocks of width {options.width:,},"
+        f" {options.largest_tokens:,} tokens, recomputed"
+    )
     table = gpu.Table(title, columns)
     sides, absent = available(LARGEST, options)
     outcomes = []
@@ -176,7 +207,8 @@ def largest(options: argparse.Namespace) -> tuple[gpu.Table, list[dict[str, Any]
 
 
 def search(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
-    """(the largest number seen to fit, the smallest seen not to): half as many again until one does not, then between, to an eighth.
+    """(the largest number seen to fit, the smallest seen not to): half as many again until one does
+    not, then between, to an eighth.
 
     (0, first) where `first` does not fit.
     """
@@ -192,7 +224,9 @@ def search(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
 
 
 def _attempt(side: str, layers: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One attempt; one that the host cannot hold is not begun, since the system would end whatever process it likes."""
+    """One attempt; one that the host cannot hold is not begun, since the system would end whatever
+    process it likes.
+    """
     from onefold.memory.host import free_host_memory
 
     setting = Setting(
@@ -202,22 +236,50 @@ def _attempt(side: str, layers: int, options: argparse.Namespace) -> dict[str, A
     about = {"peer": side, "setting": setting.to_json(), "layers": layers}
     need, free = 16 * parameters_of(layers, options.width), int(HOST_SHARE * free_host_memory())
     if side_of(side).optimizer == "cpu" and need > free:
-        return {**about, "status": "refused", "error": f"{need:,} bytes of state, {free:,} of host memory may be taken", "ranks": []}
+        return {
+            **about,
+            "status": "refused",
+            "error": f"{need:,} bytes of state, {free:,} of host memory may be taken",
+            "ranks": [],
+        }
     with tempfile.TemporaryDirectory(prefix="offload-", dir=options.disk) as place:
         job = {
             "side": side, "setting": setting.to_json(), "layers": layers, "width": options.width, "disk": str(Path(place).resolve()),
             "own_adam": options.deepspeed_adam,
         }  # fmt: skip
         python = options.deepspeed_python if side_of(side).family == "deepspeed" else sys.executable
-        outcome = launch.run_ranks("benchmarks.offload.largest", job, 1, threads=setting.threads, python=python, timeout=options.timeout)
-    print(f"# {side}, {layers} blocks: {outcome['status']} in {outcome['wall_s']:.0f} s", file=sys.stderr, flush=True)
+        outcome = launch.run_ranks(
+            "benchmarks.offload.largest",
+            job,
+            1,
+            threads=setting.threads,
+            python=python,
+            timeout=options.timeout,
+        )
+    print(
+        f"# {side}, {layers} blocks: {outcome['status']} in {outcome['wall_s']:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     return {"error": "", **about, **outcome}
 
 
-def _largest_row(side: str, best: int, above: int, tried: dict[int, dict[str, Any]], width: int) -> list[str]:
+def _largest_row(
+    side: str, best: int, above: int, tried: dict[int, dict[str, Any]], width: int
+) -> list[str]:
     too_large = [f"{parameters_of(above, width) / 1e9:.2f}B", essence(tried[above]["error"])[:80]]
     if not best:
         return [side, "none", *["–"] * 4, *too_large]
     rank = tried[best]["ranks"][0]
-    memory = ["–" if rank[name] is None else f"{rank[name]:,.0f}" for name in ("device_mib", "resident_mib")]
-    return [side, f"{parameters_of(best, width) / 1e9:.2f}B", str(best), f"{rank['step_s']:.2f}", *memory, *too_large]
+    memory = [
+        "–" if rank[name] is None else f"{rank[name]:,.0f}"
+        for name in ("device_mib", "resident_mib")
+    ]
+    return [
+        side,
+        f"{parameters_of(best, width) / 1e9:.2f}B",
+        str(best),
+        f"{rank['step_s']:.2f}",
+        *memory,
+        *too_large,
+    ]

@@ -51,18 +51,22 @@ DISKS: dict[str, Cell] = {
     "own files in it MiB": _shown("file_cache_mib", "{:,.1f}"),
 }
 LEGEND = (
-    "step s: median of the timed steps; optimizer s: what `optimizer.step()` takes of it. × device: median of the rounds' ratios to the "
-    "same stage of Onefold (of FSDP2: stage 3) with everything on the device, with their range. cpu s: processor time of a rank in a step. "
-    "peak, rest: a rank's resident memory beyond what the imported libraries take, in timed steps and after the last. device, host, disk: "
-    "what Onefold's ledgers and the optimizer's states account for at their peak; / planned: the host's over what the recipe should take "
-    "(`planned.py`). On CPU ranks the device is host memory too, so that `peak` has both. loss diff: largest relative difference to the "
-    "losses of onefold-3."
+    "step s: median of the timed steps; optimizer s: what `optimizer.step()` takes of it. × device:"
+    " median of the rounds' ratios to the same stage of Onefold (of FSDP2: stage 3) with everything"
+    " on the device, with their range. cpu s: processor time of a rank in a step. peak, rest: a"
+    " rank's resident memory beyond what the imported libraries take, in timed steps and after the"
+    " last. device, host, disk: what Onefold's ledgers and the optimizer's states account for at"
+    " their peak; / planned: the host's over what the recipe should take (`planned.py`). On CPU"
+    " ranks the device is host memory too, so that `peak` has both. loss diff: largest relative"
+    " difference to the losses of onefold-3."
 )
 DISK_LEGEND = (
-    "read, written: by all ranks in a step. waited s: of a step, in which a rank did nothing but wait for the disk. optimizer GB/s: bytes "
-    "read and written by all ranks in `optimizer.step()` over its seconds; plain copy: one thread that reads and writes sequentially with "
-    "O_DIRECT just before and behind each step; / copy: median of the steps' ratios; / copy by two: to a copy that reads and writes at a "
-    "time. page cache: growth of the machine's in the timed steps; own files in it: of the run's files at the end."
+    "read, written: by all ranks in a step. waited s: of a step, in which a rank did nothing but"
+    " wait for the disk. optimizer GB/s: bytes read and written by all ranks in `optimizer.step()`"
+    " over its seconds; plain copy: one thread that reads and writes sequentially with O_DIRECT"
+    " just before and behind each step; / copy: median of the steps' ratios; / copy by two: to a"
+    " copy that reads and writes at a time. page cache: growth of the machine's in the timed steps;"
+    " own files in it: of the run's files at the end."
 )
 
 
@@ -70,7 +74,11 @@ def table(columns: dict[str, Cell], rows: Sequence[Row]) -> str:
     """A Markdown table; rows that failed say so."""
     lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
     for row in rows:
-        cells = [cell(row) for cell in columns.values()] if row.status == "ok" else [row.side, row.status, *[DASH] * (len(columns) - 2)]
+        cells = (
+            [cell(row) for cell in columns.values()]
+            if row.status == "ok"
+            else [row.side, row.status, *[DASH] * (len(columns) - 2)]
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -82,8 +90,14 @@ def comparison(setting: Setting, rows: Sequence[Row], pairs: Sequence[Pair]) -> 
     if on_disk:
         parts.append(table(DISKS, on_disk))
     if pairs:
-        lines = ["| ours | theirs | their step / ours | range | rounds |", "|---|---|---:|---:|---:|"]
-        lines += [f"| {p.ours} | {p.theirs} | {p.faster:.2f} | {p.low:.2f}-{p.high:.2f} | {p.rounds} |" for p in pairs]
+        lines = [
+            "| ours | theirs | their step / ours | range | rounds |",
+            "|---|---|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {p.ours} | {p.theirs} | {p.faster:.2f} | {p.low:.2f}-{p.high:.2f} | {p.rounds} |"
+            for p in pairs
+        ]
         parts.append("\n".join(lines) + "\n")
     parts += [f"{row.side}: {row.status}: {essence(row.error)}\n" for row in rows if row.error]
     return "\n".join(parts)
@@ -96,51 +110,83 @@ def large_table(large: dict[str, Any]) -> str:
     gib = large["resident_bytes"] / 2**30
     lines = [
         "**A model too large for the memory it is given** (`examples/larger_than_memory.py`)\n",
-        "| parameters | state GB | ranks | steps | step s | resident GiB, all ranks | before the model | on disk GB | moved a step GB "
-        "| page cache MiB |",
+        (
+            "| parameters | state GB | ranks | steps | step s | resident GiB, all ranks | before"
+            " the model | on disk GB | moved a step GB | page cache MiB |"
+        ),
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-        f"| {large['parameters'] / 1e9:.2f}B | {16 * large['parameters'] / 1e9:.1f} | {large['ranks']} | {len(large['losses'])} "
-        f"| {large['step_s']:.1f} | {gib:.2f} | {large['before_bytes'] / 2**30:.2f} | {large['disk_bytes'] / 1e9:.1f} "
-        f"| {large['moved_bytes'] / 1e9:.1f} | {large['page_cache_growth'] / 2**20:+,.0f} |",
+        (
+            f"| {large['parameters'] / 1e9:.2f}B | {16 * large['parameters'] / 1e9:.1f} |"
+            f" {large['ranks']} | {len(large['losses'])} | {large['step_s']:.1f} | {gib:.2f} |"
+            f" {large['before_bytes'] / 2**30:.2f} | {large['disk_bytes'] / 1e9:.1f} |"
+            f" {large['moved_bytes'] / 1e9:.1f} | {large['page_cache_growth'] / 2**20:+,.0f} |"
+        ),
         "",
-        f"Losses: {', '.join(f'{loss:.4f}' for loss in large['losses'])}. Resident: the largest sum over the ranks at one time, seen from "
-        "outside every 50 ms; libraries and interpreters are in it, shared pages once for each rank.",
+        (
+            f"Losses: {', '.join(f'{loss:.4f}' for loss in large['losses'])}. Resident: the largest"
+            " sum over the ranks at one time, seen from outside every 50 ms; libraries and"
+            " interpreters are in it, shared pages once for each rank."
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
 def smollm2_table(found: dict[str, Any]) -> str:
     """SmolLM2 on one process."""
-    title = "**SmolLM2 on one process** (`examples/larger_than_memory.py --weights smollm2`, see `alone.py`)\n"
+    title = (
+        "**SmolLM2 on one process** (`examples/larger_than_memory.py --weights smollm2`, see"
+        " `alone.py`)\n"
+    )
     if found["status"] != "ok":
         return f"{title}\n{found['status']}: {essence(found['error'])}\n"
-    size = f"{found['parameters'] / 1e6:.1f}M | {16 * found['parameters'] / 1e9:.2f} | {found['tokens']}"
+    size = (
+        f"{found['parameters'] / 1e6:.1f}M | {16 * found['parameters'] / 1e9:.2f} |"
+        f" {found['tokens']}"
+    )
     lines = [
         title,
-        "| state rests | parameters | state GB | tokens | steps | step s | above the interpreter MiB | on disk GB | moved a step GB |",
+        (
+            "| state rests | parameters | state GB | tokens | steps | step s | above the"
+            " interpreter MiB | on disk GB | moved a step GB |"
+        ),
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for place, run in (("on the disk", found), ("in memory", found["in_memory"])):
         if run is None:
             lines.append(f"| {place} | failed {'|' + f' {DASH} |' * 7}")
             continue
-        moved = [f"{run[name] / 1e9:.2f}" if name in run else DASH for name in ("disk_bytes", "moved_bytes")]
+        moved = [
+            f"{run[name] / 1e9:.2f}" if name in run else DASH
+            for name in ("disk_bytes", "moved_bytes")
+        ]
         lines.append(
-            f"| {place} | {size} | {len(run['losses'])} | {run['step_s']:.1f} | {run['above_bytes'] / 2**20:,.0f} | {' | '.join(moved)} |"
+            f"| {place} | {size} | {len(run['losses'])} | {run['step_s']:.1f} |"
+            f" {run['above_bytes'] / 2**20:,.0f} | {' | '.join(moved)} |"
         )
     beside = found["in_memory"]
     same = ""
     if beside is not None:
-        same = " In memory they are the same, bit for bit." if beside["losses"] == found["losses"] else " In memory they differ."
+        same = (
+            " In memory they are the same, bit for bit."
+            if beside["losses"] == found["losses"]
+            else " In memory they differ."
+        )
     said = ", ".join(f"{loss:.4f}" for loss in found["losses"])
-    above = "Above the interpreter: the most that the process had resident, as the kernel counts it, beyond what it had behind its imports."
+    above = (
+        "Above the interpreter: the most that the process had resident, as the kernel counts it,"
+        " beyond what it had behind its imports."
+    )
     return "\n".join([*lines, "", f"Losses: {said}.{same} {above}"]) + "\n"
 
 
 def goals_table(goals: Sequence[dict[str, Any]]) -> str:
     """Each goal, the figure that is worst for it, and whether it is met."""
     said = {True: "yes", False: "no", None: DASH}
-    lines = ["| goal | measured | met |", "|---|---|---|", *(f"| {g['goal']} | {g['figure']} | {said[g['met']]} |" for g in goals)]
+    lines = [
+        "| goal | measured | met |",
+        "|---|---|---|",
+        *(f"| {g['goal']} | {g['figure']} | {said[g['met']]} |" for g in goals),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -148,13 +194,29 @@ def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, goals, the tables, footnotes."""
     place, found = document["machine"], document["versions"]
     named = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    where = f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB, {place['system']}, disk {document['disk']['file_system']}"
-    parts = [f"Measured {document['date']} on {where}; {named}. `{document['command']}`\n", goals_table(document["goals"])]
+    where = (
+        f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB, {place['system']},"
+        f" disk {document['disk']['file_system']}"
+    )
+    parts = [
+        f"Measured {document['date']} on {where}; {named}. `{document['command']}`\n",
+        goals_table(document["goals"]),
+    ]
     for c in document["comparisons"]:
-        parts.append(comparison(Setting(**c["setting"]), [Row(**r) for r in c["rows"]], [Pair(**p) for p in c["pairs"]]))
+        parts.append(
+            comparison(
+                Setting(**c["setting"]),
+                [Row(**r) for r in c["rows"]],
+                [Pair(**p) for p in c["pairs"]],
+            )
+        )
     if document["large"] is not None:
         parts.append(large_table(document["large"]))
     if document["smollm2"] is not None:
         parts.append(smollm2_table(document["smollm2"]))
-    parts += [f"{LEGEND}\n", f"{DISK_LEGEND}\n", "\n\n".join(f"{side}: {note}." for side, note in NOTES.items()) + "\n"]
+    parts += [
+        f"{LEGEND}\n",
+        f"{DISK_LEGEND}\n",
+        "\n\n".join(f"{side}: {note}." for side, note in NOTES.items()) + "\n",
+    ]
     return "\n".join(parts)

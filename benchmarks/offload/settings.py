@@ -17,7 +17,8 @@ class Side:
     Attributes:
         family: "onefold", "fsdp2", "deepspeed", or "plain" (PyTorch alone, on one rank).
         stage: the ZeRO stage, where the family has stages.
-        optimizer, parameters: "device", "cpu" or "nvme": where masters and moments, and where parameters rest.
+        optimizer, parameters: "device", "cpu" or "nvme": where masters and moments, and where
+            parameters rest.
         behind: units are stepped behind the rest of the backward pass.
     """
 
@@ -32,7 +33,9 @@ class Side:
         return NVME in (self.optimizer, self.parameters)
 
     def recipe(self, disk: str | None) -> dict[str, Any]:
-        """The options of `Recipe.zero` beside stage and precision; `disk`: the folder for what rests on NVMe."""
+        """The options of `Recipe.zero` beside stage and precision; `disk`: the folder for what
+        rests on NVMe.
+        """
         out: dict[str, Any] = {}
         if self.optimizer != DEVICE:
             out["offload_optimizer"] = self.optimizer
@@ -87,27 +90,41 @@ NOTES: dict[str, str] = {
     "-nvme": "offload_optimizer='nvme': masters, moments and gradients on the disk",
     "-param": "with offload_param on the same tier",
     "-behind": "with step_in_backward=True: units are stepped behind the rest of the backward pass",
-    "fsdp2, fsdp2-cpu": "fully_shard of each block and the root, without and with CPUOffloadPolicy (which moves parameters, gradients and "
-    "states); memory is pinned beside a GPU, and cannot be on CPU ranks",
-    "deepspeed-N-cpu": "DeepSpeed ZeRO stage N with offload_optimizer cpu (-param: offload_param too) and torch.optim.AdamW(fused=True), "
-    "which zero_force_ds_cpu_optimizer=false allows. Its own DeepSpeedCPUAdam is compiled at its first use, which a plain machine cannot; "
-    "--deepspeed-adam asks for it",
+    "fsdp2, fsdp2-cpu": (
+        "fully_shard of each block and the root, without and with CPUOffloadPolicy (which moves"
+        " parameters, gradients and states); memory is pinned beside a GPU, and cannot be on CPU"
+        " ranks"
+    ),
+    "deepspeed-N-cpu": (
+        "DeepSpeed ZeRO stage N with offload_optimizer cpu (-param: offload_param too) and"
+        " torch.optim.AdamW(fused=True), which zero_force_ds_cpu_optimizer=false allows. Its own"
+        " DeepSpeedCPUAdam is compiled at its first use, which a plain machine cannot;"
+        " --deepspeed-adam asks for it"
+    ),
 }
 """How each side is set up, printed under the tables."""
 
 
 def applies(side: str, setting: Setting) -> bool:
-    """Whether the side means anything here: nobody can clip what is stepped before the norm is known."""
+    """Whether the side means anything here: nobody can clip what is stepped before the norm is
+    known.
+    """
     return not (SIDES[side].behind and setting.clip)
 
 
 def chosen(names: list[str]) -> list[str]:
-    """Sides in the order of a round; a family's name, or the beginning of some names, takes all that begin so.
+    """Sides in the order of a round; a family's name, or the beginning of some names, takes all
+    that begin so.
 
     Raises:
         ValueError: a name is of no side.
     """
     for name in names:
         if not any(side == name or side.startswith(f"{name}-") for side in SIDES):
-            raise ValueError(f"There is no side {name!r}; choose from {', '.join(SIDES)}, or a family such as 'onefold'.")
-    return [s for s in SIDES if any(s == n or (n not in SIDES and s.startswith(f"{n}-")) for n in names)]
+            raise ValueError(
+                f"There is no side {name!r}; choose from {', '.join(SIDES)}, or a family such as"
+                " 'onefold'."
+            )
+    return [
+        s for s in SIDES if any(s == n or (n not in SIDES and s.startswith(f"{n}-")) for n in names)
+    ]

@@ -1,4 +1,6 @@
-"""How each side is built. What the peers of `benchmarks.peers` have in common with them is theirs; here is where state goes."""
+"""How each side is built. What the peers of `benchmarks.peers` have in common with them is theirs;
+here is where state goes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Onefold(adapters.Onefold):
         super(adapters.Onefold, self).__init__(setting)  # the next one's would shard without tiers
         self.onefold: Any = importlib.import_module("onefold")
         self.autocast = False
-        recipe = self.onefold.Recipe.zero(side.stage, precision=setting.precision, **side.recipe(disk))
+        recipe = self.onefold.Recipe.zero(
+            side.stage, precision=setting.precision, **side.recipe(disk)
+        )
         built = all(not p.is_meta for p in model.parameters())
         self.model = self.onefold.shard(model, recipe, device=None if built else setting.device)
         self.optimizer = adamw(self.model.parameters())
@@ -38,7 +42,9 @@ class Onefold(adapters.Onefold):
 class FSDP2(adapters._TorchPeer):
     """`fully_shard` with CPUOffloadPolicy, else as `adapters.FSDP2`."""
 
-    def __init__(self, setting: Setting, model: nn.Module, init: Callable[[nn.Module], object] | None = None) -> None:
+    def __init__(
+        self, setting: Setting, model: nn.Module, init: Callable[[nn.Module], object] | None = None
+    ) -> None:
         super().__init__(setting)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -47,7 +53,9 @@ class FSDP2(adapters._TorchPeer):
         dtype = torch.bfloat16 if setting.precision == "bf16" else None
         how: dict[str, Any] = {
             "mesh": init_device_mesh(setting.device, (setting.ranks,)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None
+            ),
             "offload_policy": CPUOffloadPolicy(pin_memory=setting.device == "cuda"),
         }
         for block in model.get_submodule("blocks").children():
@@ -72,13 +80,20 @@ class DeepSpeed(adapters.DeepSpeed):
             )
         else:
             optimizer = adamw(model.parameters())
-        self.engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(setting, side))[0]
+        self.engine: Any = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=deepspeed_config(setting, side)
+        )[0]
 
 
 def deepspeed_config(setting: Setting, side: Side) -> dict[str, Any]:
-    """What `adapters.DeepSpeed` is given, and where state goes; on a GPU with what its tutorial on ZeRO-Offload adds."""
+    """What `adapters.DeepSpeed` is given, and where state goes; on a GPU with what its tutorial on
+    ZeRO-Offload adds.
+    """
     bf16 = setting.precision == "bf16"
-    zero: dict[str, Any] = {"stage": side.stage, "offload_optimizer": {"device": side.optimizer, "pin_memory": setting.device == "cuda"}}
+    zero: dict[str, Any] = {
+        "stage": side.stage,
+        "offload_optimizer": {"device": side.optimizer, "pin_memory": setting.device == "cuda"},
+    }
     if side.parameters == CPU:
         zero["offload_param"] = {"device": CPU, "pin_memory": setting.device == "cuda"}
     if setting.device == "cuda":
@@ -105,8 +120,11 @@ def prepare(name: str, device: str = "cpu") -> None:
     adapters.prepare("fsdp2" if name.startswith("fsdp2") else name)
 
 
-def build(name: str, setting: Setting, model: nn.Module, disk: str | None = None, own_adam: bool = False) -> Any:
-    """The side around `model`, which holds whole fp32 weights on every rank; names of `adapters.build` are its.
+def build(
+    name: str, setting: Setting, model: nn.Module, disk: str | None = None, own_adam: bool = False
+) -> Any:
+    """The side around `model`, which holds whole fp32 weights on every rank; names of
+    `adapters.build` are its.
 
     Raises ValueError for any further one.
     """
@@ -121,10 +139,14 @@ def build(name: str, setting: Setting, model: nn.Module, disk: str | None = None
 
 
 def touch(name: str, setting: Setting, disk: str | None = None, own_adam: bool = False) -> None:
-    """Let the side train a toy for a step, so that its code, lazy imports included, is resident before anything is measured."""
+    """Let the side train a toy for a step, so that its code, lazy imports included, is resident
+    before anything is measured.
+    """
     toy = replace(setting, model="gpt-tiny", tokens=32)
     trainer = build(name, toy, model.build(toy.model, device=toy.device), disk, own_adam)
-    ids, labels = (part.to(toy.device) for part in model.micro_batch(toy.model, toy.tokens, 0, 0, 0, toy.ranks))
+    ids, labels = (
+        part.to(toy.device) for part in model.micro_batch(toy.model, toy.tokens, 0, 0, 0, toy.ranks)
+    )
     trainer.step([(ids, labels)] * toy.accumulation)
 
 

@@ -1,4 +1,6 @@
-"""What a profile of some steps shows of copies and communication: how much of them had computing beside it."""
+"""What a profile of some steps shows of copies and communication: how much of them had computing
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ Interval = tuple[float, float]
 
 
 def profile(
-    trainer: adapters.Peer, data: Sequence[Sequence[adapters.Batch]], setting: Setting, path: Path | None
+    trainer: adapters.Peer,
+    data: Sequence[Sequence[adapters.Batch]],
+    setting: Setting,
+    path: Path | None,
 ) -> dict[str, float]:
-    """Profile steps over `data`; seconds of GPU work by kind and how much of it overlapped. Rank 0 keeps the trace.
+    """Profile steps over `data`; seconds of GPU work by kind and how much of it overlapped. Rank 0
+    keeps the trace.
 
-    "pinned_s" and "pageable_s": of the copies between device and host, those through pinned memory, and those that were not.
+    "pinned_s" and "pageable_s": of the copies between device and host, those through pinned memory,
+    and those that were not.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if setting.device == "cuda":
@@ -40,7 +47,8 @@ def profile(
     computing: list[Interval] = []
     through = {"pinned": 0.0, "pageable": 0.0}
     for event in profiler.events() or ():
-        # What somebody has named (an optimizer's step) stands on the GPU's time line too, from its first piece of work to its last.
+        # What somebody has named (an optimizer's step) stands on the GPU's time line too, from its
+        # first piece of work to its last.
         if event.device_type.name != "CUDA" or event.is_user_annotation:
             continue
         name = event.name.lower()
@@ -50,20 +58,33 @@ def profile(
         across = "nccl" in name or name.startswith(("memcpy dtoh", "memcpy htod", "memcpy ptop"))
         kind = communicating if across else computing
         kind.append((event.time_range.start, event.time_range.end))
-    return overlap(communicating, computing) | {f"{name}_s": seconds for name, seconds in through.items()}
+    return overlap(communicating, computing) | {
+        f"{name}_s": seconds for name, seconds in through.items()
+    }
 
 
 def overlap(communicating: Sequence[Interval], computing: Sequence[Interval]) -> dict[str, float]:
-    """Seconds spent communicating, computing, doing both, and idle between first and last. Input: microseconds."""
+    """Seconds spent communicating, computing, doing both, and idle between first and last. Input:
+    microseconds.
+    """
     a, b = _union(communicating), _union(computing)
-    both = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in a for begin, stop in b)
+    both = sum(
+        max(0.0, min(end, stop) - max(start, begin)) for start, end in a for begin, stop in b
+    )
     total_a, total_b = (sum(end - start for start, end in part) for part in (a, b))
     everything = a + b
-    span = max((end for _, end in everything), default=0.0) - min((start for start, _ in everything), default=0.0)
+    span = max((end for _, end in everything), default=0.0) - min(
+        (start for start, _ in everything), default=0.0
+    )
     idle = span - (total_a + total_b - both)
     return {
         name: value / 1e6
-        for name, value in (("comm_s", total_a), ("compute_s", total_b), ("both_s", both), ("idle_s", idle))
+        for name, value in (
+            ("comm_s", total_a),
+            ("compute_s", total_b),
+            ("both_s", both),
+            ("idle_s", idle),
+        )
     }
 
 

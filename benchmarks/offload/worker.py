@@ -1,7 +1,9 @@
-"""One rank of one side in one round: `python -m benchmarks.offload.worker JOB.json RANK`, started by `benchmarks.peers.launch`.
+"""One rank of one side in one round: `python -m benchmarks.offload.worker JOB.json RANK`, started
+by `benchmarks.peers.launch`.
 
-As in `benchmarks.peers.worker` libraries are imported and exercised on a toy first, the memory baseline is taken, and only then is the
-model built. Between timed steps the ranks wait while rank 0 has the disk measured.
+As in `benchmarks.peers.worker` libraries are imported and exercised on a toy first, the memory
+baseline is taken, and only then is the model built. Between timed steps the ranks wait while rank 0
+has the disk measured.
 """
 
 from __future__ import annotations
@@ -32,16 +34,24 @@ def meet() -> None:
 
 def engine_of(trainer: Any) -> Any:
     """Onefold's engine; None for other sides."""
-    return trainer.onefold.engine_of(trainer.model) if isinstance(trainer, adapters.Onefold) else None
+    return (
+        trainer.onefold.engine_of(trainer.model) if isinstance(trainer, adapters.Onefold) else None
+    )
 
 
 def moments_by_tier(trainer: Any, engine: Any) -> dict[str, int]:
-    """Bytes of the optimizer's states in memory: on "device" or "host". What is on NVMe stands in the engine's ledger."""
+    """Bytes of the optimizer's states in memory: on "device" or "host". What is on NVMe stands in
+    the engine's ledger.
+    """
     away = {id(entry.param) for flat in engine.offloaded_flats for entry in flat.entries}
     out = {"device": 0, "host": 0}
     with disable_torch_function():  # what lies here, not what it is a part of
         for param, state in trainer.optimizer.state.items():
-            held = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor) and t.dim() and not t.is_meta)
+            held = sum(
+                t.numel() * t.element_size()
+                for t in state.values()
+                if isinstance(t, torch.Tensor) and t.dim() and not t.is_meta
+            )
             out["host" if id(param) in away else "device"] += held
     return out
 
@@ -66,23 +76,38 @@ class Ledgers:
             return None
         moments = moments_by_tier(self.trainer, self.engine)
         out = {}
-        for tier, ledger in (("device", self.engine.memory), ("host", self.engine.transfers.host), ("disk", self.engine.transfers.disk)):
+        for tier, ledger in (
+            ("device", self.engine.memory),
+            ("host", self.engine.transfers.host),
+            ("disk", self.engine.transfers.disk),
+        ):
             more = {"moments": moments[tier]} if moments.get(tier) else {}
             out[tier] = {"rest": {**ledger.now(), **more}, "peak": {**ledger.peak(), **more}}
         return out
 
     def moved(self) -> dict[str, float] | None:
-        """Bytes since `start`: "up", "down", "read", "written"; "waited_s": seconds for which this rank waited for the disk."""
+        """Bytes since `start`: "up", "down", "read", "written"; "waited_s": seconds for which this
+        rank waited for the disk.
+        """
         if self.engine is None:
             return None
-        return {**self.engine.transfers.moved.by_move(), "waited_s": self.engine.transfers.moved.exposed}
+        return {
+            **self.engine.transfers.moved.by_move(),
+            "waited_s": self.engine.transfers.moved.exposed,
+        }
 
     def counters(self) -> dict[str, float]:
-        """Of the disk, since ever: bytes, and the seconds in which a read or write was under way."""
+        """Of the disk, since ever: bytes, and the seconds in which a read or write was under
+        way.
+        """
         store = self.engine.transfers.open_store if self.engine is not None else None
         if store is None:
             return {}
-        return {"read": store.read_bytes, "written": store.written_bytes, "busy_s": store.busy_seconds}
+        return {
+            "read": store.read_bytes,
+            "written": store.written_bytes,
+            "busy_s": store.busy_seconds,
+        }
 
     def cached(self) -> int | None:
         """Bytes of this rank's files on the disk that lie in the page cache; None without any."""
@@ -91,20 +116,35 @@ class Ledgers:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Build, warm up, time. Memory in MiB beyond the baseline, seconds and bytes as lists of steps; see `summary` for the names."""
+    """Build, warm up, time. Memory in MiB beyond the baseline, seconds and bytes as lists of steps;
+    see `summary` for the names.
+    """
     name, setting = job["side"], Setting(**job["setting"])
     rank = dist.get_rank() if dist.is_initialized() else 0
-    on_disk, how = SIDES[name].on_disk, {"disk": job["disk"], "own_adam": job.get("own_adam", False)}
+    on_disk, how = (
+        SIDES[name].on_disk,
+        {
+            "disk": job["disk"],
+            "own_adam": job.get("own_adam", False),
+        },
+    )
     sides.touch(name, setting, **how)
     gc.collect()
-    copier = disk.Copier(Path(job["disk"]), job["copy_mib"], job["chunk_mib"]) if on_disk and rank == 0 and job["copy_mib"] else None
+    copier = (
+        disk.Copier(Path(job["disk"]), job["copy_mib"], job["chunk_mib"])
+        if on_disk and rank == 0 and job["copy_mib"]
+        else None
+    )
     meet()
     probes.give_back_free_heap()
     resettable = probes.reset_peak()
     baseline = probes.resident_mib()
 
     def batches(step: int) -> list[Any]:
-        return [model.micro_batch(setting.model, setting.tokens, step, m, rank, setting.ranks) for m in range(setting.accumulation)]
+        return [
+            model.micro_batch(setting.model, setting.tokens, step, m, rank, setting.ranks)
+            for m in range(setting.accumulation)
+        ]
 
     def copied() -> None:
         meet()
@@ -123,7 +163,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     probes.give_back_free_heap()
     data = [batches(setting.warmup + step) for step in range(setting.steps)]
     rates: list[dict[str, float]] = []
-    steps: dict[str, list[Any]] = {"step_s": [], "optimizer_s": [], "optimizer_disk": [], "step_disk": []}
+    steps: dict[str, list[Any]] = {
+        "step_s": [],
+        "optimizer_s": [],
+        "optimizer_disk": [],
+        "step_disk": [],
+    }
     processor, files = 0.0, disk.page_cache_bytes() if on_disk else 0
     copied()
     if resettable:
@@ -134,7 +179,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         losses.append(trainer.step(taken))
         steps["step_s"].append(time.perf_counter() - begun)
         processor += time.process_time() - busy
-        steps["step_disk"].append({key: value - before[key] for key, value in ledgers.counters().items()})
+        steps["step_disk"].append(
+            {key: value - before[key] for key, value in ledgers.counters().items()}
+        )
         steps["optimizer_s"].append(watch.seconds)
         steps["optimizer_disk"].append(watch.counted)
         copied()
@@ -162,7 +209,9 @@ def main() -> None:
     setting = Setting(**job["setting"])
     torch.set_num_threads(setting.threads)
     sides.prepare(job["side"], setting.device)
-    dist.init_process_group("gloo", init_method=f"file://{path.with_name('store')}", rank=rank, world_size=setting.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path.with_name('store')}", rank=rank, world_size=setting.ranks
+    )
     result = measure(job)
     gc.collect()  # `leave` ends the process at once: the files on the disk go with the engine, here
     leave(result, path, rank)

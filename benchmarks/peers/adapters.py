@@ -1,7 +1,9 @@
-"""One class a peer: how it is built and how it takes one optimizer step. Everything else of a run is shared.
+"""One class a peer: how it is built and how it takes one optimizer step. Everything else of a run
+is shared.
 
-Every peer starts from the same fp32 weights, uses `torch.optim.AdamW(fused=True)` and averages gradients over ranks and
-micro-batches. bf16 is each library's documented way of computing in bf16 over fp32 master weights (`settings.NOTES`).
+Every peer starts from the same fp32 weights, uses `torch.optim.AdamW(fused=True)` and averages
+gradients over ranks and micro-batches. bf16 is each library's documented way of computing in bf16
+over fp32 master weights (`settings.NOTES`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Peer(Protocol):
         """One optimizer step over the micro-batches; the mean of their losses on this rank."""
 
     def ledger_bytes(self) -> int | None:
-        """Bytes that the library itself says this rank has sent so far, None if it keeps no count."""
+        """Bytes that the library itself says this rank has sent so far, None if it keeps no
+        count.
+        """
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
@@ -85,7 +89,9 @@ class Plain(_TorchPeer):
 
 
 def all_reduce_in_bf16(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
-    """A communication hook for DDP. Torch's own `bf16_compress_hook` does the same but refuses gloo by name."""
+    """A communication hook for DDP. Torch's own `bf16_compress_hook` does the same but refuses gloo
+    by name.
+    """
     whole = bucket.buffer()
     sent = whole.to(torch.bfloat16).div_(dist.get_world_size())
     done: torch.futures.Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
@@ -100,7 +106,9 @@ class DDP(_TorchPeer):
         self.ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         if compress:
             # torch compares the hook's annotations with its own types, which deferred ones are not
-            self.ddp.register_comm_hook(None, lambda state, bucket: all_reduce_in_bf16(state, bucket))
+            self.ddp.register_comm_hook(
+                None, lambda state, bucket: all_reduce_in_bf16(state, bucket)
+            )
         self.model = self.ddp
         self.optimizer = self.make_optimizer()
 
@@ -128,9 +136,11 @@ class ZeroOptimizer(DDP):
 
 
 class FSDP2(_TorchPeer):
-    """`fully_shard` on each block, then on the root: the set-up of its tutorial. Reduces every micro-batch.
+    """`fully_shard` on each block, then on the root: the set-up of its tutorial. Reduces every
+    micro-batch.
 
-    `hybrid`: (groups, ranks in each) shards inside a group and replicates across; empty shards over all ranks.
+    `hybrid`: (groups, ranks in each) shards inside a group and replicates across; empty shards over
+    all ranks.
     """
 
     def __init__(self, setting: Setting, model: nn.Module, hybrid: tuple[int, ...] = ()) -> None:
@@ -142,7 +152,9 @@ class FSDP2(_TorchPeer):
         names = ("replicate", "shard")[-len(hybrid or (setting.ranks,)) :]
         mesh = init_device_mesh(setting.device, hybrid or (setting.ranks,), mesh_dim_names=names)
         dtype = torch.bfloat16 if setting.precision == "bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None
+        )
         blocks = model.get_submodule("blocks")
         for block in blocks.children():
             fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -152,7 +164,8 @@ class FSDP2(_TorchPeer):
 
 
 class DeepSpeed:
-    """DeepSpeed's engine over a torch optimizer; it divides the loss by the micro-batches and clips by itself.
+    """DeepSpeed's engine over a torch optimizer; it divides the loss by the micro-batches and clips
+    by itself.
 
     `zero` are further keys of its `zero_optimization`.
     """
@@ -173,7 +186,9 @@ class DeepSpeed:
         if bf16:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         deepspeed = importlib.import_module("deepspeed")
-        self.engine: Any = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)[0]
+        self.engine: Any = deepspeed.initialize(
+            model=model, optimizer=adamw(model.parameters()), config=config
+        )[0]
 
     def ledger_bytes(self) -> int | None:
         return None
@@ -189,13 +204,17 @@ class DeepSpeed:
 
 
 class Onefold(_TorchPeer):
-    """`onefold.shard` at one stage with the recipe's defaults, or further arguments of `Recipe.zero`."""
+    """`onefold.shard` at one stage with the recipe's defaults, or further arguments of
+    `Recipe.zero`.
+    """
 
     def __init__(self, setting: Setting, model: nn.Module, stage: int, **recipe: Any) -> None:
         super().__init__(setting)
         self.onefold: Any = importlib.import_module("onefold")
         self.autocast = False
-        self.model = self.onefold.shard(model, self.onefold.Recipe.zero(stage, precision=setting.precision, **recipe))
+        self.model = self.onefold.shard(
+            model, self.onefold.Recipe.zero(stage, precision=setting.precision, **recipe)
+        )
         self.optimizer = adamw(self.model.parameters())
 
     def between_boundaries(self) -> contextlib.AbstractContextManager[Any]:
@@ -216,11 +235,16 @@ def requirement(peer: str) -> str | None:
 
 
 def prepare(peer: str) -> None:
-    """Import what the peer needs, before memory is measured: the size of a library is not the size of its state."""
+    """Import what the peer needs, before memory is measured: the size of a library is not the size
+    of its state.
+    """
     if requirement(peer) == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # Its ninja stands beside the interpreter, which need not be on the PATH when no environment is activated.
-        os.environ["PATH"] = str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", "")
+        # Its ninja stands beside the interpreter, which need not be on the PATH when no environment
+        # is activated.
+        os.environ["PATH"] = (
+            str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", "")
+        )
     package = requirement(peer)
     if package:
         importlib.import_module(package)
@@ -233,7 +257,8 @@ def prepare(peer: str) -> None:
 def build(peer: str, setting: Setting, model: nn.Module) -> Peer:
     """The peer around `model`, which holds whole fp32 weights on every rank.
 
-    "plain" is PyTorch alone; the other names are those of `settings.PEERS`. Raises ValueError for any further one.
+    "plain" is PyTorch alone; the other names are those of `settings.PEERS`. Raises ValueError for
+    any further one.
     """
     family, _, stage = peer.rpartition("-")
     if family == "deepspeed":

@@ -1,4 +1,6 @@
-"""The ranks of one peer in one round: started, watched, reaped. Nothing outlives `run_peer`, whatever happens in it."""
+"""The ranks of one peer in one round: started, watched, reaped. Nothing outlives `run_peer`,
+whatever happens in it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Run:
-    """One peer in one round. `status` is "ok", "failed" or "timeout"; `ranks` holds what each worker wrote."""
+    """One peer in one round. `status` is "ok", "failed" or "timeout"; `ranks` holds what each
+    worker wrote.
+    """
 
     peer: str
     round: int
@@ -38,12 +42,24 @@ class Run:
 def interpreter_has(python: str, package: str) -> bool:
     """Whether that interpreter finds the package; nothing is imported."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    return subprocess.run([python, "-c", code], env=environment(1), cwd=ROOT, check=False).returncode == 0
+    return (
+        subprocess.run([python, "-c", code], env=environment(1), cwd=ROOT, check=False).returncode
+        == 0
+    )
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The workers' environment: threads pinned down, gloo on the loopback interface, this repository importable."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    """The workers' environment: threads pinned down, gloo on the loopback interface, this
+    repository importable.
+    """
+    launchers = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     kept = {name: value for name, value in os.environ.items() if name not in launchers}
     paths = [str(ROOT), str(ROOT / "src"), *kept.get("PYTHONPATH", "").split(os.pathsep)]
     kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
@@ -54,22 +70,42 @@ def environment(threads: int) -> dict[str, str]:
     return kept
 
 
-def run_peer(peer: str, setting: Setting, number: int, *, python: str = sys.executable, timeout: float = 600.0) -> Run:
+def run_peer(
+    peer: str,
+    setting: Setting,
+    number: int,
+    *,
+    python: str = sys.executable,
+    timeout: float = 600.0,
+) -> Run:
     """Measure one peer once, in fresh processes."""
     job = {"peer": peer, "setting": setting.to_json()}
     outcome = run_ranks(
-        "benchmarks.peers.worker", job, setting.ranks, threads=setting.threads, python=python, timeout=timeout
+        "benchmarks.peers.worker",
+        job,
+        setting.ranks,
+        threads=setting.threads,
+        python=python,
+        timeout=timeout,
     )
     return Run(peer, number, **outcome)
 
 
 def run_ranks(
-    module: str, job: dict[str, Any], ranks: int, *, threads: int, python: str = sys.executable, timeout: float = 600.0
+    module: str,
+    job: dict[str, Any],
+    ranks: int,
+    *,
+    threads: int,
+    python: str = sys.executable,
+    timeout: float = 600.0,
 ) -> dict[str, Any]:
-    """Start `python -m module JOB.json RANK` on every rank; answers `status`, `ranks`, `error`, `wall_s` (see `Run`).
+    """Start `python -m module JOB.json RANK` on every rank; answers `status`, `ranks`, `error`,
+    `wall_s` (see `Run`).
 
-    The ranks meet through a file named `store` beside the job, in a temporary folder (no port is chosen), and each
-    leaves `rankN.json` there. One that fails, or `timeout` seconds, ends all; the error carries its output's end.
+    The ranks meet through a file named `store` beside the job, in a temporary folder (no port is
+    chosen), and each leaves `rankN.json` there. One that fails, or `timeout` seconds, ends all; the
+    error carries its output's end.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
@@ -78,15 +114,22 @@ def run_ranks(
         workers: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
-                workers.append(_start([python, "-m", module, str(path), str(rank)], path, rank, threads))
+                workers.append(
+                    _start([python, "-m", module, str(path), str(rank)], path, rank, threads)
+                )
             failed = _wait(workers, started + timeout)
         finally:
             for worker in workers:
                 _reap(worker)
         wall = time.monotonic() - started
         written = [file for r in range(ranks) if (file := Path(folder, f"rank{r}.json")).exists()]
-        if len(written) == ranks:  # all was measured; a library that stumbles at its exit has lost nothing
-            return {"status": "ok", "ranks": [json.loads(file.read_text()) for file in written], "wall_s": wall}
+        # All was measured; a library that stumbles at its exit has lost nothing
+        if len(written) == ranks:
+            return {
+                "status": "ok",
+                "ranks": [json.loads(file.read_text()) for file in written],
+                "wall_s": wall,
+            }
         logs = [_tail(Path(folder, f"rank{r}.log")) for r in range(ranks)]
         if failed is None:
             return {
@@ -99,7 +142,9 @@ def run_ranks(
 
 
 def _start(command: list[str], job: Path, rank: int, threads: int) -> subprocess.Popen[bytes]:
-    """Standard input is a pipe that only this process holds open: it closes with us, and the worker leaves."""
+    """Standard input is a pipe that only this process holds open: it closes with us, and the worker
+    leaves.
+    """
     with job.with_name(f"rank{rank}.log").open("wb") as log:
         return subprocess.Popen(
             command,
@@ -113,7 +158,9 @@ def _start(command: list[str], job: Path, rank: int, threads: int) -> subprocess
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """The rank that failed first, None if all ended well or the time is up. Others get 3 s to notice a failure."""
+    """The rank that failed first, None if all ended well or the time is up. Others get 3 s to
+    notice a failure.
+    """
     failed: int | None = None
     while time.monotonic() < deadline and any(w.poll() is None for w in workers):
         if failed is None and (bad := [r for r, w in enumerate(workers) if w.poll()]):
@@ -127,7 +174,8 @@ def _wait(workers: list[subprocess.Popen[bytes]], deadline: float) -> int | None
 def _reap(worker: subprocess.Popen[bytes]) -> None:
     if worker.poll() is None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)  # its own session, so its compilers and helpers go too
+            # Its own session, so its compilers and helpers go too
+            os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
     if worker.stdin:
         worker.stdin.close()

@@ -1,4 +1,6 @@
-"""The model and the data that every peer trains: a GPT in plain `torch.nn` and a stream of random tokens."""
+"""The model and the data that every peer trains: a GPT in plain `torch.nn` and a stream of random
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT: `seq` tokens a sample, `layers` blocks of width `width`, an embedding of `vocab` rows."""
+    """Sizes of a GPT: `seq` tokens a sample, `layers` blocks of width `width`, an embedding of
+    `vocab` rows.
+    """
 
     layers: int
     width: int
@@ -42,7 +46,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, width = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_1(x)).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
         hidden: Tensor = x + self.down(functional.gelu(self.up(self.norm_2(x))))
@@ -50,7 +56,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder whose head shares the weight of its token embedding. The forward returns the mean loss, a scalar."""
+    """A decoder whose head shares the weight of its token embedding. The forward returns the mean
+    loss, a scalar.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -86,7 +94,9 @@ def build(name: str, seed: int = 0, device: str = "cpu") -> GPT:
     Raises ValueError for a name that `SHAPES` does not hold.
     """
     if name not in SHAPES:
-        raise ValueError(f"There is no benchmark model {name!r}; choose one of {', '.join(SHAPES)}.")
+        raise ValueError(
+            f"There is no benchmark model {name!r}; choose one of {', '.join(SHAPES)}."
+        )
     torch.manual_seed(seed)
     with torch.device(device):
         return GPT(SHAPES[name])
@@ -99,17 +109,23 @@ def count_parameters(name: str) -> int:
 
 
 def count_at_the_turn(name: str) -> int:
-    """Elements that Onefold keeps from the forward pass to the backward pass at stage 3: of the last block and of what is in no block."""
+    """Elements that Onefold keeps from the forward pass to the backward pass at stage 3: of the
+    last block and of what is in no block.
+    """
     with torch.device("meta"):
         model = GPT(SHAPES[name])
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     return sum(p.numel() for p in model.parameters()) - sum(blocks[:-1])
 
 
-def micro_batch(name: str, tokens: int, step: int, micro: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels, (tokens / seq, seq) each, a function of where in the run the micro-batch stands and no more.
+def micro_batch(
+    name: str, tokens: int, step: int, micro: int, rank: int, ranks: int
+) -> tuple[Tensor, Tensor]:
+    """Inputs and labels, (tokens / seq, seq) each, a function of where in the run the micro-batch
+    stands and no more.
 
-    Token frequencies follow Zipf's law (log-uniform ids), so that there is something to learn and the losses of a few
+    Token frequencies follow Zipf's law (log-uniform ids), so that there is something to learn and
+    the losses of a few
     steps move: peers whose losses agree then agree on something.
     """
     shape = SHAPES[name]

@@ -1,4 +1,5 @@
-"""Resident memory and bytes on the wire of this process, as the kernel counts them: no library reports on itself.
+"""Resident memory and bytes on the wire of this process, as the kernel counts them: no library
+reports on itself.
 
 Linux only; elsewhere a probe answers None, and the table shows a dash.
 """
@@ -32,7 +33,9 @@ def resident_mib() -> float | None:
 
 
 def peak_resident_mib() -> float | None:
-    """Highest resident set since `reset_peak`, or since the process started where a reset is not permitted, MiB."""
+    """Highest resident set since `reset_peak`, or since the process started where a reset is not
+    permitted, MiB.
+    """
     return _status_mib("VmHWM")
 
 
@@ -46,16 +49,20 @@ def reset_peak() -> bool:
 
 
 def give_back_free_heap() -> None:
-    """Ask the C library to return what it has of freed memory: nobody's state, though it would count as resident."""
+    """Ask the C library to return what it has of freed memory: nobody's state, though it would
+    count as resident.
+    """
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def socket_bytes_by_peer() -> dict[str, int] | None:
-    """Payload bytes that the TCP sockets of this process have sent so far, by the address of the other end.
+    """Payload bytes that the TCP sockets of this process have sent so far, by the address of the
+    other end.
 
-    Read from the kernel's `struct tcp_info` of each open socket (tcpi_bytes_sent - tcpi_bytes_retrans, Linux 4.19),
-    so headers, retransmissions and other traffic of the machine do not disturb it. None where the kernel does not say.
+    Read from the kernel's `struct tcp_info` of each open socket (tcpi_bytes_sent -
+    tcpi_bytes_retrans, Linux 4.19), so headers, retransmissions and other traffic of the machine do
+    not disturb it. None where the kernel does not say.
     """
     try:
         names = os.listdir("/proc/self/fd")
@@ -67,7 +74,10 @@ def socket_bytes_by_peer() -> dict[str, int] | None:
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as probe:
-                if probe.type != socket.SOCK_STREAM or probe.family not in (socket.AF_INET, socket.AF_INET6):
+                if probe.type != socket.SOCK_STREAM or probe.family not in (
+                    socket.AF_INET,
+                    socket.AF_INET6,
+                ):
                     continue
                 info = probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 peer = str(probe.getpeername()[0]).removeprefix("::ffff:")
@@ -89,7 +99,9 @@ def socket_bytes_sent() -> int | None:
 
 
 def loopback_bytes_sent() -> int | None:
-    """Bytes that the whole machine has sent over its loopback interface so far, headers included."""
+    """Bytes that the whole machine has sent over its loopback interface so far, headers
+    included.
+    """
     try:
         for line in Path("/proc/net/dev").read_text().splitlines():
             name, _, fields = line.partition(":")

@@ -27,12 +27,12 @@ COLUMNS = (
     "loss diff",
 )
 LEGEND = (
-    "step s: median of the timed steps. × DDP: median of the rounds' ratios, with their range. "
-    "cpu s: processor time of a rank in a step, all threads. Memory: a rank's "
-    "resident set beyond what the imported libraries take; peak: in timed steps; set-up: while building and warming "
-    "up; rest: between steps. sent: payload a rank gave its sockets in an optimizer step, as the kernel counts it; "
-    "X: 4 bytes a parameter times (N-1)/N, so an fp32 all-reduce is 2. ledger: what Onefold says it sent. "
-    "loss diff: largest relative difference to DDP's losses."
+    "step s: median of the timed steps. × DDP: median of the rounds' ratios, with their range. cpu"
+    " s: processor time of a rank in a step, all threads. Memory: a rank's resident set beyond what"
+    " the imported libraries take; peak: in timed steps; set-up: while building and warming up;"
+    " rest: between steps. sent: payload a rank gave its sockets in an optimizer step, as the"
+    " kernel counts it; X: 4 bytes a parameter times (N-1)/N, so an fp32 all-reduce is 2. ledger:"
+    " what Onefold says it sent. loss diff: largest relative difference to DDP's losses."
 )
 
 
@@ -64,9 +64,13 @@ def cells(row: Row, setting: Setting) -> list[str]:
 
 
 def essence(error: str) -> str:
-    """The line of a failed worker's output that says most: the last that names an error, else the last."""
+    """The line of a failed worker's output that says most: the last that names an error, else the
+    last.
+    """
     lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
-    return next((line for line in reversed(lines) if "Error" in line or "error:" in line), lines[-1])[:300]
+    return next(
+        (line for line in reversed(lines) if "Error" in line or "error:" in line), lines[-1]
+    )[:300]
 
 
 def plain_table(setting: Setting, rows: Sequence[Row]) -> str:
@@ -75,7 +79,10 @@ def plain_table(setting: Setting, rows: Sequence[Row]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
     text = [setting.title, ""]
     for number, line in enumerate(lines):
-        padded = [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        padded = [
+            c.rjust(w) if i else c.ljust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        ]
         text.append("  ".join(padded).rstrip())
         if number == 0:
             text.append("  ".join("-" * w for w in widths))
@@ -101,11 +108,20 @@ def to_markdown(document: dict[str, Any]) -> str:
     named = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     where = f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB, {place['system']}"
     head = f"Measured {document['date']} on {where}; {named}.\n\n"
-    tables = [markdown_table(Setting(**c["setting"]), [Row(**r) for r in c["rows"]]) for c in document["comparisons"]]
+    tables = [
+        markdown_table(Setting(**c["setting"]), [Row(**r) for r in c["rows"]])
+        for c in document["comparisons"]
+    ]
     return head + "\n".join(tables) + "\n" + footnotes().replace("\n", "\n\n") + "\n"
 
 
-_COLORS = {"ddp": "#7f7f7f", "zero": "#9467bd", "fsdp2": "#d62728", "deepspeed": "#1f77b4", "onefold": "#2ca02c"}
+_COLORS = {
+    "ddp": "#7f7f7f",
+    "zero": "#9467bd",
+    "fsdp2": "#d62728",
+    "deepspeed": "#1f77b4",
+    "onefold": "#2ca02c",
+}
 
 
 def plot(document: dict[str, Any], path: Path) -> bool:
@@ -114,7 +130,8 @@ def plot(document: dict[str, Any], path: Path) -> bool:
     False, and no file, where matplotlib is missing or nothing was measured.
     """
     compared = [
-        (Setting(**c["setting"]), [Row(**r) for r in c["rows"] if r["status"] == "ok"]) for c in document["comparisons"]
+        (Setting(**c["setting"]), [Row(**r) for r in c["rows"] if r["status"] == "ok"])
+        for c in document["comparisons"]
     ]
     compared = [(setting, rows) for setting, rows in compared if rows]
     try:

@@ -23,15 +23,26 @@ PEERS: tuple[str, ...] = (
 """Every peer, in the order of a round. A number is the ZeRO stage."""
 
 NOTES: dict[str, str] = {
-    "ddp": "DistributedDataParallel, gradients as bucket views, no_sync between boundaries; "
-    "bf16: fp32 weights under autocast, fp32 on the wire",
-    "ddp-bf16-wire": "the same with a hook that all-reduces in bf16: bf16 on the wire and in the sum (bf16 only)",
+    "ddp": (
+        "DistributedDataParallel, gradients as bucket views, no_sync between boundaries; "
+        "bf16: fp32 weights under autocast, fp32 on the wire"
+    ),
+    "ddp-bf16-wire": (
+        "the same with a hook that all-reduces in bf16: bf16 on the wire and in the sum (bf16 only)"
+    ),
     "zero-optimizer": "DDP as above with ZeroRedundancyOptimizer(parameters_as_bucket_view=True)",
-    "fsdp2": "fully_shard of each block, then of the root; bf16: MixedPrecisionPolicy(param bf16, reduce fp32)",
-    "deepspeed-N": "DeepSpeed ZeRO stage N with its default buckets; "
-    "bf16: bf16.enabled, gradients accumulated in fp32 (data_types), bf16 on the wire",
-    "onefold-N": "onefold.shard with Recipe.zero(N, precision), onefold.no_sync between boundaries; "
-    "bf16: bf16 on the wire, summed in fp32",
+    "fsdp2": (
+        "fully_shard of each block, then of the root; bf16: MixedPrecisionPolicy(param bf16, reduce"
+        " fp32)"
+    ),
+    "deepspeed-N": (
+        "DeepSpeed ZeRO stage N with its default buckets; "
+        "bf16: bf16.enabled, gradients accumulated in fp32 (data_types), bf16 on the wire"
+    ),
+    "onefold-N": (
+        "onefold.shard with Recipe.zero(N, precision), onefold.no_sync between boundaries; "
+        "bf16: bf16 on the wire, summed in fp32"
+    ),
 }
 """How each peer is set up: the fair equivalents, printed under every table."""
 
@@ -48,8 +59,9 @@ PRECISIONS: tuple[str, ...] = ("fp32", "bf16")
 class Setting:
     """What all peers of a comparison share.
 
-    `tokens` are per rank and micro-batch; `accumulation` is the number of micro-batches of an optimizer step;
-    `warmup` and `steps` count optimizer steps (the first are not timed); `clip` is the gradient norm, 0 for none.
+    `tokens` are per rank and micro-batch; `accumulation` is the number of micro-batches of an
+    optimizer step; `warmup` and `steps` count optimizer steps (the first are not timed); `clip` is
+    the gradient norm, 0 for none.
     """
 
     model: str = "gpt-110m"
@@ -108,10 +120,12 @@ def matrix(
     threads: int,
     full: bool = True,
 ) -> list[Setting]:
-    """Every combination or, unless `full`, those that differ from the first of each in at most one respect.
+    """Every combination or, unless `full`, those that differ from the first of each in at most one
+    respect.
 
-    Cheap settings come first. `tokens` replaces the tokens that a size stands for. A step that is compute-bound or of
-    several micro-batches is long and steady, so half of `warmup` and `steps` do for it.
+    Cheap settings come first. `tokens` replaces the tokens that a size stands for. A step that is
+    compute-bound or of several micro-batches is long and steady, so half of `warmup` and `steps` do
+    for it.
     """
     found = []
     first = (sizes[0], ranks[0], precisions[0], accumulations[0])

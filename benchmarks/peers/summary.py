@@ -1,4 +1,5 @@
-"""From rounds to rows: medians, ratios to DDP, differences of losses. Also the schema of the JSON that is written.
+"""From rounds to rows: medians, ratios to DDP, differences of losses. Also the schema of the JSON
+that is written.
 
 {
   "schema": "onefold-peers/1",
@@ -12,8 +13,9 @@
     "rows": [{...}],               # Row, field by field: the table
     "runs": [{                     # launch.Run: the raw measurements, one a peer and round
       "peer", "round", "status", "error", "wall_s",
-      "ranks": [{"rank", "losses", "step_s", "cpu_s", "build_s", "baseline_mib", "set_up_peak_mib", "peak_mib",
-                 "peak_is_of_timed_steps", "rest_mib", "sent_bytes", "ledger_bytes", "loopback_bytes"}]
+      "ranks": [{"rank", "losses", "step_s", "cpu_s", "build_s", "baseline_mib", "set_up_peak_mib",
+                 "peak_mib", "peak_is_of_timed_steps", "rest_mib", "sent_bytes", "ledger_bytes",
+                 "loopback_bytes"}]
     }]
   }]
 }
@@ -43,13 +45,15 @@ LOSSES_COMPARED = 6
 class Row:
     """One peer in one setting. None: not measured, or the kernel does not say.
 
-    `step_s` is the median over all timed steps of all rounds, a step lasting until its slowest rank is done. `ratio` is
-    the median over rounds of (median step here / median step of DDP in the same round), `ratio_low` and `ratio_high`
-    its extremes. Memory is MiB of resident set beyond the baseline, the largest rank, the median round: `peak_mib`
-    during the timed steps, `set_up_peak_mib` from building the model to the end of warm-up, `rest_mib` after the last
-    step; the C library gives its free heap back before the first and after the last timed step. `cpu_s` (processor
-    time), `sent_bytes` and `ledger_bytes` are per rank and optimizer step. `loss_difference` is the largest relative
-    difference to DDP's losses (means over ranks) in the first steps.
+    `step_s` is the median over all timed steps of all rounds, a step lasting until its slowest rank
+    is done. `ratio` is the median over rounds of (median step here / median step of DDP in the same
+    round), `ratio_low` and `ratio_high` its extremes. Memory is MiB of resident set beyond the
+    baseline, the largest rank, the median round: `peak_mib` during the timed steps,
+    `set_up_peak_mib` from building the model to the end of warm-up, `rest_mib` after the last step;
+    the C library gives its free heap back before the first and after the last timed step. `cpu_s`
+    (processor time), `sent_bytes` and `ledger_bytes` are per rank and optimizer step.
+    `loss_difference` is the largest relative difference to DDP's losses (means over ranks) in the
+    first steps.
     """
 
     peer: str
@@ -81,7 +85,9 @@ def step_seconds(run: Run) -> list[float]:
 
 def losses(run: Run) -> list[float]:
     """Loss of each step, the mean over ranks."""
-    return [fmean(step) for step in zip(*(rank["losses"] for rank in run.ranks), strict=True)][:LOSSES_COMPARED]
+    return [fmean(step) for step in zip(*(rank["losses"] for rank in run.ranks), strict=True)][
+        :LOSSES_COMPARED
+    ]
 
 
 def _over_rounds(runs: Sequence[Run], field: str, *, largest: bool) -> float | None:
@@ -99,7 +105,9 @@ def _per_step(value: float | None, setting: Setting) -> float | None:
 
 
 def summarize(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()) -> list[Row]:
-    """The rows of one setting in the order in which the peers ran; `missing` peers are not installed."""
+    """The rows of one setting in the order in which the peers ran; `missing` peers are not
+    installed.
+    """
     references = {run.round: run for run in runs if run.peer == REFERENCE and run.status == "ok"}
     rows = []
     for peer in dict.fromkeys([run.peer for run in runs]):
@@ -116,8 +124,14 @@ def summarize(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()
 def _row(peer: str, setting: Setting, good: Sequence[Run], references: dict[int, Run]) -> Row:
     step = median(second for run in good for second in step_seconds(run))
     pairs = [(run, references[run.round]) for run in good if run.round in references]
-    ratios = [median(step_seconds(run)) / median(step_seconds(reference)) for run, reference in pairs]
-    both = [pair for run, reference in pairs for pair in zip(losses(run), losses(reference), strict=False)]
+    ratios = [
+        median(step_seconds(run)) / median(step_seconds(reference)) for run, reference in pairs
+    ]
+    both = [
+        pair
+        for run, reference in pairs
+        for pair in zip(losses(run), losses(reference), strict=False)
+    ]
     differences = [abs(mine - theirs) / abs(theirs) for mine, theirs in both]
     return Row(
         peer,
@@ -143,12 +157,20 @@ def machine() -> dict[str, Any]:
     cpu, memory = platform.processor() or platform.machine(), None
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+        cpu = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu
+        )
         memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (OSError, ValueError):
         pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": cpu, "cores": cores, "memory_gib": memory, "system": platform.system(), "kernel": platform.release()}
+    return {
+        "cpu": cpu,
+        "cores": cores,
+        "memory_gib": memory,
+        "system": platform.system(),
+        "kernel": platform.release(),
+    }
 
 
 def versions(deepspeed_python: str) -> dict[str, str | None]:

@@ -1,7 +1,9 @@
-"""One rank of one peer in one round: `python -m benchmarks.peers.worker JOB.json RANK`, started by `launch.py`.
+"""One rank of one peer in one round: `python -m benchmarks.peers.worker JOB.json RANK`, started by
+`launch.py`.
 
-Order matters: libraries are imported and exercised on a toy, the memory baseline is taken, and only then is the model
-built. What the kernel counts beyond the baseline is the model's, its training state's and the library's buffers.
+Order matters: libraries are imported and exercised on a toy, the memory baseline is taken, and only
+then is the model built. What the kernel counts beyond the baseline is the model's, its training
+state's and the library's buffers.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ from benchmarks.peers.settings import Setting
 
 
 def exit_with_the_launcher() -> None:
-    """End this process when the launcher is gone: its end of our standard input closes with it, however it died."""
+    """End this process when the launcher is gone: its end of our standard input closes with it,
+    however it died.
+    """
 
     def watch() -> None:
-        while os.read(0, 1):  # not sys.stdin: its lock, held here, would be fatal to an interpreter that is ending
+        # Not sys.stdin: its lock, held here, would be fatal to an interpreter that is ending
+        while os.read(0, 1):
             pass
         os._exit(3)
 
@@ -35,9 +40,13 @@ def exit_with_the_launcher() -> None:
 
 
 def touch_libraries(peer: str, setting: Setting) -> None:
-    """Let the peer train a toy for a step, so that its code, lazy imports included, is resident before the baseline."""
+    """Let the peer train a toy for a step, so that its code, lazy imports included, is resident
+    before the baseline.
+    """
     toy = replace(setting, model="gpt-tiny", tokens=32)
-    ids, labels = (part.to(toy.device) for part in model.micro_batch(toy.model, toy.tokens, 0, 0, 0, toy.ranks))
+    ids, labels = (
+        part.to(toy.device) for part in model.micro_batch(toy.model, toy.tokens, 0, 0, 0, toy.ranks)
+    )
     trainer = adapters.build(peer, toy, model.build(toy.model, device=toy.device))
     trainer.step([(ids, labels)] * toy.accumulation)
     del trainer
@@ -45,7 +54,9 @@ def touch_libraries(peer: str, setting: Setting) -> None:
 
 
 def measure(peer: str, setting: Setting, rank: int) -> dict[str, Any]:
-    """Build, warm up, time. Memory in MiB beyond the baseline, bytes as counters, seconds as a list of steps."""
+    """Build, warm up, time. Memory in MiB beyond the baseline, bytes as counters, seconds as a list
+    of steps.
+    """
     touch_libraries(peer, setting)
     probes.give_back_free_heap()
     resettable = probes.reset_peak()
@@ -82,7 +93,8 @@ def measure(peer: str, setting: Setting, rank: int) -> dict[str, Any]:
     gc.collect()
     probes.give_back_free_heap()
     rest = probes.difference(probes.resident_mib(), baseline)
-    dist.barrier()  # a rank that returned would free its peer, whose sockets another rank may still be reading
+    # A rank that returned would free its peer, whose sockets another rank may still be reading
+    dist.barrier()
     return {
         "rank": rank,
         "losses": losses,
@@ -107,11 +119,15 @@ def _counters(trainer: adapters.Peer) -> dict[str, int | None]:
 
 
 def read_job() -> tuple[dict[str, Any], Path, int]:
-    """The job, its file and this process's rank, from the command line; launchers' variables are set from them."""
+    """The job, its file and this process's rank, from the command line; launchers' variables are
+    set from them.
+    """
     path, rank = Path(sys.argv[1]), int(sys.argv[2])
     job: dict[str, Any] = json.loads(path.read_text())
     world = str(job["setting"]["ranks"])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
+    )
     return job, path, rank
 
 
@@ -123,7 +139,9 @@ def leave(result: dict[str, Any], path: Path, rank: int) -> NoReturn:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    os._exit(0)  # what was measured is on disk; the order in which libraries take themselves apart is not our subject
+    # What was measured is on disk; the order in which libraries take themselves apart is not our
+    # subject
+    os._exit(0)
 
 
 def main() -> None:

@@ -1,1 +1,3 @@
-"""Is the plan true? Every setting of a matrix, planned and then trained on real ranks, line by line; see `__main__`."""
+"""Is the plan true? Every setting of a matrix, planned and then trained on real ranks, line by
+line; see `__main__`.
+"""

@@ -1,12 +1,16 @@
-"""The proof of the plan: every setting planned, then trained on real ranks, and both put side by side.
+"""The proof of the plan: every setting planned, then trained on real ranks, and both put side by
+side.
 
-    python -m benchmarks.plan_matrix [--quick] [--rounds 7] [--ranks 1 2 4] [--architectures gpt2 llama mixtral] [--name plan_matrix]
+    python -m benchmarks.plan_matrix [--quick] [--rounds 7] [--ranks 1 2 4] [--architectures gpt2
+    llama mixtral] [--name plan_matrix]
 
-Stages 0 to 3 × fp32 and bf16 × accumulation 1 and 4 × checkpointing none and full × 1, 2, 4 ranks × three architectures. Bytes at rest must
-agree within 1 MiB, bytes on the wire exactly, the peak of the engine's ledger within 5 %, and nothing may exceed the printed bound. Times
-are judged where `onefold doctor --calibrate --ranks 1,2,4` has measured this machine: within 25 %, and the order of the stages right
-(`planning.orders` says when two stages are a tie). Rounds count while the machine runs at the pace that it was calibrated at (`pace.py`).
-`--quick` is a part of it and times nothing. Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything is wrong.
+Stages 0 to 3 × fp32 and bf16 × accumulation 1 and 4 × checkpointing none and full × 1, 2, 4 ranks ×
+three architectures. Bytes at rest must agree within 1 MiB, bytes on the wire exactly, the peak of
+the engine's ledger within 5 %, and nothing may exceed the printed bound. Times are judged where
+`onefold doctor --calibrate --ranks 1,2,4` has measured this machine: within 25 %, and the order of
+the stages right (`planning.orders` says when two stages are a tie). Rounds count while the machine
+runs at the pace that it was calibrated at (`pace.py`). `--quick` is a part of it and times nothing.
+Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ from onefold.plan.calibrate import Calibration, CalibrationError
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def measured(settings: list[list[Cell]], rounds: int, threads: int, timeout: float) -> list[list[list[dict[str, Any]]]]:
+def measured(
+    settings: list[list[Cell]], rounds: int, threads: int, timeout: float
+) -> list[list[list[dict[str, Any]]]]:
     """What each rank saw of each cell, [setting][stage][rank]; all settings have the same ranks.
 
     Raises:
@@ -44,14 +50,21 @@ def measured(settings: list[list[Cell]], rounds: int, threads: int, timeout: flo
         "usual": usual(first.ranks),
         "settings": [[c.to_json() for c in part] for part in settings],
     }
-    ran = run_ranks("benchmarks.plan_matrix.worker", job, first.ranks, threads=threads, timeout=timeout)
+    ran = run_ranks(
+        "benchmarks.plan_matrix.worker", job, first.ranks, threads=threads, timeout=timeout
+    )
     if ran["status"] != "ok":
         raise RuntimeError(f"{first} and {sum(map(len, settings)) - 1} more: {ran['error']}")
-    return [[[rank["settings"][i][j] for rank in ran["ranks"]] for j in range(len(part))] for i, part in enumerate(settings)]
+    return [
+        [[rank["settings"][i][j] for rank in ran["ranks"]] for j in range(len(part))]
+        for i, part in enumerate(settings)
+    ]
 
 
 def usual(ranks: int) -> float:
-    """Seconds of the block by which the machine's pace is told, as it was calibrated with so many ranks; 0 without a calibration."""
+    """Seconds of the block by which the machine's pace is told, as it was calibrated with so many
+    ranks; 0 without a calibration.
+    """
     try:
         return expected(Calibration.load().block_rate(HIDDEN, TOKENS, "float32", ranks))
     except CalibrationError:
@@ -59,8 +72,13 @@ def usual(ranks: int) -> float:
 
 
 def group_seconds(ranks: list[dict[str, Any]]) -> list[float]:
-    """Seconds of each round's step, from the first rank's begin to the last one's end: all ranks read one machine's clock."""
-    return [max(end for _, end in spans) - min(begin for begin, _ in spans) for spans in zip(*(r["spans"] for r in ranks), strict=True)]
+    """Seconds of each round's step, from the first rank's begin to the last one's end: all ranks
+    read one machine's clock.
+    """
+    return [
+        max(end for _, end in spans) - min(begin for begin, _ in spans)
+        for spans in zip(*(r["spans"] for r in ranks), strict=True)
+    ]
 
 
 def rows_of(part: list[Cell], rounds: int, threads: int, timeout: float) -> list[dict[str, Any]]:
@@ -72,19 +90,39 @@ def rows_of(part: list[Cell], rounds: int, threads: int, timeout: float) -> list
             seconds = group_seconds(ranks)
             judged = [judge(cell, account, one, seconds) for one in ranks]
             judged[0]["paces"] = ranks[0]["paces"]
-            rows.append(judged[0] | {"wrong": list(dict.fromkeys(w for row in judged for w in row["wrong"]))})
-            print(f"{'wrong' if rows[-1]['wrong'] else 'ok':6}{cell}{''.join(f'; {w}' for w in rows[-1]['wrong'])}", flush=True)
+            rows.append(
+                judged[0]
+                | {"wrong": list(dict.fromkeys(w for row in judged for w in row["wrong"]))}
+            )
+            print(
+                f"{'wrong' if rows[-1]['wrong'] else 'ok':6}{cell}{''.join(f'; {w}' for w in rows[-1]['wrong'])}",
+                flush=True,
+            )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of a cell, the stages of a setting in turns")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=7,
+        help="timed steps of a cell, the stages of a setting in turns",
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--architectures", nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
+    parser.add_argument(
+        "--architectures", nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one architecture on one number of ranks")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        help="seconds for one architecture on one number of ranks",
+    )
     parser.add_argument("--name", default="plan_matrix")
     args = parser.parse_args()
     few: dict[str, Any] = {"precisions": ["bf16"], "accumulations": [4]} if args.quick else {}
@@ -109,7 +147,8 @@ def main() -> int:
         print(f"order  {sentence}")
     wrong = sum(1 for row in rows if row["wrong"])
     print(
-        f"{len(rows)} cells, {wrong} wrong; pairs of stages: {judged['right']} right, {judged['ties']} ties, {len(judged['turned'])} turned"
+        f"{len(rows)} cells, {wrong} wrong; pairs of stages: {judged['right']} right,"
+        f" {judged['ties']} ties, {len(judged['turned'])} turned"
     )
     return 1 if wrong or judged["turned"] else 0
 

@@ -1,7 +1,7 @@
 """What the ledgers and the clock say of cells of the matrix, on this rank.
 
-Cells of one setting (the stages) live side by side and take their timed steps in turns, so that a slow moment of the machine meets all of
-them and their order can be judged round by round:
+Cells of one setting (the stages) live side by side and take their timed steps in turns, so that a
+slow moment of the machine meets all of them and their order can be judged round by round:
 
     round    1            2            3
     stage    0 1 2 3      1 2 3 0      2 3 0 1       a turn is a step that warms up, and one that counts
@@ -31,7 +31,9 @@ WARMUP = 3
 
 
 class Training:
-    """A cell's model under the engine, warmed up. Collective over `cell.ranks` ranks, as are its methods."""
+    """A cell's model under the engine, warmed up. Collective over `cell.ranks` ranks, as are its
+    methods.
+    """
 
     def __init__(self, cell: Cell) -> None:
         self.cell, self.number = cell, 0
@@ -49,21 +51,33 @@ class Training:
         self.number += 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         for k in range(self.cell.accumulation):
-            with contextlib.nullcontext() if k + 1 == self.cell.accumulation else onefold.no_sync(self.model):
-                given = batch(self.cell, self.cell.micro_batch, 10_000 * self.number + 100 * k + rank)
+            with (
+                contextlib.nullcontext()
+                if k + 1 == self.cell.accumulation
+                else onefold.no_sync(self.model)
+            ):
+                given = batch(
+                    self.cell, self.cell.micro_batch, 10_000 * self.number + 100 * k + rank
+                )
                 self.model(**given).loss.backward()
-        self.engine.memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
+        # One rank has no hooks: its ledger sees gradients when it is asked
+        self.engine.memory.now()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def ledgers(self, activations: bool) -> dict[str, Any]:
-        """rest, ledger, peak: bytes by category; wire: of a step, by move. `activations`: with everything that autograd saves."""
+        """rest, ledger, peak: bytes by category; wire: of a step, by move. `activations`: with
+        everything that autograd saves.
+        """
         rest = measured(self.model, self.optimizer).rest
         self.engine.memory.reset_peak()
         self.engine.traffic.reset()
         self.step()
-        # Buffers that follow rank 0 (the move "state") are the model's own: the plan speaks of parameters and gradients.
-        wire = {move: nbytes for move, nbytes in self.engine.traffic.by_move().items() if move in MOVES}
+        # Buffers that follow rank 0 (the move "state") are the model's own: the plan speaks of
+        # parameters and gradients.
+        wire = {
+            move: nbytes for move, nbytes in self.engine.traffic.by_move().items() if move in MOVES
+        }
         ledger, peak = self.engine.memory.peak(), {}
         if activations:
             with record(self.model, self.optimizer, activations=True) as seen:
@@ -81,9 +95,14 @@ class Training:
 
 
 def measure(
-    cells: Sequence[Cell], rounds: int = 0, usual: float = 0.0, patience: float = 30.0, activations: bool = True
+    cells: Sequence[Cell],
+    rounds: int = 0,
+    usual: float = 0.0,
+    patience: float = 30.0,
+    activations: bool = True,
 ) -> list[dict[str, Any]]:
-    """Train `cells`, which differ in their stage alone, and read their ledgers. Collective over their ranks.
+    """Train `cells`, which differ in their stage alone, and read their ledgers. Collective over
+    their ranks.
 
     Args:
         rounds: how often each cell's step is timed; 0 times none.
@@ -91,8 +110,8 @@ def measure(
         activations: also record a step with everything that autograd saves.
 
     Returns:
-        For each cell rest, ledger, peak, wire (see `Training.ledgers`), spans: (begin, end) of the timed step of each round, and paces:
-        the machine's in that round.
+        For each cell rest, ledger, peak, wire (see `Training.ledgers`), spans: (begin, end) of the
+        timed step of each round, and paces: the machine's in that round.
     """
     trained = [Training(cell) for cell in cells]
     seen = [training.ledgers(activations) | {"spans": [], "paces": []} for training in trained]

@@ -1,8 +1,10 @@
-"""Whether the machine runs as fast as when it was calibrated: on shared hosts it changes by the minute, and a plan cannot know.
+"""Whether the machine runs as fast as when it was calibrated: on shared hosts it changes by the
+minute, and a plan cannot know.
 
-A round of timings counts if what a calibration timed as well, a block's forward and backward pass on all ranks at once, took about what
-it took then, before the round and after it. Rounds that do not count are repeated while patience lasts; then they count all the same,
-and the row says at which pace it was measured.
+A round of timings counts if what a calibration timed as well, a block's forward and backward pass
+on all ranks at once, took about what it took then, before the round and after it. Rounds that do
+not count are repeated while patience lasts; then they count all the same, and the row says at which
+pace it was measured.
 
     pace      1.0     1.0     1.4     1.3     1.0     1.1          seconds of the block now ÷ at calibration
     round       ▐─ok──▌▐─again─▌▐─again─▌▐─again─▌▐─ok──▌

@@ -21,34 +21,51 @@ from onefold.plan.trace import trace
 MIB = 1 << 20
 #: Relative errors that a prediction may have: the engine's peak, and a calibrated step's time.
 PEAK, TIME = 0.05, 0.25
-#: Two stages that are predicted to differ by less take the same; of the rounds, the share that must show an order for it to count.
+#: Two stages that are predicted to differ by less take the same; of the rounds, the share that must
+#: show an order for it to count.
 NEAR, AGREE = 0.05, 0.8
 
 
 @lru_cache(maxsize=64)
-def _activity(architecture: str, precision: str, checkpointing: str, micro_batch: int, seq: int) -> Activity:
+def _activity(
+    architecture: str, precision: str, checkpointing: str, micro_batch: int, seq: int
+) -> Activity:
     cell = Cell(architecture, 1, 0, precision, 1, checkpointing, micro_batch, seq)
     how: Any = {"checkpointing": checkpointing, "precision": precision, "device": "cpu"}
     return Activity.from_trace(trace(build(architecture), batch(cell, micro_batch, 0), **how))
 
 
 def predict(cell: Cell) -> tuple[Account, bool]:
-    """(the account, whether its seconds come from a calibration of this machine with that many ranks)."""
+    """(the account, whether its seconds come from a calibration of this machine with that many
+    ranks).
+    """
     machine, calibrated = machine_here(cell.ranks, cell.ranks, 1 << 40, "cpu")
     samples = cell.micro_batch * cell.ranks * cell.accumulation
-    job = Job(seq=cell.seq, micro_batch=cell.micro_batch, global_batch=samples, precision=cell.precision, checkpointing=cell.checkpointing)
+    job = Job(
+        seq=cell.seq,
+        micro_batch=cell.micro_batch,
+        global_batch=samples,
+        precision=cell.precision,
+        checkpointing=cell.checkpointing,
+    )
 
     def activities(micro: int, how: str) -> Activity:
         return _activity(cell.architecture, cell.precision, how, micro, cell.seq)
 
     shape = model_shape(build(cell.architecture), seq=cell.seq)
-    found = Question(shape, activities, machine, job).answer(Scheme(cell.stage, cell.checkpointing, "none", cell.micro_batch))
+    found = Question(shape, activities, machine, job).answer(
+        Scheme(cell.stage, cell.checkpointing, "none", cell.micro_batch)
+    )
     account = found.account
     return (account if calibrated else replace(account, seconds={})), calibrated
 
 
-def judge(cell: Cell, account: Account, seen: Mapping[str, Any], rounds: Sequence[float] = ()) -> dict[str, Any]:
-    """One rank's row: what was predicted, what was measured, and what is wrong, as sentences. `rounds`: seconds of each timed step."""
+def judge(
+    cell: Cell, account: Account, seen: Mapping[str, Any], rounds: Sequence[float] = ()
+) -> dict[str, Any]:
+    """One rank's row: what was predicted, what was measured, and what is wrong, as sentences.
+    `rounds`: seconds of each timed step.
+    """
     rest, ledger, peak = (sum(seen[name].values()) for name in ("rest", "ledger", "peak"))
     predicted = sum(account.ledger.values())
     wrong = []
@@ -77,16 +94,20 @@ def judge(cell: Cell, account: Account, seen: Mapping[str, Any], rounds: Sequenc
 
 
 def orders(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many pairs of stages of one setting came in the predicted order ("right"), are "ties", or "turned" (sentences).
+    """How many pairs of stages of one setting came in the predicted order ("right"), are "ties", or
+    "turned" (sentences).
 
-    A pair is a tie where the plan says that they take the same, within `NEAR` or within the spread of the measurement (half the
-    distance between the quartiles of the rounds' differences, as a share of the step); and where the measurement itself does not tell:
-    fewer than `AGREE` of its rounds came in the same order.
+    A pair is a tie where the plan says that they take the same, within `NEAR` or within the spread
+    of the measurement (half the distance between the quartiles of the rounds' differences, as a
+    share of the step); and where the measurement itself does not tell: fewer than `AGREE` of its
+    rounds came in the same order.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["step_s"][0] and row["rounds_s"]:
-            groups.setdefault(str({k: v for k, v in row["cell"].items() if k != "stage"}), []).append(row)
+            groups.setdefault(
+                str({k: v for k, v in row["cell"].items() if k != "stage"}), []
+            ).append(row)
     right, ties, turned = 0, 0, []
     for group in groups.values():
         for a, b in combinations(group, 2):
@@ -100,7 +121,10 @@ def orders(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             else:
                 (pa, ma), (pb, mb) = a["step_s"], b["step_s"]
                 other = f"stage {b['cell']['stage']} {1000 * mb:.0f} ms"
-                turned.append(f"{Cell(**a['cell'])}: {1000 * ma:.0f} ms, {other}; predicted {1000 * pa:.0f} and {1000 * pb:.0f}")
+                turned.append(
+                    f"{Cell(**a['cell'])}: {1000 * ma:.0f} ms, {other}; predicted {1000 * pa:.0f}"
+                    f" and {1000 * pb:.0f}"
+                )
     return {"right": right, "ties": ties, "turned": turned}
 
 

@@ -9,7 +9,12 @@ from typing import Any
 from benchmarks.plan_matrix.pace import FASTEST, SLOWEST
 from benchmarks.plan_matrix.settings import Cell
 
-_FIGURES = (("rest", "bytes at rest"), ("wire", "bytes on the wire"), ("ledger", "engine's peak"), ("peak", "peak, activations included"))
+_FIGURES = (
+    ("rest", "bytes at rest"),
+    ("wire", "bytes on the wire"),
+    ("ledger", "engine's peak"),
+    ("peak", "peak, activations included"),
+)
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -19,9 +24,15 @@ def markdown(found: Mapping[str, Any]) -> str:
     lines = [
         "# Planned and measured",
         "",
-        f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch {found['torch']}.",
-        f"{len(rows)} settings, {len(wrong)} wrong. Pairs of stages of one setting: {orders['right']} in the predicted order, "
-        f"{orders['ties']} ties (`planning.orders` says when), {len(orders['turned'])} turned.",
+        (
+            f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch"
+            f" {found['torch']}."
+        ),
+        (
+            f"{len(rows)} settings, {len(wrong)} wrong. Pairs of stages of one setting:"
+            f" {orders['right']} in the predicted order, {orders['ties']} ties (`planning.orders`"
+            f" says when), {len(orders['turned'])} turned."
+        ),
         "",
         "| measured ÷ predicted | least | median | most |",
         "|---|---|---|---|",
@@ -29,11 +40,20 @@ def markdown(found: Mapping[str, Any]) -> str:
     for key, title in (*_FIGURES, ("step_s", "seconds of a step")):
         ratios = [r[key][1] / r[key][0] for r in rows if r[key][0] and r[key][1]]
         if ratios:
-            lines.append(f"| {title} | {min(ratios):.4f} | {statistics.median(ratios):.4f} | {max(ratios):.4f} |")
+            lines.append(
+                f"| {title} | {min(ratios):.4f} | {statistics.median(ratios):.4f} |"
+                f" {max(ratios):.4f} |"
+            )
     paces = [pace for r in rows for pace in r.get("paces", ())]
     if paces:
         off = sum(not FASTEST <= pace <= SLOWEST for pace in paces)
-        lines += ["", f"{len(paces)} timed rounds, of which {off} at another pace of the machine than it was calibrated at."]
+        lines += [
+            "",
+            (
+                f"{len(paces)} timed rounds, of which {off} at another pace of the machine than it"
+                " was calibrated at."
+            ),
+        ]
     if wrong or orders["turned"]:
         lines += ["", "## Wrong", ""]
         lines += [f"- {Cell(**r['cell'])}: {'; '.join(r['wrong'])}" for r in wrong]
@@ -42,9 +62,15 @@ def markdown(found: Mapping[str, Any]) -> str:
         "",
         "## Every setting",
         "",
-        "MiB and ms, predicted / measured, of the first rank; the bound is what the plan says is never exceeded.",
+        (
+            "MiB and ms, predicted / measured, of the first rank; the bound is what the plan says"
+            " is never exceeded."
+        ),
         "",
-        "| model | ranks | stage | precision | accumulation | checkpointing | at rest | wire | engine's peak | peak | bound | step |",
+        (
+            "| model | ranks | stage | precision | accumulation | checkpointing | at rest | wire |"
+            " engine's peak | peak | bound | step |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(r) for r in rows]
@@ -55,5 +81,13 @@ def _row(row: Mapping[str, Any]) -> str:
     c = row["cell"]
     figures = [" / ".join(f"{n / 2**20:.2f}" for n in row[key]) for key, _ in _FIGURES]
     step = " / ".join(f"{1000 * s:.0f}" if s else "–" for s in row["step_s"])
-    cells = [c["architecture"], c["ranks"], c["stage"], c["precision"], c["accumulation"], c["checkpointing"], *figures]
+    cells = [
+        c["architecture"],
+        c["ranks"],
+        c["stage"],
+        c["precision"],
+        c["accumulation"],
+        c["checkpointing"],
+        *figures,
+    ]
     return f"| {' | '.join(str(x) for x in cells)} | {row['bound'] / 2**20:.2f} | {step} |"

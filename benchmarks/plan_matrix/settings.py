@@ -16,7 +16,9 @@ VOCABULARY = 2048
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting. `micro_batch` samples of `seq` tokens, `accumulation` of them in a step of each rank."""
+    """One setting. `micro_batch` samples of `seq` tokens, `accumulation` of them in a step of each
+    rank.
+    """
 
     architecture: str
     ranks: int
@@ -29,8 +31,8 @@ class Cell:
 
     def __str__(self) -> str:
         return (
-            f"{self.architecture}, {self.ranks} ranks, stage {self.stage}, {self.precision}, accumulation {self.accumulation}, "
-            f"checkpointing {self.checkpointing}"
+            f"{self.architecture}, {self.ranks} ranks, stage {self.stage}, {self.precision},"
+            f" accumulation {self.accumulation}, checkpointing {self.checkpointing}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -46,7 +48,9 @@ def cells(
     checkpointing: Sequence[str] = ("none", "full"),
 ) -> list[Cell]:
     """The product, stages innermost."""
-    product = itertools.product(architectures, ranks, precisions, accumulations, checkpointing, (0, 1, 2, 3))
+    product = itertools.product(
+        architectures, ranks, precisions, accumulations, checkpointing, (0, 1, 2, 3)
+    )
     return [Cell(a, n, stage, p, k, c) for a, n, p, k, c, stage in product]
 
 
@@ -59,7 +63,8 @@ def by_setting(part: Iterable[Cell]) -> list[list[Cell]]:
 
 
 def build(architecture: str) -> nn.Module:
-    """The model with the same weights on every rank: causal language models of transformers, from configs of our own.
+    """The model with the same weights on every rank: causal language models of transformers, from
+    configs of our own.
 
     Raises:
         ValueError: an architecture that is not in `ARCHITECTURES`.
@@ -69,16 +74,37 @@ def build(architecture: str) -> nn.Module:
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     common = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
-    decoder = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    decoder = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }
     if architecture == "gpt2":
-        own = {"n_embd": 192, "n_layer": 6, "n_head": 4, "n_positions": 256, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+        own = {
+            "n_embd": 192,
+            "n_layer": 6,
+            "n_head": 4,
+            "n_positions": 256,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        }
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**own, **common))
     if architecture == "llama":
         own = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6}
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**own, **decoder, **common))
     if architecture == "mixtral":
-        own = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**own, **decoder, **common))
+        own = {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        }
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**own, **decoder, **common)
+        )
     raise ValueError(f"architecture {architecture!r}: expected one of {', '.join(ARCHITECTURES)}.")
 
 

@@ -1,4 +1,6 @@
-"""One rank of a part of the matrix: `python -m benchmarks.plan_matrix.worker JOB.json RANK`, started by `benchmarks.peers.launch`."""
+"""One rank of a part of the matrix: `python -m benchmarks.plan_matrix.worker JOB.json RANK`,
+started by `benchmarks.peers.launch`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,13 @@ def main() -> None:
     torch.set_num_threads(job["setting"]["threads"])
     if job["setting"]["ranks"] > 1:
         store = f"file://{path.with_name('store')}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"])
-    seen = [measure([Cell(**cell) for cell in part], job["rounds"], job["usual"]) for part in job["settings"]]
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"]
+        )
+    seen = [
+        measure([Cell(**cell) for cell in part], job["rounds"], job["usual"])
+        for part in job["settings"]
+    ]
     leave({"rank": rank, "settings": seen}, path, rank)
 
 

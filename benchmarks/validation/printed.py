@@ -1,7 +1,8 @@
-"""Tables of formulas: what a paper prints, evaluated as it is printed, beside what the code answers for the same symbols.
+"""Tables of formulas: what a paper prints, evaluated as it is printed, beside what the code answers
+for the same symbols.
 
-Traffic of the stages is answered by the plan itself (`onefold.plan.states.wire`, which the engine's ledger equals to the byte), the rest
-by `onefold.plan.formulas`.
+Traffic of the stages is answered by the plan itself (`onefold.plan.states.wire`, which the engine's
+ledger equals to the byte), the rest by `onefold.plan.formulas`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ ADAM, INFINITY = states.CONVENTIONS["16"], states.CONVENTIONS["20"]
 
 @dataclass(frozen=True)
 class Printed:
-    """A formula of a row: the row's first cell, the text of `column` that is evaluated, and the code's answer."""
+    """A formula of a row: the row's first cell, the text of `column` that is evaluated, and the
+    code's answer.
+    """
 
     row: str
     column: str
@@ -34,7 +37,9 @@ class Printed:
 
 
 def evaluate(text: str, symbols: Symbols) -> float:
-    """A printed expression: "^" is a power, and neighbours are multiplied where all symbols are single letters ("3mP", "2(P/G)")."""
+    """A printed expression: "^" is a power, and neighbours are multiplied where all symbols are
+    single letters ("3mP", "2(P/G)").
+    """
     plain = text.replace("^", "**")
     plain = re.sub(r"(?<=[0-9)])(?=[A-Za-z(])", "*", plain)
     if all(len(name) == 1 for name in symbols):
@@ -42,27 +47,45 @@ def evaluate(text: str, symbols: Symbols) -> float:
     return float(eval(plain, {"__builtins__": {}}, dict(symbols)))
 
 
-def lines_of(file: str, formulas: Sequence[Printed], symbols: Symbols, unit: str = "") -> list[Line]:
-    """Each formula evaluated beside the code's answer. Raises ValueError for a text that the row does not print."""
+def lines_of(
+    file: str, formulas: Sequence[Printed], symbols: Symbols, unit: str = ""
+) -> list[Line]:
+    """Each formula evaluated beside the code's answer. Raises ValueError for a text that the row
+    does not print.
+    """
     rows = read(file)
     first = next(iter(rows[0]))
     lines = []
     for formula in formulas:
         cell = next((r[formula.column] for r in rows if r[first] == formula.row), "")
         if formula.text not in cell:
-            raise ValueError(f"{file}.csv, {formula.row!r}: {formula.column} prints {cell!r}, which has no {formula.text!r}.")
+            raise ValueError(
+                f"{file}.csv, {formula.row!r}: {formula.column} prints {cell!r}, which has no"
+                f" {formula.text!r}."
+            )
         note = f", {formula.note}" if formula.note else ""
-        lines.append(Line(f"{formula.row}: {formula.text}{note}", formula.code(symbols), evaluate(formula.text, symbols), unit))
+        lines.append(
+            Line(
+                f"{formula.row}: {formula.text}{note}",
+                formula.code(symbols),
+                evaluate(formula.text, symbols),
+                unit,
+            )
+        )
     return lines
 
 
-# -- traffic -----------------------------------------------------------------------------------------------------------------------
+# -- traffic ---------------------------------------------------------------------------------------
 
 
 @cache
 def _blocks() -> ModelShape:
-    """Eight blocks whose sizes divide by any number of ranks that is asked for, so that nothing is padded."""
-    units = tuple(UnitShape(f"blocks.{i}", (Parameter(f"blocks.{i}.weight", (4096, 4096)),)) for i in range(8))
+    """Eight blocks whose sizes divide by any number of ranks that is asked for, so that nothing is
+    padded.
+    """
+    units = tuple(
+        UnitShape(f"blocks.{i}", (Parameter(f"blocks.{i}.weight", (4096, 4096)),)) for i in range(8)
+    )
     return ModelShape("blocks", (UnitShape("(root)", ()), *units))
 
 
@@ -83,11 +106,17 @@ def _formula(scheme: str, micro_batches: int = 1) -> Callable[[Symbols], float]:
 
 
 def traffic_in_print() -> Table:
-    ones, many = "volume_per_rank_per_optimizer_step(elements of P, x(N-1)/N)", "with_m_accumulation_microbatches"
+    ones, many = (
+        "volume_per_rank_per_optimizer_step(elements of P, x(N-1)/N)",
+        "with_m_accumulation_microbatches",
+    )
     symbols = {"P": 1.0, "N": 64.0, "m": 4.0, "G": 8.0, "W": 64.0, "Z": 8.0}
     halves = {"quantized_weights": False, "quantized_gradients": False, "element_bytes": 1}
     m = int(symbols["m"])
-    recompute, kept = "ZeRO-3 + activation recompute", "ZeRO-3, no reshard after forward (FSDP SHARD_GRAD_OP)"
+    recompute, kept = (
+        "ZeRO-3 + activation recompute",
+        "ZeRO-3, no reshard after forward (FSDP SHARD_GRAD_OP)",
+    )
     hpz, hybrid = "hpZ (ZeRO++)", "HSDP/MiCS, shard group G of W"
     formulas = [
         Printed("DDP", ones, "2P", planned(0, 1)),
@@ -101,27 +130,71 @@ def traffic_in_print() -> Table:
         Printed("ZeRO-3", ones, "3P", planned(3, 1)),
         Printed("ZeRO-3", many, "3mP", planned(3, m)),
         Printed(recompute, ones, "4P", _formula("zero-3 recompute"), "recompute gathers again"),
-        Printed(recompute, ones, "3P", planned(3, 1), "the backward's gather serves recompute too, as in Onefold"),
+        Printed(
+            recompute,
+            ones,
+            "3P",
+            planned(3, 1),
+            "the backward's gather serves recompute too, as in Onefold",
+        ),
         Printed(kept, ones, "2P", planned(3, 1, reshard_after_forward=False)),
         Printed(kept, many, "(m+1)P", _formula("zero-3 kept", m)),
-        Printed(hpz, ones, "2P", lambda s: traffic.zeropp_bytes(s["P"], **halves)["between"], "between nodes"),
-        Printed(hpz, ones, "P", lambda s: traffic.zeropp_bytes(s["P"], **halves)["inside"], "inside"),
-        Printed(hpz, "assumption", "2P/Z", lambda s: traffic.secondary_copy_bytes(s["P"], int(s["Z"])), "bytes of memory"),
-        Printed("ZeRO++", ones, "0.75P", lambda s: traffic.zeropp_bytes(s["P"], element_bytes=1)["between"]),
-        Printed(hybrid, ones, "2(P/G)(1-G/W)", lambda s: traffic.between_groups(s["P"], int(s["G"]), int(s["W"]), 1)),
-        Printed("ZeRO-Offload", ones, "4P/N", lambda s: traffic.offload_bytes(s["P"], int(s["N"])), "bytes on the host link"),
+        Printed(
+            hpz,
+            ones,
+            "2P",
+            lambda s: traffic.zeropp_bytes(s["P"], **halves)["between"],
+            "between nodes",
+        ),
+        Printed(
+            hpz, ones, "P", lambda s: traffic.zeropp_bytes(s["P"], **halves)["inside"], "inside"
+        ),
+        Printed(
+            hpz,
+            "assumption",
+            "2P/Z",
+            lambda s: traffic.secondary_copy_bytes(s["P"], int(s["Z"])),
+            "bytes of memory",
+        ),
+        Printed(
+            "ZeRO++",
+            ones,
+            "0.75P",
+            lambda s: traffic.zeropp_bytes(s["P"], element_bytes=1)["between"],
+        ),
+        Printed(
+            hybrid,
+            ones,
+            "2(P/G)(1-G/W)",
+            lambda s: traffic.between_groups(s["P"], int(s["G"]), int(s["W"]), 1),
+        ),
+        Printed(
+            "ZeRO-Offload",
+            ones,
+            "4P/N",
+            lambda s: traffic.offload_bytes(s["P"], int(s["N"])),
+            "bytes on the host link",
+        ),
     ]
     formulas = [replace(f, note=f"{m} micro-batches") if f.column == many else f for f in formulas]
     lines = lines_of("comm_formulas_all", formulas, symbols, "Ψ")
     says = (
-        "Elements that a rank sends in a step, before the factor (N−1)/N, at N = W = 64, m = 4, G = Z = 8. Stages 0 to 3 and kept "
-        "parameters are the plan's own bytes for eight blocks, the last of which stage 3 keeps from forward to backward; what Onefold does "
-        "not do (yet) is the formula's."
+        "Elements that a rank sends in a step, before the factor (N−1)/N, at N = W = 64, m = 4, G ="
+        " Z = 8. Stages 0 to 3 and kept parameters are the plan's own bytes for eight blocks, the"
+        " last of which stage 3 keeps from forward to backward; what Onefold does not do (yet) is"
+        " the formula's."
     )
-    return Table("Traffic formulas in print", "formula", "as named in the file", ("comm_formulas_all",), says, lines)
+    return Table(
+        "Traffic formulas in print",
+        "formula",
+        "as named in the file",
+        ("comm_formulas_all",),
+        says,
+        lines,
+    )
 
 
-# -- memory, FLOPs, time -----------------------------------------------------------------------------------------------------------
+# -- memory, FLOPs, time ---------------------------------------------------------------------------
 
 
 def _zero() -> list[Line]:
@@ -143,10 +216,30 @@ def _zero() -> list[Line]:
     return lines + lines_of(
         "zero_formulas",
         [
-            Printed("Z-mp", "expression", "Nd*Nm", lambda s: states.reduction_factor(ADAM, 3, s["Nd"] * s["Nm"])),
-            Printed("Z-act", "expression", "12*hidden*batch*seq*layers", lambda s: activations.zero_elements(*(s[k] for k in sizes))),
-            Printed("Z-ckpt", "expression", "hidden*batch*seq*layers", lambda s: activations.checkpoint_elements(*(s[k] for k in sizes))),
-            Printed("Z-mpcomm", "expression", "12*seq*hidden", lambda s: traffic.tensor_parallel_block_elements(1, s["seq"], s["hidden"])),
+            Printed(
+                "Z-mp",
+                "expression",
+                "Nd*Nm",
+                lambda s: states.reduction_factor(ADAM, 3, s["Nd"] * s["Nm"]),
+            ),
+            Printed(
+                "Z-act",
+                "expression",
+                "12*hidden*batch*seq*layers",
+                lambda s: activations.zero_elements(*(s[k] for k in sizes)),
+            ),
+            Printed(
+                "Z-ckpt",
+                "expression",
+                "hidden*batch*seq*layers",
+                lambda s: activations.checkpoint_elements(*(s[k] for k in sizes)),
+            ),
+            Printed(
+                "Z-mpcomm",
+                "expression",
+                "12*seq*hidden",
+                lambda s: traffic.tensor_parallel_block_elements(1, s["seq"], s["hidden"]),
+            ),
         ],
         wide,
     )
@@ -170,7 +263,9 @@ def _fsdp() -> list[Line]:
 
 def _infinity() -> list[Line]:
     def intensity(streamed: str) -> Callable[[Symbols], float]:
-        return lambda s: streaming.intensity(streamed, batch=s["bsz"], seq=s["seq"], hidden=s["hd"], interval=s["ci"])
+        return lambda s: streaming.intensity(
+            streamed, batch=s["bsz"], seq=s["seq"], hidden=s["hd"], interval=s["ci"]
+        )
 
     symbols = {"nl": 128, "hd": 25_600, "bsz": 4, "seq": 1024, "ci": 2, "attn_heads": 256, "params": 1.0e12,
                "ait": 1024.0, "bw": 70e9, "peak_tp": streaming.V100_ACHIEVABLE}  # fmt: skip
@@ -197,7 +292,9 @@ def _infinity() -> list[Line]:
 
 def _korthikanti() -> list[Line]:
     def layer(tensor: bool = False, **options: Any) -> Callable[[Any], float]:
-        return lambda s: activations.korthikanti_layer(s["s"], s["b"], s["h"], s["a"], s["t"] if tensor else 1, **options)
+        return lambda s: activations.korthikanti_layer(
+            s["s"], s["b"], s["h"], s["a"], s["t"] if tensor else 1, **options
+        )
 
     formulas = [
         Printed("no parallelism", "bytes_per_layer", "s*b*h*(34+5*a*s/h)", layer()),
@@ -215,7 +312,9 @@ def _korthikanti() -> list[Line]:
         ),
     ]  # fmt: skip
     return lines_of(
-        "korthikanti_table2_activation_formulas", formulas, {"s": 2048, "b": 1, "h": 12_288, "a": 96, "t": 8, "v": 51_200}
+        "korthikanti_table2_activation_formulas",
+        formulas,
+        {"s": 2048, "b": 1, "h": 12_288, "a": 96, "t": 8, "v": 51_200},
     )
 
 
@@ -240,10 +339,20 @@ def _megatron() -> list[Line]:
         Printed("M-sg", "expression", "b*s*h/t", lambda s: traffic.pipeline_elements(s["b"], s["s"], s["h"], s["t"])),
     ]  # fmt: skip
     lines = lines_of("megatron_formulas", formulas, symbols)
-    for row, numel, gpus, rate, tokens in (("M-ex1", 175e9, 1024, 140e12, 300e9), ("M-ex2", 1.0e12, 3072, 163e12, 450e9)):
+    for row, numel, gpus, rate, tokens in (
+        ("M-ex1", 175e9, 1024, 140e12, 300e9),
+        ("M-ex2", 1.0e12, 3072, 163e12, 450e9),
+    ):
         published = next(r for r in read("megatron_formulas") if r["id"] == row)
         got = compute.training_days(tokens, numel, gpus, rate)
-        lines.append(Line(f"{row}: {published['quantity']}", got, float(published["expression"].split()[0]), "days"))
+        lines.append(
+            Line(
+                f"{row}: {published['quantity']}",
+                got,
+                float(published["expression"].split()[0]),
+                "days",
+            )
+        )
     return lines
 
 
@@ -252,16 +361,40 @@ def _conventions() -> list[Line]:
     kaplan = compute.model_flops_per_token(175e9) * 300e9
     science = compute.training_days(300e9, 13e9, 256, 45e12)
     lines = [
-        Line("GPT-3, 6ND", kaplan, float(by["Kaplan/Chinchilla"]["example"].rsplit(" ", 1)[-1]), "FLOP"),
-        Line("BLOOM 13B, 8·P·tokens/(n·X)", science, float(by["bigscience"]["example"].split()[-2]), "days"),
+        Line(
+            "GPT-3, 6ND",
+            kaplan,
+            float(by["Kaplan/Chinchilla"]["example"].rsplit(" ", 1)[-1]),
+            "FLOP",
+        ),
+        Line(
+            "BLOOM 13B, 8·P·tokens/(n·X)",
+            science,
+            float(by["bigscience"]["example"].split()[-2]),
+            "days",
+        ),
     ]
     names = {"AdamW fp32 m,v": "adamw", "SGD momentum": "sgd-momentum", "LION": "lion"}
     for r in read("optimizer_and_peft_bytes"):
         if r["method"] in names:
             name, published = names[r["method"]], float(r["state_bytes_per_param"])
-            lines.append(Line(f"{r['method']}, bytes of state a parameter", states.OPTIMIZER_STATE_BYTES[name], published, "B"))
+            lines.append(
+                Line(
+                    f"{r['method']}, bytes of state a parameter",
+                    states.OPTIMIZER_STATE_BYTES[name],
+                    published,
+                    "B",
+                )
+            )
             if name in MOMENTS_OF:
-                lines.append(Line(f"{r['method']}, as the plan counts it", 4 * MOMENTS_OF[name], published, "B"))
+                lines.append(
+                    Line(
+                        f"{r['method']}, as the plan counts it",
+                        4 * MOMENTS_OF[name],
+                        published,
+                        "B",
+                    )
+                )
     return lines
 
 
@@ -270,10 +403,18 @@ def formulas_in_print() -> Table:
     files = ("zero_formulas", "fsdp_formulas", "infinity_formulas", "korthikanti_table2_activation_formulas", "megatron_formulas",
              "flops_mfu_conventions", "optimizer_and_peft_bytes")  # fmt: skip
     says = (
-        "Each formula as its source prints it, at one set of sizes, beside the code's. FSDP's hybrid traffic is printed as an "
-        "approximation that counts the own group too; its exact form is beside it."
+        "Each formula as its source prints it, at one set of sizes, beside the code's. FSDP's"
+        " hybrid traffic is printed as an approximation that counts the own group too; its exact"
+        " form is beside it."
     )
-    return Table("Formulas in print", "formula", "as named in the files", files, says, [line for make in made for line in make()])
+    return Table(
+        "Formulas in print",
+        "formula",
+        "as named in the files",
+        files,
+        says,
+        [line for make in made for line in make()],
+    )
 
 
 MAKERS = (traffic_in_print, formulas_in_print)

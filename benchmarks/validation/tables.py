@@ -13,7 +13,9 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Line:
-    """One figure. `fitted`: a constant was fitted to this very row, so that its ratio proves nothing."""
+    """One figure. `fitted`: a constant was fitted to this very row, so that its ratio proves
+    nothing.
+    """
 
     what: str
     predicted: float
@@ -28,7 +30,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """One published table beside what the code says: `kind` is "formula" (arithmetic both sides share), "memory" or "time" (measured)."""
+    """One published table beside what the code says: `kind` is "formula" (arithmetic both sides
+    share), "memory" or "time" (measured).
+    """
 
     title: str
     kind: str
@@ -65,11 +69,17 @@ def markdown(table: Table) -> str:
     worst = max(free, key=lambda line: abs(line.ratio - 1), default=None)
     summary = f"{len(free)} figures not fitted"
     if worst:
-        summary += f", {within(free, 0.05)} within 5 %, {within(free, 0.25)} within 25 %; farthest: {worst.what}, ratio {worst.ratio:.2f}"
+        summary += (
+            f", {within(free, 0.05)} within 5 %, {within(free, 0.25)} within 25 %; farthest:"
+            f" {worst.what}, ratio {worst.ratio:.2f}"
+        )
     head = [
         f"### {table.title}",
         "",
-        f"{table.says} Source: {table.source}; data: {', '.join(f'`{f}.csv`' for f in table.files)}. {summary}.",
+        (
+            f"{table.says} Source: {table.source}; data:"
+            f" {', '.join(f'`{f}.csv`' for f in table.files)}. {summary}."
+        ),
         "",
         "| what | predicted | published | unit | ratio |",
         "|---|---|---|---|---|",

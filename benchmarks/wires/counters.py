@@ -7,7 +7,8 @@
 | sockets | payload of a rank's connections, by where the other end is | none |
 | ledger | what Onefold says that a rank sent, by the ranks of the move's group | none, nor gloo's |
 
-Interface and queue see acknowledgements and the launchers' few words too. All count from the beginning: take differences.
+Interface and queue see acknowledgements and the launchers' few words too. All count from the
+beginning: take differences.
 """
 
 from __future__ import annotations
@@ -23,17 +24,28 @@ from benchmarks.wires.hosts import INTERFACE, tool
 
 
 def interface_bytes() -> int:
-    """Bytes that this host has sent over the link. (/proc, since /sys would show the network that it was mounted in.)"""
+    """Bytes that this host has sent over the link. (/proc, since /sys would show the network that
+    it was mounted in.)
+    """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, fields = line.partition(":")
         if name.strip() == INTERFACE:
             return int(fields.split()[8])
-    raise RuntimeError(f"this host has no interface {INTERFACE!r}: was this started by benchmarks.wires?")
+    raise RuntimeError(
+        f"this host has no interface {INTERFACE!r}: was this started by benchmarks.wires?"
+    )
 
 
 def queue_counters() -> dict[str, int]:
-    """Bytes with every frame's headers and packets dropped, of the queue that the link's rate is made of."""
-    told = subprocess.run([tool("tc"), "-s", "-j", "qdisc", "show", "dev", INTERFACE], capture_output=True, text=True, check=True)
+    """Bytes with every frame's headers and packets dropped, of the queue that the link's rate is
+    made of.
+    """
+    told = subprocess.run(
+        [tool("tc"), "-s", "-j", "qdisc", "show", "dev", INTERFACE],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     (root,) = [found for found in json.loads(told.stdout) if found.get("root")]
     return {"queue_bytes": root["bytes"], "dropped": root["drops"]}
 
@@ -44,11 +56,17 @@ def host_counters() -> dict[str, int]:
 
 
 def socket_counters(own_address: str) -> dict[str, int | None]:
-    """Payload that this process sent to ranks of its own host and to others'; None where the kernel does not say."""
+    """Payload that this process sent to ranks of its own host and to others'; None where the kernel
+    does not say.
+    """
     sent = probes.socket_bytes_by_peer()
     if sent is None:
         return {"inside_bytes": None, "between_bytes": None}
-    inside = sum(count for address, count in sent.items() if address == own_address or address.startswith(("127.", "::1")))
+    inside = sum(
+        count
+        for address, count in sent.items()
+        if address == own_address or address.startswith(("127.", "::1"))
+    )
     return {"inside_bytes": inside, "between_bytes": sum(sent.values()) - inside}
 
 
@@ -63,7 +81,8 @@ class LedgerCounter:
     def bytes(self) -> dict[str, int]:
         """`ledger_inside`, `ledger_between`, and `control_bytes`, which the ledger keeps apart.
 
-        A move treats the other ranks of its group alike, so what it sent is divided by where they are.
+        A move treats the other ranks of its group alike, so what it sent is divided by where they
+        are.
 
         Raises:
             RuntimeError: more moves than the ledger keeps.
@@ -71,17 +90,30 @@ class LedgerCounter:
         between = 0.0
         for event in self._traffic.events:
             others = [rank for rank in read_ranks(event.group) if rank != self._rank]
-            away = [rank for rank in others if rank // self._ranks_a_host != self._rank // self._ranks_a_host]
+            away = [
+                rank
+                for rank in others
+                if rank // self._ranks_a_host != self._rank // self._ranks_a_host
+            ]
             between += event.nbytes * len(away) / max(1, len(others))
         total = self._traffic.total()
         kept = sum(event.nbytes for event in self._traffic.events)
         if kept != total:
-            raise RuntimeError(f"the ledger kept moves of {kept:,} bytes of {total:,}: measure fewer steps at a time.")
-        return {"ledger_inside": total - round(between), "ledger_between": round(between), "control_bytes": self._traffic.control_bytes}
+            raise RuntimeError(
+                f"the ledger kept moves of {kept:,} bytes of {total:,}: measure fewer steps at a"
+                " time."
+            )
+        return {
+            "ledger_inside": total - round(between),
+            "ledger_between": round(between),
+            "control_bytes": self._traffic.control_bytes,
+        }
 
 
 def ledger_counter(trainer: Any, ranks_a_host: int, rank: int) -> Callable[[], dict[str, int]]:
-    """How to ask a trainer's ledger for what it enters from now on; a trainer without one has nothing to say."""
+    """How to ask a trainer's ledger for what it enters from now on; a trainer without one has
+    nothing to say.
+    """
     onefold = getattr(trainer, "onefold", None)
     if onefold is None:
         return dict

@@ -6,16 +6,18 @@
     |                       |        <-- rate, queue ==|                       |
     +-----------------------+                          +-----------------------+
 
-[Note: hosts that cannot outlive us] A host is a set of namespaces without a name, held by its first process, `cat`, which
-reads a pipe that only this process holds open. When we end, however we end, the pipe closes and `cat` with it; and with
-the first process of a process namespace the kernel ends all others in it and takes the network namespace, the devices and
-their queues apart. So nothing is left of a run that was killed, and there is nothing to recognise by name and remove.
-(`ip netns add` makes a name under /run/netns that stays behind SIGKILL.)
+[Note: hosts that cannot outlive us] A host is a set of namespaces without a name, held by its first
+process, `cat`, which reads a pipe that only this process holds open. When we end, however we end,
+the pipe closes and `cat` with it; and with the first process of a process namespace the kernel ends
+all others in it and takes the network namespace, the devices and their queues apart. So nothing is
+left of a run that was killed, and there is nothing to recognise by name and remove. (`ip netns add`
+makes a name under /run/netns that stays behind SIGKILL.)
 
-[Note: what limits the rate] `tbf` on either end's sending side, since every kernel that shapes at all has it. It charges a
-packet that the network card would cut into frames (TSO) with the headers of all its frames, so 100 Mbit/s carry some 95.6
-of payload at 1,500 bytes a frame, as a real link does. Its bucket holds a millisecond's worth, at least one such packet;
-the queue is longer than what TCP keeps in it, so that nothing is dropped. `netem` could do rate and delay alone, but not
+[Note: what limits the rate] `tbf` on either end's sending side, since every kernel that shapes at
+all has it. It charges a packet that the network card would cut into frames (TSO) with the headers
+of all its frames, so 100 Mbit/s carry some 95.6 of payload at 1,500 bytes a frame, as a real link
+does. Its bucket holds a millisecond's worth, at least one such packet; the queue is longer than
+what TCP keeps in it, so that nothing is dropped. `netem` could do rate and delay alone, but not
 every kernel is built with it: it is asked for only where a delay is.
 """
 
@@ -41,7 +43,10 @@ QUEUE = 64 << 20
 """Bytes that wait at the link before one is dropped."""
 
 
-TOOLS = {name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") for name in ("ip", "tc", "unshare", "nsenter")}
+TOOLS = {
+    name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    for name in ("ip", "tc", "unshare", "nsenter")
+}
 """Where the tools are, None where one is not. Only root's PATH has the folders of the first two."""
 
 
@@ -57,19 +62,28 @@ def tool(name: str) -> str:
     """
     found = TOOLS[name]
     if found is None:
-        raise HostError(f"{name} cannot be found: install iproute2 (ip, tc) and util-linux (unshare, nsenter); this needs Linux.")
+        raise HostError(
+            f"{name} cannot be found: install iproute2 (ip, tc) and util-linux (unshare, nsenter);"
+            " this needs Linux."
+        )
     return found
 
 
 class Host:
-    """One host; `pid` is the process whose namespaces it is, `address` where the other reaches it."""
+    """One host; `pid` is the process whose namespaces it is, `address` where the other reaches
+    it.
+    """
 
     def __init__(self, number: int) -> None:
         self.number, self.address = number, f"10.77.0.{number + 1}"
         alone = ["--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
         command = [tool("unshare"), *alone, "sh", "-c", "echo up; exec cat"]
         self._holder = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         self.pid = self._holder.pid
         self._started: list[subprocess.Popen[bytes]] = []
@@ -78,13 +92,16 @@ class Host:
             said = self._holder.stderr.read().decode(errors="replace").strip()
             self.close()
             raise HostError(
-                f"a host of its own is not permitted here ({said}): start this as root or under `unshare --map-root-user`, "
-                "in a container with the capabilities SYS_ADMIN and NET_ADMIN."
+                f"a host of its own is not permitted here ({said}): start this as root or under"
+                " `unshare --map-root-user`, in a container with the capabilities SYS_ADMIN and"
+                " NET_ADMIN."
             )
 
     @property
     def namespace(self) -> str:
-        """What tells this host's network from every other on the machine, such as "net:[4026532600]"."""
+        """What tells this host's network from every other on the machine, such as
+        "net:[4026532600]".
+        """
         return os.readlink(f"/proc/{self.pid}/ns/net")
 
     def set(self, *command: str) -> str:
@@ -94,24 +111,46 @@ class Host:
             HostError: it failed.
         """
         done = subprocess.run(
-            [tool("nsenter"), f"--net=/proc/{self.pid}/ns/net", tool(command[0]), *command[1:]], capture_output=True, text=True, check=False
+            [tool("nsenter"), f"--net=/proc/{self.pid}/ns/net", tool(command[0]), *command[1:]],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             said = (done.stderr or done.stdout).strip()
             raise HostError(f"`{' '.join(command)}` failed: {said}")
         return done.stdout
 
-    def start(self, command: Sequence[str], *, folder: Path, environment: Mapping[str, str], **streams: Any) -> subprocess.Popen[bytes]:
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        environment: Mapping[str, str],
+        **streams: Any,
+    ) -> subprocess.Popen[bytes]:
         """Start a process on this host, in `folder`. It ends with the host at the latest."""
         ours = f"/proc/{self.pid}/ns"
-        enter = [tool("nsenter"), f"--net={ours}/net", f"--mount={ours}/mnt", f"--pid={ours}/pid_for_children", "env", f"--chdir={folder}"]
-        self._started.append(subprocess.Popen([*enter, *command], env=dict(environment), start_new_session=True, **streams))
+        enter = [
+            tool("nsenter"),
+            f"--net={ours}/net",
+            f"--mount={ours}/mnt",
+            f"--pid={ours}/pid_for_children",
+            "env",
+            f"--chdir={folder}",
+        ]
+        self._started.append(
+            subprocess.Popen(
+                [*enter, *command], env=dict(environment), start_new_session=True, **streams
+            )
+        )
         return self._started[-1]
 
     def close(self) -> None:
         """End every process of the host; its devices and queues go with it."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # --kill-child: the first process goes too, and the kernel ends all others
+            # --kill-child: the first process goes too, and the kernel ends all others
+            os.killpg(self.pid, signal.SIGKILL)
         for process in [self._holder, *self._started]:
             process.wait()
         for stream in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
@@ -133,14 +172,18 @@ def _shape(host: Host, link: Link) -> None:
             host.set(*root, "netem", "delay", f"{link.delay_ms:g}ms", "limit", "100000")
         except HostError as error:
             raise HostError(
-                f"this kernel gives a link no delay ({error}): it lacks netem (CONFIG_NET_SCH_NETEM, `modprobe sch_netem`). "
-                "Leave --delay out to measure the rate alone."
+                f"this kernel gives a link no delay ({error}): it lacks netem"
+                " (CONFIG_NET_SCH_NETEM, `modprobe sch_netem`). Leave --delay out to measure the"
+                " rate alone."
             ) from None
         root = ["tc", "qdisc", "add", "dev", INTERFACE, "parent", "1:1", "handle", "10:"]
     try:
         host.set(*root, *tbf)
     except HostError as error:
-        raise HostError(f"this kernel limits no rate ({error}): it lacks tbf (CONFIG_NET_SCH_TBF, `modprobe sch_tbf`).") from None
+        raise HostError(
+            f"this kernel limits no rate ({error}): it lacks tbf (CONFIG_NET_SCH_TBF, `modprobe"
+            " sch_tbf`)."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -158,10 +201,23 @@ def joined(link: Link) -> Iterator[tuple[Host, Host]]:
             pair.append(Host(number))
             stack.callback(pair[-1].close)
         first, second = pair
-        ends = ["ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(second.pid)]
+        ends = [
+            "ip",
+            "link",
+            "add",
+            INTERFACE,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            str(second.pid),
+        ]
         first.set(*ends)
         for host in pair:
-            host.set("ip", "link", "set", INTERFACE, "addrgenmode", "none")  # no IPv6 announcements among the counted bytes
+            # No IPv6 announcements among the counted bytes
+            host.set("ip", "link", "set", INTERFACE, "addrgenmode", "none")
             host.set("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE)
             _shape(host, link)
             for device in ("lo", INTERFACE):
@@ -170,7 +226,9 @@ def joined(link: Link) -> Iterator[tuple[Host, Host]]:
 
 
 def permitted(link: Link) -> str | None:
-    """Why two hosts with such a link cannot be had here, None if they can. Tries it: some tenths of a second."""
+    """Why two hosts with such a link cannot be had here, None if they can. Tries it: some tenths of
+    a second.
+    """
     try:
         with joined(link):
             return None

@@ -1,7 +1,8 @@
-"""One plain stream over the link, for the rate that it really carries: `stream.py receive`, then `stream.py send ADDRESS SECONDS`.
+"""One plain stream over the link, for the rate that it really carries: `stream.py receive`, then
+`stream.py send ADDRESS SECONDS`.
 
-The receiver prints payload bits a second between its first block and its last, the sender the milliseconds of the quickest round trip of
-one byte.
+The receiver prints payload bits a second between its first block and its last, the sender the
+milliseconds of the quickest round trip of one byte.
 """
 
 from __future__ import annotations

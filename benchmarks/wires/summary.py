@@ -1,4 +1,5 @@
-"""From turns to rows: what a host sends the other in a step, what the step takes. Also the schema of the JSON that is written.
+"""From turns to rows: what a host sends the other in a step, what the step takes. Also the schema
+of the JSON that is written.
 
 {
   "schema": "onefold-wires/1",
@@ -42,7 +43,9 @@ SCHEMA = "onefold-wires/1"
 
 @dataclass
 class Run:
-    """One side in one turn. `status` is "ok", "failed" or "timeout"; `ranks` holds what each worker wrote."""
+    """One side in one turn. `status` is "ok", "failed" or "timeout"; `ranks` holds what each worker
+    wrote.
+    """
 
     side: str
     link: dict[str, float]
@@ -61,13 +64,16 @@ class Run:
 class Row:
     """One side over one link. None: not measured, or not known of this side.
 
-    Bytes are those that one host sends in an optimizer step, the mean of both hosts and the median of the rounds: `between_bytes` and
-    `inside_bytes` payload of the sockets, `interface_bytes` and `queue_bytes` of the link (`counters.py`), `ledger_between` and
-    `ledger_inside` what Onefold says. `equivalents` is `between_bytes` over 2 bytes times the model's parameters, `expected` the closed
-    form of it. `headers` is the share by which the frames exceed the payload, `busy` the share of the step in which the link sends at its
-    rate. `step_s` is the median of all timed steps, a step lasting until its slowest rank is done; `faster` the median over rounds of the
-    reference's median step over this side's, with its extremes. `agree`: the last step's loss, of one batch on all ranks, was one number.
-    `loss_difference` is the largest relative difference to the reference's losses (means over ranks).
+    Bytes are those that one host sends in an optimizer step, the mean of both hosts and the median
+    of the rounds: `between_bytes` and `inside_bytes` payload of the sockets, `interface_bytes` and
+    `queue_bytes` of the link (`counters.py`), `ledger_between` and `ledger_inside` what Onefold
+    says. `equivalents` is `between_bytes` over 2 bytes times the model's parameters, `expected` the
+    closed form of it. `headers` is the share by which the frames exceed the payload, `busy` the
+    share of the step in which the link sends at its rate. `step_s` is the median of all timed
+    steps, a step lasting until its slowest rank is done; `faster` the median over rounds of the
+    reference's median step over this side's, with its extremes. `agree`: the last step's loss, of
+    one batch on all ranks, was one number. `loss_difference` is the largest relative difference to
+    the reference's losses (means over ranks).
     """
 
     side: str
@@ -109,7 +115,8 @@ def losses(run: Run) -> list[float]:
 
 
 def expected(side: str, setting: Setting) -> float | None:
-    """Bytes between hosts as the closed form has them in 16-bit equivalents, one micro-batch a step.
+    """Bytes between hosts as the closed form has them in 16-bit equivalents, one micro-batch a
+    step.
 
     Twice as many where 32 bits travel, but for what is encoded.
     """
@@ -122,8 +129,12 @@ def expected(side: str, setting: Setting) -> float | None:
     return encoded + (between - encoded) * (1 if setting.precision == "bf16" else 2)
 
 
-def summarize(setting: Setting, link: Link, runs: Sequence[Run], missing: Sequence[str] = ()) -> list[Row]:
-    """The rows of one link in the order in which the sides ran; `missing` sides are not installed."""
+def summarize(
+    setting: Setting, link: Link, runs: Sequence[Run], missing: Sequence[str] = ()
+) -> list[Row]:
+    """The rows of one link in the order in which the sides ran; `missing` sides are not
+    installed.
+    """
     references = {run.round: run for run in runs if run.side == REFERENCE and run.status == "ok"}
     rows = []
     for side in dict.fromkeys(run.side for run in runs):
@@ -136,15 +147,25 @@ def summarize(setting: Setting, link: Link, runs: Sequence[Run], missing: Sequen
     return rows + [Row(side, "not installed") for side in missing]
 
 
-def _row(side: str, setting: Setting, link: Link, good: Sequence[Run], references: dict[int, Run]) -> Row:
+def _row(
+    side: str, setting: Setting, link: Link, good: Sequence[Run], references: dict[int, Run]
+) -> Row:
     def bytes_of(name: str) -> float | None:
-        found = [value for run in good if (value := of_a_host(run, name, setting.steps)) is not None]
+        found = [
+            value for run in good if (value := of_a_host(run, name, setting.steps)) is not None
+        ]
         return median(found) if found else None
 
     step = median(second for run in good for second in step_seconds(run))
     pairs = [(run, references[run.round]) for run in good if run.round in references]
-    ratios = [median(step_seconds(reference)) / median(step_seconds(run)) for run, reference in pairs]
-    both = [pair for run, reference in pairs for pair in zip(losses(run), losses(reference), strict=False)]
+    ratios = [
+        median(step_seconds(reference)) / median(step_seconds(run)) for run, reference in pairs
+    ]
+    both = [
+        pair
+        for run, reference in pairs
+        for pair in zip(losses(run), losses(reference), strict=False)
+    ]
     between, queue = bytes_of("between_bytes"), bytes_of("queue_bytes")
     return Row(
         side,
@@ -166,5 +187,7 @@ def _row(side: str, setting: Setting, link: Link, good: Sequence[Run], reference
         dropped=sum(rank.get("dropped", 0) for run in good for rank in run.ranks),
         busy=None if queue is None else 8 * queue / link.rate / step,
         agree=all(len({rank["losses"][-1] for rank in run.ranks}) == 1 for run in good),
-        loss_difference=max((abs(mine - theirs) / abs(theirs) for mine, theirs in both), default=None),
+        loss_difference=max(
+            (abs(mine - theirs) / abs(theirs) for mine, theirs in both), default=None
+        ),
     )

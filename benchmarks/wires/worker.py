@@ -1,6 +1,8 @@
-"""One rank of one side in one turn: `torchrun ... -m benchmarks.wires.worker JOB.json`, started by `launch.py` on each host.
+"""One rank of one side in one turn: `torchrun ... -m benchmarks.wires.worker JOB.json`, started by
+`launch.py` on each host.
 
-The ranks stand still while the first of each host reads what its interface has counted, so that no byte is on its way.
+The ranks stand still while the first of each host reads what its interface has counted, so that no
+byte is on its way.
 """
 
 from __future__ import annotations
@@ -37,18 +39,25 @@ def read_all(ledger: Callable[[], dict[str, int]], ranks_a_host: int) -> dict[st
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Build, warm up, time. Seconds as a list of steps; bytes over all timed steps, under the names of `counters`.
+    """Build, warm up, time. Seconds as a list of steps; bytes over all timed steps, under the names
+    of `counters`.
 
-    The last step's batch is the same on all ranks, so that its loss is one number everywhere if all train one model.
+    The last step's batch is the same on all ranks, so that its loss is one number everywhere if all
+    train one model.
     """
     setting, rank, ranks_a_host = Setting(**job["setting"]), dist.get_rank(), job["ranks_a_host"]
 
     def batches(step: int, of: int = rank) -> list[adapters.Batch]:
-        return [model.micro_batch(setting.model, setting.tokens, step, m, of, setting.ranks) for m in range(setting.accumulation)]
+        return [
+            model.micro_batch(setting.model, setting.tokens, step, m, of, setting.ranks)
+            for m in range(setting.accumulation)
+        ]
 
     trainer = sides.build(job["side"], setting, model.build(setting.model), ranks_a_host)
     losses = [trainer.step(batches(step)) for step in range(setting.warmup)]
-    data = [batches(setting.warmup + step) for step in range(setting.steps - 1)] + [batches(setting.warmup + setting.steps - 1, of=0)]
+    data = [batches(setting.warmup + step) for step in range(setting.steps - 1)] + [
+        batches(setting.warmup + setting.steps - 1, of=0)
+    ]
     ledger = counters.ledger_counter(trainer, ranks_a_host, rank)
     before, seconds = read_all(ledger, ranks_a_host), []
     for taken in data:
@@ -60,7 +69,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return {"rank": rank, "losses": losses, "step_s": seconds, **difference(after, before)}
 
 
-def difference(after: dict[str, int | None], before: dict[str, int | None]) -> dict[str, int | None]:
+def difference(
+    after: dict[str, int | None], before: dict[str, int | None]
+) -> dict[str, int | None]:
     """What was counted in between; None where it is not known."""
     out: dict[str, int | None] = {}
     for name, count in after.items():
@@ -79,7 +90,8 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=job["timeout"]))
         result = measure(job)
     except BaseException:
-        path.with_name(f"rank{rank}.failed").write_text(traceback.format_exc())  # torchrun's own log tells more of torchrun than of this
+        # torchrun's own log tells more of torchrun than of this
+        path.with_name(f"rank{rank}.failed").write_text(traceback.format_exc())
         raise
     leave(result, path, rank)
 

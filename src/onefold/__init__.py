@@ -6,8 +6,9 @@ loss = model(batch).loss; loss.backward()
 onefold.clip_grad_norm_(model, 1.0)
 optim.step(); optim.zero_grad()
 
-[Note: names are loaded when they are first asked for] torch takes seconds to import. The command `onefold` must tell of a misspelt option,
-and end on Ctrl-C, before that. So this file imports nothing; `_FROM` says where each name comes from.
+[Note: names are loaded when they are first asked for] torch takes seconds to import. The command
+`onefold` must tell of a misspelt option, and end on Ctrl-C, before that. So this file imports
+nothing; `_FROM` says where each name comes from.
 """
 
 import sys
@@ -22,7 +23,16 @@ if TYPE_CHECKING:
     from onefold.recipe import Placement, Recipe, Row, Tier
     from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
     from onefold.runtime.unset import UnsetError
-    from onefold.shard import clip_grad_norm_, engine_of, full_params, full_state_dict, keep_gathered, load_full_state_dict, no_sync, shard
+    from onefold.shard import (
+        clip_grad_norm_,
+        engine_of,
+        full_params,
+        full_state_dict,
+        keep_gathered,
+        load_full_state_dict,
+        no_sync,
+        shard,
+    )
     from onefold.unsharded import unsharded
 
 __version__ = "0.1.0"
@@ -35,7 +45,14 @@ _FROM = {
     "runtime": ("Engine", "ShardedParameter", "ShardedParameterError"),
     "runtime.unset": ("UnsetError",),
     "shard": (
-        "clip_grad_norm_", "engine_of", "full_params", "full_state_dict", "keep_gathered", "load_full_state_dict", "no_sync", "shard",
+        "clip_grad_norm_",
+        "engine_of",
+        "full_params",
+        "full_state_dict",
+        "keep_gathered",
+        "load_full_state_dict",
+        "no_sync",
+        "shard",
     ),
     "unsharded": ("unsharded",),
     "checkpoint": ("Checkpointer", "CheckpointError", "load", "load_async", "save", "save_async"),
@@ -45,7 +62,8 @@ _FROM = {
     "checkpoint.huggingface": ("load_pretrained",),
     "integrations.deepspeed": ("initialize",),
 }
-#: Modules that read what other libraries have saved: `recognizes(path)`, and `open_source(path)`. Loaded when a folder is nobody else's.
+#: Modules that read what other libraries have saved: `recognizes(path)`, and `open_source(path)`.
+#: Loaded when a folder is nobody else's.
 READERS = ("onefold.integrations.deepspeed.checkpoint_reader",)
 _ROOMS = ("checkpoint", "ema", "observe", "plan")
 
@@ -107,7 +125,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Whoever imports the module `onefold.shard` would have it bound here under that name, which is its function's; so with `unsharded`."""
+    """Whoever imports the module `onefold.shard` would have it bound here under that name, which is
+    its function's; so with `unsharded`.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in ("shard", "unsharded") and isinstance(value, ModuleType)

@@ -1,4 +1,6 @@
-"""`python -m onefold` is the command `onefold` (for launchers that start a module: `torchrun -m onefold train`)."""
+"""`python -m onefold` is the command `onefold` (for launchers that start a module:
+`torchrun -m onefold train`).
+"""
 
 from onefold.cli import main
 

@@ -14,8 +14,9 @@
 | parameters             | those that were trainable when the average was made; the others are the model's own                        |
 | buffers                | the model's own                                                                                            |
 
-An update is that of torch's `AveragedModel`: the first copies, then `average.lerp_(weight, 1 - decay)`. It moves nothing and has the same
-bits at every stage. To apply the averages, masters and averages change places; the model then gathers as ever.
+An update is that of torch's `AveragedModel`: the first copies, then
+`average.lerp_(weight, 1 - decay)`. It moves nothing and has the same bits at every stage. To apply
+the averages, masters and averages change places; the model then gathers as ever.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class _Share:
     """The averages of one flat buffer.
 
     Attributes:
-        values: the average of this rank's interval, or (where nothing is divided or cast) of each parameter; [] on NVMe.
+        values: the average of this rank's interval, or (where nothing is divided or cast) of each
+            parameter; [] on NVMe.
         kind: of the region that holds them on NVMe.
         aside: masters of another dtype that the averages have taken the place of.
     """
@@ -62,7 +64,8 @@ class _Share:
 
 
 class EMA:
-    """The exponential moving average of a sharded model's weights. Made and updated on every rank; see this module.
+    """The exponential moving average of a sharded model's weights. Made and updated on every rank;
+    see this module.
 
     Args:
         model: what `onefold.shard` returned.
@@ -77,7 +80,10 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float | None = 0.999) -> None:
         if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
-            raise ValueError(f"decay={decay!r}: expected a number from 0 up to 1, such as 0.999, or None to weigh all updates alike.")
+            raise ValueError(
+                f"decay={decay!r}: expected a number from 0 up to 1, such as 0.999, or None to"
+                " weigh all updates alike."
+            )
         engine = engine_of(model)
         self.decay, self.updates = decay, 0
         self._model, self._inside = weakref.ref(model), False
@@ -87,7 +93,9 @@ class EMA:
             for unit, flat in _flats(engine):
                 if not flat.route.stored and any(e.param.requires_grad for e in flat.entries):
                     share = self._shares[flat.index] = self._made(flat)
-                    held[unit.name] = held.get(unit.name, 0) + sum(t.numel() * t.element_size() for t in share.values)
+                    held[unit.name] = held.get(unit.name, 0) + sum(
+                        t.numel() * t.element_size() for t in share.values
+                    )
             self._follow(engine, copy=True)
         for name, nbytes in held.items():
             ledger = engine.memory if engine.device == self._device() else engine.transfers.host
@@ -101,20 +109,30 @@ class EMA:
             RuntimeError: the averages are applied.
         """
         if self._inside:
-            raise RuntimeError("EMA.update() was called inside ema.applied(), where the model's weights are the averages: leave it first.")
+            raise RuntimeError(
+                "EMA.update() was called inside ema.applied(), where the model's weights are the"
+                " averages: leave it first."
+            )
         with disable_torch_function(), torch.no_grad():
             self._follow(self._engine(), copy=self.updates == 0)
         self.updates += 1
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Inside, the model's weights are the averages: to evaluate, to export, for `onefold.full_state_dict(model)`. Collective.
+        """Inside, the model's weights are the averages: to evaluate, to export, for
+        `onefold.full_state_dict(model)`. Collective.
 
         An optimizer that steps inside, or a load, is an error.
         """
         model, engine = self._module(), self._engine()
         if engine.stack or engine.whole_depth or self._inside:
-            where = "a forward pass" if engine.stack else "onefold.full_params" if engine.whole_depth else "itself"
+            where = (
+                "a forward pass"
+                if engine.stack
+                else "onefold.full_params"
+                if engine.whole_depth
+                else "itself"
+            )
             raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
         tell_all(engine, _APPLIED, None)
         engine.about_to_write()
@@ -129,7 +147,9 @@ class EMA:
             self._exchange(engine)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole, on rank 0's host, as `AveragedModel.state_dict()` has it; {} on other ranks. Collective."""
+        """The whole, on rank 0's host, as `AveragedModel.state_dict()` has it; {} on other ranks.
+        Collective.
+        """
         model, engine = self._module(), self._engine()
         tell_all(engine, _STATE_DICT, None)
         first = engine.rank == 0
@@ -138,14 +158,21 @@ class EMA:
         with disable_torch_function(), torch.no_grad():
             for _, flat in _flats(engine):
                 share = self._shares.get(flat.index)
-                averaged = share if share is not None and not (self._inside and share.aside is None) else None  # else the masters have it
+                # Else the masters have it
+                averaged = (
+                    share
+                    if share is not None and not (self._inside and share.aside is None)
+                    else None
+                )
                 masters = flat.load_master() if averaged is None and not flat.unsharded else None
                 for entry in flat.entries:
                     dtype = self._dtype(flat) if share is not None else flat.dtypes.master
                     into = None
                     if first:
                         part = entry.part
-                        whole = joint.setdefault(part.names[0], torch.empty(part.shape, dtype=dtype, device="cpu"))
+                        whole = joint.setdefault(
+                            part.names[0], torch.empty(part.shape, dtype=dtype, device="cpu")
+                        )
                         out |= dict.fromkeys((id(entry.param), *part.names), whole)
                         into = whole.view(-1)[part.first : part.first + entry.slot.numel]
 
@@ -153,13 +180,23 @@ class EMA:
                     to_first(engine, entry, dtype, read, into, alone=share is not None)
             if not first:
                 return {}
-            order = {name: value for name, value in plain_state_dict(engine, model).items() if isinstance(value, torch.Tensor)}
+            order = {
+                name: value
+                for name, value in plain_state_dict(engine, model).items()
+                if isinstance(value, torch.Tensor)
+            }
             keys = {name: id(value) if id(value) in out else name for name, value in order.items()}
-            found = {name: out[keys[name]] if keys[name] in out else value.detach().cpu().clone() for name, value in order.items()}
-            return {"n_averaged": torch.tensor(self.updates)} | {f"module.{name}": value for name, value in found.items()}
+            found = {
+                name: out[keys[name]] if keys[name] in out else value.detach().cpu().clone()
+                for name, value in order.items()
+            }
+            return {"n_averaged": torch.tensor(self.updates)} | {
+                f"module.{name}": value for name, value in found.items()
+            }
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
-        """Load rank 0's whole dict, of `state_dict()` or of torch's `AveragedModel` (other ranks may give None). Collective.
+        """Load rank 0's whole dict, of `state_dict()` or of torch's `AveragedModel` (other ranks
+        may give None). Collective.
 
         Buffers and frozen parameters stay the model's.
 
@@ -168,7 +205,9 @@ class EMA:
         """
         engine = self._engine()
         if self._inside:
-            raise RuntimeError("EMA.load_state_dict() was called inside ema.applied(): leave it first.")
+            raise RuntimeError(
+                "EMA.load_state_dict() was called inside ema.applied(): leave it first."
+            )
         verdict = self._look(engine, state_dict) if engine.rank == 0 else None
         complaint, updates = tell_all(engine, _LOAD, verdict)[0]
         if complaint:
@@ -180,18 +219,31 @@ class EMA:
                 for entry in flat.entries:
                     whole, part = None, entry.part
                     if engine.rank == 0:
-                        whole = _find(state_dict or {}, entry).detach().reshape(-1)[part.first : part.first + entry.slot.numel]
-                    from_first(engine, entry, self._dtype(flat), whole, partial(self._write, share, entry), alone=True)
+                        whole = (
+                            _find(state_dict or {}, entry)
+                            .detach()
+                            .reshape(-1)[part.first : part.first + entry.slot.numel]
+                        )
+                    from_first(
+                        engine,
+                        entry,
+                        self._dtype(flat),
+                        whole,
+                        partial(self._write, share, entry),
+                        alone=True,
+                    )
                 if share.kind:
                     engine.transfers.flush()
         self.updates = updates
 
-    # -- one flat buffer -------------------------------------------------------------------------------------------------------
+    # -- one flat buffer ---------------------------------------------------------------------------
 
     def _made(self, flat: Flat) -> _Share:
         dtype = self._dtype(flat)
         if flat.unsharded:
-            return _Share([torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries])
+            return _Share(
+                [torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries]
+            )
         numel = flat.interval[1] - flat.interval[0]
         if flat.offloaded is not None and flat.offloaded.on_disk:
             kind = state_kind(f"average {id(self)}", dtype)
@@ -213,7 +265,11 @@ class EMA:
             if share.kind:
                 self._follow_on_disk(flat, share, copy, weight)
                 continue
-            now = [e.param.detach() for e in flat.entries] if flat.unsharded else [flat.master[slice(*_interval(flat))]]
+            now = (
+                [e.param.detach() for e in flat.entries]
+                if flat.unsharded
+                else [flat.master[slice(*_interval(flat))]]
+            )
             for average, value in zip(share.values, now, strict=True):
                 if copy:
                     average.copy_(value)
@@ -224,7 +280,11 @@ class EMA:
                     average.lerp_(value.to(average.dtype), weight)
         if averages:
             for kind in {(t.device, t.dtype) for t in averages}:
-                pairs = [(a, w) for a, w in zip(averages, weights, strict=True) if (a.device, a.dtype) == kind]
+                pairs = [
+                    (a, w)
+                    for a, w in zip(averages, weights, strict=True)
+                    if (a.device, a.dtype) == kind
+                ]
                 torch._foreach_lerp_([a for a, _ in pairs], [w for _, w in pairs], weight)
         if any(share.kind for share in self._shares.values()):
             engine.transfers.flush()
@@ -243,15 +303,26 @@ class EMA:
 
     @staticmethod
     def _read(
-        share: _Share | None, masters: torch.Tensor | None, entry: Entry, dtype: torch.dtype, x: int, y: int
+        share: _Share | None,
+        masters: torch.Tensor | None,
+        entry: Entry,
+        dtype: torch.dtype,
+        x: int,
+        y: int,
     ) -> torch.Tensor:
-        """Elements [x, y) of `entry`: of the average, which has them in this rank's interval, or of the masters."""
+        """Elements [x, y) of `entry`: of the average, which has them in this rank's interval, or of
+        the masters.
+        """
         flat = entry.flat
         if share is None and masters is not None:
             at = entry.slot.start - flat.owned[0]
             return masters[at + x : at + y].to(dtype)
         if share is None or flat.unsharded:
-            return (entry.param.detach() if share is None else share.values[entry.index]).reshape(-1)[x:y].to(dtype)
+            return (
+                (entry.param.detach() if share is None else share.values[entry.index])
+                .reshape(-1)[x:y]
+                .to(dtype)
+            )
         at = entry.slot.start - flat.interval[0]
         if share.kind:
             assert flat.offloaded is not None
@@ -270,12 +341,14 @@ class EMA:
                 into.copy_(whole.view(into.shape))
         elif share.kind:
             assert flat.offloaded is not None
-            flat.offloaded.write_part(share.kind, entry.slot.start - flat.owned[0] + x, values.cpu())
+            flat.offloaded.write_part(
+                share.kind, entry.slot.start - flat.owned[0] + x, values.cpu()
+            )
         else:
             at = entry.slot.start - flat.interval[0]
             share.values[0][at + x : at + y].copy_(values)
 
-    # -- masters and averages change places ------------------------------------------------------------------------------------
+    # -- masters and averages change places --------------------------------------------------------
 
     def _exchange(self, engine: Engine) -> None:
         """Collective where ranks hold the same masters."""
@@ -301,7 +374,9 @@ class EMA:
                     self._change(masters[a:b], share.values[0], share)
                 if flat.owned != flat.interval and engine.group.size > 1:
                     holders = engine.group if flat.whole_master else engine.group.inter_group
-                    holders.all_gather(masters, _place(engine, unit), flat.index, move="state").wait()
+                    holders.all_gather(
+                        masters, _place(engine, unit), flat.index, move="state"
+                    ).wait()
                 flat.store_master(masters)
             if any(share.kind for share in self._shares.values()):
                 engine.transfers.flush()
@@ -324,11 +399,12 @@ class EMA:
         engine = self._engine()
         engine.copying = self._refuse
         raise RuntimeError(
-            "the model's weights were to be written to (by an optimizer step, a load or full_params(write=True)) inside ema.applied(), "
-            "where they are the averages: leave it first."
+            "the model's weights were to be written to (by an optimizer step, a load or"
+            " full_params(write=True)) inside ema.applied(), where they are the averages: leave it"
+            " first."
         )
 
-    # -- other -----------------------------------------------------------------------------------------------------------------
+    # -- other -------------------------------------------------------------------------------------
 
     def _module(self) -> nn.Module:
         model = self._model()
@@ -346,21 +422,33 @@ class EMA:
         """What is wrong with rank 0's dict, and how many updates it has seen."""
         if not isinstance(state, Mapping) or "n_averaged" not in state:
             return (
-                "rank 0 was given no state of an average; expected what EMA.state_dict() or torch's AveragedModel.state_dict() returned "
-                "(n_averaged, module.<name>, ...).",
+                (
+                    "rank 0 was given no state of an average; expected what EMA.state_dict() or"
+                    " torch's AveragedModel.state_dict() returned (n_averaged, module.<name>, ...)."
+                ),
                 0,
             )
-        for entry in (e for _, flat in _flats(engine) if flat.index in self._shares for e in flat.entries):
+        for entry in (
+            e for _, flat in _flats(engine) if flat.index in self._shares for e in flat.entries
+        ):
             found = _find(state, entry)
             if found is None:
                 return f"'module.{entry.part.names[0]}' is missing: it is of another model.", 0
             if tuple(found.shape) != tuple(entry.part.shape):
-                return f"'module.{entry.part.names[0]}' has shape {tuple(found.shape)}, expected {tuple(entry.part.shape)}.", 0
+                return (
+                    (
+                        f"'module.{entry.part.names[0]}' has shape {tuple(found.shape)}, expected"
+                        f" {tuple(entry.part.shape)}."
+                    ),
+                    0,
+                )
         return None, int(state["n_averaged"])
 
 
 def _find(state: Mapping[str, Any], entry: Entry) -> Any:
-    return next((state[f"module.{name}"] for name in entry.part.names if f"module.{name}" in state), None)
+    return next(
+        (state[f"module.{name}"] for name in entry.part.names if f"module.{name}" in state), None
+    )
 
 
 def _flats(engine: Engine) -> list[tuple[Unit, Flat]]:

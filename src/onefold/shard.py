@@ -55,21 +55,27 @@ def shard(
     device: torch.device | str | None = None,
     weights: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Divide a model's training state among the ranks as the recipe says. Collective; in place; returns the module.
+    """Divide a model's training state among the ranks as the recipe says. Collective; in place;
+    returns the module.
 
-    Afterwards train as ever: `module.parameters()` are the tensors that this rank's optimizer steps, whole parameters exist while
-    they are computed with. All ranks start from rank 0's weights. Parameter objects keep their identity, so an optimizer made
-    before is as good as one made after (unless the model was on the meta device).
+    Afterwards train as ever: `module.parameters()` are the tensors that this rank's optimizer
+    steps, whole parameters exist while they are computed with. All ranks start from rank 0's
+    weights. Parameter objects keep their identity, so an optimizer made before is as good as one
+    made after (unless the model was on the meta device).
 
     Args:
-        module: any nn.Module, also one (partly) on the meta device: it is given memory unit by unit, never whole.
+        module: any nn.Module, also one (partly) on the meta device: it is given memory unit by
+            unit, never whole.
         recipe: for instance `Recipe.zero(stage=3)`.
-        group: a ProcessGroup or a one-dimensional DeviceMesh; None for all ranks, or a lone process.
+        group: a ProcessGroup or a one-dimensional DeviceMesh; None for all ranks, or a lone
+            process.
         units: names or classes of the modules that become units; None finds the repeated block.
         init: initializes one module in place (called for modules on the meta device).
-        device: where to compute; None keeps the module's device (for meta modules: CUDA if there is any, else CPU).
-        weights: a Hugging Face folder (safetensors). Each rank reads the bytes that it will own, and no value is made up first. What
-            the folder has not keeps the value it has, or gets one from `init` if it is on the meta device.
+        device: where to compute; None keeps the module's device (for meta modules: CUDA if there is
+            any, else CPU).
+        weights: a Hugging Face folder (safetensors). Each rank reads the bytes that it will own,
+            and no value is made up first. What the folder has not keeps the value it has, or gets
+            one from `init` if it is on the meta device.
 
     Raises:
         ValueError: what was given cannot be; the message says what to change.
@@ -78,17 +84,27 @@ def shard(
         raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
     check_units(units)
     if init is not None and not callable(init):
-        raise ValueError(f"init={init!r}: expected a function that initializes one module in place, or None.")
+        raise ValueError(
+            f"init={init!r}: expected a function that initializes one module in place, or None."
+        )
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"shard() was given {recipe!r} as recipe, expected a Recipe such as onefold.Recipe.zero(stage=3).")
+        raise ValueError(
+            f"shard() was given {recipe!r} as recipe, expected a Recipe such as"
+            " onefold.Recipe.zero(stage=3)."
+        )
     if recipe.block:
         require_torchao(f"moments={recipe.moments!r}")
     if is_sharded(module):
-        raise ValueError("this module is sharded already; shard a fresh one, or use onefold.engine_of(module).")
+        raise ValueError(
+            "this module is sharded already; shard a fresh one, or use onefold.engine_of(module)."
+        )
     for name, inner in module.named_modules():
-        if is_sharded(inner) or any(isinstance(p, ShardedParameter) for p in inner._parameters.values()):
+        if is_sharded(inner) or any(
+            isinstance(p, ShardedParameter) for p in inner._parameters.values()
+        ):
             raise ValueError(
-                f"module {name!r} inside this model belongs to another sharded model already: shard the whole model once, alone."
+                f"module {name!r} inside this model belongs to another sharded model already: shard"
+                " the whole model once, alone."
             )
     held = held_elsewhere(module)  # by an optimizer, perhaps
     mend(module)
@@ -96,14 +112,16 @@ def shard(
     wanted = units if units is not None else recipe.units
     brought = _open(weights, module, where, init)
     coming = brought.coming if brought is not None else set()
-    with Cut(module, recipe) as cut:  # weights above recipe.tile; as it was if anything below raises
+    # Weights above recipe.tile; as it was if anything below raises
+    with Cut(module, recipe) as cut:
         coming, init = with_tiles(module, coming), initializing(init)
         specs = find_units(module, wanted)
         unset: list[tuple[str, nn.Module, str]] = []
 
         alone = (group.size if isinstance(group, Group) else len(members(group)[1])) == 1
         _refuse_max_norm(module, alone)
-        stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE  # else it leaves unit by unit, never whole
+        # Else it leaves unit by unit, never whole
+        stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
         if alone and stays and has_meta(module) and (brought is None or brought.error is None):
             for spec in specs:
                 unset += materialize(spec, specs, where, init, module, True, coming, memory=True)
@@ -117,7 +135,9 @@ def shard(
         values = _rank_0_needs_values(engine, module)
         for spec, unit in zip(specs, engine.units, strict=True):
             unset += materialize(spec, specs, where, init, module, values, coming)
-            without = without_value(engine, unit, coming) if values or engine.world_size == 1 else set()
+            without = (
+                without_value(engine, unit, coming) if values or engine.world_size == 1 else set()
+            )
             state.lay_out(engine, unit, coming | without)
             for entry in unit.entries:
                 if entry.slot.name in without:
@@ -126,7 +146,8 @@ def shard(
     engine.buffers.find(module, recipe)
     _note_unset(engine, [row for row in unset if row[0] not in coming], specs, module)
     engine.start()
-    if not engine.unsharded or recipe.activations is not None:  # on one rank activations alone need the hooks
+    # On one rank activations alone need the hooks
+    if not engine.unsharded or recipe.activations is not None:
         for spec, unit in zip(specs, engine.units, strict=True):
             install(engine, unit, spec.module)
             if isinstance(spec.module, Tile) and not unit.resident:
@@ -137,12 +158,23 @@ def shard(
             guard_state_dict(engine, part)
     watch(engine, held)
     if engine.rank == 0:
-        sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
-        notes = [*recipe.notes, *precision_notes(engine), *cut.notes, *offload_notes(sizes, recipe, engine.world_size), *route_notes(engine)]
+        sizes = [
+            sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs
+        ]
+        notes = [
+            *recipe.notes,
+            *precision_notes(engine),
+            *cut.notes,
+            *offload_notes(sizes, recipe, engine.world_size),
+            *route_notes(engine),
+        ]
         for note in (*notes, *engine.unset.notes()):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
-    engine.given, engine.finalizer = (group, wanted, init_given), weakref.finalize(module, _close, engine)
+    engine.given, engine.finalizer = (
+        (group, wanted, init_given),
+        weakref.finalize(module, _close, engine),
+    )
     if brought is not None:
         with contextlib.closing(brought):
             brought.load_shards(engine, module)
@@ -152,19 +184,23 @@ def shard(
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the norm before, on every rank.
+    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the
+    norm before, on every rank.
 
     Raises:
-        ValueError: `max_norm` is no number from 0 up (infinity measures only), or `norm_type` is none above 0.
+        ValueError: `max_norm` is no number from 0 up (infinity measures only), or `norm_type` is
+            none above 0.
     """
     return clip_grad_norm(engine_of(module), max_norm, norm_type)
 
 
 @contextlib.contextmanager
 def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
-    """Inside, the model holds whole parameters in master precision, to read, to evaluate, or to generate with. Collective.
+    """Inside, the model holds whole parameters in master precision, to read, to evaluate, or to
+    generate with. Collective.
 
-    They take no gradients. With `write=True` changes made inside are kept on leaving; rank 0's are everybody's.
+    They take no gradients. With `write=True` changes made inside are kept on leaving; rank 0's are
+    everybody's.
     """
     with state.full_params(engine_of(module), write):
         yield module
@@ -172,12 +208,15 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator[nn.Module]:
-    """Inside, passes without gradients (generating, evaluating) leave whole units gathered, in the compute dtype. Collective.
+    """Inside, passes without gradients (generating, evaluating) leave whole units gathered, in the
+    compute dtype. Collective.
 
-    As many units as fit into `limit` are gathered once and stay, first in the order of the forward pass; the others are gathered and
-    released in each pass as ever. They are let go on leaving, before a pass with gradients, and when parameters change; the next pass
-    without gradients gathers them again. Where all units stay, ranks may make different numbers of passes inside. Else all ranks must make
-    the same number (transformers: `generate(..., synced_gpus=True)`), or a `StallError` says that they did not.
+    As many units as fit into `limit` are gathered once and stay, first in the order of the forward
+    pass; the others are gathered and released in each pass as ever. They are let go on leaving,
+    before a pass with gradients, and when parameters change; the next pass without gradients
+    gathers them again. Where all units stay, ranks may make different numbers of passes inside.
+    Else all ranks must make the same number (transformers: `generate(..., synced_gpus=True)`), or a
+    `StallError` says that they did not.
 
     Args:
         limit: bytes on each rank, as a number or a text such as "8GB"; None for all units.
@@ -186,31 +225,39 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
         ValueError: `limit` is no number of bytes.
         RuntimeError: it was entered inside a pass of the model, or inside itself.
     """
-    with kept_gathered.keep_gathered(engine_of(module), None if limit is None else bytes_of("limit", limit)):
+    with kept_gathered.keep_gathered(
+        engine_of(module), None if limit is None else bytes_of("limit", limit)
+    ):
         yield module
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole state dict in master precision on rank 0's host, moved unit by unit; {} on other ranks. Collective."""
+    """The whole state dict in master precision on rank 0's host, moved unit by unit; {} on other
+    ranks. Collective.
+    """
     return state.full_state_dict(engine_of(module), module)
 
 
 def load_full_state_dict(
     module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load rank 0's whole state dict (other ranks may give None). Collective. Returns the missing and the unexpected names.
+    """Load rank 0's whole state dict (other ranks may give None). Collective. Returns the missing
+    and the unexpected names.
 
     Raises:
-        ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, or names do under `strict`.
+        ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, or names do
+            under `strict`.
     """
     return state.load_full_state_dict(engine_of(module), module, state_dict, strict)
 
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Micro-batches before the last of a step: gradients that the recipe reduces at the boundary stay local inside.
+    """Micro-batches before the last of a step: gradients that the recipe reduces at the boundary
+    stay local inside.
 
-    Stages that shard gradients reduce every micro-batch all the same, unless the recipe says reduce_at="boundary".
+    Stages that shard gradients reduce every micro-batch all the same, unless the recipe says
+    reduce_at="boundary".
     """
     with engine_of(module).unsynced():
         yield
@@ -246,7 +293,9 @@ def capabilities() -> Capabilities:
     return Capabilities(storage, activations, named, store)
 
 
-def _open(weights: str | os.PathLike[str] | None, module: nn.Module, device: torch.device, init: Any) -> Weights | None:
+def _open(
+    weights: str | os.PathLike[str] | None, module: nn.Module, device: torch.device, init: Any
+) -> Weights | None:
     if weights is None:
         return None
     from onefold.checkpoint.huggingface import Weights
@@ -259,15 +308,26 @@ def _refuse_max_norm(module: nn.Module, alone: bool) -> None:
     for name, inner in module.named_modules() if not alone else ():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
             raise ValueError(
-                f"{name!r} has max_norm={inner.max_norm}: it renormalizes the rows that a rank looks up, in its forward pass, so that "
-                "ranks would come to have different weights. Leave max_norm out and renormalize after optimizer.step(), under "
-                "torch.no_grad(): `w.mul_((max_norm / w.norm(dim=1, keepdim=True)).clamp(max=1))`."
+                f"{name!r} has max_norm={inner.max_norm}: it renormalizes the rows that a rank"
+                " looks up, in its forward pass, so that ranks would come to have different"
+                " weights. Leave max_norm out and renormalize after optimizer.step(), under"
+                " torch.no_grad(): `w.mul_((max_norm / w.norm(dim=1,"
+                " keepdim=True)).clamp(max=1))`."
             )
 
 
-def _note_unset(engine: Engine, unset: list[tuple[str, nn.Module, str]], specs: list[UnitSpec], module: nn.Module) -> None:
+def _note_unset(
+    engine: Engine,
+    unset: list[tuple[str, nn.Module, str]],
+    specs: list[UnitSpec],
+    module: nn.Module,
+) -> None:
     """Remember what has no value, and let it be used by nobody: see runtime/unset.py."""
-    inside = {id(m): unit for spec, unit in zip(specs, engine.units, strict=True) for _, m in modules_of(spec, specs)}
+    inside = {
+        id(m): unit
+        for spec, unit in zip(specs, engine.units, strict=True)
+        for _, m in modules_of(spec, specs)
+    }
     for name, owner, key in unset:
         if is_marked(owner._buffers[key]):  # type: ignore[arg-type]
             engine.unset.add_buffer(name, owner, key, inside.get(id(owner), engine.units[0]))
@@ -277,9 +337,15 @@ def _note_unset(engine: Engine, unset: list[tuple[str, nn.Module, str]], specs: 
 
 def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights: bool) -> None:
     """Raise on every rank if the ranks were given different recipes or models."""
-    found = [(f.names, tuple(f.param.shape), f.param.dtype, f.param.requires_grad) for s in specs for f in s.found]
+    found = [
+        (f.names, tuple(f.param.shape), f.param.dtype, f.param.requires_grad)
+        for s in specs
+        for f in s.found
+    ]
     parts = {
-        "recipes": [getattr(recipe, name) for name in Recipe.__dataclass_fields__ if name != "notes"],
+        "recipes": [
+            getattr(recipe, name) for name in Recipe.__dataclass_fields__ if name != "notes"
+        ],
         "parameter names": [names for names, *_ in found],
         "parameter shapes": [shape for _, shape, *_ in found],
         "parameter dtypes": [dtype for *_, dtype, _ in found],
@@ -289,22 +355,36 @@ def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weight
     }
     digest = b"".join(hashlib.sha256(repr(part).encode()).digest()[:8] for part in parts.values())
     payload = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    said = [bytes(p.tolist()) for p in engine.group.exchange_control(payload, CollectiveContext("control", "(start)", 0, "state"))]
+    said = [
+        bytes(p.tolist())
+        for p in engine.group.exchange_control(
+            payload, CollectiveContext("control", "(start)", 0, "state")
+        )
+    ]
     for at, name in enumerate(parts):
         cut = slice(8 * at, 8 * at + 8)
-        others = [engine.group.ranks[r] for r, digests in enumerate(said) if digests[cut] != said[0][cut]]
+        others = [
+            engine.group.ranks[r] for r, digests in enumerate(said) if digests[cut] != said[0][cut]
+        ]
         if others:
             raise ValueError(
-                f"shard() was given different {name} on rank {engine.group.ranks[0]} and on {', '.join(f'rank {r}' for r in others)}. "
-                "Every rank must shard the same model by the same recipe (weights may differ: rank 0's are taken)."
+                f"shard() was given different {name} on rank {engine.group.ranks[0]} and on"
+                f" {', '.join(f'rank {r}' for r in others)}. Every rank must shard the same model"
+                " by the same recipe (weights may differ: rank 0's are taken)."
             )
 
 
 def _rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
-    """Whether rank 0's model is on the meta device, so that its weights have to be made up (the same answer on every rank)."""
+    """Whether rank 0's model is on the meta device, so that its weights have to be made up (the
+    same answer on every rank).
+    """
     mine = has_meta(module)
     payload = torch.tensor([mine], dtype=torch.uint8)
-    return bool(engine.group.exchange_control(payload, CollectiveContext("control", "(start)", 0, "state"))[0].item())
+    return bool(
+        engine.group.exchange_control(payload, CollectiveContext("control", "(start)", 0, "state"))[
+            0
+        ].item()
+    )
 
 
 def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:

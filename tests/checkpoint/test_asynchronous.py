@@ -1,4 +1,6 @@
-"""Saves behind the training: what they store, how they fail, how they wait or skip, and what the last few are."""
+"""Saves behind the training: what they store, how they fail, how they wait or skip, and what the
+last few are.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,11 @@ def behind(root: str) -> dict[str, Any]:
     path = saving.wait(300.0)
     again, states = start(3, seed=9)
     onefold.load(path, model=again, optimizer=states)
-    return {"ahead": ahead, "again": [step(again, states, number) for number in range(2, 5)], "early": early}
+    return {
+        "ahead": ahead,
+        "again": [step(again, states, number) for number in range(2, 5)],
+        "early": early,
+    }
 
 
 def test_a_save_behind_the_training_stores_the_moment_it_began(tmp_path: Path) -> None:
@@ -93,7 +99,14 @@ def failing(root: str) -> dict[str, Any]:
         def full(file: int, data: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        tensorfile.os = type("os", (), {**{k: getattr(tensorfile.os, k) for k in dir(tensorfile.os)}, "write": staticmethod(full)})  # type: ignore[assignment]
+        tensorfile.os = type(
+            "os",
+            (),
+            {
+                **{k: getattr(tensorfile.os, k) for k in dir(tensorfile.os)},
+                "write": staticmethod(full),
+            },
+        )  # type: ignore[assignment]
     saving = onefold.save_async(f"{root}/a", model=model, optimizer=optimizer, step=1)
     while not saving.done:
         pass
@@ -110,10 +123,14 @@ def failing(root: str) -> dict[str, Any]:
     return {"said": said, "left": sorted(p.name for p in Path(root).iterdir())}
 
 
-def test_a_failure_behind_the_training_is_raised_by_the_next_step_on_every_rank(tmp_path: Path) -> None:
+def test_a_failure_behind_the_training_is_raised_by_the_next_step_on_every_rank(
+    tmp_path: Path,
+) -> None:
     for found in run_ranks(2, failing, str(tmp_path)):
         first, second = found["said"]
-        assert "No space left on device" in first and "rank 1" in first and "free space" in first, first
+        assert "No space left on device" in first and "rank 1" in first and "free space" in first, (
+            first
+        )
         assert second == "stepped", "it is told once"
         assert found["left"] == []
 
@@ -134,7 +151,10 @@ def test_a_second_save_waits_or_is_skipped_and_the_last_few_stay(tmp_path: Path)
         for number in (3, 4, 5):
             checkpoints.busy = "wait"
             checkpoints.save(number, optimizer=optimizer)
-    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["step-00000004", "step-00000005"]
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == [
+        "step-00000004",
+        "step-00000005",
+    ]
     assert onefold.checkpoint.latest(tmp_path) == tmp_path / "step-00000005"
 
 
@@ -173,7 +193,9 @@ def test_loading_ahead_changes_nothing_before_it_is_waited_for(tmp_path: Path) -
     assert step(other, states, 1) == expected
 
 
-def test_a_lone_process_is_told_of_a_failed_save_by_its_next_step_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lone_process_is_told_of_a_failed_save_by_its_next_step_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import onefold
     from onefold.checkpoint import saving as module
 
@@ -193,7 +215,9 @@ def test_a_lone_process_is_told_of_a_failed_save_by_its_next_step_too(tmp_path: 
 
 
 def slow_to_hear(root: str) -> list[str]:
-    """The second rank hears of the failed save much later than the first; both must skip the same update."""
+    """The second rank hears of the failed save much later than the first; both must skip the same
+    update.
+    """
     import time
 
     import onefold
@@ -233,7 +257,9 @@ def test_all_ranks_are_told_of_a_failed_save_by_the_same_step(tmp_path: Path) ->
 
 
 def talking(root: str) -> dict[str, Any]:
-    """Everything that ranks say to each other while a save is under way waits for it, and ends as it should."""
+    """Everything that ranks say to each other while a save is under way waits for it, and ends as
+    it should.
+    """
     import time
 
     import onefold
@@ -256,19 +282,27 @@ def talking(root: str) -> dict[str, Any]:
         loaded = ahead.wait(300.0)
         onefold.save(f"{root}/best", model=model)
         checkpoints.save(160, optimizer=optimizer)
-    return {"newest": newest.name if newest else "", "loaded": loaded.step, "left": sorted(p.name for p in Path(root).iterdir())}
+    return {
+        "newest": newest.name if newest else "",
+        "loaded": loaded.step,
+        "left": sorted(p.name for p in Path(root).iterdir()),
+    }
 
 
 def test_what_is_asked_while_a_save_is_under_way_waits_for_it(tmp_path: Path) -> None:
     for found in run_ranks(2, talking, str(tmp_path)):
         assert found["newest"] == "step-00000300" and found["loaded"] == 300
-        assert "step-00000160" in found["left"], "the one just saved stays, whatever step another branch has reached"
+        assert "step-00000160" in found["left"], (
+            "the one just saved stays, whatever step another branch has reached"
+        )
         assert "best" in found["left"], "what the user has saved there is the user's"
         assert not any(name.endswith(".unfinished") for name in found["left"])
 
 
 def goes_home(root: str) -> None:
-    """A script that ends as nearly every one does: the process groups go while the last save is under way."""
+    """A script that ends as nearly every one does: the process groups go while the last save is
+    under way.
+    """
     import time
 
     import onefold

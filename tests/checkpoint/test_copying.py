@@ -1,4 +1,6 @@
-"""An asynchronous save is of the moment of its call, though its copy is taken while the training goes on."""
+"""An asynchronous save is of the moment of its call, though its copy is taken while the training
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 def hold_copies() -> threading.Event:
-    """Copies begin when the event is set, or `HELD` seconds after somebody began to wait for one."""
+    """Copies begin when the event is set, or `HELD` seconds after somebody began to wait for
+    one.
+    """
     from onefold.checkpoint.copying import Copying
 
     release, run, wait = threading.Event(), Copying.run, Copying.wait
@@ -68,7 +72,10 @@ def of_one_moment(stage: int, folder: str) -> dict[str, Any]:
     got = onefold.full_state_dict(model)
     states = [t for s in optimizer.state.values() for t in s.values()]
     return {
-        "same": all(torch.equal(want[n], got[n]) for n in want) and all(map(torch.equal, moment, states)),
+        "same": (
+            all(torch.equal(want[n], got[n]) for n in want)
+            and all(map(torch.equal, moment, states))
+        ),
         "copied": (before, after),
         "stalled": stalled,
         "waited": waited,
@@ -76,7 +83,9 @@ def of_one_moment(stage: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 2), (1, 2), (3, 2)])
-def test_the_copy_is_taken_behind_the_training_and_is_of_one_moment(stage: int, ranks: int, tmp_path: Path) -> None:
+def test_the_copy_is_taken_behind_the_training_and_is_of_one_moment(
+    stage: int, ranks: int, tmp_path: Path
+) -> None:
     for seen in run_ranks(ranks, of_one_moment, stage, str(tmp_path / "c")):
         assert seen["same"]
         assert seen["copied"] == (False, True), "the call does not wait for the copy, the step does"
@@ -109,7 +118,9 @@ def written_meanwhile(folder: str, how: str) -> tuple[str, bool]:
         return str(error), Path(folder).exists()
 
 
-def test_a_write_under_the_copy_fails_the_save_instead_of_mixing_two_moments(tmp_path: Path) -> None:
+def test_a_write_under_the_copy_fails_the_save_instead_of_mixing_two_moments(
+    tmp_path: Path,
+) -> None:
     for said, there in run_ranks(2, written_meanwhile, str(tmp_path / "c"), "unseen"):
         assert "two moments" in said and not there
 

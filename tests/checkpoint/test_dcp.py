@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint between FSDP2 and Onefold: what one saved the other goes on from, at any stage and number of ranks."""
+"""torch.distributed.checkpoint between FSDP2 and Onefold: what one saved the other goes on from, at
+any stage and number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Scaled(nn.LayerNorm):
 
 
 def build(seed: int) -> nn.Module:
-    """Tied weights, a frozen parameter, a persistent and a passing buffer, extra state; all of them depend on `seed`."""
+    """Tied weights, a frozen parameter, a persistent and a passing buffer, extra state; all of them
+    depend on `seed`.
+    """
     torch.manual_seed(seed)
     model = TinyGPT(depth=2, tied=True)
     model.positions.weight.requires_grad_(False)
@@ -54,8 +58,12 @@ def adamw(model: nn.Module, lr: float, turned: bool = False) -> torch.optim.Adam
     return torch.optim.AdamW(groups[::-1] if turned else groups, lr=lr)
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
-    """The losses of `count` steps, each on a batch that depends on the rank and the step's number."""
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int
+) -> list[float]:
+    """The losses of `count` steps, each on a batch that depends on the rank and the step's
+    number.
+    """
     losses = []
     for step in range(first, first + count):
         optimizer.zero_grad()
@@ -77,7 +85,9 @@ def fsdp(seed: int, lr: float) -> tuple[nn.Module, torch.optim.AdamW]:
     return model, adamw(model, lr)
 
 
-def sharded(stage: int, seed: int, lr: float, turned: bool = False) -> tuple[nn.Module, torch.optim.AdamW]:
+def sharded(
+    stage: int, seed: int, lr: float, turned: bool = False
+) -> tuple[nn.Module, torch.optim.AdamW]:
     import onefold
 
     model = onefold.shard(build(seed), onefold.Recipe.zero(stage, stall_timeout=10.0))
@@ -89,18 +99,30 @@ def whole_of_fsdp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
     from torch.distributed.tensor import DTensor
 
     weights, state = get_state_dict(model, optimizer)
-    out = dict(weights) | {f"{name}/{key}": value for name, values in state["state"].items() for key, value in values.items()}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else copy.deepcopy(value) for name, value in out.items()}
+    out = dict(weights) | {
+        f"{name}/{key}": value
+        for name, values in state["state"].items()
+        for key, value in values.items()
+    }
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else copy.deepcopy(value)
+        for name, value in out.items()
+    }
 
 
-def differences(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: Whole, lr: float) -> list[str]:
+def differences(
+    model: nn.Module, optimizer: torch.optim.Optimizer, wanted: Whole, lr: float
+) -> list[str]:
     """What this rank of an Onefold run holds, against the whole, bit by bit."""
     out, seen = [], 0
     for name, param in model.named_parameters():
         i, j = param.onefold.interval if hasattr(param, "onefold") else (0, param.numel())
         parts: dict[str, Tensor] = {name: param.data}
         if param.requires_grad and i < j:
-            parts |= {f"{name}/{key}": optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq", "step")}
+            parts |= {
+                f"{name}/{key}": optimizer.state[param][key]
+                for key in ("exp_avg", "exp_avg_sq", "step")
+            }
         for key, part in parts.items():
             expected = wanted[key] if part.dim() == 0 else wanted[key].flatten()[i:j]
             seen += local_part(part).numel()
@@ -109,14 +131,27 @@ def differences(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: Whol
         decays = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
         expected_options = (lr, 0.0) if "norm" in name or "bias" in name else (2 * lr, 0.01)
         if (decays["lr"], decays["weight_decay"]) != expected_options:
-            out.append(f"{name}: its group has lr {decays['lr']}, weight decay {decays['weight_decay']}, expected {expected_options}")
-    if not torch.equal(model.scale, wanted["scale"]) or model.norm.note != wanted["norm._extra_state"]:
-        out.append(f"buffer {model.scale}, extra state {model.norm.note}, expected {wanted['scale']}, {wanted['norm._extra_state']}")
+            out.append(
+                f"{name}: its group has lr {decays['lr']}, weight decay {decays['weight_decay']},"
+                f" expected {expected_options}"
+            )
+    if (
+        not torch.equal(model.scale, wanted["scale"])
+        or model.norm.note != wanted["norm._extra_state"]
+    ):
+        out.append(
+            f"buffer {model.scale}, extra state {model.norm.note}, expected {wanted['scale']},"
+            f" {wanted['norm._extra_state']}"
+        )
     return out if seen else ["this rank holds nothing to compare"]
 
 
 def close(what: str, losses: list[float], expected: list[float]) -> list[str]:
-    return [] if torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-5) else [f"{what}: {losses}, expected {expected}"]
+    return (
+        []
+        if torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-5)
+        else [f"{what}: {losses}, expected {expected}"]
+    )
 
 
 def written_once(folder: Path, wanted: Whole) -> list[str]:
@@ -132,7 +167,10 @@ def written_once(folder: Path, wanted: Whole) -> list[str]:
             assert isinstance(found, TensorStorageMetadata)
             elements = sum(prod(chunk.sizes) for chunk in found.chunks)
             if (found.size, elements) != (value.shape, value.numel()):
-                out.append(f"{key}: {elements} elements of {tuple(found.size)} written, expected {tuple(value.shape)}")
+                out.append(
+                    f"{key}: {elements} elements of {tuple(found.size)} written, expected"
+                    f" {tuple(value.shape)}"
+                )
     return out
 
 
@@ -155,7 +193,9 @@ def both_ways(folder: Path) -> list[str]:
     for stage in (3, 1):
         model, mine = sharded(stage, seed=2, lr=0.5, turned=stage == 3)
         dcp.load(dcp_state_dict(model, mine), checkpoint_id=folder / "fsdp2")
-        problems += [f"stage {stage} from FSDP2: {p}" for p in differences(model, mine, wanted, lr=0.01)]
+        problems += [
+            f"stage {stage} from FSDP2: {p}" for p in differences(model, mine, wanted, lr=0.01)
+        ]
         problems += close(f"stage {stage} from FSDP2", steps(model, mine, 2, 2), expected)
 
     for stage in (3, 0):
@@ -174,14 +214,21 @@ def both_ways(folder: Path) -> list[str]:
         problems += close(f"FSDP2 from stage {stage}", steps(other, theirs, 2, 2), expected)
         again, mine = sharded(stage, seed=10, lr=0.5)
         dcp.load(dcp_state_dict(again, mine), checkpoint_id=saved)
-        problems += [f"stage {stage} by FSDP2 and by itself: {p}" for p in differences(again, mine, wanted, lr=0.02)]
+        problems += [
+            f"stage {stage} by FSDP2 and by itself: {p}"
+            for p in differences(again, mine, wanted, lr=0.02)
+        ]
         if (losses := steps(again, mine, 2, 2)) != expected:
-            problems.append(f"stage {stage} after its own save: {losses}, expected {expected} to the bit")
+            problems.append(
+                f"stage {stage} after its own save: {losses}, expected {expected} to the bit"
+            )
     return problems
 
 
 def elsewhere(folder: Path) -> list[str]:
-    """On any number of ranks: Onefold loads what FSDP2 saved on 2; on several, it goes on, saves, and loads that."""
+    """On any number of ranks: Onefold loads what FSDP2 saved on 2; on several, it goes on, saves,
+    and loads that.
+    """
     import torch.distributed.checkpoint as dcp
 
     from onefold.checkpoint.dcp import dcp_state_dict
@@ -189,7 +236,9 @@ def elsewhere(folder: Path) -> list[str]:
     wanted = torch.load(folder / "wanted.pt", weights_only=True)
     model, mine = sharded(2, seed=4, lr=0.5)
     with torch.no_grad():
-        model(tokens_of(0))  # kept copies of whole parameters, which the load makes stale, also where a rank holds nothing of a unit
+        # Kept copies of whole parameters, which the load makes stale, also where a rank holds
+        # nothing of a unit
+        model(tokens_of(0))
     dcp.load(dcp_state_dict(model, mine), checkpoint_id=folder / "fsdp2")
     problems = differences(model, mine, wanted, lr=0.01)
     if not dist.is_initialized():
@@ -203,7 +252,11 @@ def elsewhere(folder: Path) -> list[str]:
     if (counts := {float(state["step"]) for state in theirs.state.values()}) != {3.0}:
         problems.append(f"step counts {counts} after 3 steps")
     losses, expected = steps(other, theirs, 3, 2), steps(model, mine, 3, 2)
-    return problems if losses == expected else [*problems, f"losses {losses}, expected {expected} to the bit"]
+    return (
+        problems
+        if losses == expected
+        else [*problems, f"losses {losses}, expected {expected} to the bit"]
+    )
 
 
 def refusals() -> dict[str, str]:
@@ -243,7 +296,9 @@ def refusals() -> dict[str, str]:
     return out
 
 
-def test_fsdp2_and_onefold_go_on_from_each_others_checkpoints_at_any_number_of_ranks(tmp_path: Path) -> None:
+def test_fsdp2_and_onefold_go_on_from_each_others_checkpoints_at_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(2, both_ways, tmp_path) == [[], []]
     assert run_ranks(3, elsewhere, tmp_path) == [[], [], []]
     with warnings.catch_warnings():
@@ -271,7 +326,9 @@ def test_the_boxes_of_an_interval_tile_it_in_order(shape: list[int], data: st.Da
     stop = data.draw(st.integers(start, prod(shape)))
     whole = torch.arange(prod(shape)).view(shape)
     found = boxes(shape, start, stop)
-    cut = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in found]
+    cut = [
+        whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in found
+    ]
     assert [int(i) for piece in cut for i in piece] == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
     assert len({offsets for offsets, _ in found}) == len(found)  # a box is known by where it begins

@@ -1,5 +1,7 @@
-"""Saved at any stage on any number of ranks in any precision, loaded at any other: bit-equal states. The reference is put together from
-the ranks' own tensors by names and intervals, without any of the checkpoint's code."""
+"""Saved at any stage on any number of ranks in any precision, loaded at any other: bit-equal
+states. The reference is put together from the ranks' own tensors by names and intervals, without
+any of the checkpoint's code.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,39 @@ Whole = dict[str, dict[str, Any]]
 
 
 class Part(nn.Module):
-    """x (batch, 5) -> the same; ties, a frozen matrix, a scalar, a parameter smaller than the world, a buffer."""
+    """x (batch, 5) -> the same; ties, a frozen matrix, a scalar, a parameter smaller than the
+    world, a buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.again, self.down, self.fixed = nn.Linear(5, 7), nn.Linear(5, 7, bias=False), nn.Linear(7, 5), nn.Linear(5, 5)
+        self.up, self.again, self.down, self.fixed = (
+            nn.Linear(5, 7),
+            nn.Linear(5, 7, bias=False),
+            nn.Linear(7, 5),
+            nn.Linear(5, 5),
+        )
         self.again.weight = self.up.weight
         self.fixed.requires_grad_(False)
-        self.gain, self.pair = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([0.5, -0.5]))
+        self.gain, self.pair = (
+            nn.Parameter(torch.tensor(1.5)),
+            nn.Parameter(torch.tensor([0.5, -0.5])),
+        )
         self.register_buffer("calls", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1.0
-        return self.fixed(x) + self.down(torch.tanh(self.up(x) + self.again(x))) * self.gain + self.pair.sum()
+        return (
+            self.fixed(x)
+            + self.down(torch.tanh(self.up(x) + self.again(x))) * self.gain
+            + self.pair.sum()
+        )
 
 
 class Three(nn.Module):
-    """tokens (batch, length) -> a loss. A part for each kind of optimizer, so that a checkpoint of it tries all of them."""
+    """tokens (batch, length) -> a loss. A part for each kind of optimizer, so that a checkpoint of
+    it tries all of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +68,9 @@ class Three(nn.Module):
         x = self.words(tokens)
         for part in self.parts:
             x = part(x)
-        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            self.head(x)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
 
 
 Setting = tuple[str, int, int]  # precision, ranks, stage
@@ -65,9 +85,18 @@ class One:
 
         self.precision, self.size, stage = setting
         torch.manual_seed(seed)
-        self.model = onefold.shard(Three(), onefold.Recipe.zero(stage, precision=self.precision, stall_timeout=30.0, **recipe), group=group)
-        adamw, sgd, adagrad = ([p for p in part.parameters() if p.requires_grad] for part in self.model.parts)
-        two = [{"params": adamw, "lr": 2e-3}, {"params": [self.model.words.weight], "weight_decay": 0.3, "betas": (0.8, 0.95)}]
+        self.model = onefold.shard(
+            Three(),
+            onefold.Recipe.zero(stage, precision=self.precision, stall_timeout=30.0, **recipe),
+            group=group,
+        )
+        adamw, sgd, adagrad = (
+            [p for p in part.parameters() if p.requires_grad] for part in self.model.parts
+        )
+        two = [
+            {"params": adamw, "lr": 2e-3},
+            {"params": [self.model.words.weight], "weight_decay": 0.3, "betas": (0.8, 0.95)},
+        ]
         self.optimizers = [
             torch.optim.AdamW(two, lr=1e-3),
             torch.optim.SGD(sgd, lr=0.05, momentum=0.9),
@@ -82,28 +111,45 @@ class One:
             optimizer.zero_grad()
 
     def held(self) -> Iterator[tuple[str, tuple[int, ...], int, dict[str, Any]]]:
-        """(name, shape, start, {what: this rank's interval of it, or a scalar}) of each parameter that this rank has elements of."""
+        """(name, shape, start, {what: this rank's interval of it, or a scalar}) of each parameter
+        that this rank has elements of.
+        """
         import onefold
 
-        state = {p: values for optimizer in self.optimizers for p, values in optimizer.state.items()}
+        state = {
+            p: values for optimizer in self.optimizers for p, values in optimizer.state.items()
+        }
         with torch._C.DisableTorchFunctionSubclass():
             for entry in onefold.engine_of(self.model).entries:
                 param, flat = entry.param, entry.flat
                 if param.numel():
                     start = 0 if flat.unsharded else flat.local(entry)[0] - entry.slot.start
                     values = {"value": param.data, **state.get(param, {})}
-                    flatten = {k: v.reshape(-1) if k != "step" and isinstance(v, Tensor) else v for k, v in values.items()}
+                    flatten = {
+                        k: v.reshape(-1) if k != "step" and isinstance(v, Tensor) else v
+                        for k, v in values.items()
+                    }
                     yield entry.names[0], tuple(entry.slot.shape), start, flatten
 
     def others(self) -> dict[str, Any]:
         """What is no parameter: buffers, and the options of the groups."""
-        buffers = {f"buffer {n}": [part.calls.tolist() for part in self.model.parts] for n in ("calls",)}
-        groups = [[{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] for optimizer in self.optimizers]
+        buffers = {
+            f"buffer {n}": [part.calls.tolist() for part in self.model.parts] for n in ("calls",)
+        }
+        groups = [
+            [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
         return {**buffers, "groups": groups}
 
     def whole(self) -> Whole:
-        """Everything there is of it, put together from all ranks of the group by intervals. Collective there."""
-        mine = [(*row, {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}) for *row, values in self.held()]
+        """Everything there is of it, put together from all ranks of the group by intervals.
+        Collective there.
+        """
+        mine = [
+            (*row, {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()})
+            for *row, values in self.held()
+        ]
         said: list[Any] = [mine]
         if self.size > 1:
             said = [None] * self.size
@@ -114,17 +160,29 @@ class One:
                 if not isinstance(value, Tensor) or key == "step":
                     out.setdefault(name, {})[key] = value
                     continue
-                whole = out.setdefault(name, {}).setdefault(key, torch.full((math.prod(shape),), torch.nan, dtype=value.dtype))
+                whole = out.setdefault(name, {}).setdefault(
+                    key, torch.full((math.prod(shape),), torch.nan, dtype=value.dtype)
+                )
                 whole[start : start + value.numel()] = value
-        assert all(not t.isnan().any() for values in out.values() for t in values.values() if isinstance(t, Tensor)), "nobody holds a part"
+        assert all(
+            not t.isnan().any()
+            for values in out.values()
+            for t in values.values()
+            if isinstance(t, Tensor)
+        ), "nobody holds a part"
         return out
 
     def differs_from(self, whole: Whole, cast: torch.dtype | None = None) -> list[str]:
         """What this rank holds otherwise than `whole` says, bit for bit.
 
-        What is frozen has no master: it is held, and so stored, as it is computed in. `cast`: what all the rest is to be rounded to.
+        What is frozen has no master: it is held, and so stored, as it is computed in. `cast`: what
+        all the rest is to be rounded to.
         """
-        wrong = [] if self.others() == whole[""] else [f"buffers or groups: {self.others()} for {whole['']}"]
+        wrong = (
+            []
+            if self.others() == whole[""]
+            else [f"buffers or groups: {self.others()} for {whole['']}"]
+        )
         for name, _, start, values in self.held():
             if values.keys() != whole[name].keys():
                 wrong.append(f"{name} has {sorted(values)} for {sorted(whole[name])}")
@@ -132,20 +190,36 @@ class One:
             for key, value in values.items():
                 expected = whole[name][key]
                 if isinstance(value, Tensor) and key != "step":
-                    asked = COMPUTED_IN[self.precision] if ".fixed." in name else cast or expected.dtype
+                    asked = (
+                        COMPUTED_IN[self.precision] if ".fixed." in name else cast or expected.dtype
+                    )
                     expected = expected[start : start + value.numel()].to(asked)
-                same = torch.equal(value, expected) and value.dtype == expected.dtype if isinstance(value, Tensor) else value == expected
+                same = (
+                    torch.equal(value, expected) and value.dtype == expected.dtype
+                    if isinstance(value, Tensor)
+                    else value == expected
+                )
                 if not same:
                     wrong.append(f"{name} {key} at {start}")
         return wrong
 
 
-def matrix(root: str, precisions: list[str], sizes: list[int], pairs: Callable[[Setting, Setting, int], bool]) -> tuple[int, list[str]]:
-    """Save in every setting, load those of `pairs(from, into, number)` into every other. Returns how many loads, and what differed."""
+def matrix(
+    root: str,
+    precisions: list[str],
+    sizes: list[int],
+    pairs: Callable[[Setting, Setting, int], bool],
+) -> tuple[int, list[str]]:
+    """Save in every setting, load those of `pairs(from, into, number)` into every other. Returns
+    how many loads, and what differed.
+    """
     import onefold
 
     rank, wrong, loads = dist.get_rank(), [], 0
-    groups = {n: dist.new_group(list(range(n))) if n < dist.get_world_size() else dist.group.WORLD for n in sizes}
+    groups = {
+        n: dist.new_group(list(range(n))) if n < dist.get_world_size() else dist.group.WORLD
+        for n in sizes
+    }
     settings = list(itertools.product(precisions, sizes, STAGES))
     saved: dict[Setting, Whole] = {}
     for setting in settings:
@@ -165,15 +239,21 @@ def matrix(root: str, precisions: list[str], sizes: list[int], pairs: Callable[[
                 one.step(rank)  # states that must make way
             for number, source in enumerate(settings):
                 if pairs(source, setting, index + number):
-                    onefold.load(f"{root}/{source}", model=one.model, optimizer=one.optimizers, rng=False)
-                    wrong += [f"{source} into {setting}: {d}" for d in one.differs_from(saved[source])]
+                    onefold.load(
+                        f"{root}/{source}", model=one.model, optimizer=one.optimizers, rng=False
+                    )
+                    wrong += [
+                        f"{source} into {setting}: {d}" for d in one.differs_from(saved[source])
+                    ]
                     loads += 1
         dist.barrier()  # those who had no part in it must not wait for the others in the next one
     return loads, wrong
 
 
 def all_of_fp32_and_a_fifth(source: Setting, target: Setting, number: int) -> bool:
-    """How a checkpoint is cut has to do with stages and ranks alone: each pair of those once, and other precisions beside them."""
+    """How a checkpoint is cut has to do with stages and ranks alone: each pair of those once, and
+    other precisions beside them.
+    """
     return source[0] == target[0] == "fp32" or number % 5 == 0
 
 
@@ -183,18 +263,32 @@ def a_seventh(source: Setting, target: Setting, number: int) -> bool:
 
 @pytest.mark.slow
 def test_every_stage_and_number_of_ranks_loads_what_every_other_saved(tmp_path: Path) -> None:
-    """fp32 and bf16; AdamW with two groups, SGD with momentum and Adagrad in each; ties and frozen parameters for each of them."""
-    found = run_ranks(4, matrix, str(tmp_path), ["fp32", "bf16"], [1, 2, 3, 4], all_of_fp32_and_a_fifth, timeout=400.0)
+    """fp32 and bf16; AdamW with two groups, SGD with momentum and Adagrad in each; ties and frozen
+    parameters for each of them.
+    """
+    found = run_ranks(
+        4,
+        matrix,
+        str(tmp_path),
+        ["fp32", "bf16"],
+        [1, 2, 3, 4],
+        all_of_fp32_and_a_fifth,
+        timeout=400.0,
+    )
     assert [wrong for _, wrong in found] == [[]] * 4
     assert found[0][0] > 16 * 16 + 3 * 16 * 16 // 6
 
 
 def test_masters_and_states_pass_through_every_precision_unchanged(tmp_path: Path) -> None:
-    found = run_ranks(3, matrix, str(tmp_path), ["fp32", "bf16", "fp16"], [1, 3], a_seventh, timeout=240.0)
+    found = run_ranks(
+        3, matrix, str(tmp_path), ["fp32", "bf16", "fp16"], [1, 3], a_seventh, timeout=240.0
+    )
     assert [wrong for _, wrong in found] == [[]] * 3 and found[0][0] >= 24 * 24 // 7
 
 
-def test_a_load_rounds_to_masters_of_sixteen_bits_where_those_are_asked_for_and_back_to_the_same(tmp_path: Path) -> None:
+def test_a_load_rounds_to_masters_of_sixteen_bits_where_those_are_asked_for_and_back_to_the_same(
+    tmp_path: Path,
+) -> None:
     import onefold
 
     one = One(("fp32", 1, 0), None, seed=1)

@@ -1,4 +1,6 @@
-"""A sample of the drill: kills at random moments, random injuries. `python -m benchmarks.faults` does 200 of each."""
+"""A sample of the drill: kills at random moments, random injuries. `python -m benchmarks.faults`
+does 200 of each.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,33 @@ def test_every_injury_is_found_and_none_loads_as_something_else() -> None:
 
 
 def test_the_table_counts_what_was_wrong() -> None:
-    kill = {"stage": 3, "asynchronous": True, "moment": "save", "first": 0, "wrong": ["rank 1: the loss of step 4 is 1.0, undisturbed 2.0"]}
-    injury = {"kind": "flip", "files": ["state.json"], "what": "", "found": ["state.json: its"], "loaded": ["refused"] * 2, "wrong": []}
-    where = {"command": "x", "date": "d", "machine": "a processor", "torch": "t", "commit": "0123abc", "seconds": 1.0}
+    kill = {
+        "stage": 3,
+        "asynchronous": True,
+        "moment": "save",
+        "first": 0,
+        "wrong": ["rank 1: the loss of step 4 is 1.0, undisturbed 2.0"],
+    }
+    injury = {
+        "kind": "flip",
+        "files": ["state.json"],
+        "what": "",
+        "found": ["state.json: its"],
+        "loaded": ["refused"] * 2,
+        "wrong": [],
+    }
+    where = {
+        "command": "x",
+        "date": "d",
+        "machine": "a processor",
+        "torch": "t",
+        "commit": "0123abc",
+        "seconds": 1.0,
+    }
     text = markdown({**where, "kills": [kill], "runs": [""], "injuries": [injury]})
     assert "a processor, torch t, commit 0123abc" in text
-    assert "| 3 | behind the training | 0 | 0 | 1 | 1 |" in text and "| flip | 1 | 1 | 1 | 0 | 0 |" in text
+    assert (
+        "| 3 | behind the training | 0 | 0 | 1 | 1 |" in text
+        and "| flip | 1 | 1 | 1 | 0 | 0 |" in text
+    )
     assert "kill of rank 0 at stage 3: rank 1: the loss of step 4" in text

@@ -1,4 +1,6 @@
-"""The format by itself: checksums that combine, files that every reader of safetensors opens, values without pickle."""
+"""The format by itself: checksums that combine, files that every reader of safetensors opens,
+values without pickle.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from hypothesis import strategies as st
 
 from onefold.checkpoint.crc import combine, joined
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.manifest import FileRecord, Manifest, Piece, Record, read_manifest, write_manifest
+from onefold.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    Piece,
+    Record,
+    read_manifest,
+    write_manifest,
+)
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, Planned, TensorFile, write_tensors
 from onefold.checkpoint.values import decode, encode
@@ -53,13 +62,19 @@ def test_every_reader_of_safetensors_opens_what_is_written(tmp_path: Path) -> No
     assert written.nbytes == os.path.getsize(tmp_path / "a.safetensors")
     theirs = load_file(tmp_path / "a.safetensors")
     assert set(theirs) == set(tensors)
-    assert all(torch.equal(theirs[k].view(torch.uint8), t.view(torch.uint8)) for k, t in tensors.items() if t.ndim)
+    assert all(
+        torch.equal(theirs[k].view(torch.uint8), t.view(torch.uint8))
+        for k, t in tensors.items()
+        if t.ndim
+    )
     save_file({"x": torch.arange(10.0)}, tmp_path / "b.safetensors", metadata={"format": "pt"})
     with TensorFile(tmp_path / "b.safetensors") as file:
         out = torch.empty(4, dtype=torch.float64)
         crc = file.read("x", 3, 7, out)
         assert out.tolist() == [3.0, 4.0, 5.0, 6.0] and file.metadata == {"format": "pt"}
-        assert crc == zlib.crc32(torch.arange(3.0, 7.0).numpy().tobytes()), "the checksum is of the bytes in the file"
+        assert crc == zlib.crc32(torch.arange(3.0, 7.0).numpy().tobytes()), (
+            "the checksum is of the bytes in the file"
+        )
 
 
 @pytest.mark.parametrize("injury", ["empty", "no header", "cut", "longer", "garbage"])
@@ -67,16 +82,31 @@ def test_a_file_that_is_none_is_refused_in_a_sentence(tmp_path: Path, injury: st
     path = tmp_path / "a.safetensors"
     write_tensors(path, [Planned("x", torch.float32, (100,), torch.zeros(100))])
     data = path.read_bytes()
-    path.write_bytes({"empty": b"", "no header": data[:20], "cut": data[:-1], "longer": data + b"\0", "garbage": b"\xff" * 64}[injury])
+    path.write_bytes(
+        {
+            "empty": b"",
+            "no header": data[:20],
+            "cut": data[:-1],
+            "longer": data + b"\0",
+            "garbage": b"\xff" * 64,
+        }[injury]
+    )
     with pytest.raises(DamagedCheckpoint, match=r"a\.safetensors"):
         TensorFile(path)
 
 
-_numbers = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False, allow_infinity=False)
+_numbers = (
+    st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False, allow_infinity=False)
+)
 _values: Any = st.recursive(
     st.none() | _numbers | st.text() | st.binary(),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=3)
     ),
     max_leaves=12,
 )
@@ -101,19 +131,40 @@ def test_states_of_generators_counters_and_arrays_come_back() -> None:
     assert back["counter"] == values["counter"] and isinstance(back["counter"], Counter)
     assert back["nan"] != back["nan"] and back["inf"] == values["inf"]
     assert back["dtype"] is torch.bfloat16 and back["device"] == torch.device("cpu")
-    assert torch.equal(back["bf16"], values["bf16"]) and back["scalar"] == values["scalar"] and back["dollar"] == {"$tensor": 1}
-    assert np.array_equal(back["array"], values["array"]) and back["array"].dtype == values["array"].dtype
+    assert (
+        torch.equal(back["bf16"], values["bf16"])
+        and back["scalar"] == values["scalar"]
+        and back["dollar"] == {"$tensor": 1}
+    )
+    assert (
+        np.array_equal(back["array"], values["array"])
+        and back["array"].dtype == values["array"].dtype
+    )
 
 
 def test_what_only_pickle_could_write_is_refused_with_its_place() -> None:
-    with pytest.raises(CheckpointError, match=r"extra\['hooks'\]\[1\] is a builtins\.function.*no pickle"):
+    with pytest.raises(
+        CheckpointError, match=r"extra\['hooks'\]\[1\] is a builtins\.function.*no pickle"
+    ):
         encode({"hooks": [1, lambda: None]}, "extra")
 
 
 def _manifest() -> Manifest:
     item = Item("state", "a.b", "exp_avg")
-    record = Record(item, "F32", (4, 3), (Piece("rank-00000.safetensors", 0, 5, 1), Piece("rank-00001.safetensors", 5, 12, 2)), ("c",))
-    return Manifest((record,), {"rank-00000.safetensors": FileRecord(99, "ab", True)}, 7, "2026-01-01", {"world_size": 2})
+    record = Record(
+        item,
+        "F32",
+        (4, 3),
+        (Piece("rank-00000.safetensors", 0, 5, 1), Piece("rank-00001.safetensors", 5, 12, 2)),
+        ("c",),
+    )
+    return Manifest(
+        (record,),
+        {"rank-00000.safetensors": FileRecord(99, "ab", True)},
+        7,
+        "2026-01-01",
+        {"world_size": 2},
+    )
 
 
 def test_a_manifest_comes_back_and_every_changed_byte_of_it_is_found(tmp_path: Path) -> None:
@@ -132,12 +183,16 @@ def test_a_manifest_of_a_later_version_says_so(tmp_path: Path) -> None:
     from dataclasses import replace
 
     write_manifest(tmp_path, replace(_manifest(), version=2, saved_by={"onefold": "9.9"}))
-    with pytest.raises(CheckpointError, match=r"version 2 .* by Onefold 9\.9; this Onefold reads versions up to 1"):
+    with pytest.raises(
+        CheckpointError, match=r"version 2 .* by Onefold 9\.9; this Onefold reads versions up to 1"
+    ):
         read_manifest(tmp_path)
 
 
 def test_pieces_that_do_not_tile_their_tensor_are_refused() -> None:
-    with pytest.raises(DamagedCheckpoint, match="covers elements 6 to 12, expected one that begins at 5"):
+    with pytest.raises(
+        DamagedCheckpoint, match="covers elements 6 to 12, expected one that begins at 5"
+    ):
         Record(Item("parameter", "a"), "F32", (12,), (Piece("f", 0, 5, 0), Piece("f", 6, 12, 0)))
     with pytest.raises(DamagedCheckpoint, match="cover 5 of its 12 elements"):
         Record(Item("parameter", "a"), "F32", (12,), (Piece("f", 0, 5, 0),))

@@ -1,4 +1,6 @@
-"""State divided over groups is saved once and read by any recipe, bit for bit; what encoding lost goes to the same ranks."""
+"""State divided over groups is saved once and read by any recipe, bit for bit; what encoding lost
+goes to the same ranks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 
 
 def handed_on(folder: str) -> list[str]:
-    """Each recipe reads what the one before saved and saves it again: what the last read is what the first had."""
+    """Each recipe reads what the one before saved and saves it again: what the last read is what
+    the first had.
+    """
     model, optimizer = made(RECIPES[0])
     for number in range(2):
         step(model, optimizer, number)
@@ -51,13 +55,20 @@ def handed_on(folder: str) -> list[str]:
         model, optimizer = made(options)
         onefold.load(f"{folder}/{number}", model=model, optimizer=optimizer)
         read = onefold.full_state_dict(model)
-        found += [f"{options}: {name}" for name in first if not torch.equal(first[name], read[name])]
-    twin, twins = made(RECIPES[0])  # moments too: the next step of the last is that of a run that never stopped
+        found += [
+            f"{options}: {name}" for name in first if not torch.equal(first[name], read[name])
+        ]
+    # Moments too: the next step of the last is that of a run that never stopped
+    twin, twins = made(RECIPES[0])
     for number in range(3):
         step(twin, twins, number)
     step(model, optimizer, 2)
     goes_on, never_stopped = onefold.full_state_dict(model), onefold.full_state_dict(twin)
-    return found + [f"the next step: {name}" for name in goes_on if not torch.equal(goes_on[name], never_stopped[name])]
+    return found + [
+        f"the next step: {name}"
+        for name in goes_on
+        if not torch.equal(goes_on[name], never_stopped[name])
+    ]
 
 
 def through_dcp(folder: str) -> list[str]:
@@ -75,12 +86,21 @@ def through_dcp(folder: str) -> list[str]:
         other, its = made(options)
         dcp.load(onefold.dcp_state_dict(other, its), checkpoint_id=f"{folder}/dcp")
         read = onefold.full_state_dict(other)
-        found += [f"{options} through DCP: {name}" for name in saved if not torch.equal(saved[name], read[name])]
+        found += [
+            f"{options} through DCP: {name}"
+            for name in saved
+            if not torch.equal(saved[name], read[name])
+        ]
         step(other, its, 2)
         after = onefold.full_state_dict(other)
-        groups = "shard_group" in options or "group" in options  # without them sums are in another order
+        # Without them sums are in another order
+        groups = "shard_group" in options or "group" in options
         near = torch.equal if groups else lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-        found += [f"{options}, a step after DCP: {name}" for name in went_on if not near(went_on[name], after[name])]
+        found += [
+            f"{options}, a step after DCP: {name}"
+            for name in went_on
+            if not near(went_on[name], after[name])
+        ]
     return found
 
 
@@ -95,7 +115,9 @@ def lost(model: nn.Module) -> list[Tensor]:
 
 
 def resumed(folder: str) -> list[str]:
-    """What encoding lost is a part of the state: four steps at once, and two and two; on other ranks it begins anew, and says so."""
+    """What encoding lost is a part of the state: four steps at once, and two and two; on other
+    ranks it begins anew, and says so.
+    """
     rank = torch.distributed.get_rank()
     pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     model, optimizer = made(LOSSY)
@@ -114,12 +136,16 @@ def resumed(folder: str) -> list[str]:
     said = onefold.load(f"{folder}/lossy", model=again, optimizer=its)
     found = [f"notes of the same ranks: {said.notes}"] if said.notes else []
     back = lost(again)
-    if len(kept) != len(back) or not all(torch.equal(a, b) and a.any() for a, b in zip(kept, back, strict=True)):
+    if len(kept) != len(back) or not all(
+        torch.equal(a, b) and a.any() for a, b in zip(kept, back, strict=True)
+    ):
         found.append("what encoding lost did not come back")
     for number in (2, 3):
         step(again, its, number)
     resumed = onefold.full_state_dict(again)
-    found += [f"resumed: {name}" for name in at_once if not torch.equal(at_once[name], resumed[name])]
+    found += [
+        f"resumed: {name}" for name in at_once if not torch.equal(at_once[name], resumed[name])
+    ]
 
     for options, over, note in (
         ({**LOSSY, "group": 4}, None, "kept by 4 ranks in groups of 2"),
@@ -142,13 +168,18 @@ def both(folder: str) -> list[str]:
     return handed_on(folder) + through_dcp(folder) + resumed(folder)
 
 
-def test_any_recipe_reads_what_groups_saved_and_the_same_ranks_resume_to_the_bit(tmp_path: Path) -> None:
+def test_any_recipe_reads_what_groups_saved_and_the_same_ranks_resume_to_the_bit(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(4, both, str(tmp_path)) == [[]] * 4
     # The files can be cut anew, and say what they hold.
     reshard(tmp_path / "lossy", tmp_path / "two", 2)
     one, two = FolderSource(tmp_path / "lossy"), FolderSource(tmp_path / "two")
     found = differences(one, two)
-    assert found.equal and found.compared["rest"] == sum(item.kind == "residual" for item in one.records) >= 4 * 2
+    assert (
+        found.equal
+        and found.compared["rest"] == sum(item.kind == "residual" for item in one.records) >= 4 * 2
+    )
     assert summarize(two, tmp_path / "two").resumes["error feedback"] == "of 4 ranks in groups of 2"
     one.close()
     two.close()

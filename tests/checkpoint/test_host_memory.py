@@ -1,4 +1,6 @@
-"""What a load needs of the host: what it leaves there, one buffer, and nothing else, whatever the optimizer held before."""
+"""What a load needs of the host: what it leaves there, one buffer, and nothing else, whatever the
+optimizer held before.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from models import TinyMLP
 from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "invariants"))
-from memory_probe import MIB, give_memory_back_at_once, peak_resident_bytes, reset_peak, resident_bytes
+from memory_probe import (
+    MIB,
+    give_memory_back_at_once,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
 
 #: Parameters of `TinyMLP(16, 512, 8, 16)` in MiB, of which a block has 4.
 WHOLE = 4 * sum(p.numel() for p in TinyMLP(16, 512, 8, 16).parameters()) / MIB
@@ -82,7 +90,9 @@ def loads(root: str) -> dict[str, tuple[float, float]]:
     for stage in (3, 0):
         model, optimizer = start(stage)
         for when in ("fresh", "again"):
-            _, found[f"{stage}, {when}"] = watched(onefold.load, path, model=model, optimizer=optimizer)
+            _, found[f"{stage}, {when}"] = watched(
+                onefold.load, path, model=model, optimizer=optimizer
+            )
     model, optimizer = start(3)
     ahead, found["3, ahead"] = watched(read_ahead, path, model, optimizer)
     _, found["3, what was read ahead"] = watched(ahead.wait, 60.0)
@@ -93,7 +103,13 @@ def test_a_load_holds_what_it_leaves_and_one_buffer(tmp_path: Path) -> None:
     shard = WHOLE / 2  # of each kind of state, on 2 ranks
     for rank, found in enumerate(run_ranks(2, loads, str(tmp_path))):
         for name, (peak, stays) in found.items():
-            new = {"3, fresh": 2 * shard, "0, fresh": 2 * WHOLE, "3, ahead": 3 * shard}.get(name, 0.0)  # moments; all that was read
-            buffer = 2 * BLOCK if name.startswith("0") else 0.0  # where a unit's states are gathered, beside those they replace
+            # moments; all that was read
+            new = {"3, fresh": 2 * shard, "0, fresh": 2 * WHOLE, "3, ahead": 3 * shard}.get(
+                name, 0.0
+            )
+            # Where a unit's states are gathered, beside those they replace
+            buffer = 2 * BLOCK if name.startswith("0") else 0.0
             assert peak <= new + buffer + SPARE, f"rank {rank}, {name}: {found}"
-            assert name == "3, what was read ahead" or stays <= new + SPARE, f"rank {rank}, {name}: {found}"
+            assert name == "3, what was read ahead" or stays <= new + SPARE, (
+                f"rank {rank}, {name}: {found}"
+            )

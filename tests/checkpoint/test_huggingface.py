@@ -1,4 +1,6 @@
-"""Hugging Face folders into a sharded model: every bit, every byte once, and a sentence for what cannot be."""
+"""Hugging Face folders into a sharded model: every bit, every byte once, and a sentence for what
+cannot be.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,26 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_transformers import FAMILIES, TOKENS, TRAINED, build, complaint, differences, files, on_meta, opened, saved_folders
+from tiny_transformers import (
+    FAMILIES,
+    TOKENS,
+    TRAINED,
+    build,
+    complaint,
+    differences,
+    files,
+    on_meta,
+    opened,
+    saved_folders,
+)
 from torch import Tensor, nn
 
 from models import TinyMLP, features_of
 from ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return saved_folders(tmp_path_factory.mktemp("hf"))
 
 
-# -- names and layouts, in one process -----------------------------------------------------------------------------------------
+# -- names and layouts, in one process -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -48,7 +63,9 @@ def test_a_folder_fits_the_model_that_saved_it(family: str, folders: dict[str, P
 
 
 @pytest.mark.parametrize("inner", [True, False])
-def test_the_prefix_of_the_base_model_may_be_there_or_not(inner: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_prefix_of_the_base_model_may_be_there_or_not(
+    inner: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
     from onefold.checkpoint.huggingface import opened as fitted_to
 
     whole = opened(folders["gpt2"], "gpt2")
@@ -60,8 +77,15 @@ def test_the_prefix_of_the_base_model_may_be_there_or_not(inner: bool, folders: 
     fitted.close()
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.sampled_from(["stack", "join", "halves", "swap", "one"]))
-def test_tagged_rows_say_where_every_element_comes_from(rows: int, count: int, width: int, how: str) -> None:
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.sampled_from(["stack", "join", "halves", "swap", "one"]),
+)
+def test_tagged_rows_say_where_every_element_comes_from(
+    rows: int, count: int, width: int, how: str
+) -> None:
     from onefold.checkpoint.hf_names import Tags
 
     rule: Callable[[list[Tensor]], Tensor] = {
@@ -73,15 +97,26 @@ def test_tagged_rows_say_where_every_element_comes_from(rows: int, count: int, w
     }[how]
     given_tensors = {f"t{i}": torch.randn(rows, width) for i in range(count)}
     tags = Tags()
-    shape, runs = tags.trace(rule([tags.add(name, tuple(t.shape)) for name, t in given_tensors.items()]))
+    shape, runs = tags.trace(
+        rule([tags.add(name, tuple(t.shape)) for name, t in given_tensors.items()])
+    )
     made = torch.full(shape, torch.nan)
     for run in runs:
-        made.view(-1)[run.at : run.at + run.length] = given_tensors[run.name].view(-1)[run.start : run.start + run.length]
+        made.view(-1)[run.at : run.at + run.length] = given_tensors[run.name].view(-1)[
+            run.start : run.start + run.length
+        ]
     assert torch.equal(made, rule(list(given_tensors.values())))
 
 
 @pytest.mark.parametrize(
-    "rule", [lambda t: t.T, lambda t: t.chunk(2, 1)[0], lambda t: torch.cat([t, t], 1), lambda t: t + 1, lambda t: t * 2]
+    "rule",
+    [
+        lambda t: t.T,
+        lambda t: t.chunk(2, 1)[0],
+        lambda t: torch.cat([t, t], 1),
+        lambda t: t + 1,
+        lambda t: t * 2,
+    ],
 )
 def test_a_rule_that_reaches_into_rows_is_refused(rule: Callable[[Tensor], Tensor]) -> None:
     from onefold.checkpoint.hf_names import NotRows, Tags
@@ -91,7 +126,7 @@ def test_a_rule_that_reaches_into_rows_is_refused(rule: Callable[[Tensor], Tenso
         tags.trace(rule(tags.add("t", (4, 6))))
 
 
-# -- on ranks ------------------------------------------------------------------------------------------------------------------
+# -- on ranks --------------------------------------------------------------------------------------
 
 
 class Counter:
@@ -111,23 +146,37 @@ def no_random_values(*_: Any, **__: Any) -> None:
 
 
 def from_meta(folder: Path, family: str, stage: int, itemsize: int = 4) -> tuple[Any, list[str]]:
-    """A model built on the meta device and read from `folder`, and what is wrong with how it was read."""
+    """A model built on the meta device and read from `folder`, and what is wrong with how it was
+    read.
+    """
     import onefold
     from onefold.checkpoint.pieces import shares
 
     counter, model = Counter(), on_meta(family)
-    with patch("os.preadv", counter), patch.object(Tensor, "normal_", no_random_values), patch.object(Tensor, "uniform_", no_random_values):
+    with (
+        patch("os.preadv", counter),
+        patch.object(Tensor, "normal_", no_random_values),
+        patch.object(Tensor, "uniform_", no_random_values),
+    ):
         onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=20.0), weights=folder)
     engine = onefold.engine_of(model)
     owned = sum(share.stop - share.start for share in shares(engine)) * itemsize
     if engine.rank == 0:
         parameters = {name for e in engine.entries for name in e.names}
         with onefold.full_params(model):
-            owned += sum(t.numel() * itemsize for name, t in model.state_dict().items() if name not in parameters)
+            owned += sum(
+                t.numel() * itemsize
+                for name, t in model.state_dict().items()
+                if name not in parameters
+            )
     else:
         with onefold.full_params(model):
             pass
-    problems = [] if counter.read == owned else [f"{folder.name} at stage {stage}: read {counter.read} bytes, owns {owned}"]
+    problems = (
+        []
+        if counter.read == owned
+        else [f"{folder.name} at stage {stage}: read {counter.read} bytes, owns {owned}"]
+    )
     return model, problems
 
 
@@ -136,7 +185,11 @@ def same_model(model: Any, expected: Any, where: str) -> list[str]:
     import onefold
 
     state = onefold.full_state_dict(model)
-    problems = differences(expected.state_dict(), state) if not dist.is_initialized() or dist.get_rank() == 0 else []
+    problems = (
+        differences(expected.state_dict(), state)
+        if not dist.is_initialized() or dist.get_rank() == 0
+        else []
+    )
     problems += differences(dict(expected.named_buffers()), dict(model.named_buffers()))
     with torch.no_grad():
         if not torch.equal(model.eval()(TOKENS).logits, expected(TOKENS).logits):
@@ -166,16 +219,25 @@ def load_everything(folders: dict[str, Path], stages: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, [3]), (2, [0, 3]), (3, [3])])
-def test_each_rank_reads_the_bytes_it_owns_and_the_model_is_the_same(ranks: int, stages: list[int], folders: dict[str, Path]) -> None:
+def test_each_rank_reads_the_bytes_it_owns_and_the_model_is_the_same(
+    ranks: int, stages: list[int], folders: dict[str, Path]
+) -> None:
     assert run_ranks(ranks, load_everything, folders, stages) == [[]] * ranks
 
 
 def peaks(root: Path) -> dict[str, int]:
-    """How far resident memory rose while a 34 MB model came to be at stage 3 on 4 ranks, and while it was exported in bf16."""
+    """How far resident memory rose while a 34 MB model came to be at stage 3 on 4 ranks, and while
+    it was exported in bf16.
+    """
     import sys
 
     sys.path.insert(0, str(Path(__file__).parent.parent / "invariants"))
-    from memory_probe import give_memory_back_at_once, peak_resident_bytes, reset_peak, resident_bytes
+    from memory_probe import (
+        give_memory_back_at_once,
+        peak_resident_bytes,
+        reset_peak,
+        resident_bytes,
+    )
 
     import onefold
     from onefold.checkpoint.export import export
@@ -198,7 +260,9 @@ def peaks(root: Path) -> dict[str, int]:
     return {"load": loaded, "export": peak_resident_bytes() - before, "held": resident_bytes()}
 
 
-def test_neither_a_load_nor_an_export_holds_more_than_a_shard_and_a_few_buffers(tmp_path: Path) -> None:
+def test_neither_a_load_nor_an_export_holds_more_than_a_shard_and_a_few_buffers(
+    tmp_path: Path,
+) -> None:
     import onefold
     from onefold.checkpoint.export import export
 
@@ -207,13 +271,17 @@ def test_neither_a_load_nor_an_export_holds_more_than_a_shard_and_a_few_buffers(
     total = 4 * sum(p.numel() for p in model.parameters())
     export(model, tmp_path / "big")
     for rank, seen in enumerate(run_ranks(4, peaks, tmp_path)):
-        assert seen["load"] <= total // 4 + (8 << 20), f"rank {rank}: {seen}, a shard has {total // 4}"
+        assert seen["load"] <= total // 4 + (8 << 20), (
+            f"rank {rank}: {seen}, a shard has {total // 4}"
+        )
         assert seen["export"] <= 12 << 20, f"rank {rank}: {seen}, a shard has {total // 4}"
     expected = {name: t.bfloat16() for name, t in files(tmp_path / "big").items()}
     assert differences(expected, files(tmp_path / "out")) == []
 
 
-def test_tied_weights_of_a_meta_model_stay_one_parameter_on_one_rank(folders: dict[str, Path]) -> None:
+def test_tied_weights_of_a_meta_model_stay_one_parameter_on_one_rank(
+    folders: dict[str, Path],
+) -> None:
     import onefold
 
     for options in ({}, {"weights": folders["llama, tied"]}):
@@ -251,7 +319,11 @@ def train_in_bf16(folder: Path) -> list[str]:
     """Masters keep the file's fp32 bits under bf16 compute, and the model trains."""
     import onefold
 
-    model: Any = onefold.shard(on_meta("llama"), onefold.Recipe.zero(2, precision="bf16", stall_timeout=20.0), weights=folder)
+    model: Any = onefold.shard(
+        on_meta("llama"),
+        onefold.Recipe.zero(2, precision="bf16", stall_timeout=20.0),
+        weights=folder,
+    )
     state = onefold.full_state_dict(model)
     problems = differences(files(folder), state) if dist.get_rank() == 0 else []
     optimizer = torch.optim.AdamW(model.parameters())
@@ -259,7 +331,9 @@ def train_in_bf16(folder: Path) -> list[str]:
     before.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return problems + ([] if model(input_ids=TOKENS, labels=TOKENS).loss < before else ["the loss did not fall"])
+    return problems + (
+        [] if model(input_ids=TOKENS, labels=TOKENS).loss < before else ["the loss did not fall"]
+    )
 
 
 def test_a_model_read_from_a_folder_trains_in_bf16(folders: dict[str, Path]) -> None:
@@ -273,16 +347,25 @@ def refuse_everything(folders: dict[str, Path], root: Path) -> list[str]:
 
     model = onefold.shard(build("llama, tied"), onefold.Recipe.zero(3, stall_timeout=20.0))
     before = onefold.full_state_dict(model)
-    said = [complaint(lambda name=name: load_pretrained(model, root / name)) for name in sorted(p.name for p in root.iterdir())]  # type: ignore[misc]
+    said = [
+        complaint(lambda name=name: load_pretrained(model, root / name))
+        for name in sorted(p.name for p in root.iterdir())
+    ]  # type: ignore[misc]
     said.append(complaint(lambda: load_pretrained(model, root / "nowhere")))
     only_here = folders["llama, tied"] if dist.get_rank() == 0 else root / "nowhere"
     said.append(complaint(lambda: load_pretrained(model, only_here)))
     recipe = onefold.Recipe.zero(3, stall_timeout=20.0)
-    said.append(complaint(lambda: onefold.shard(on_meta("llama"), recipe, weights=root / "4 a name is missing")))
+    said.append(
+        complaint(
+            lambda: onefold.shard(on_meta("llama"), recipe, weights=root / "4 a name is missing")
+        )
+    )
     return said + differences(before, onefold.full_state_dict(model))
 
 
-def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
     def folder(name: str, tensors: dict[str, Tensor] | None) -> Path:
@@ -294,7 +377,9 @@ def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(folders
     whole = files(folders["llama, tied"])
     (folder("1 pickles", None) / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     folder("2 other shapes", {**whole, "model.norm.weight": torch.zeros(3)})
-    (folder("3 quantized", whole) / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
+    (folder("3 quantized", whole) / "config.json").write_text(
+        '{"quantization_config": {"quant_method": "bitsandbytes"}}'
+    )
     folder("4 a name is missing", {k: v for k, v in whole.items() if k != "model.norm.weight"})
     folder("5 a name too many", {**whole, "model.extra.weight": torch.zeros(3)})
     cut = folder("6 cut short", whole) / "model.safetensors"
@@ -314,21 +399,35 @@ def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(folders
 def differing_ties(folder: Path) -> str:
     import onefold
 
-    return complaint(lambda: onefold.shard(on_meta("llama, tied"), onefold.Recipe.zero(3, stall_timeout=20.0), weights=folder))
+    return complaint(
+        lambda: onefold.shard(
+            on_meta("llama, tied"), onefold.Recipe.zero(3, stall_timeout=20.0), weights=folder
+        )
+    )
 
 
-def test_two_different_tensors_for_one_parameter_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_two_different_tensors_for_one_parameter_are_told(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
     whole = files(folders["llama, tied"])
-    save_file({**whole, "lm_head.weight": whole["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
+    save_file(
+        {**whole, "lm_head.weight": whole["model.embed_tokens.weight"] + 1},
+        tmp_path / "model.safetensors",
+    )
     assert all("two different tensors" in said for said in run_ranks(2, differing_ties, tmp_path))
-    save_file({**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    save_file(
+        {**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()},
+        tmp_path / "model.safetensors",
+    )
     assert differing_ties(tmp_path) == "nothing was raised"
 
 
 def test_load_reads_a_hugging_face_folder_too(tmp_path: Path) -> None:
-    """`onefold.load` of a folder of another library goes by that library's names, and refuses what such a folder has not."""
+    """`onefold.load` of a folder of another library goes by that library's names, and refuses what
+    such a folder has not.
+    """
     import onefold
 
     transformers = pytest.importorskip("transformers")
@@ -345,11 +444,17 @@ def test_load_reads_a_hugging_face_folder_too(tmp_path: Path) -> None:
 
 
 def read_ahead(folders: dict[str, Path], base: Path) -> list[str]:
-    """Folders that need their names changed, their experts stacked, or their ties found, behind what the program does meanwhile."""
+    """Folders that need their names changed, their experts stacked, or their ties found, behind
+    what the program does meanwhile.
+    """
     import onefold
 
     problems = []
-    for family, folder in (("gpt2", base), ("mixtral", folders["mixtral"]), ("llama, tied", folders["llama, tied"])):
+    for family, folder in (
+        ("gpt2", base),
+        ("mixtral", folders["mixtral"]),
+        ("llama, tied", folders["llama, tied"]),
+    ):
         expected = opened(folders[family], family)
         for stage in (0, 3):
             model = onefold.shard(build(family), onefold.Recipe.zero(stage, stall_timeout=20.0))
@@ -365,18 +470,27 @@ def read_ahead(folders: dict[str, Path], base: Path) -> list[str]:
     return problems + (differences(expected.state_dict(), again) if dist.get_rank() == 0 else [])
 
 
-def test_a_folder_is_read_ahead_like_any_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_is_read_ahead_like_any_checkpoint(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     opened(folders["gpt2"], "gpt2").transformer.save_pretrained(tmp_path / "base")
     assert run_ranks(2, read_ahead, folders, tmp_path / "base") == [[], []]
 
 
-def test_a_tensor_that_fits_nowhere_is_not_passed_over(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tensor_that_fits_nowhere_is_not_passed_over(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
     import onefold
 
-    save_file({**files(folders["llama"]), "model.extra.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    save_file(
+        {**files(folders["llama"]), "model.extra.weight": torch.zeros(3)},
+        tmp_path / "model.safetensors",
+    )
     model = onefold.shard(build("llama"), onefold.Recipe.zero(0))
     for load in (onefold.load, lambda *a, **k: onefold.load_async(*a, **k).wait()):
-        assert "1 are unknown to this model (model.extra.weight)" in complaint(lambda load=load: load(tmp_path, model=model))  # type: ignore[misc]
+        assert "1 are unknown to this model (model.extra.weight)" in complaint(
+            lambda load=load: load(tmp_path, model=model)
+        )  # type: ignore[misc]
         assert load(tmp_path, model=model, strict=False).unexpected == ("model.extra.weight",)

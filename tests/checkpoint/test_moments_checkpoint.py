@@ -1,4 +1,6 @@
-"""Checkpoints hold moments as they rest: bit-equal at any number of ranks, stage and tier; others are read as what they stand for."""
+"""Checkpoints hold moments as they rest: bit-equal at any number of ranks, stage and tier; others
+are read as what they stand for.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ pytest.importorskip("torchao", reason="the formats are torchao's: pip install on
 preload("torchao.optim")
 
 FORMATS = ("int8", "int4", "fp8", "bf16")
-#: Those of the matrix of ranks, stages and tiers: two codes in a byte, a dtype that few know, rounding by chance.
+#: Those of the matrix of ranks, stages and tiers: two codes in a byte, a dtype that few know,
+#: rounding by chance.
 MOST_UNLIKE = FORMATS[1:]
 Left = dict[str, torch.Tensor]
 
@@ -28,7 +31,9 @@ def recipe_of(kind: str) -> dict[str, Any]:
 def saved(
     folder: str, places: list[tuple[str, int, dict[str, Any]]], optimizer: str = "AdamW"
 ) -> dict[str, tuple[Left, list[float], Left]]:
-    """{format: (what is left after two steps, losses of the next two, what is left then)}; each (name, stage, tiers) saves after two."""
+    """{format: (what is left after two steps, losses of the next two, what is left then)}; each
+    (name, stage, tiers) saves after two.
+    """
     import onefold
 
     out = {}
@@ -42,8 +47,12 @@ def saved(
     return out
 
 
-def resumed(folder: str, names: list[str], places: list[tuple[int, dict[str, Any]]], want: dict[str, Any]) -> list[str]:
-    """What differs from `want` where each checkpoint is loaded in each place, and where it goes on from there. Collective."""
+def resumed(
+    folder: str, names: list[str], places: list[tuple[int, dict[str, Any]]], want: dict[str, Any]
+) -> list[str]:
+    """What differs from `want` where each checkpoint is loaded in each place, and where it goes on
+    from there. Collective.
+    """
     import onefold
 
     wrong = []
@@ -55,7 +64,11 @@ def resumed(folder: str, names: list[str], places: list[tuple[int, dict[str, Any
                 before, losses, after = want[kind]
                 found = left_of(model, stepper)
                 off = different(found, before) if found else []
-                if train(model, stepper, 2, 2) != losses or off or ((left := left_of(model, stepper)) and different(left, after)):
+                if (
+                    train(model, stepper, 2, 2) != losses
+                    or off
+                    or ((left := left_of(model, stepper)) and different(left, after))
+                ):
                     wrong.append(f"{name}-{kind} at stage {stage}, {tiers}: {off[:3]}")
     return wrong
 
@@ -67,13 +80,24 @@ def test_any_ranks_stage_and_tier_load_what_any_saved(tmp_path: Path) -> None:
     want = run_ranks(2, saved, str(tmp_path), [("disk", 1, on_disk), ("three", 3, {})])[0]
     run_ranks(2, saved, str(tmp_path), [("zero", 0, {})])
     names = ["disk", "three", "zero"]
-    for ranks, places in ((1, [(0, {}), (3, on_disk)]), (2, [(0, {}), (0, on_disk), (3, {"offload_optimizer": "cpu"})]), (4, [(3, {})])):
-        assert run_ranks(ranks, resumed, str(tmp_path), names if ranks == 2 else names[:1], places, want) == [[]] * ranks
+    for ranks, places in (
+        (1, [(0, {}), (3, on_disk)]),
+        (2, [(0, {}), (0, on_disk), (3, {"offload_optimizer": "cpu"})]),
+        (4, [(3, {})]),
+    ):
+        assert (
+            run_ranks(
+                ranks, resumed, str(tmp_path), names if ranks == 2 else names[:1], places, want
+            )
+            == [[]] * ranks
+        )
     shutil.rmtree(nvme)
 
 
 def converted(folder: str) -> list[str]:
-    """Every format into every other; returns what is not what the stored moment stands for, packed anew. On one rank."""
+    """Every format into every other; returns what is not what the stored moment stands for, packed
+    anew. On one rank.
+    """
     import onefold
     from onefold.quant.moment_packing import Codec
     from onefold.recipe import moments as formats
@@ -97,14 +121,22 @@ def converted(folder: str) -> list[str]:
             onefold.load(f"{folder}/from-{source}", model=model, optimizer=stepper)
             found = left_of(model, stepper)
             for key in ("exp_avg", "exp_avg_sq"):
-                stood, stands = values(left, "leave.weight", key, source), values(found, "leave.weight", key, target)
+                stood, stands = (
+                    values(left, "leave.weight", key, source),
+                    values(found, "leave.weight", key, target),
+                )
                 f = formats.FORMATS[target or "fp32"]
                 if f.packed and target != source:
-                    codes, scales = torch.empty(-(-21000 // f.grain), dtype=f.dtype), torch.empty(-(-21000 // f.block))
+                    codes, scales = (
+                        torch.empty(-(-21000 // f.grain), dtype=f.dtype),
+                        torch.empty(-(-21000 // f.block)),
+                    )
                     codec = Codec(f, codes.device)
                     codec.encode(stood, formats.SIGNED[key], codes, scales)
                     stood = codec.decode(codes, scales, 21000, formats.SIGNED[key])
-                if not torch.equal(stood.to(f.dtype).float() if target == "bf16" else stood, stands):
+                if not torch.equal(
+                    stood.to(f.dtype).float() if target == "bf16" else stood, stands
+                ):
                     wrong.append(f"{source} -> {target}: {key}")
             train(model, stepper, 2, 1)
     return wrong
@@ -115,14 +147,19 @@ def test_every_format_is_read_into_every_other(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_torchaos_optimizer_is_one_of_the_recipes_format(tmp_path: Path) -> None:
-    """Saved at stage 0 by a recipe that knows nothing of blocks, loaded by torch's AdamW in blocks at stage 3 on two ranks."""
+    """Saved at stage 0 by a recipe that knows nothing of blocks, loaded by torch's AdamW in blocks
+    at stage 3 on two ranks.
+    """
     import onefold
 
     model, stepper = made(0, {}, "AdamW8bit")
     train(model, stepper, 0, 2)
     onefold.save(tmp_path / "c", model=model, optimizer=stepper)
     want = left_of(model, stepper)
-    for found in run_ranks(2, loaded, str(tmp_path / "c"), "AdamW")[:1] + run_ranks(2, loaded, str(tmp_path / "c"), "AdamW8bit")[:1]:
+    for found in (
+        run_ranks(2, loaded, str(tmp_path / "c"), "AdamW")[:1]
+        + run_ranks(2, loaded, str(tmp_path / "c"), "AdamW8bit")[:1]
+    ):
         assert different(found, want) == []
 
 
@@ -135,7 +172,9 @@ def loaded(folder: str, optimizer: str) -> Left:
 
 
 def test_tiles_have_the_blocks_of_the_whole_weight(tmp_path: Path) -> None:
-    """`leave` in three tiles, of which the last would be too small to be packed by itself, is loaded whole; and the other way round."""
+    """`leave` in three tiles, of which the last would be too small to be packed by itself, is
+    loaded whole; and the other way round.
+    """
     import onefold
 
     left = {}
@@ -172,7 +211,10 @@ def test_other_checkpoint_writers_and_optimizers_are_told_what_to_do(tmp_path: P
     model, stepper = made(3, {"moments": "int8"})
     train(model, stepper, 0, 1)
     onefold.save(tmp_path / "c", model=model, optimizer=stepper)
-    with pytest.raises(onefold.CheckpointError, match=r"moments in int8 mean nothing to other readers.*use onefold\.save"):
+    with pytest.raises(
+        onefold.CheckpointError,
+        match=r"moments in int8 mean nothing to other readers.*use onefold\.save",
+    ):
         onefold.dcp_state_dict(model, stepper)
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(onefold.CheckpointError, match=r"moments='int8'.*SGD"):

@@ -1,4 +1,6 @@
-"""Checkpoints hold state from any tier, and load into any tier: states bit-equal, the next losses too."""
+"""Checkpoints hold state from any tier, and load into any tier: states bit-equal, the next losses
+too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ TIERS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0 on NVMe": (0, {"offload_optimizer": "nvme"}),
     "stage 1 on NVMe": (1, {"offload_optimizer": "nvme"}),
     "everything on the host": (3, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
-    "everything on NVMe": (3, {"offload_optimizer": "nvme", "offload_param": "nvme", "chunk": 65536}),
+    "everything on NVMe": (
+        3,
+        {"offload_optimizer": "nvme", "offload_param": "nvme", "chunk": 65536},
+    ),
 }
 
 
@@ -29,7 +34,9 @@ def made(name: str, nvme: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     stage, tiers = TIERS[name]
     on_disk = {"nvme": nvme} if "nvme" in tiers.values() else {}
-    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=20.0, **tiers, **on_disk))
+    model = onefold.shard(
+        TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=20.0, **tiers, **on_disk)
+    )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -46,7 +53,9 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, first: int, count: int) 
 
 
 def every_pair(folder: str, nvme: str) -> list[str]:
-    """Save from each tier after two steps, load into each tier, go on for one: what differs from going on without."""
+    """Save from each tier after two steps, load into each tier, go on for one: what differs from
+    going on without.
+    """
     import onefold
 
     wrong, losses = [], {}

@@ -1,4 +1,6 @@
-"""`reshard` writes the same checkpoint for other ranks; `diff` says what two checkpoints do not have in common."""
+"""`reshard` writes the same checkpoint for other ranks; `diff` says what two checkpoints do not
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -43,43 +45,61 @@ def compared(a: Path, b: Path, **options: Any) -> Difference:
         second.close()
 
 
-# -- reshard ---------------------------------------------------------------------------------------------------------------------
+# -- reshard ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_a_resharded_checkpoint_is_whole_and_the_same_in_other_files(saved: Path, tmp_path: Path, ranks: int) -> None:
+def test_a_resharded_checkpoint_is_whole_and_the_same_in_other_files(
+    saved: Path, tmp_path: Path, ranks: int
+) -> None:
     between = reshard(saved, tmp_path / "between", 5)
     target = reshard(between, tmp_path / "b", ranks)
     assert verify(target) == []
     found = compared(saved, target)
-    assert found.equal and sum(found.compared.values()) == len([r for r in read_manifest(saved).records if r.item.kind != "rng"])
+    assert found.equal and sum(found.compared.values()) == len(
+        [r for r in read_manifest(saved).records if r.item.kind != "rng"]
+    )
     files = sorted(target.glob("rank-*.safetensors"))
     assert len(files) == ranks
     sizes = [f.stat().st_size for f in files]
-    assert max(sizes[1:], default=0) < sum(sizes) / ranks * 1.5 + 20_000, "divided evenly, but for what only the first rank stores"
+    assert max(sizes[1:], default=0) < sum(sizes) / ranks * 1.5 + 20_000, (
+        "divided evenly, but for what only the first rank stores"
+    )
     one, other = read_manifest(saved), read_manifest(target)
-    assert (one.step, one.created) == (other.step, other.created) and other.saved_by["world_size"] == 1
+    assert (one.step, one.created) == (other.step, other.created) and other.saved_by[
+        "world_size"
+    ] == 1
     assert sorted(os.listdir(tmp_path)) == ["b", "between"]
 
 
-def test_a_checkpoint_of_two_ranks_and_its_resharded_forms_load_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_and_its_resharded_forms_load_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
     first, second = run_ranks(2, loads, str(tmp_path))
     assert first == second == [[], [], []]
 
 
 def loads(root: str) -> list[list[str]]:
-    """Save on two ranks, reshard offline, load each form on two ranks: the states and random numbers that are not the same."""
+    """Save on two ranks, reshard offline, load each form on two ranks: the states and random
+    numbers that are not the same.
+    """
 
     def make(stage: int, seed: int) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(seed + dist.get_rank())
-        model = onefold.shard(TinyGPT(depth=2, tied=True), onefold.Recipe.zero(stage, stall_timeout=30.0))
+        model = onefold.shard(
+            TinyGPT(depth=2, tied=True), onefold.Recipe.zero(stage, stall_timeout=30.0)
+        )
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         found = {"random": torch.rand(4)}
         with disable_torch_function():
-            for name, p in ((n, p) for n, p in model.named_parameters() if p.numel()):  # those that this rank has a part of
-                found |= {f"{name} {key}": t.detach().clone() for key, t in {"": p.data, **optimizer.state[p]}.items()}
+            # Those that this rank has a part of
+            for name, p in ((n, p) for n, p in model.named_parameters() if p.numel()):
+                found |= {
+                    f"{name} {key}": t.detach().clone()
+                    for key, t in {"": p.data, **optimizer.state[p]}.items()
+                }
         return found
 
     model, optimizer = make(3, 1)
@@ -96,14 +116,26 @@ def loads(root: str) -> list[list[str]]:
         again, states = make(3, 7)
         onefold.load(f"{root}/{ranks}", model=again, optimizer=states)
         found = state(again, states)
-        out.append([name for name in {**expected, **found} if not torch.equal(expected[name], found[name])])
+        out.append(
+            [name for name in {**expected, **found} if not torch.equal(expected[name], found[name])]
+        )
     return out
 
 
-def test_large_tensors_become_several_pieces(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_become_several_pieces(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(resharding, "BLOCK", 1000)
     target = reshard(saved, tmp_path / "b", 2)
-    assert max(p.stop - p.start for r in read_manifest(target).records for p in r.pieces if r.dtype == "F32") == 250
+    assert (
+        max(
+            p.stop - p.start
+            for r in read_manifest(target).records
+            for p in r.pieces
+            if r.dtype == "F32"
+        )
+        == 250
+    )
     assert verify(target) == [] and compared(saved, target).equal
     run = Run(seed=5)
     assert onefold.load(target, model=run.model, optimizer=run.optimizer).step == 2
@@ -137,12 +169,18 @@ def test_a_reshard_that_is_stopped_leaves_nothing(saved: Path, tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
-def test_a_checkpoint_can_be_resharded_in_its_place_and_is_never_replaced_unasked(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_resharded_in_its_place_and_is_never_replaced_unasked(
+    saved: Path, tmp_path: Path
+) -> None:
     place = copied(saved, tmp_path / "a")
     with pytest.raises(CheckpointError, match="overwrite"):
         reshard(saved, place, 2)
     reshard(place, place, 4, overwrite=True)
-    assert len(list(place.glob("rank-*"))) == 4 and verify(place) == [] and compared(saved, place).equal
+    assert (
+        len(list(place.glob("rank-*"))) == 4
+        and verify(place) == []
+        and compared(saved, place).equal
+    )
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="is a file"):
         reshard(saved, tmp_path / "file", 2, overwrite=True)
@@ -151,7 +189,7 @@ def test_a_checkpoint_can_be_resharded_in_its_place_and_is_never_replaced_unaske
     assert sorted(os.listdir(tmp_path)) == ["a", "file"]
 
 
-# -- diff ------------------------------------------------------------------------------------------------------------------------
+# -- diff ------------------------------------------------------------------------------------------
 
 
 def test_one_element_is_found_with_its_place_and_size(saved: Path, tmp_path: Path) -> None:
@@ -165,7 +203,9 @@ def test_one_element_is_found_with_its_place_and_size(saved: Path, tmp_path: Pat
     (d,) = compared(saved, other).tensors
     assert d.item == Item("parameter", "blocks.1.mlp.0.weight") and d.what == "values"
     assert (d.differing, d.of, d.at) == (1, 80 * 20, 777)
-    assert d.largest == pytest.approx(gap, rel=1e-12) and d.relative == pytest.approx(gap / bound, rel=1e-12)
+    assert d.largest == pytest.approx(gap, rel=1e-12) and d.relative == pytest.approx(
+        gap / bound, rel=1e-12
+    )
     assert compared(saved, other, tolerance=Tolerance(absolute=0.51)).equal
     assert not compared(saved, other, tolerance=Tolerance(absolute=0.49)).equal
     assert compared(saved, other, tolerance=Tolerance(relative=gap / bound * 1.01)).equal
@@ -179,7 +219,15 @@ def test_everything_that_resumes_is_compared(saved: Path, tmp_path: Path) -> Non
     run.optimizer.state[run.optimizer.param_groups[0]["params"][0]]["step"].fill_(9.0)
     run.scheduler.last_epoch = 77
     torch.rand(1)
-    found = compared(saved, run.save(tmp_path / "b", step=3, data={"position": 17}, extra={"best": 1.25, "table": torch.arange(5000) * 2}))
+    found = compared(
+        saved,
+        run.save(
+            tmp_path / "b",
+            step=3,
+            data={"position": 17},
+            extra={"best": 1.25, "table": torch.arange(5000) * 2},
+        ),
+    )
     said = {(v.part, v.where): (v.first, v.second) for v in found.values}
     assert said.pop(("rest", "step")) == (2, 3)
     assert said.pop(("rest", "scheduler, last_epoch")) == (2, 77)
@@ -195,7 +243,9 @@ def test_everything_that_resumes_is_compared(saved: Path, tmp_path: Path) -> Non
 def test_a_checkpoint_without_what_the_other_has_differs(saved: Path, tmp_path: Path) -> None:
     found = compared(saved, Run().save(tmp_path / "b", optimizer=None, scheduler=None, extra=None))
     states = [d for d in found.tensors if d.what == "only in the first"]
-    assert {d.item.state for d in states} == {"exp_avg", "exp_avg_sq", ""} and found.differing("weights") == (0, 0)
+    assert {d.item.state for d in states} == {"exp_avg", "exp_avg_sq", ""} and found.differing(
+        "weights"
+    ) == (0, 0)
     assert ("optimizer", "there", "absent") in {(v.where, v.first, v.second) for v in found.values}
     assert "scheduler" in {v.where for v in found.values}
 
@@ -205,8 +255,13 @@ class Held:
 
     describe = "memory"
 
-    def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None) -> None:
-        self._tensors, self._aliases = {Item("parameter", n): t for n, t in tensors.items()}, aliases or {}
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None
+    ) -> None:
+        self._tensors, self._aliases = (
+            {Item("parameter", n): t for n, t in tensors.items()},
+            aliases or {},
+        )
 
     def items(self) -> dict[Item, Stored]:
         return {i: Stored(t.dtype, tuple(t.shape)) for i, t in self._tensors.items()}
@@ -251,9 +306,19 @@ def test_shapes_dtypes_and_names_that_differ_are_said() -> None:
     assert (d.what, d.first, d.second) == ("shape", "float32 [2, 3]", "float32 [3, 2]")
     (d,) = held(torch.ones(4), torch.ones(4, dtype=torch.bfloat16)).tensors
     assert d.what == "dtype"
-    assert held(torch.full((4,), 1.001), torch.full((4,), 1.001).bfloat16(), tolerance=Tolerance(relative=2**-8)).equal
-    found = differences(Held({"a": torch.ones(1), "b": torch.ones(1)}), Held({"b": torch.ones(1), "c": torch.ones(1)}))
-    assert [(d.item.name, d.what) for d in found.tensors] == [("a", "only in the first"), ("c", "only in the second")]
+    assert held(
+        torch.full((4,), 1.001),
+        torch.full((4,), 1.001).bfloat16(),
+        tolerance=Tolerance(relative=2**-8),
+    ).equal
+    found = differences(
+        Held({"a": torch.ones(1), "b": torch.ones(1)}),
+        Held({"b": torch.ones(1), "c": torch.ones(1)}),
+    )
+    assert [(d.item.name, d.what) for d in found.tensors] == [
+        ("a", "only in the first"),
+        ("c", "only in the second"),
+    ]
 
 
 def test_tied_weights_are_found_under_any_of_their_names() -> None:
@@ -268,14 +333,20 @@ def test_tied_weights_are_found_under_any_of_their_names() -> None:
 def test_blocks_do_not_change_what_is_found(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
     generator = torch.Generator().manual_seed(numel)
     a = torch.randn(numel, generator=generator)
-    b = torch.where(torch.rand(numel, generator=generator) < 0.1, a + torch.randn(numel, generator=generator), a)
+    b = torch.where(
+        torch.rand(numel, generator=generator) < 0.1, a + torch.randn(numel, generator=generator), a
+    )
     whole = held(a, b)
     monkeypatch.setattr("onefold.checkpoint.diff.BLOCK", 100)
     assert held(a, b) == whole
     gap = (a.double() - b.double()).abs()
     if whole.tensors:
         (d,) = whole.tensors
-        assert (d.differing, d.largest, d.at) == (int((gap > 0).sum()), float(gap.max()), int(gap.argmax()))
+        assert (d.differing, d.largest, d.at) == (
+            int((gap > 0).sum()),
+            float(gap.max()),
+            int(gap.argmax()),
+        )
 
 
 def test_a_damaged_checkpoint_is_not_compared(saved: Path, tmp_path: Path) -> None:

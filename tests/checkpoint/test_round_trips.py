@@ -1,4 +1,6 @@
-"""A save and a load in the middle of a run: it goes on as if nothing had been, with any optimizer; what is read, and by whom."""
+"""A save and a load in the middle of a run: it goes on as if nothing had been, with any optimizer;
+what is read, and by whom.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from ranks import run_ranks
 
 
 class Odd(nn.Module):
-    """A tied model with frozen parameters, a buffer, a scalar and a parameter smaller than the world."""
+    """A tied model with frozen parameters, a buffer, a scalar and a parameter smaller than the
+    world.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +37,10 @@ class Odd(nn.Module):
 
 
 def two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    groups = [{"params": params[::2], "lr": 2e-3}, {"params": params[1::2], "weight_decay": 0.3, "betas": (0.8, 0.95)}]
+    groups = [
+        {"params": params[::2], "lr": 2e-3},
+        {"params": params[1::2], "weight_decay": 0.3, "betas": (0.8, 0.95)},
+    ]
     return torch.optim.AdamW(groups, lr=1e-3)
 
 
@@ -62,7 +69,9 @@ def build(stage: int, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Opti
     return model, OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int, first: int = 0) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int, first: int = 0
+) -> list[float]:
     import onefold
 
     losses = []
@@ -94,11 +103,17 @@ def go_on_with_each(root: str) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_any_optimizer_of_torch_goes_on_as_if_nothing_had_been(ranks: int, tmp_path: Path) -> None:
-    assert (go_on_with_each(str(tmp_path)) if ranks == 1 else run_ranks(2, go_on_with_each, str(tmp_path))) in ([], [[], []])
+    assert (
+        go_on_with_each(str(tmp_path))
+        if ranks == 1
+        else run_ranks(2, go_on_with_each, str(tmp_path))
+    ) in ([], [[], []])
 
 
 def resumed(root: str, stage: int) -> dict[str, Any]:
-    """Losses of an uninterrupted run, and of one that was saved and loaded into a fresh model in the middle."""
+    """Losses of an uninterrupted run, and of one that was saved and loaded into a fresh model in
+    the middle.
+    """
     import random
 
     import numpy as np
@@ -113,27 +128,44 @@ def resumed(root: str, stage: int) -> dict[str, Any]:
         np.random.seed(9 + rank)
         model, optimizer = build(stage, "AdamW, two groups", seed=1)
         torch.manual_seed(50 + rank)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-2], total_steps=8)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=[1e-2, 2e-2], total_steps=8
+        )
 
         def part(steps: range) -> list[Any]:
             out = []
             for step in steps:
                 noise = float(torch.rand(())) + random.random() + float(np.random.rand())
-                out.append((train(model, optimizer, rank, 1, step)[0], noise, scheduler.get_last_lr()))
+                out.append(
+                    (train(model, optimizer, rank, 1, step)[0], noise, scheduler.get_last_lr())
+                )
                 scheduler.step()
             return out
 
         seen = part(range(3))
         if interrupt:
             path = f"{root}/resumed-{stage}"
-            onefold.save(path, model=model, optimizer=optimizer, scheduler=scheduler, step=3, extra={"best": 0.25, "w": torch.arange(9000)})
+            onefold.save(
+                path,
+                model=model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                step=3,
+                extra={"best": 0.25, "w": torch.arange(9000)},
+            )
             torch.manual_seed(999)
             random.seed(999)
             np.random.seed(999)
             model, optimizer = build(stage, "AdamW, two groups", seed=77)
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-2], total_steps=8)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=[1e-2, 2e-2], total_steps=8
+            )
             loaded = onefold.load(path, model=model, optimizer=optimizer, scheduler=scheduler)
-            assert loaded.step == 3 and loaded.extra["best"] == 0.25 and torch.equal(loaded.extra["w"], torch.arange(9000))
+            assert (
+                loaded.step == 3
+                and loaded.extra["best"] == 0.25
+                and torch.equal(loaded.extra["w"], torch.arange(9000))
+            )
         return {"seen": seen + part(range(3, 7))}
 
     return {"whole": run(False)["seen"], "interrupted": run(True)["seen"]}
@@ -193,7 +225,9 @@ def test_every_byte_is_written_once_and_read_once_over_all_ranks(tmp_path: Path)
         written = sum(ranks[stage, target][1] for ranks in found)
         assert sum(read) == content, (stage, target, read, content)
         assert max(read) < content / 3 * 1.25, "the ranks share the reading"
-        assert content < written < content + 300_000, "headers and random states are all there is besides"
+        assert content < written < content + 300_000, (
+            "headers and random states are all there is besides"
+        )
 
 
 def grown(root: str) -> list[float]:

@@ -1,4 +1,6 @@
-"""What leaves the process knows no tiles: checkpoints, exports and adapters of a model in tiles are those of the model without."""
+"""What leaves the process knows no tiles: checkpoints, exports and adapters of a model in tiles are
+those of the model without.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_transformers import FAMILIES, TOKENS, complaint, differences, files, on_meta, opened, saved_folders
+from tiny_transformers import (
+    FAMILIES,
+    TOKENS,
+    complaint,
+    differences,
+    files,
+    on_meta,
+    opened,
+    saved_folders,
+)
 from torch import Tensor, nn
 
 from models import TinyGPT, tokens_of
@@ -42,20 +53,30 @@ class Odd(nn.Module):
         return self.gpt(tokens) + self.last(self.gpt.tokens(tokens)).square().mean()
 
 
-def build(tile: int | None, stage: int, precision: str, group: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    tile: int | None, stage: int, precision: str, group: Any, seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     import onefold
 
     torch.manual_seed(seed)
     model = onefold.shard(Odd(), recipe_of(tile, stage, precision=precision), group=group)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     groups = [
-        {"params": [p for n, p in trained.items() if "norm" not in n and "bias" not in n], "lr": 2e-3},
-        {"params": [p for n, p in trained.items() if "norm" in n or "bias" in n], "weight_decay": 0.3},
+        {
+            "params": [p for n, p in trained.items() if "norm" not in n and "bias" not in n],
+            "lr": 2e-3,
+        },
+        {
+            "params": [p for n, p in trained.items() if "norm" in n or "bias" in n],
+            "weight_decay": 0.3,
+        },
     ]
     return model, torch.optim.AdamW(groups, lr=1e-3)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int, first: int = 0) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int, first: int = 0
+) -> list[float]:
     losses = []
     for step in range(first, first + steps):
         loss = model(tokens_of(100 * rank + step))
@@ -72,19 +93,36 @@ def outside(name: str) -> str:
     return f"{before}.{after.partition('.')[2]}" if tiles else name
 
 
-def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any, size: int) -> dict[str, Any]:
-    """{"parameter key": whole tensor or number} put together from the ranks' own objects, by the order of tiles in the model."""
+def whole_states(
+    model: nn.Module, optimizer: torch.optim.Optimizer, group: Any, size: int
+) -> dict[str, Any]:
+    """{"parameter key": whole tensor or number} put together from the ranks' own objects, by the
+    order of tiles in the model.
+    """
     import onefold
 
     mine: list[tuple[str, str, tuple[int, ...], int, Any]] = []
     with torch._C.DisableTorchFunctionSubclass():
         for entry in onefold.engine_of(model).entries:
             start = 0 if entry.flat.unsharded else entry.flat.local(entry)[0] - entry.slot.start
-            for key, value in {"value": entry.param.data, **optimizer.state.get(entry.param, {})}.items():
-                elementwise = isinstance(value, Tensor) and value.shape == entry.param.shape and key != "step"
+            for key, value in {
+                "value": entry.param.data,
+                **optimizer.state.get(entry.param, {}),
+            }.items():
+                elementwise = (
+                    isinstance(value, Tensor) and value.shape == entry.param.shape and key != "step"
+                )
                 data = value.detach().reshape(-1).clone() if elementwise else value
                 if entry.param.numel():
-                    mine.append((entry.names[0], key, tuple(entry.slot.shape), start if elementwise else -1, data))
+                    mine.append(
+                        (
+                            entry.names[0],
+                            key,
+                            tuple(entry.slot.shape),
+                            start if elementwise else -1,
+                            data,
+                        )
+                    )
     said: list[Any] = [mine]
     if size > 1:
         said = [None] * size
@@ -97,17 +135,25 @@ def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any,
         else:
             whole = pieces.setdefault((name, key), torch.full(shape, torch.nan, dtype=data.dtype))
             whole.view(-1)[start : start + data.numel()] = data
-    order = sorted(pieces, key=lambda pair: [int(part) if part.isdigit() else 0 for part in pair[0].split(".")])
+    order = sorted(
+        pieces, key=lambda pair: [int(part) if part.isdigit() else 0 for part in pair[0].split(".")]
+    )
     for name, key in order:
         known = f"{outside(name)} {key}"
-        out[known] = torch.cat([out[known], pieces[name, key]]) if known in out else pieces[name, key]
+        out[known] = (
+            torch.cat([out[known], pieces[name, key]]) if known in out else pieces[name, key]
+        )
     return out
 
 
 def unlike(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     wrong = [f"names: {set(a) ^ set(b)}"] if set(a) != set(b) else []
     for name in set(a) & set(b):
-        same = torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype if isinstance(a[name], Tensor) else a[name] == b[name]
+        same = (
+            torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype
+            if isinstance(a[name], Tensor)
+            else a[name] == b[name]
+        )
         wrong += [] if same else [name]
     return wrong
 
@@ -117,7 +163,10 @@ def every_pair(root: str, precision: str, sizes: list[int]) -> list[str]:
     import onefold
 
     rank, wrong = dist.get_rank(), []
-    groups = {n: dist.new_group(list(range(n))) if n < dist.get_world_size() else dist.group.WORLD for n in sizes}
+    groups = {
+        n: dist.new_group(list(range(n))) if n < dist.get_world_size() else dist.group.WORLD
+        for n in sizes
+    }
     saved: dict[tuple[int, int], dict[str, Any]] = {}
     for size, (number, (tile, stage)) in itertools.product(sizes, enumerate(KINDS)):
         if rank < size:
@@ -133,28 +182,49 @@ def every_pair(root: str, precision: str, sizes: list[int]) -> list[str]:
         if stage % 2:
             train(model, optimizer, rank, 1)  # states that must make way
         for source in itertools.product(sizes, range(len(KINDS))):
-            load = onefold.load if (number + source[1]) % 2 else lambda path, **them: onefold.load_async(path, **them).wait()
+            load = (
+                onefold.load
+                if (number + source[1]) % 2
+                else lambda path, **them: onefold.load_async(path, **them).wait()
+            )
             load(f"{root}/{source[0]}-{source[1]}", model=model, optimizer=optimizer)
             found = whole_states(model, optimizer, groups[size], size)
-            states = saved.get(source, found)  # what was saved by ranks without this one, the others compare
-            wrong += [f"{KINDS[source[1]]} on {source[0]} into {(tile, stage)} on {size}: {what}" for what in unlike(states, found)]
+            # What was saved by ranks without this one, the others compare
+            states = saved.get(source, found)
+            wrong += [
+                f"{KINDS[source[1]]} on {source[0]} into {(tile, stage)} on {size}: {what}"
+                for what in unlike(states, found)
+            ]
     return wrong
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_saved_in_tiles_or_not_it_loads_in_tiles_or_not_bit_for_bit(precision: str, tmp_path: Path) -> None:
+def test_saved_in_tiles_or_not_it_loads_in_tiles_or_not_bit_for_bit(
+    precision: str, tmp_path: Path
+) -> None:
     assert run_ranks(2, every_pair, str(tmp_path), precision, [1, 2], timeout=300.0) == [[], []]
-    plain, tiled = (json.loads((tmp_path / f"2-{number}" / "manifest.json").read_text()) for number in (4, 3))  # stage 3 without and with
+    # Stage 3 without and with
+    plain, tiled = (
+        json.loads((tmp_path / f"2-{number}" / "manifest.json").read_text()) for number in (4, 3)
+    )
     outlines = [
-        [tuple(t.get(key) for key in ("kind", "name", "state", "dtype", "shape", "aliases")) for t in m["tensors"] if t["kind"] != "rng"]
+        [
+            tuple(t.get(key) for key in ("kind", "name", "state", "dtype", "shape", "aliases"))
+            for t in m["tensors"]
+            if t["kind"] != "rng"
+        ]
         for m in (plain, tiled)
     ]
     assert sorted(map(str, outlines[0])) == sorted(map(str, outlines[1]))
-    assert "tiles" not in json.dumps([tiled["tensors"], json.loads((tmp_path / "2-3" / "state.json").read_text())])
+    assert "tiles" not in json.dumps(
+        [tiled["tensors"], json.loads((tmp_path / "2-3" / "state.json").read_text())]
+    )
 
 
 def goes_on(root: str) -> list[str]:
-    """Training on after a load gives the losses of training on without a break: in the same tiles to the bit, in others within rounding."""
+    """Training on after a load gives the losses of training on without a break: in the same tiles
+    to the bit, in others within rounding.
+    """
     import onefold
 
     rank, losses = dist.get_rank(), []
@@ -180,16 +250,24 @@ def refused() -> list[str]:
     import onefold
 
     model, optimizer = build(TILE, 3, "fp32", None, seed=1)
-    return [complaint(lambda: onefold.dcp_state_dict(model)), complaint(lambda: onefold.dcp_state_dict(model, optimizer))]
+    return [
+        complaint(lambda: onefold.dcp_state_dict(model)),
+        complaint(lambda: onefold.dcp_state_dict(model, optimizer)),
+    ]
 
 
 def test_torch_s_own_checkpoints_are_refused_with_the_way_out() -> None:
     for said in run_ranks(2, refused):
-        assert all("'gpt.tokens.weight' is computed in tiles" in sentence and "onefold.save" in sentence for sentence in said)
+        assert all(
+            "'gpt.tokens.weight' is computed in tiles" in sentence and "onefold.save" in sentence
+            for sentence in said
+        )
 
 
 def of_another_model(path: str) -> list[str]:
-    """What is said of a checkpoint whose head has another shape: once, by the name that it has outside."""
+    """What is said of a checkpoint whose head has another shape: once, by the name that it has
+    outside.
+    """
     import onefold
 
     torch.manual_seed(0)
@@ -201,12 +279,17 @@ def of_another_model(path: str) -> list[str]:
 
 def test_a_checkpoint_of_another_shape_is_refused_by_the_parameter_s_name(tmp_path: Path) -> None:
     for (said,) in run_ranks(2, of_another_model, str(tmp_path / "a")):
-        assert said.count("tokens.weight: (50, 12) in it, (61, 12) in the model") == 1 and "tiles" not in said
+        assert (
+            said.count("tokens.weight: (50, 12) in it, (61, 12) in the model") == 1
+            and "tiles" not in said
+        )
 
 
-# -- Hugging Face --------------------------------------------------------------------------------------------------------------
+# -- Hugging Face ----------------------------------------------------------------------------------
 
-needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +298,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def in_and_out(folders: dict[str, Path], root: Path, families: list[str], stage: int) -> list[str]:
-    """From a folder onto the meta device, one step at learning rate 0, and out again; and the same from memory."""
+    """From a folder onto the meta device, one step at learning rate 0, and out again; and the same
+    from memory.
+    """
     import onefold
 
     problems = []
@@ -228,9 +313,15 @@ def in_and_out(folders: dict[str, Path], root: Path, families: list[str], stage:
             if not any(".tiles." in name for name, _ in model.named_parameters()):
                 problems.append(f"{family}: nothing is in tiles")
             with torch.no_grad():
-                logits, wanted = model.eval()(TOKENS).logits, opened(folders[family], family).eval()(TOKENS).logits
-            if not torch.allclose(logits, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max())):  # sums of terms of that size
-                problems.append(f"{family}, {how}: other logits, by {(logits - wanted).abs().max()}")
+                logits, wanted = (
+                    model.eval()(TOKENS).logits,
+                    opened(folders[family], family).eval()(TOKENS).logits,
+                )
+            # Sums of terms of that size
+            if not torch.allclose(logits, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max())):
+                problems.append(
+                    f"{family}, {how}: other logits, by {(logits - wanted).abs().max()}"
+                )
             out = onefold.export(model, root / f"{family} {how}")
             problems += [f"{family}, {how}: {what}" for what in differences(expected, files(out))]
     return problems
@@ -238,17 +329,27 @@ def in_and_out(folders: dict[str, Path], root: Path, families: list[str], stage:
 
 @needs_transformers
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-def test_hugging_face_folders_go_in_and_come_out_as_they_were(ranks: int, stage: int, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_hugging_face_folders_go_in_and_come_out_as_they_were(
+    ranks: int, stage: int, folders: dict[str, Path], tmp_path: Path
+) -> None:
     families = ["llama", "llama, tied", "gpt2", "mixtral"]
-    assert run_ranks(ranks, in_and_out, folders, tmp_path, families, stage, timeout=300.0) == [[]] * ranks
+    assert (
+        run_ranks(ranks, in_and_out, folders, tmp_path, families, stage, timeout=300.0)
+        == [[]] * ranks
+    )
     for family in families:
         with torch.no_grad():
-            ours, theirs = (opened(f, family).eval()(TOKENS).logits for f in (tmp_path / f"{family} meta", folders[family]))
+            ours, theirs = (
+                opened(f, family).eval()(TOKENS).logits
+                for f in (tmp_path / f"{family} meta", folders[family])
+            )
         assert torch.equal(ours, theirs)
 
 
 @needs_transformers
-def test_every_family_is_exported_from_tiles_as_save_pretrained_writes_it(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_every_family_is_exported_from_tiles_as_save_pretrained_writes_it(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     import onefold
 
     for family in (f for f in FAMILIES if f != "vit"):  # nothing of it is large
@@ -267,14 +368,22 @@ def saves_pretrained(folder: Path, out: Path) -> list[str]:
         if dist.get_rank() == 0:
             model.save_pretrained(out)
         generated = model.generate(TOKENS[:, :3], max_new_tokens=4, do_sample=False)
-    expected = opened(folder, "llama, tied").generate(TOKENS[:, :3], max_new_tokens=4, do_sample=False)
+    expected = opened(folder, "llama, tied").generate(
+        TOKENS[:, :3], max_new_tokens=4, do_sample=False
+    )
     dist.barrier()
     problems = differences(files(folder), files(out))
-    return problems if torch.equal(generated, expected) else [*problems, f"{generated} generated, expected {expected}"]
+    return (
+        problems
+        if torch.equal(generated, expected)
+        else [*problems, f"{generated} generated, expected {expected}"]
+    )
 
 
 @needs_transformers
-def test_inside_full_params_transformers_saves_and_generates(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_inside_full_params_transformers_saves_and_generates(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     assert run_ranks(2, saves_pretrained, folders["llama, tied"], tmp_path / "out") == [[], []]
 
 
@@ -285,7 +394,12 @@ def with_adapters(base: Path, root: Path) -> list[str]:
     import onefold
 
     def wrapped(model: Any) -> Any:
-        config = peft.LoraConfig(r=3, target_modules=["down_proj", "lm_head"], task_type="CAUSAL_LM", init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=3,
+            target_modules=["down_proj", "lm_head"],
+            task_type="CAUSAL_LM",
+            init_lora_weights=False,
+        )
         torch.manual_seed(1)
         return peft.get_peft_model(model, config)
 
@@ -307,7 +421,11 @@ def with_adapters(base: Path, root: Path) -> list[str]:
             if not any("base_layer.tiles." in name for name, _ in model.named_parameters()):
                 problems.append("no base layer is in tiles")
     problems += [] if list(states[0]) == list(states[1]) else [f"{set(states[0]) ^ set(states[1])}"]
-    return problems + [name for name, t in states[0].items() if not torch.allclose(t, states[1][name], rtol=1e-4, atol=1e-6)]
+    return problems + [
+        name
+        for name, t in states[0].items()
+        if not torch.allclose(t, states[1][name], rtol=1e-4, atol=1e-6)
+    ]
 
 
 @needs_transformers
@@ -315,4 +433,6 @@ def with_adapters(base: Path, root: Path) -> list[str]:
 def test_adapters_on_layers_in_tiles_are_peft_s(folders: dict[str, Path], tmp_path: Path) -> None:
     assert run_ranks(2, with_adapters, folders["llama"], tmp_path, timeout=300.0) == [[], []]
     left, right = (files(tmp_path / f"adapters {tile}") for tile in (None, TILE))
-    assert left.keys() == right.keys() and all(torch.allclose(left[n], right[n], rtol=1e-4, atol=1e-6) for n in left)
+    assert left.keys() == right.keys() and all(
+        torch.allclose(left[n], right[n], rtol=1e-4, atol=1e-6) for n in left
+    )

@@ -41,7 +41,9 @@ from onefold.checkpoint.verify import Problem, examine, verify
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of three files of tensors, with what makes it look like a Hugging Face folder."""
+    """A checkpoint of three files of tensors, with what makes it look like a Hugging Face
+    folder.
+    """
     root = tmp_path_factory.mktemp("verify")
     return reshard(Run().save(root / "one", tokenizer=Tokenizer()), root / "three", 3)
 
@@ -52,14 +54,18 @@ def files_of(folder: Path) -> list[str]:
 
 def pieces(folder: Path) -> list[tuple[Record, Piece, str]]:
     """Every piece with the tensor it is of and its key in the file."""
-    return [(r, p, key_of(r.item, p.start)) for r in read_manifest(folder).records for p in r.pieces]
+    return [
+        (r, p, key_of(r.item, p.start)) for r in read_manifest(folder).records for p in r.pieces
+    ]
 
 
 def tensor_at(folder: Path, name: str, at: int) -> str:
     """The tensor that holds byte `at` of a file, as its Item says it; "" for the head."""
     names = {key: str(record.item) for record, _, key in pieces(folder)}
     with TensorFile(folder / name) as file:
-        return next((names[key] for key, entry in file.header.items() if entry.begin <= at < entry.end), "")
+        return next(
+            (names[key] for key, entry in file.header.items() if entry.begin <= at < entry.end), ""
+        )
 
 
 def test_a_whole_checkpoint_has_no_problem_and_every_byte_was_read(whole: Path) -> None:
@@ -69,14 +75,19 @@ def test_a_whole_checkpoint_has_no_problem_and_every_byte_was_read(whole: Path) 
     assert verdict.files == len(files_of(whole)) == 8
     assert verdict.nbytes == sum(p.stat().st_size for p in whole.iterdir())
     assert verdict.tensors == len(read_manifest(whole).records)
-    data = sum((p.stop - p.start) * TensorFile(whole / p.file).header[key].dtype.itemsize for _, p, key in pieces(whole))
+    data = sum(
+        (p.stop - p.start) * TensorFile(whole / p.file).header[key].dtype.itemsize
+        for _, p, key in pieces(whole)
+    )
     assert sum(steps) == data
 
 
 BESIDE = ["state.json", "config.json", "tokenizer.json"]
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00002.safetensors", MANIFEST, CHECKSUM, *BESIDE])
+@pytest.mark.parametrize(
+    "name", ["rank-00000.safetensors", "rank-00002.safetensors", MANIFEST, CHECKSUM, *BESIDE]
+)
 def test_every_flipped_byte_is_found_and_named(whole: Path, tmp_path: Path, name: str) -> None:
     folder = copied(whole, tmp_path / "a")
     sound, draw = (folder / name).read_bytes(), random.Random(name)
@@ -98,20 +109,34 @@ def test_a_short_file_is_named_with_the_tensors_that_are_cut(whole: Path, tmp_pa
     folder, name = copied(whole, tmp_path / "a"), "rank-00001.safetensors"
     with TensorFile(folder / name) as file:
         last = max(file.header.values(), key=lambda e: e.begin)
-        lost = {tensor_at(whole, name, e.begin) for e in file.header.values() if e.end > last.begin - 1}
+        lost = {
+            tensor_at(whole, name, e.begin) for e in file.header.values() if e.end > last.begin - 1
+        }
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: last.begin - 1])
     first, *others = verify(folder)
-    assert first == Problem(name, "", f"it has {last.begin - 1} bytes and should have {len(data)}: it was cut short.")
-    assert {p.tensor for p in others} == lost and all("ends before them" in p.what for p in others) and len(lost) == 2
+    assert first == Problem(
+        name, "", f"it has {last.begin - 1} bytes and should have {len(data)}: it was cut short."
+    )
+    assert (
+        {p.tensor for p in others} == lost
+        and all("ends before them" in p.what for p in others)
+        and len(lost) == 2
+    )
 
 
 @pytest.mark.parametrize("name", ["rank-00001.safetensors", MANIFEST, CHECKSUM, *BESIDE])
-def test_a_file_that_is_missing_or_longer_or_a_folder_is_named(whole: Path, tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_missing_or_longer_or_a_folder_is_named(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
     folder = copied(whole, tmp_path / "a")
     with (folder / name).open("ab") as file:
         file.write(b"\n")
-    assert {p.file for p in verify(folder)} >= {name} and {p.file for p in verify(folder)} <= {name, MANIFEST, CHECKSUM}
+    assert {p.file for p in verify(folder)} >= {name} and {p.file for p in verify(folder)} <= {
+        name,
+        MANIFEST,
+        CHECKSUM,
+    }
     (folder / name).unlink()
     assert [p.file for p in verify(folder)] == [name] and "missing" in verify(folder)[0].what
     (folder / name).mkdir()
@@ -127,7 +152,9 @@ def test_a_missing_file_says_which_tensors_went_with_it(whole: Path, tmp_path: P
 
 
 def test_files_of_another_checkpoint_are_found(whole: Path, tmp_path: Path) -> None:
-    later = reshard(Run(steps=3).save(tmp_path / "one", tokenizer=Tokenizer()), tmp_path / "three", 3)
+    later = reshard(
+        Run(steps=3).save(tmp_path / "one", tokenizer=Tokenizer()), tmp_path / "three", 3
+    )
     for name in files_of(whole):
         if (later / name).read_bytes() == (whole / name).read_bytes():
             continue
@@ -141,19 +168,25 @@ def test_files_of_another_checkpoint_are_found(whole: Path, tmp_path: Path) -> N
     assert {p.file for p in verify(folder)} == {"rank-00000.safetensors", "rank-00001.safetensors"}
 
 
-def test_what_a_damaged_manifest_says_of_others_is_said_with_that(whole: Path, tmp_path: Path) -> None:
+def test_what_a_damaged_manifest_says_of_others_is_said_with_that(
+    whole: Path, tmp_path: Path
+) -> None:
     folder = copied(whole, tmp_path / "a")
     text = (folder / MANIFEST).read_text()
     crc = read_manifest(folder).records[0].pieces[0].crc
     (folder / MANIFEST).write_text(text.replace(str(crc), str(crc ^ 1), 1))
     first, second = verify(folder)
     assert first.file == MANIFEST and "SHA-256" in first.what
-    assert second.file.startswith("rank-") and second.what.endswith("So says the manifest, which is damaged itself.")
+    assert second.file.startswith("rank-") and second.what.endswith(
+        "So says the manifest, which is damaged itself."
+    )
     (folder / MANIFEST).write_text(text.replace('"created"', '"Created"', 1))
     assert [p.file for p in verify(folder)] == [MANIFEST, MANIFEST], "it cannot be read at all"
 
 
-def test_a_number_that_became_another_kind_of_number_stops_nothing(whole: Path, tmp_path: Path) -> None:
+def test_a_number_that_became_another_kind_of_number_stops_nothing(
+    whole: Path, tmp_path: Path
+) -> None:
     folder = copied(whole, tmp_path / "a")
     text = (folder / MANIFEST).read_text()
     size = read_manifest(folder).files["rank-00000.safetensors"].nbytes
@@ -162,7 +195,9 @@ def test_a_number_that_became_another_kind_of_number_stops_nothing(whole: Path, 
         assert verify(folder)[0].file == MANIFEST, wrong
 
 
-def test_files_that_do_not_belong_to_it_are_noted_and_are_no_problem(whole: Path, tmp_path: Path) -> None:
+def test_files_that_do_not_belong_to_it_are_noted_and_are_no_problem(
+    whole: Path, tmp_path: Path
+) -> None:
     folder = copied(whole, tmp_path / "a")
     (folder / "notes.txt").write_text("mine")
     (folder / "more").mkdir()
@@ -174,7 +209,11 @@ def test_files_that_do_not_belong_to_it_are_noted_and_are_no_problem(whole: Path
 def test_what_is_no_checkpoint_is_said_in_a_sentence(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    for name, words in (("file", "is a file"), ("empty", "no Onefold checkpoint"), ("nothing", "there is no folder")):
+    for name, words in (
+        ("file", "is a file"),
+        ("empty", "no Onefold checkpoint"),
+        ("nothing", "there is no folder"),
+    ):
         with pytest.raises(CheckpointError, match=words):
             verify(tmp_path / name)
     folder = copied(whole, tmp_path / "later")
@@ -198,8 +237,12 @@ def test_tensors_beyond_memory_are_read_through_small_buffers(tmp_path: Path) ->
     with (tmp_path / name).open("wb") as file:
         file.write(head)
         file.truncate(places["parameter:big@0"].end)
-    files = {name: FileRecord(places["parameter:big@0"].end, hashlib.sha256(head).hexdigest(), True)}
-    write_manifest(tmp_path, Manifest((Record(item, "F32", (count,), (Piece(name, 0, count, crc),)),), files))
+    files = {
+        name: FileRecord(places["parameter:big@0"].end, hashlib.sha256(head).hexdigest(), True)
+    }
+    write_manifest(
+        tmp_path, Manifest((Record(item, "F32", (count,), (Piece(name, 0, count, crc),)),), files)
+    )
     tracemalloc.start()
     verdict = examine(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
@@ -218,8 +261,12 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.parametrize("way", ["..", "absolute", "link", "state", "folder link"])
-def test_nothing_outside_the_folder_is_read_though_every_hash_is_right(whole: Path, tmp_path: Path, way: str) -> None:
-    """A file of tensors, or state.json, lies beside the checkpoint, bytes and hashes as they should be."""
+def test_nothing_outside_the_folder_is_read_though_every_hash_is_right(
+    whole: Path, tmp_path: Path, way: str
+) -> None:
+    """A file of tensors, or state.json, lies beside the checkpoint, bytes and hashes as they should
+    be.
+    """
     folder, outside = copied(whole, tmp_path / "checkpoint"), tmp_path / "outside"
     name = "state.json" if way == "state" else "rank-00001.safetensors"
     outside.mkdir()
@@ -228,7 +275,11 @@ def test_nothing_outside_the_folder_is_read_though_every_hash_is_right(whole: Pa
         (folder / name).symlink_to(outside / name)
         said = "is a symbolic link that leads out of the checkpoint"
     else:
-        there = {"..": f"../outside/{name}", "absolute": str(outside / name), "folder link": f"inside/{name}"}[way]
+        there = {
+            "..": f"../outside/{name}",
+            "absolute": str(outside / name),
+            "folder link": f"inside/{name}",
+        }[way]
 
         def change(body: dict[str, Any]) -> None:
             body["files"][there] = body["files"].pop(name)

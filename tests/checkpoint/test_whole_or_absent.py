@@ -1,4 +1,6 @@
-"""What stands in the way of a save or a load: each a clear error on every rank, nothing damaged, nothing left."""
+"""What stands in the way of a save or a load: each a clear error on every rank, nothing damaged,
+nothing left.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,20 @@ def obstacles(root: str) -> dict[str, str]:
         "there already": said_by(save, good, model=model),
         "extra": said_by(save, base / "x", model=model, extra={"f": print}),
         "step": said_by(save, base / "x", model=model, step=-3),
-        "another optimizer": said_by(save, base / "x", model=model, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())),
+        "another optimizer": said_by(
+            save, base / "x", model=model, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())
+        ),
         "nothing there": said_by(load, base / "nowhere", model=model),
         "no checkpoint": said_by(load, base / "folder", model=model),
-        "no scheduler": said_by(load, good, model=model, scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer)),
-        "other groups": said_by(load, good, model=model, optimizer=torch.optim.AdamW([{"params": [p]} for p in model.parameters()])),
+        "no scheduler": said_by(
+            load, good, model=model, scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer)
+        ),
+        "other groups": said_by(
+            load,
+            good,
+            model=model,
+            optimizer=torch.optim.AdamW([{"params": [p]} for p in model.parameters()]),
+        ),
     }
     deeper = onefold.shard(TinyGPT(depth=4), onefold.Recipe.zero(3))
     said["a deeper model"] = said_by(load, good, model=deeper)
@@ -73,14 +84,18 @@ def obstacles(root: str) -> dict[str, str]:
     said["another model"] = said_by(load, good, model=other)
     after = onefold.full_state_dict(other)
     said["changed"] = str([k for k in before if not torch.equal(before[k], after[k])])
-    said["weights only"] = said_by(load, save(base / "bare", model=model), model=model, optimizer=optimizer)
+    said["weights only"] = said_by(
+        load, save(base / "bare", model=model), model=model, optimizer=optimizer
+    )
     dist.barrier()
     said["left"] = str(sorted(p.name for p in base.iterdir()))
     load(good, model=model, optimizer=optimizer)  # untouched by all of it
     return said
 
 
-def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_nothing_is_left(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_nothing_is_left(
+    tmp_path: Path,
+) -> None:
     expected = {
         "a file": "is a file; name a folder",
         "below a file": "a file of this name is in the way",
@@ -110,7 +125,9 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs the rights to: run as root, in a container with CAP_SYS_ADMIN")
+        pytest.skip(
+            "mounting a tmpfs needs the rights to: run as root, in a container with CAP_SYS_ADMIN"
+        )
     try:
         yield folder
     finally:
@@ -126,7 +143,11 @@ def onto_disks_that_take_nothing(full: str, read_only: str) -> dict[str, str]:
     for name, folder in (("full", full), ("read-only", read_only)):
         place = Path(folder)
         said[f"{name}: save"] = said_by(onefold.save, place / "a", model=model, optimizer=optimizer)
-        said[f"{name}: save_async"] = said_by(lambda p=place: onefold.save_async(p / "b", model=model, optimizer=optimizer).wait(300.0))
+        said[f"{name}: save_async"] = said_by(
+            lambda p=place: onefold.save_async(p / "b", model=model, optimizer=optimizer).wait(
+                300.0
+            )
+        )
         said[f"{name}: export"] = said_by(export, model, place / "c")
         said[f"{name}: Checkpointer"] = said_by(keep_one, place / "d", model, optimizer)
         model(tokens_of(4)).backward()
@@ -142,17 +163,34 @@ def keep_one(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         checkpoints.save(1, optimizer=optimizer)
 
 
-def test_a_full_disk_and_a_read_only_one_are_said_on_every_rank_and_keep_nothing(tmp_path: Path) -> None:
-    with mounted(tmp_path / "full", "size=64k") as full, mounted(tmp_path / "read-only", "ro") as read_only:
+def test_a_full_disk_and_a_read_only_one_are_said_on_every_rank_and_keep_nothing(
+    tmp_path: Path,
+) -> None:
+    with (
+        mounted(tmp_path / "full", "size=64k") as full,
+        mounted(tmp_path / "read-only", "ro") as read_only,
+    ):
         for said in run_ranks(2, onto_disks_that_take_nothing, str(full), str(read_only)):
             for call, words in said.items():
-                full_says = ("No space left on device", " MiB free, and ")["export" in call], "free space there, or choose another disk"
-                for part in full_says if call.startswith("full") else ("the file system is read-only: choose another folder",):
+                full_says = (
+                    ("No space left on device", " MiB free, and ")["export" in call],
+                    "free space there, or choose another disk",
+                )
+                for part in (
+                    full_says
+                    if call.startswith("full")
+                    else ("the file system is read-only: choose another folder",)
+                ):
                     assert part in words, (call, words)
-        assert [p.relative_to(full).as_posix() for p in full.rglob("*")] == ["d", "d/.lock"] and list(read_only.iterdir()) == []
+        assert [p.relative_to(full).as_posix() for p in full.rglob("*")] == [
+            "d",
+            "d/.lock",
+        ] and list(read_only.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_to_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import errno
 
     import onefold
@@ -166,17 +204,23 @@ def test_a_folder_that_cannot_be_written_to_is_said_so(tmp_path: Path, monkeypat
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", read_only)
-    with pytest.raises(onefold.CheckpointError, match="the file system is read-only: choose another folder"):
+    with pytest.raises(
+        onefold.CheckpointError, match="the file system is read-only: choose another folder"
+    ):
         onefold.save(tmp_path / "a", model=model)
 
 
-def test_two_runs_cannot_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_cannot_save_into_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import onefold
     from onefold.checkpoint import checkpointer
 
     monkeypatch.setattr(checkpointer, "LOCK_PATIENCE", 0.2)
     model, _ = start()
-    said = pytest.raises(onefold.CheckpointError, match=f"in use by process {os.getpid()} on .*two runs")
+    said = pytest.raises(
+        onefold.CheckpointError, match=f"in use by process {os.getpid()} on .*two runs"
+    )
     with onefold.Checkpointer(tmp_path, model=model), said:
         onefold.Checkpointer(tmp_path, model=model)
     onefold.Checkpointer(tmp_path, model=model).close()
@@ -235,7 +279,9 @@ def killed_while_saving(root: str) -> None:
     onefold.save(f"{root}/a", model=model, optimizer=optimizer, step=2, overwrite=True)
 
 
-def test_a_killed_save_leaves_the_previous_one_and_its_litter_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_a_killed_save_leaves_the_previous_one_and_its_litter_goes_at_the_next_start(
+    tmp_path: Path,
+) -> None:
     import onefold
 
     began = time.monotonic()
@@ -252,11 +298,17 @@ def test_a_killed_save_leaves_the_previous_one_and_its_litter_goes_at_the_next_s
     (returned := tmp_path / ".d.0123abcd.replaced").mkdir()
     onefold.Checkpointer(tmp_path, model=model).close()
     assert not litter.exists() and not removed.exists() and not returned.exists()
-    assert (tmp_path / "d").is_dir(), "what was about to be replaced when the process died has its name back"
+    assert (tmp_path / "d").is_dir(), (
+        "what was about to be replaced when the process died has its name back"
+    )
 
 
-def test_replacing_a_checkpoint_is_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the moment of the exchange the name stands for the old one, right after it for the new one."""
+def test_replacing_a_checkpoint_is_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the moment of the exchange the name stands for the old one, right after it for the new
+    one.
+    """
     import onefold
     from onefold.checkpoint import folder
 
@@ -284,7 +336,9 @@ class Odd(nn.Module):
         self.wrapped = nn.Linear(5, 3)
         self.seen = torch.zeros(2)
         self.register_buffer("scale", torch.ones(3))
-        self._register_state_dict_hook(lambda module, state, prefix, meta: state.update({"short": state.pop("wrapped.weight")}))
+        self._register_state_dict_hook(
+            lambda module, state, prefix, meta: state.update({"short": state.pop("wrapped.weight")})
+        )
 
     def get_extra_state(self) -> torch.Tensor:
         return self.seen
@@ -297,7 +351,9 @@ class Odd(nn.Module):
 
 
 def misunderstandings(root: str) -> dict[str, Any]:
-    """A rank that calls something else, or nothing; and a model whose state dict has names of its own."""
+    """A rank that calls something else, or nothing; and a model whose state dict has names of its
+    own.
+    """
     import onefold
 
     rank = dist.get_rank()
@@ -311,15 +367,28 @@ def misunderstandings(root: str) -> dict[str, Any]:
     onefold.load(f"{root}/odd", model=other)
     found = onefold.full_state_dict(other)
     out: dict[str, Any] = {
-        "equal": all(torch.equal(found[name], value) for name, value in whole.items()) and (bool(whole) or rank > 0),
+        "equal": (
+            all(torch.equal(found[name], value) for name, value in whole.items())
+            and (bool(whole) or rank > 0)
+        ),
         "seen": other.seen.tolist(),
-        "whole": not whole or (whole["short"].shape == (3, 5) and not torch.equal(whole["short"][2], torch.zeros(5))),
+        "whole": (
+            not whole
+            or (
+                whole["short"].shape == (3, 5)
+                and not torch.equal(whole["short"][2], torch.zeros(5))
+            )
+        ),
     }
     with onefold.full_params(other):
         out["inside"] = said_by(onefold.load, f"{root}/odd", model=other)
     out["steps"] = said_by(onefold.save, f"{root}/z", model=model, step=rank)
     out["places"] = said_by(onefold.save, f"{root}/z{rank}", model=model)
-    call = (lambda: onefold.save(f"{root}/x", model=model)) if rank else (lambda: onefold.load(f"{root}/odd", model=model))
+    call = (
+        (lambda: onefold.save(f"{root}/x", model=model))
+        if rank
+        else (lambda: onefold.load(f"{root}/odd", model=model))
+    )
     out["crossed"] = said_by(call)
     if rank == 0:
         try:

@@ -14,7 +14,13 @@ from ranks import preload
 
 TEXT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
         "intermediate_size": 32, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-MOE = {**TEXT, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 1}
+MOE = {
+    **TEXT,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "num_experts": 3,
+    "num_experts_per_tok": 1,
+}
 #: name: (model class, configuration class, its arguments)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "tie_word_embeddings": False}),
@@ -55,7 +61,11 @@ def opened(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Any
 def files(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+    return {
+        key: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for key, tensor in load_file(file).items()
+    }
 
 
 def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
@@ -64,7 +74,10 @@ def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[
     for name in expected.keys() & actual.keys():
         a, b = expected[name], actual[name]
         if a.dtype != b.dtype or not torch.equal(a, b):
-            problems.append(f"{name}: expected {a.dtype} {tuple(a.shape)}, got {b.dtype} {tuple(b.shape)}, or other values")
+            problems.append(
+                f"{name}: expected {a.dtype} {tuple(a.shape)}, got {b.dtype} {tuple(b.shape)}, or"
+                " other values"
+            )
     return problems
 
 
@@ -78,7 +91,8 @@ def complaint(act: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
-#: At once, when tests are collected: a module that is asked for later ends the fork server that there is, and starts another.
+#: At once, when tests are collected: a module that is asked for later ends the fork server that
+#: there is, and starts another.
 preload(
     "transformers",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral")),
@@ -87,7 +101,9 @@ preload(
 
 
 def saved_folders(root: Path) -> dict[str, Path]:
-    """What `save_pretrained` makes in `root`: one folder a family, one in bf16, one in several files."""
+    """What `save_pretrained` makes in `root`: one folder a family, one in bf16, one in several
+    files.
+    """
     out = {}
     for number, family in enumerate(FAMILIES):
         torch.manual_seed(number)

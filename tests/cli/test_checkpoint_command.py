@@ -1,4 +1,6 @@
-"""`onefold checkpoint ...` as a user runs it: what each command prints, its JSON, its exit status, and how it fails."""
+"""`onefold checkpoint ...` as a user runs it: what each command prints, its JSON, its exit status,
+and how it fails.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,20 @@ def command(*arguments: Any, status: int = 0) -> Result:
 def said(*arguments: Any, status: int = 0) -> dict[str, Any]:
     result = command(*arguments, "--json", status=status)
     assert result.stdout.count("\n") == 1
-    found: dict[str, Any] = json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    found: dict[str, Any] = json.loads(
+        result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
     return found
 
 
 def refused(*arguments: Any) -> str:
     """The sentence; the same in JSON."""
     result = command(*arguments, status=2)
-    assert not result.stdout and result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+    assert (
+        not result.stdout
+        and result.stderr.startswith("error: ")
+        and "Traceback" not in result.stderr
+    )
     event = said(*arguments, status=2)
     assert event["event"] == "error" and result.stderr == f"error: {event['message']}\n"
     return str(event["message"])
@@ -79,21 +87,36 @@ def injured(folder: Path, to: Path) -> Path:
     return to
 
 
-# -- inspect ---------------------------------------------------------------------------------------------------------------------
+# -- inspect ---------------------------------------------------------------------------------------
 
 
 def test_inspect_says_what_a_checkpoint_holds(first: Path) -> None:
     found = said("inspect", first)
-    assert (found["event"], found["form"], found["step"], found["path"]) == ("inspect", "Onefold", 2, str(first))
-    assert found["saved_by"]["world_size"] == 1 and found["saved_by"]["stage"] == 1 and found["saved_by"]["torch"] == torch.__version__
+    assert (found["event"], found["form"], found["step"], found["path"]) == (
+        "inspect",
+        "Onefold",
+        2,
+        str(first),
+    )
+    assert (
+        found["saved_by"]["world_size"] == 1
+        and found["saved_by"]["stage"] == 1
+        and found["saved_by"]["torch"] == torch.__version__
+    )
     count = sum(p.numel() for p in Run(steps=0).model.parameters())
     assert found["parameters"] == count
     by = {(s["kind"], s["state"]): s for s in found["sorts"]}
     assert by["parameter", ""]["nbytes"] == 4 * count == by["state", "exp_avg"]["nbytes"]
     assert [(g["optimizer"], g["index"]) for g in found["groups"]] == [("AdamW", 0), ("AdamW", 1)]
-    assert sum(g["elements"] for g in found["groups"]) == count and found["groups"][1]["options"]["weight_decay"] == 0.0
+    assert (
+        sum(g["elements"] for g in found["groups"]) == count
+        and found["groups"][1]["options"]["weight_decay"] == 0.0
+    )
     assert set(found["resumes"]) == {"optimizer", "scheduler", "data", "random states", "extra"}
-    assert found["files"]["rank-00000.safetensors"] == (first / "rank-00000.safetensors").stat().st_size
+    assert (
+        found["files"]["rank-00000.safetensors"]
+        == (first / "rank-00000.safetensors").stat().st_size
+    )
     assert found["model_files"] == ["config.json"] and "tensors" not in found
     text = command("inspect", first).stdout
     for words in (
@@ -105,13 +128,21 @@ def test_inspect_says_what_a_checkpoint_holds(first: Path) -> None:
 
 
 def test_every_command_takes_the_output_folder_of_a_run(root: Path, tmp_path: Path) -> None:
-    """As the README shows it: the checkpoints are in OUTPUT/checkpoints, and `OUTPUT` is what a user has typed before."""
+    """As the README shows it: the checkpoints are in OUTPUT/checkpoints, and `OUTPUT` is what a
+    user has typed before.
+    """
     run = tmp_path / "run"
     copied(root, run / "checkpoints")
-    assert said("inspect", run)["checkpoints"] == said("inspect", run / "checkpoints")["checkpoints"] != []
+    assert (
+        said("inspect", run)["checkpoints"]
+        == said("inspect", run / "checkpoints")["checkpoints"]
+        != []
+    )
     assert [c["problems"] for c in said("verify", run)["checkpoints"]] == [[], []]
     assert said("diff", run, run / "checkpoints" / "step-00000003")["equal"]
-    assert said("reshard", run, tmp_path / "two", "--ranks", 2)["source"] == str(run / "checkpoints" / "step-00000003")
+    assert said("reshard", run, tmp_path / "two", "--ranks", 2)["source"] == str(
+        run / "checkpoints" / "step-00000003"
+    )
     injured(root / "step-00000002", run / "checkpoints" / "step-00000004")
     assert not said("verify", run, status=1)["whole"]
 
@@ -120,7 +151,9 @@ def test_every_command_takes_the_output_folder_of_a_run(root: Path, tmp_path: Pa
     for name in ("train.yaml", "metrics.jsonl"):
         (kept_none / name).touch()
     for name in ("inspect", "verify"):
-        assert "has kept no checkpoint; --save-every N keeps some. Its model is in" in refused(name, kept_none)
+        assert "has kept no checkpoint; --save-every N keeps some. Its model is in" in refused(
+            name, kept_none
+        )
 
 
 def test_inspect_lists_tensors_when_asked_and_those_of_a_name(first: Path) -> None:
@@ -128,13 +161,20 @@ def test_inspect_lists_tensors_when_asked_and_those_of_a_name(first: Path) -> No
     for words in ("blocks.0.mlp.0.weight", "[80, 20]", "head.weight", "rank-00000.safetensors"):
         assert words in text, (words, text)
     found = said("inspect", first, "--filter", "*.mlp.0.weight")["tensors"]
-    assert [(t["item"]["name"], t["item"]["kind"], t["shape"]) for t in found][:1] == [("blocks.0.mlp.0.weight", "parameter", [80, 20])]
+    assert [(t["item"]["name"], t["item"]["kind"], t["shape"]) for t in found][:1] == [
+        ("blocks.0.mlp.0.weight", "parameter", [80, 20])
+    ]
     assert len(found) == 2 * 3
 
 
-def test_inspect_of_a_folder_of_checkpoints_lists_them_the_newest_first(root: Path, first: Path, tmp_path: Path) -> None:
+def test_inspect_of_a_folder_of_checkpoints_lists_them_the_newest_first(
+    root: Path, first: Path, tmp_path: Path
+) -> None:
     found = said("inspect", root)
-    assert found["event"] == "list" and [(c["step"], c["wrong"]) for c in found["checkpoints"]] == [(3, ""), (2, "")]
+    assert found["event"] == "list" and [(c["step"], c["wrong"]) for c in found["checkpoints"]] == [
+        (3, ""),
+        (2, ""),
+    ]
     folder = tmp_path / "run"
     shutil.copytree(root, folder)
     (folder / "step-00000003" / "state.json").unlink()
@@ -142,12 +182,20 @@ def test_inspect_of_a_folder_of_checkpoints_lists_them_the_newest_first(root: Pa
     (folder / "step-00000009").mkdir()
     (folder / "step-00000009" / MANIFEST).write_text("{}")
     text = command("inspect", folder, status=1).stdout
-    for words in ("state.json is missing", "a killed one has left it", "step-00000009", "not whole"):
+    for words in (
+        "state.json is missing",
+        "a killed one has left it",
+        "step-00000009",
+        "not whole",
+    ):
         assert words in text, (words, text)
 
 
 def test_inspect_reads_a_hugging_face_folder(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(3, 4), "v": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    save_file(
+        {"w": torch.zeros(3, 4), "v": torch.zeros(5, dtype=torch.bfloat16)},
+        tmp_path / "model.safetensors",
+    )
     found = said("inspect", tmp_path)
     assert found["form"] == "Hugging Face" and found["parameters"] == 17 and found["groups"] == []
     assert "Hugging Face" in command("inspect", tmp_path, "--tensors").stdout
@@ -157,28 +205,50 @@ def test_inspect_and_diff_read_what_deepspeed_saved(tmp_path: Path) -> None:
     with zipfile.ZipFile(DEEPSPEED / "stage-1-fp32-2.zip") as packed:
         packed.extractall(tmp_path)
     found = said("inspect", tmp_path / "saved")
-    assert found["form"] == "DeepSpeed" and found["step"] == 3 and found["groups"][0]["options"]["lr"] > 0
+    assert (
+        found["form"] == "DeepSpeed"
+        and found["step"] == 3
+        and found["groups"][0]["options"]["lr"] > 0
+    )
     assert "DeepSpeed" in command("inspect", tmp_path / "saved").stdout
     assert said("diff", tmp_path / "saved", tmp_path / "saved")["equal"]
-    assert "not a checkpoint of Onefold" in refused("reshard", tmp_path / "saved", tmp_path / "b", "--ranks", 2)
+    assert "not a checkpoint of Onefold" in refused(
+        "reshard", tmp_path / "saved", tmp_path / "b", "--ranks", 2
+    )
 
 
-# -- verify ----------------------------------------------------------------------------------------------------------------------
+# -- verify ----------------------------------------------------------------------------------------
 
 
-def test_verify_ends_with_0_for_a_whole_checkpoint_and_with_1_naming_what_is_not(root: Path, first: Path, tmp_path: Path) -> None:
+def test_verify_ends_with_0_for_a_whole_checkpoint_and_with_1_naming_what_is_not(
+    root: Path, first: Path, tmp_path: Path
+) -> None:
     assert "whole" in command("verify", first).stdout
     found = said("verify", first)
-    assert found["whole"] and found["checkpoints"][0]["files"] == 5 and found["checkpoints"][0]["problems"] == []
+    assert (
+        found["whole"]
+        and found["checkpoints"][0]["files"] == 5
+        and found["checkpoints"][0]["problems"] == []
+    )
     bad = injured(first, tmp_path / "a")
     (bad / "mine.txt").write_text("x")
     result = command("verify", bad, status=1)
-    assert "1 problem" in result.stdout and "rank-00000.safetensors: " in result.stdout and "note: mine.txt" in result.stdout
+    assert (
+        "1 problem" in result.stdout
+        and "rank-00000.safetensors: " in result.stdout
+        and "note: mine.txt" in result.stdout
+    )
     (problem,) = said("verify", bad, status=1)["checkpoints"][0]["problems"]
-    assert problem["file"] == "rank-00000.safetensors" and problem["tensor"] and "CRC-32" in problem["what"]
+    assert (
+        problem["file"] == "rank-00000.safetensors"
+        and problem["tensor"]
+        and "CRC-32" in problem["what"]
+    )
 
 
-def test_verify_of_a_folder_of_checkpoints_verifies_each(root: Path, first: Path, tmp_path: Path) -> None:
+def test_verify_of_a_folder_of_checkpoints_verifies_each(
+    root: Path, first: Path, tmp_path: Path
+) -> None:
     assert len(said("verify", root)["checkpoints"]) == 2
     copied(first, tmp_path / "step-1")
     injured(first, tmp_path / "step-2")
@@ -188,10 +258,12 @@ def test_verify_of_a_folder_of_checkpoints_verifies_each(root: Path, first: Path
     assert [c["whole"] for c in found["checkpoints"]] == [True, False, False] and not found["whole"]
 
 
-# -- reshard and export ----------------------------------------------------------------------------------------------------------
+# -- reshard and export ----------------------------------------------------------------------------
 
 
-def test_reshard_writes_the_same_checkpoint_for_other_ranks(root: Path, first: Path, tmp_path: Path) -> None:
+def test_reshard_writes_the_same_checkpoint_for_other_ranks(
+    root: Path, first: Path, tmp_path: Path
+) -> None:
     found = said("reshard", first, tmp_path / "b", "--ranks", 3)
     assert found["event"] == "reshard" and sum(f.startswith("rank-") for f in found["files"]) == 3
     command("verify", tmp_path / "b")
@@ -199,17 +271,25 @@ def test_reshard_writes_the_same_checkpoint_for_other_ranks(root: Path, first: P
     assert "resharded for 3 ranks" in command("inspect", tmp_path / "b").stdout
     assert "overwrite" in refused("reshard", first, tmp_path / "b", "--ranks", 2)
     assert "wrote" in command("reshard", root, tmp_path / "b", "--ranks", 1, "--overwrite").stdout
-    assert said("inspect", tmp_path / "b")["step"] == 3, "of a folder of checkpoints the newest is taken"
+    assert said("inspect", tmp_path / "b")["step"] == 3, (
+        "of a folder of checkpoints the newest is taken"
+    )
     command("reshard", first, tmp_path / "c", status=2)
 
 
 def test_export_writes_what_others_open(bare: Path, tmp_path: Path) -> None:
     found = said("export", bare, tmp_path / "hf", "--dtype", "bf16")
-    assert found["event"] == "export" and found["files"] == ["model.safetensors"] and found["bytes"] > 0
+    assert (
+        found["event"] == "export"
+        and found["files"] == ["model.safetensors"]
+        and found["bytes"] > 0
+    )
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     expected = dict(Run().model.state_dict())
     for name in ("blocks.1.mlp.0.weight", "tokens.weight"):
-        assert weights[name].dtype == torch.bfloat16 and torch.equal(weights[name], expected[name].detach().bfloat16()), name
+        assert weights[name].dtype == torch.bfloat16 and torch.equal(
+            weights[name], expected[name].detach().bfloat16()
+        ), name
     assert "wrote" in command("export", bare, tmp_path / "small", "--max-shard", "20KB").stdout
     assert (tmp_path / "small" / "model.safetensors.index.json").exists()
     for size in ("many", "-3GB", "3XB", ""):
@@ -228,21 +308,36 @@ def test_what_is_damaged_is_neither_exported_nor_resharded(bare: Path, tmp_path:
     assert os.listdir(tmp_path) == ["a"]
 
 
-# -- diff ------------------------------------------------------------------------------------------------------------------------
+# -- diff ------------------------------------------------------------------------------------------
 
 
 def test_diff_ends_with_1_and_says_what_differs(root: Path, first: Path) -> None:
     second = root / "step-00000003"
     found = said("diff", first, second, status=1)
     assert not found["equal"] and (found["first"]["step"], found["second"]["step"]) == (2, 3)
-    assert {"item", "what", "differing", "of", "largest", "relative", "at"} <= set(found["tensors"][0])
+    assert {"item", "what", "differing", "of", "largest", "relative", "at"} <= set(
+        found["tensors"][0]
+    )
     assert {"part": "rest", "where": "step", "first": 2, "second": 3} in found["values"]
     text = command("diff", first, second, status=1).stdout
-    for words in ("they differ", "weights: ", "optimizer: ", "tokens.weight", "exp_avg_sq", "scheduler, last_epoch"):
+    for words in (
+        "they differ",
+        "weights: ",
+        "optimizer: ",
+        "tokens.weight",
+        "exp_avg_sq",
+        "scheduler, last_epoch",
+    ):
         assert words in text, (words, text)
     said("diff", first, second, "--only", "weights", "--only", "optimizer", "--atol", 1e9)
-    assert {t["item"]["kind"] for t in said("diff", first, second, "--only", "weights", status=1)["tensors"]} == {"parameter"}
-    names = {t["item"]["name"] for t in said("diff", first, second, "--filter", "*.norm_1.*", status=1)["tensors"]}
+    assert {
+        t["item"]["kind"]
+        for t in said("diff", first, second, "--only", "weights", status=1)["tensors"]
+    } == {"parameter"}
+    names = {
+        t["item"]["name"]
+        for t in said("diff", first, second, "--filter", "*.norm_1.*", status=1)["tensors"]
+    }
     assert names and all(".norm_1." in n for n in names)
 
 
@@ -251,15 +346,28 @@ def test_diff_compares_with_weights_of_hugging_face(bare: Path, tmp_path: Path) 
     assert said("diff", bare, tmp_path / "hf", "--only", "weights")["equal"]
     assert "the same" in command("diff", tmp_path / "hf", bare, "--only", "weights").stdout
     found = said("diff", bare, tmp_path / "hf", status=1)
-    assert found["skipped"] == ["rest", "random"] and {t["what"] for t in found["tensors"]} == {"only in the first"}
+    assert found["skipped"] == ["rest", "random"] and {t["what"] for t in found["tensors"]} == {
+        "only in the first"
+    }
     assert "random: not compared" in command("diff", bare, tmp_path / "hf", status=1).stdout
 
 
-# -- what cannot be done ---------------------------------------------------------------------------------------------------------
+# -- what cannot be done ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [("inspect",), ("verify",), ("export", "out"), ("reshard", "out", "--ranks", "2"), ("diff", "other")])
-def test_a_path_without_a_checkpoint_ends_with_2_and_a_sentence(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect",),
+        ("verify",),
+        ("export", "out"),
+        ("reshard", "out", "--ranks", "2"),
+        ("diff", "other"),
+    ],
+)
+def test_a_path_without_a_checkpoint_ends_with_2_and_a_sentence(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     name, *more = arguments
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
@@ -269,7 +377,9 @@ def test_a_path_without_a_checkpoint_ends_with_2_and_a_sentence(tmp_path: Path, 
     assert sorted(os.listdir(tmp_path)) == ["empty", "file"]
 
 
-def test_ctrl_c_ends_with_130_and_leaves_nothing(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_with_130_and_leaves_nothing(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -294,4 +404,7 @@ def test_a_terminal_sees_how_far_it_is(first: Path, monkeypatch: pytest.MonkeyPa
 
 def test_help_says_what_the_exit_status_means() -> None:
     text = " ".join(CliRunner().invoke(app, ["checkpoint", "--help"]).output.split())
-    assert all(name in text for name in ("inspect", "verify", "export", "reshard", "diff")) and "Exit status" in text
+    assert (
+        all(name in text for name in ("inspect", "verify", "export", "reshard", "diff"))
+        and "Exit status" in text
+    )

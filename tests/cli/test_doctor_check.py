@@ -1,4 +1,6 @@
-"""`onefold doctor --check`: where something is really broken, the check of it says so; where a rank dies or stands still, a row does."""
+"""`onefold doctor --check`: where something is really broken, the check of it says so; where a rank
+dies or stands still, a row does.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,18 @@ from onefold.cli.doctor import doctor_command
 from onefold.cli.doctor_check import casts_of, check_here, report_of
 from onefold.cli.doctor_check_moves import is_ordered_mean, near, ordered, values
 from onefold.cli.doctor_check_rank import WHERE
-from onefold.cli.doctor_checks import CHECKS, LEFT_OUT, OK, WRONG, Check, Findings, Here, Outcome, answer, merge
+from onefold.cli.doctor_checks import (
+    CHECKS,
+    LEFT_OUT,
+    OK,
+    WRONG,
+    Check,
+    Findings,
+    Here,
+    Outcome,
+    answer,
+    merge,
+)
 from onefold.cli.doctor_ranks import Stopped
 from ranks import absolute_path, run_ranks
 
@@ -60,12 +73,24 @@ def answers(checks: list[str], broken: str = "", per_node: int = 0) -> list[Outc
 def rows(world: int, checks: list[str], broken: str = "", per_node: int = 0) -> list[Outcome]:
     """The same of all ranks, merged as the command does it."""
     found = run_ranks(world, answers, checks, broken, per_node)
-    return [merge(KNOWN[name], {rank: outcomes[i] for rank, outcomes in enumerate(found)}) for i, name in enumerate(checks)]
+    return [
+        merge(KNOWN[name], {rank: outcomes[i] for rank, outcomes in enumerate(found)})
+        for i, name in enumerate(checks)
+    ]
 
 
-# -- each check -----------------------------------------------------------------------------------------------------------------------
+# -- each check ------------------------------------------------------------------------------------
 
-ON_TWO_RANKS = ["collectives", "ordered sums", "native sums", "stages", "offload", "save and reload", "memory at rest", "overlap"]
+ON_TWO_RANKS = [
+    "collectives",
+    "ordered sums",
+    "native sums",
+    "stages",
+    "offload",
+    "save and reload",
+    "memory at rest",
+    "overlap",
+]
 
 
 def test_where_nothing_is_broken_every_check_is_ok() -> None:
@@ -91,7 +116,11 @@ def test_what_cannot_run_is_left_out_with_a_reason() -> None:
         ("native sums", "reduce-scatter", "differs from their sum by more than rounding"),
         ("stages", "one bit of a sum at stage 3", "fp32: stage 3 and stage 0 differ in"),
         ("stages", "sums a hundredth too large", "fp32: stage 0 and DDP: norms by 1.0e-02"),
-        ("offload", "an offloaded step", "fp32: stage 2, optimizer on the host and nothing on the host differ"),
+        (
+            "offload",
+            "an offloaded step",
+            "fp32: stage 2, optimizer on the host and nothing on the host differ",
+        ),
         ("offload", "activations", "activations on the host and on the device differ in"),
         ("save and reload", "a torn copy", "weights are not those of the save's moment"),
         ("save and reload", "a wrong load", "after the load"),
@@ -111,7 +140,9 @@ def test_what_is_broken_is_wrong(check: str, broken: str, said: str) -> None:
 
 @pytest.mark.parametrize("broken", ["", "one bit of a sum over groups", "bytes between groups"])
 @pytest.mark.parametrize("per_node", [2, 4])
-def test_groups_are_checked_as_nodes_where_the_launcher_says_of_some(per_node: int, broken: str) -> None:
+def test_groups_are_checked_as_nodes_where_the_launcher_says_of_some(
+    per_node: int, broken: str
+) -> None:
     (row,) = rows(4, ["two levels"], broken, per_node)
     expected = {
         "": "to the bit",
@@ -127,14 +158,18 @@ def test_groups_are_checked_as_nodes_where_the_launcher_says_of_some(per_node: i
 class Waiting(TorchDispatchMode):
     """Raises where CUDA would make the host wait, in its words."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("called a synchronizing CUDA operation")
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_step_that_waits_for_the_device_is_wrong(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_for_the_device_is_wrong(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor_check_steps, "has_streams", lambda device: True)
     monkeypatch.setattr(doctor_check_steps, "synchronize", lambda device: None)
     monkeypatch.setattr(doctor_check_steps, "_refusing", Waiting)
@@ -145,16 +180,24 @@ def test_a_step_that_waits_for_the_device_is_wrong(broken: bool, monkeypatch: py
     # Not what a CPU does by itself: torch's loop reads its step counts, and the clip its factor.
     fused = partial(torch.optim.AdamW, lr=1e-3, fused=True)
     monkeypatch.setattr(doctor_check_steps, "adamw", lambda model: fused(model.parameters()))
-    clip = (lambda model, norm: next(model.parameters()).sum().item()) if broken else (lambda model, norm: None)
+    clip = (
+        (lambda model, norm: next(model.parameters()).sum().item())
+        if broken
+        else (lambda model, norm: None)
+    )
     monkeypatch.setattr(doctor_check_steps.onefold, "clip_grad_norm_", clip)
     there = Here(0, 1, torch.device("cuda", 0), "nccl", 1, "")
     row = answer(KNOWN["no synchronization"], there)
     assert row.status == (WRONG if broken else OK), row
     if broken:
-        assert "called a synchronizing CUDA operation" in row.said and "stage 0, fp32" in row.said and row.ended
+        assert (
+            "called a synchronizing CUDA operation" in row.said
+            and "stage 0, fp32" in row.said
+            and row.ended
+        )
 
 
-# -- what is compared with ------------------------------------------------------------------------------------------------------------
+# -- what is compared with -------------------------------------------------------------------------
 
 
 def test_a_mean_in_another_order_has_other_bits() -> None:
@@ -162,7 +205,9 @@ def test_a_mean_in_another_order_has_other_bits() -> None:
     assert is_ordered_mean(ordered(parts) * (1 / 6), parts)
     assert is_ordered_mean(ordered([part * (1 / 6) for part in parts]), parts)
     assert not is_ordered_mean(ordered(parts[::-1]) * (1 / 6), parts)
-    assert not is_ordered_mean(ordered(parts, 3) * (1 / 6), parts) and is_ordered_mean(ordered(parts, 3) * (1 / 6), parts, 3)
+    assert not is_ordered_mean(ordered(parts, 3) * (1 / 6), parts) and is_ordered_mean(
+        ordered(parts, 3) * (1 / 6), parts, 3
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,9 +220,16 @@ def test_a_sum_without_one_rank_is_more_than_rounding(dtype: torch.dtype) -> Non
 
 
 def test_overlap_on_an_accelerator_is_judged_by_what_is_hidden() -> None:
-    def event(name: str, start: float, end: float, device: str = "CUDA", named: bool = False) -> Any:
+    def event(
+        name: str, start: float, end: float, device: str = "CUDA", named: bool = False
+    ) -> Any:
         time_range = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(name=name, time_range=time_range, device_type=SimpleNamespace(name=device), is_user_annotation=named)
+        return SimpleNamespace(
+            name=name,
+            time_range=time_range,
+            device_type=SimpleNamespace(name=device),
+            is_user_annotation=named,
+        )
 
     moving, computing = doctor_check_overlap.split([
         event("Memcpy HtoD (Pinned -> Device)", 0, 10), event("ncclDevKernel_AllGather", 20, 30), event("ampere_sgemm", 5, 12),
@@ -191,11 +243,15 @@ def test_overlap_on_an_accelerator_is_judged_by_what_is_hidden() -> None:
         assert (not findings.wrong) == right, hidden
 
 
-# -- ranks that die, stand still, raise, or never start ---------------------------------------------------------------------------------
+# -- ranks that die, stand still, raise, or never start --------------------------------------------
 
 
-def check_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str, checks: dict[str, float]) -> list[Outcome]:
-    """Rows of `checks` ({name: limit in seconds}) with two ranks of which BROKEN names what is broken."""
+def check_broken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str, checks: dict[str, float]
+) -> list[Outcome]:
+    """Rows of `checks` ({name: limit in seconds}) with two ranks of which BROKEN names what is
+    broken.
+    """
     chosen = tuple(replace(KNOWN[name], limit=limit) for name, limit in checks.items())
     monkeypatch.setattr(doctor_check, "CHECKS", chosen)
     monkeypatch.setattr(doctor_check.casts_of, "__defaults__", (chosen,))
@@ -217,7 +273,11 @@ def children() -> list[str]:
         try:
             if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 command = (stat.parent / "cmdline").read_text()
-                found += [command] if "broken_doctor" in command or "doctor_check_rank" in command else []
+                found += (
+                    [command]
+                    if "broken_doctor" in command or "doctor_check_rank" in command
+                    else []
+                )
         except (OSError, IndexError):
             continue
     return found
@@ -227,45 +287,79 @@ def test_a_rank_that_dies_stands_still_or_raises_is_a_row_and_the_next_checks_go
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = "collectives=dies,ordered sums=stands still,offload=raises"
-    checks = {"collectives": 60.0, "ordered sums": 2.0, "native sums": 60.0, "offload": 60.0, "kernels": 60.0}
+    checks = {
+        "collectives": 60.0,
+        "ordered sums": 2.0,
+        "native sums": 60.0,
+        "offload": 60.0,
+        "kernels": 60.0,
+    }
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     found = {row.name: row for row in check_broken(monkeypatch, tmp_path, broken, checks)}
     assert list(found) == list(checks)
     assert found["collectives"].status == WRONG
-    assert "rank 1: was ended by SIGKILL (memory may have run out)" in found["collectives"].said, found["collectives"]
+    assert "rank 1: was ended by SIGKILL (memory may have run out)" in found["collectives"].said, (
+        found["collectives"]
+    )
     hung = found["ordered sums"]
-    assert hung.status == WRONG and hung.said.startswith("rank 0: not finished after 2 s") and "rank 1 in " in hung.said, hung
+    assert (
+        hung.status == WRONG
+        and hung.said.startswith("rank 0: not finished after 2 s")
+        and "rank 1 in " in hung.said
+    ), hung
     assert "broken_doctor.py" in hung.said and "in stands_still" in hung.said, hung
-    assert found["offload"].status == WRONG and "rank 1: ValueError: a wheel came off" in found["offload"].said, found["offload"]
-    assert found["native sums"].status == OK, found["native sums"]  # of a generation of ranks that began after the one that hung
+    assert (
+        found["offload"].status == WRONG
+        and "rank 1: ValueError: a wheel came off" in found["offload"].said
+    ), found["offload"]
+    # Of a generation of ranks that began after the one that hung
+    assert found["native sums"].status == OK, found["native sums"]
     assert found["kernels"].status == LEFT_OUT, found["kernels"]
     assert all(row.advice for row in found.values() if row.status == WRONG)
     assert report_of(CPU, list(found.values()), "onefold doctor --check", 1.0)["ok"] is False
 
 
-def test_ranks_that_do_not_start_are_a_row_and_the_rest_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    start, *others = check_broken(monkeypatch, tmp_path, "start=never", {"collectives": 60.0, "stages": 60.0})
-    assert (start.name, start.status) == ("start", WRONG) and "libnccl.so.2 is not here" in start.said and start.advice
-    assert [(row.name, row.status) for row in others] == [("collectives", LEFT_OUT), ("stages", LEFT_OUT)]
+def test_ranks_that_do_not_start_are_a_row_and_the_rest_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start, *others = check_broken(
+        monkeypatch, tmp_path, "start=never", {"collectives": 60.0, "stages": 60.0}
+    )
+    assert (
+        (start.name, start.status) == ("start", WRONG)
+        and "libnccl.so.2 is not here" in start.said
+        and start.advice
+    )
+    assert [(row.name, row.status) for row in others] == [
+        ("collectives", LEFT_OUT),
+        ("stages", LEFT_OUT),
+    ]
     assert all("did not start" in row.said for row in others)
 
 
-def test_a_check_whose_turn_never_comes_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_check_whose_turn_never_comes_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(doctor_check, "BUDGET", -1.0)
     (row,) = check_broken(monkeypatch, tmp_path, "nothing=broken", {"native sums": 60.0})
     assert row.status == LEFT_OUT and "before its turn" in row.said
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def test_the_rank_that_raised_speaks_and_not_those_that_waited_for_it() -> None:
     check = KNOWN["stages"]
     stalled = Outcome("stages", WRONG, "StallError: rank 0 gave up", check.advice, 9.0, ended=True)
-    raised = Outcome("stages", WRONG, "ValueError: a wheel came off", check.advice, 1.0, {"seen": 1}, ended=True)
+    raised = Outcome(
+        "stages", WRONG, "ValueError: a wheel came off", check.advice, 1.0, {"seen": 1}, ended=True
+    )
     row = merge(check, {0: stalled, 1: raised, 2: stalled})
     assert (
-        row.said == "rank 1: ValueError: a wheel came off" and row.ended and row.seconds == 9.0 and row.figures == {"rank 1": {"seen": 1}}
+        row.said == "rank 1: ValueError: a wheel came off"
+        and row.ended
+        and row.seconds == 9.0
+        and row.figures == {"rank 1": {"seen": 1}}
     )
 
 
@@ -275,24 +369,39 @@ def test_a_row_is_wrong_if_one_rank_is_and_left_out_if_one_was() -> None:
     assert merge(check, {0: good, 1: good}).ranks == {}
     assert merge(check, {0: good, 1: out}).status == LEFT_OUT
     row = merge(check, {0: good, 1: out, 2: bad})
-    assert row.status == WRONG and row.said == "rank 2: wrong" and row.ranks == {"0": OK, "1": LEFT_OUT, "2": WRONG}
+    assert (
+        row.status == WRONG
+        and row.said == "rank 2: wrong"
+        and row.ranks == {"0": OK, "1": LEFT_OUT, "2": WRONG}
+    )
 
 
 def test_many_findings_are_told_by_the_first_and_their_number() -> None:
     class Ten(Check):
         @property
         def function(self) -> Any:
-            return lambda there, findings: [findings.expect(False, f"number {i}") for i in range(10)] and "never said"
+            return lambda there, findings: (
+                [findings.expect(False, f"number {i}") for i in range(10)] and "never said"
+            )
 
     with here() as there:
         row = answer(Ten("ten", 1, "", "do this"), there)
-    assert row.said == "number 0; number 1; number 2; number 3; and 6 more" and row.status == WRONG and row.advice == "do this"
+    assert (
+        row.said == "number 0; number 1; number 2; number 3; and 6 more"
+        and row.status == WRONG
+        and row.advice == "do this"
+    )
 
 
 def test_a_check_that_raises_names_its_own_line() -> None:
     with here() as there:
         row = answer(Check("none", 1, "doctor_check_nowhere:none", "do this"), there)
-    assert row.status == WRONG and row.ended and "ModuleNotFoundError" in row.said and "cli/doctor_checks.py:" in row.said
+    assert (
+        row.status == WRONG
+        and row.ended
+        and "ModuleNotFoundError" in row.said
+        and "cli/doctor_checks.py:" in row.said
+    )
 
 
 @pytest.mark.parametrize(
@@ -306,13 +415,15 @@ def test_a_check_that_raises_names_its_own_line() -> None:
         ("cuda", 8, 1, [(1, "nccl", 11)]),
     ],
 )
-def test_who_runs_what(device: str, gpus: int, ranks: int | None, expected: list[tuple[int, str, int]]) -> None:
+def test_who_runs_what(
+    device: str, gpus: int, ranks: int | None, expected: list[tuple[int, str, int]]
+) -> None:
     casts = casts_of(device, gpus, ranks)
     assert [(cast.ranks, cast.backend, len(cast.checks)) for cast in casts] == expected
     assert sorted(name for cast in casts for name in cast.checks) == sorted(KNOWN)
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -336,18 +447,35 @@ def told(monkeypatch: pytest.MonkeyPatch, *rows: Outcome) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [(OK, 0), (LEFT_OUT, 0), (WRONG, 1)])
-def test_the_table_and_the_json_say_the_same(status: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_table_and_the_json_say_the_same(
+    status: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     advice = "Do [this]." if status == WRONG else ""
     row = Outcome("stages", status, "a [sentence] of it", advice, 1.25, {"weights": 1e-3})
     told(monkeypatch, Outcome("collectives", OK, "fine", seconds=0.5), row)
     result = doctor("--check", "--json", str(tmp_path / "check.json"))
     assert result.exit_code == code, result.output
-    for words in ("Checks", "collectives", status, "a [sentence] of it", advice, "1.2", f"saved to {tmp_path / 'check.json'}"):
+    for words in (
+        "Checks",
+        "collectives",
+        status,
+        "a [sentence] of it",
+        advice,
+        "1.2",
+        f"saved to {tmp_path / 'check.json'}",
+    ):
         assert words in result.stdout, (words, result.stdout)
     report = json.loads((tmp_path / "check.json").read_text())
     assert report["schema"] == doctor_check.SCHEMA and report["ok"] is (code == 0)
-    assert report["machine"]["packages"]["torch"] and report["machine"]["cpu"]["name"] and "date" in report
-    assert [(c["name"], c["status"], c["seconds"]) for c in report["checks"]] == [("collectives", OK, 0.5), ("stages", status, 1.25)]
+    assert (
+        report["machine"]["packages"]["torch"]
+        and report["machine"]["cpu"]["name"]
+        and "date" in report
+    )
+    assert [(c["name"], c["status"], c["seconds"]) for c in report["checks"]] == [
+        ("collectives", OK, 0.5),
+        ("stages", status, 1.25),
+    ]
     assert report["checks"][1]["figures"] == {"weights": 1e-3}
     printed = doctor("--check", "--json")
     assert printed.exit_code == code and json.loads(printed.stdout)["checks"] == report["checks"]

@@ -1,4 +1,6 @@
-"""`onefold doctor` as a user runs it: what it prints, what it refuses, and that it leaves nothing behind."""
+"""`onefold doctor` as a user runs it: what it prints, what it refuses, and that it leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from onefold.plan.schema import MOVES
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 COMMAND = "import typer; from onefold.cli.doctor import doctor_command; typer.run(doctor_command)"
-#: The same with the smallest sizes of each kind, two where a line is fitted through them: what is measured is no matter here.
+#: The same with the smallest sizes of each kind, two where a line is fitted through them: what is
+#: measured is no matter here.
 SMALLEST = (
     """
 from dataclasses import replace
@@ -66,7 +69,11 @@ def test_it_says_what_the_machine_has_without_measuring(cache: Path) -> None:
     assert machine["ranks"] == machine["cpu"]["physical_cores"] >= 1
     assert machine["backend"] == "gloo" and "gloo" in machine["backends"]
     assert 0 < machine["memory"]["free"] <= machine["memory"]["total"]
-    assert machine["packages"]["torch"] and [d["use"] for d in machine["disks"]] == ["working folder", "temporary files", "cache"]
+    assert machine["packages"]["torch"] and [d["use"] for d in machine["disks"]] == [
+        "working folder",
+        "temporary files",
+        "cache",
+    ]
     assert all(d["free"] > 0 for d in machine["disks"])
     assert said["calibration"] is None and "onefold doctor --calibrate" in said["note"]
     assert not cache.exists()
@@ -75,14 +82,27 @@ def test_it_says_what_the_machine_has_without_measuring(cache: Path) -> None:
 def test_tables_say_the_same_for_people() -> None:
     result = doctor("--device", "cpu")
     assert result.exit_code == 0, result.output
-    for words in ("processor", "free", "onefold train starts", "There is no calibration at", "onefold doctor --calibrate"):
+    for words in (
+        "processor",
+        "free",
+        "onefold train starts",
+        "There is no calibration at",
+        "onefold doctor --calibrate",
+    ):
         assert words in result.stdout
 
 
 def test_a_saved_calibration_is_shown() -> None:
     calibration().save()
     shown = doctor("--device", "cpu").stdout
-    for words in ("Rates of one rank", "all-gather", "reduce-scatter", "all-reduce", "4 ranks: 50% of a gather vanishes", "disk at /data"):
+    for words in (
+        "Rates of one rank",
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+        "4 ranks: 50% of a gather vanishes",
+        "disk at /data",
+    ):
         assert words in shown
     said = json.loads(doctor("--device", "cpu", "--json").stdout)
     assert Calibration.from_json(said["calibration"]).measured_ranks == (1, 2, 4)
@@ -109,13 +129,21 @@ def test_a_calibration_from_elsewhere_is_told_of_and_not_shown(tmp_path: Path) -
         (["--calibrate", "--ranks", ""], "expected numbers of ranks"),
         (["--calibrate", "--ranks", "0,2"], "each 1 or more, such as 1,2,4"),
         (["--calibrate", "--ranks", "1,1000000"], "1000000 ranks take"),
-        (["--calibrate", "--ranks", "1", "--disk", "/nowhere/at/all"], "--disk /nowhere/at/all: there is no such folder"),
+        (
+            ["--calibrate", "--ranks", "1", "--disk", "/nowhere/at/all"],
+            "--disk /nowhere/at/all: there is no such folder",
+        ),
         (["--calibrate", "--output", "."], "this is a folder"),
-        (["--calibrate", "--output", "/proc/doctor.json"], "cannot be written to /proc/doctor.json"),
+        (
+            ["--calibrate", "--output", "/proc/doctor.json"],
+            "cannot be written to /proc/doctor.json",
+        ),
         (["--output", "nowhere.json"], "there is no calibration at nowhere.json"),
     ],
 )
-def test_what_cannot_be_gets_a_sentence(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_gets_a_sentence(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     result = doctor("--device", "cpu", *arguments)
     assert result.exit_code == 2, result.output
@@ -152,7 +180,7 @@ def test_threads_are_those_of_a_training_run(monkeypatch: pytest.MonkeyPatch) ->
     assert threads_of([1, 2], 4) == {1: 3, 2: 3}
 
 
-# -- with ranks ----------------------------------------------------------------------------------------------------------------------
+# -- with ranks ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -163,7 +191,12 @@ class Place:
 
     def start(self, *arguments: str, program: str = COMMAND) -> subprocess.Popen[str]:
         path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH", "")]))
-        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "TMPDIR": str(self.folder / "tmp"),
+            "OMP_NUM_THREADS": "1",
+        }
         return subprocess.Popen(
             [sys.executable, "-c", program, "--device", "cpu", "--output", str(self.folder / "doctor.json"), *arguments],
             cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -175,13 +208,20 @@ class Place:
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if mark in (process / "environ").read_bytes().split(b"\0") and containing in (process / "cmdline").read_text():
+                if (
+                    mark in (process / "environ").read_bytes().split(b"\0")
+                    and containing in (process / "cmdline").read_text()
+                ):
                     found.append(int(process.name))
         return found
 
     def files(self) -> list[str]:
         """What is in this place, but for the folder for temporary files itself."""
-        return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p != self.folder / "tmp")
+        return sorted(
+            str(p.relative_to(self.folder))
+            for p in self.folder.rglob("*")
+            if p != self.folder / "tmp"
+        )
 
 
 @pytest.fixture
@@ -206,9 +246,13 @@ def test_a_measurement_is_saved_printed_and_leaves_nothing_behind(place: Place) 
     assert process.returncode == 0, err
     found = Calibration.load(place.folder / "doctor.json")
     assert json.loads(out)["calibration"] == json.loads((place.folder / "doctor.json").read_text())
-    assert found.measured_ranks == (1, 2) and found.quick and found.dtypes == ("float32", "bfloat16")
+    assert (
+        found.measured_ranks == (1, 2) and found.quick and found.dtypes == ("float32", "bfloat16")
+    )
     for move in MOVES:
-        times = [found.seconds_for(move, nbytes, 2) for nbytes in (1, 1 << 10, 1 << 16, 1 << 20, 1 << 26)]
+        times = [
+            found.seconds_for(move, nbytes, 2) for nbytes in (1, 1 << 10, 1 << 16, 1 << 20, 1 << 26)
+        ]
         assert times[0] > 0 and times == sorted(times), (move, times)
     assert found.disk is not None and found.disk.folder == str(place.folder)
     assert place.files() == ["doctor.json"]
@@ -217,7 +261,9 @@ def test_a_measurement_is_saved_printed_and_leaves_nothing_behind(place: Place) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143)])
-def test_a_signal_ends_it_with_everything_it_started(place: Place, number: signal.Signals, status: int) -> None:
+def test_a_signal_ends_it_with_everything_it_started(
+    place: Place, number: signal.Signals, status: int
+) -> None:
     process = place.start("--calibrate", "--ranks", "2")
     until(lambda: len(place.processes("doctor_rank")) == 2)
     process.send_signal(number)

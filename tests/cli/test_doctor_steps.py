@@ -1,4 +1,6 @@
-"""The reference steps of a calibration: they are the engine's, and what is noted of them is what its ledgers say."""
+"""The reference steps of a calibration: they are the engine's, and what is noted of them is what
+its ledgers say.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_reference_steps_send_what_is_noted_of_them() -> None:
 def test_a_lone_rank_takes_steps_at_one_stage_and_sends_nothing() -> None:
     there = bench()
     points = take_steps(there, None)
-    assert [(p.dtype, p.stage, p.wire, p.calls) for p in points] == [(d, 0, {}, {}) for d in TINY.dtypes]
+    assert [(p.dtype, p.stage, p.wire, p.calls) for p in points] == [
+        (d, 0, {}, {}) for d in TINY.dtypes
+    ]
     assert all(p.seconds > 0 and p.kernels.products > 0 and p.kernels.others > 0 for p in points)
     assert points[0].numel == sum(p.numel() for p in Reference(16).parameters())
     assert points[0].flops > MICRO_BATCHES * 4 * gated_flops(16, 8)

@@ -1,4 +1,6 @@
-"""`onefold plan` as a user runs it: every option, what it prints, what it refuses, and the lines that the docs claim."""
+"""`onefold plan` as a user runs it: every option, what it prints, what it refuses, and the lines
+that the docs claim.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +55,25 @@ def refused(*arguments: str) -> str:
 def test_a_70_billion_model_on_64_gpus_is_answered() -> None:
     found = said("llama-3-70b", "--gpus", "64", "--gpu", "h100-80", "--seq", "4096")
     assert found["schema"] == 1 and found["model"]["parameters"] == pytest.approx(70.6e9, rel=0.01)
-    assert found["machine"] | {"bytes": 0} == {"gpu": "h100-80", "ranks": 64, "per_node": 8, "bytes": 0}
+    assert found["machine"] | {"bytes": 0} == {
+        "gpu": "h100-80",
+        "ranks": 64,
+        "per_node": 8,
+        "bytes": 0,
+    }
     assert [c["fits"] for c in found["stages"][:3]] == [False] * 3
     best = found["recommended"]
     assert best["stage"] == 3 and best["fits"]
     account = Account.from_json(best["account"])
     assert 0 < account.rest_bytes < account.peak_bytes <= min(account.bound, best["usable"])
-    assert account.links["inside"] + account.links["between"] == pytest.approx(account.wire_bytes, rel=1e-6)
+    assert account.links["inside"] + account.links["between"] == pytest.approx(
+        account.wire_bytes, rel=1e-6
+    )
     assert account.seconds["step"] > account.seconds["compute"] > 0 and 0 < (account.mfu or 0) < 1
-    assert found["largest_model"]["3"] > found["model"]["parameters"] and found["largest_micro_batch"]["3"] >= 1
+    assert (
+        found["largest_model"]["3"] > found["model"]["parameters"]
+        and found["largest_micro_batch"]["3"] >= 1
+    )
 
 
 def test_tables_say_what_the_json_says() -> None:
@@ -79,10 +91,16 @@ def test_tables_say_what_the_json_says() -> None:
 def test_every_option_reaches_the_plan() -> None:
     plain = ("gpt2-xl", "--gpus", "8", "--per-node", "4", "--gpu", "a100-40", "--link", "100g")
     base = said(*plain)
-    assert base["machine"] | {"bytes": 0} == {"gpu": "a100-40", "ranks": 8, "per_node": 4, "bytes": 0}
+    assert base["machine"] | {"bytes": 0} == {
+        "gpu": "a100-40",
+        "ranks": 8,
+        "per_node": 4,
+        "bytes": 0,
+    }
     assert base["stages"][1]["account"]["links"]["between"] > 0
 
-    plain = ("gpt2-xl", "--gpus", "8", "--gpu", "a100-40")  # one node: nothing is said of slow links
+    # One node: nothing is said of slow links
+    plain = ("gpt2-xl", "--gpus", "8", "--gpu", "a100-40")
 
     def peak(*more: str) -> int:
         return Account.from_json(said(*plain, *more)["stages"][1]["account"]).peak_bytes
@@ -90,10 +108,15 @@ def test_every_option_reaches_the_plan() -> None:
     own = peak()
     assert peak("--seq", "1024") < own < peak("--micro-batch", "2")
     assert peak("--precision", "fp32", "--checkpointing", "none") > peak("--checkpointing", "none")
-    assert peak("--checkpointing", "full") < peak("--checkpointing", "selective") < peak("--checkpointing", "none")
+    assert (
+        peak("--checkpointing", "full")
+        < peak("--checkpointing", "selective")
+        < peak("--checkpointing", "none")
+    )
     assert peak("--optimizer", "sgd") < peak("--optimizer", "lion") < own
     assert peak("--lora", "8") < own
-    assert peak("--offload", "optimizer") < peak("--offload", "nvme") == own  # at stage 1 the optimizer can go, parameters cannot
+    # At stage 1 the optimizer can go, parameters cannot
+    assert peak("--offload", "optimizer") < peak("--offload", "nvme") == own
     summed = said(*plain, "--accumulate", "bf16")["job"]
     assert summed["accumulate"] == "bf16"
     batch = said(*plain, "--global-batch", "64", "--micro-batch", "auto")
@@ -107,26 +130,72 @@ def test_every_option_reaches_the_plan() -> None:
 
 def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
     asked = ("gpt2-xl", "--gpus", "1", "--gpu", "rtx4090", "--seq", "512")
-    tiers = ("--offload-optimizer", "nvme:0.6", "--offload-gradients", "cpu", "--nvme", "/mnt/fast", "--stage", "2")
+    tiers = (
+        "--offload-optimizer",
+        "nvme:0.6",
+        "--offload-gradients",
+        "cpu",
+        "--nvme",
+        "/mnt/fast",
+        "--stage",
+        "2",
+    )
     found = said(*asked, *tiers, "--step-in-backward")
     recipe, account = found["recipe"], found["recommended"]["account"]
-    assert recipe["offload_optimizer"] == ["nvme", 0.6] and recipe["nvme"] == ["/mnt/fast"] and recipe["step_in_backward"] is True
-    assert set(account["beyond"]) == {"host", "nvme"} and account["moved"].keys() == {"up", "down", "read", "written"}
-    assert account["tiers"]["disk"] > 0 and account["nvme"] == sum(account["beyond"]["nvme"].values())
+    assert (
+        recipe["offload_optimizer"] == ["nvme", 0.6]
+        and recipe["nvme"] == ["/mnt/fast"]
+        and recipe["step_in_backward"] is True
+    )
+    assert set(account["beyond"]) == {"host", "nvme"} and account["moved"].keys() == {
+        "up",
+        "down",
+        "read",
+        "written",
+    }
+    assert account["tiers"]["disk"] > 0 and account["nvme"] == sum(
+        account["beyond"]["nvme"].values()
+    )
     table = command(*asked, *tiers).stdout
-    for words in ("where it is at peak", "device", "host", "NVMe", "between tiers in a step", "hidden behind the update", "exposed"):
+    for words in (
+        "where it is at peak",
+        "device",
+        "host",
+        "NVMe",
+        "between tiers in a step",
+        "hidden behind the update",
+        "exposed",
+    ):
         assert words in table, (words, table)
     plain = (*asked, "--offload", "none", "--checkpointing", "none")
     whole = said(*plain)["stages"][3]["account"]
     held = said(*plain, "--tile", "16MB", "--offload-activations", "cpu")["stages"][3]["account"]
-    assert said(*plain, "--moments", "int8")["stages"][3]["account"]["rest"]["moments"] < 0.27 * whole["rest"]["moments"]
-    assert sum(held["peak"].values()) < sum(whole["peak"].values()) and held["beyond"]["host"]["activations"] > 0
+    assert (
+        said(*plain, "--moments", "int8")["stages"][3]["account"]["rest"]["moments"]
+        < 0.27 * whole["rest"]["moments"]
+    )
+    assert (
+        sum(held["peak"].values()) < sum(whole["peak"].values())
+        and held["beyond"]["host"]["activations"] > 0
+    )
     only = said(*asked, "--offload-param", "cpu", "--offload-optimizer", "cpu")
-    assert [c["stage"] for c in only["stages"]] == [3] and only["recommended"]["account"]["rest"] == {}
+    assert [c["stage"] for c in only["stages"]] == [3] and only["recommended"]["account"][
+        "rest"
+    ] == {}
 
 
 def test_a_small_host_sends_states_to_the_disk_and_a_small_disk_refuses_them() -> None:
-    asked = ("llama-3-8b", "--gpus", "1", "--gpu", "rtx4090", "--seq", "512", "--host-memory", "64GB")
+    asked = (
+        "llama-3-8b",
+        "--gpus",
+        "1",
+        "--gpu",
+        "rtx4090",
+        "--seq",
+        "512",
+        "--host-memory",
+        "64GB",
+    )
     best = said(*asked)["recommended"]
     assert best["offload"].endswith("nvme") and best["account"]["host"] <= 64e9
     assert said(*asked, "--disk-space", "50GB")["recommended"] is None
@@ -134,7 +203,10 @@ def test_a_small_host_sends_states_to_the_disk_and_a_small_disk_refuses_them() -
 
 def test_a_machine_file_adds_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text("[gpu.mine]\ncapacity = 48e9\nmemory_bandwidth = 1e12\nbf16 = 150e12\n[link.ours]\nbandwidth = 50e9\n")
+    file.write_text(
+        "[gpu.mine]\ncapacity = 48e9\nmemory_bandwidth = 1e12\nbf16 ="
+        " 150e12\n[link.ours]\nbandwidth = 50e9\n"
+    )
     found = said("gpt2", "--gpu", "mine", "--link", "ours", "--machines", str(file), "--gpus", "16")
     assert found["machine"]["gpu"] == "mine" and found["machine"]["bytes"] == 48e9
 
@@ -173,7 +245,10 @@ def test_here_is_the_calibrated_machine() -> None:
         ("Qwen/Qwen2-7B", "the config.json of Qwen/Qwen2-7B"),
         ("gpt2 --optimizer adamz", "adamw"),
         ("gpt2 --stage 1 --offload nvme", "use stage 3"),
-        ("gpt2 --stage 1 --offload-optimizer cpu --offload-param cpu", "Shard the parameters (stage 3)"),
+        (
+            "gpt2 --stage 1 --offload-optimizer cpu --offload-param cpu",
+            "Shard the parameters (stage 3)",
+        ),
         ("gpt2 --offload-param nvme", "give offload_optimizer='nvme' too"),
         ("gpt2 --offload nvme --offload-optimizer cpu", "both say where states rest"),
         ("gpt2 --host-memory much", "--host-memory='much': expected a number of bytes"),
@@ -200,28 +275,55 @@ def test_a_bad_machine_file_is_named(tmp_path: Path) -> None:
 def test_what_fits_nowhere_names_what_is_nearest_and_what_would_do() -> None:
     found = said("llama-3-70b", "--gpus", "8", "--gpu", "a100-40", "--offload", "none")
     assert found["recommended"] is None
-    assert "does not fit: the nearest is stage 3, " in found["why_not"] and "exceeds the 38.4 GiB of a device" in found["why_not"]
+    assert (
+        "does not fit: the nearest is stage 3, " in found["why_not"]
+        and "exceeds the 38.4 GiB of a device" in found["why_not"]
+    )
     assert "On " in found["why_not"] and "devices stage 3" in found["why_not"], found["why_not"]
     table = command("llama-3-70b", "--gpus", "8", "--gpu", "a100-40", "--offload", "none")
     assert table.exit_code == 0 and "nothing fits." in table.stdout
-    fixed = said("llama-3-8b", "--gpus", "8", "--gpu", "a100-40", "--stage", "1", "--offload", "none")
+    fixed = said(
+        "llama-3-8b", "--gpus", "8", "--gpu", "a100-40", "--stage", "1", "--offload", "none"
+    )
     assert fixed["recommended"] is not None or "Here stage" in fixed["why_not"], fixed["why_not"]
     never = said("mt-nlg-530b", "--gpus", "8", "--gpu", "v100-32")
     assert "No number of devices would do" in never["why_not"]
 
 
 def test_sizes_are_read_as_people_write_them_and_reductions_as_they_are_asked_for() -> None:
-    asked = ("--gpus", "2", "--per-node", "2", "--global-batch", "8", "--stage", "2", "--seq", "256")
-    plain, late = said("--params", "20M", *asked), said("--params", "2e7", *asked, "--reduce-at", "boundary")
+    asked = (
+        "--gpus",
+        "2",
+        "--per-node",
+        "2",
+        "--global-batch",
+        "8",
+        "--stage",
+        "2",
+        "--seq",
+        "256",
+    )
+    plain, late = (
+        said("--params", "20M", *asked),
+        said("--params", "2e7", *asked, "--reduce-at", "boundary"),
+    )
     assert plain["model"]["parameters"] == late["model"]["parameters"] == 20_000_000
     sent = [found["stages"][2]["account"]["wire"]["reduce-scatter"] for found in (plain, late)]
     assert sent[0] == 4 * sent[1]
-    assert late["recipe"] | {"reduce_at": "boundary"} == late["recipe"] and late["job"]["options"] == {"reduce_at": "boundary"}
+    assert late["recipe"] | {"reduce_at": "boundary"} == late["recipe"] and late["job"][
+        "options"
+    ] == {"reduce_at": "boundary"}
 
 
 def lines() -> list[tuple[str, str]]:
-    """Every `onefold plan` line of docs/validation.md with the cell that says where it shows its figures."""
-    rows = [row.split(" | ") for row in CLAIMS.read_text(encoding="utf-8").splitlines() if "`onefold plan " in row]
+    """Every `onefold plan` line of docs/validation.md with the cell that says where it shows its
+    figures.
+    """
+    rows = [
+        row.split(" | ")
+        for row in CLAIMS.read_text(encoding="utf-8").splitlines()
+        if "`onefold plan " in row
+    ]
     return [(row[2].strip("`"), row[3].removesuffix(" |")) for row in rows]
 
 

@@ -17,7 +17,12 @@ def test_the_table_says_exact_line_by_line() -> None:
     shown = CliRunner().invoke(app, ASK)
     assert shown.exit_code == 0, shown.output
     lines = shown.output.splitlines()
-    for name in ("at rest: master weights", "at rest: moments", "sent: all-gather", "sent: reduce-scatter"):
+    for name in (
+        "at rest: master weights",
+        "at rest: moments",
+        "sent: all-gather",
+        "sent: reduce-scatter",
+    ):
         row = next(line for line in lines if name in line)
         assert row.rstrip().endswith("exact"), row
     assert any("takes" in line and "gathered units" in line for line in lines)
@@ -29,14 +34,20 @@ def test_json_has_every_event_of_the_asked_rank() -> None:
     found = json.loads(shown.stdout)["simulation"]
     assert found["exact"] is True and found["rank"] == 63 and found["ranks"] == 64
     assert found["account"]["wire"] == found["predicted"]["wire"]
-    assert sum(nbytes for _, _, nbytes, moved in found["events"] if moved) == sum(found["account"]["wire"].values())
+    assert sum(nbytes for _, _, nbytes, moved in found["events"] if moved) == sum(
+        found["account"]["wire"].values()
+    )
     held = sum(nbytes for _, _, nbytes, moved in found["events"] if not moved)
     assert held == 0  # a step ends as it began
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [(["--rank", "64"], "rank 64 of 64"), (["--offload", "optimizer"], "add --offload none"), (["--optimizer", "lion"], "expected one of")],
+    [
+        (["--rank", "64"], "rank 64 of 64"),
+        (["--offload", "optimizer"], "add --offload none"),
+        (["--optimizer", "lion"], "expected one of"),
+    ],
     ids=str,
 )
 def test_what_cannot_be_simulated_gets_a_sentence(options: list[str], says: str) -> None:
@@ -49,7 +60,10 @@ def test_what_cannot_be_simulated_gets_a_sentence(options: list[str], says: str)
 
 
 def test_a_trace_without_a_timeline_is_refused(tmp_path: Path) -> None:
-    for options, says in ((ASK[:-1], "belongs to --simulate"), (ASK, "there is no timeline of a stand-in")):
+    for options, says in (
+        (ASK[:-1], "belongs to --simulate"),
+        (ASK, "there is no timeline of a stand-in"),
+    ):
         shown = CliRunner().invoke(app, [*options, "--trace", str(tmp_path / "step.json")])
         assert shown.exit_code == 2
         assert says in " ".join(shown.output.split())
@@ -64,10 +78,23 @@ def test_a_rank_without_a_simulation_is_refused() -> None:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_where_nothing_fits_the_stage_that_was_asked_for_is_simulated(stage: int) -> None:
-    ask = ["plan", "--params", "7e10", "--gpus", "8", "--stage", str(stage), "--offload", "none", "--simulate"]
+    ask = [
+        "plan",
+        "--params",
+        "7e10",
+        "--gpus",
+        "8",
+        "--stage",
+        str(stage),
+        "--offload",
+        "none",
+        "--simulate",
+    ]
     told = json.loads(CliRunner().invoke(app, [*ask, "--json"]).stdout)
     assert told["recommended"] is None and f"the nearest is stage {stage}" in told["why_not"]
     found = told["simulation"]
     assert found["exact"] and found["scheme"].startswith(f"stage {stage}")
-    assert sorted(found["account"]["wire"]) == (["all-gather", "reduce-scatter"] if stage else ["all-reduce"])
+    assert sorted(found["account"]["wire"]) == (
+        ["all-gather", "reduce-scatter"] if stage else ["all-reduce"]
+    )
     assert f"simulated: stage {stage}" in CliRunner().invoke(app, ask).stdout

@@ -1,4 +1,6 @@
-"""`onefold plan` of groups and codecs: every option reaches the recipe, and what cannot be gets a sentence."""
+"""`onefold plan` of groups and codecs: every option reaches the recipe, and what cannot be gets a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,16 @@ def command(*arguments: str) -> Result:
 
 
 def test_every_option_is_in_the_recipe_that_comes_out() -> None:
-    asked = ("--second-copy", "--gather-codec", "int8", "--reduce-codec", "fp8", "--error-feedback", "--wire-rounding", "stochastic")
+    asked = (
+        "--second-copy",
+        "--gather-codec",
+        "int8",
+        "--reduce-codec",
+        "fp8",
+        "--error-feedback",
+        "--wire-rounding",
+        "stochastic",
+    )
     found = command(*PLAIN, *asked, "--group", "4", "--frozen", "nf4", "--json")
     assert found.exit_code == 0, found.output
     said: dict[str, Any] = json.loads(found.stdout)
@@ -38,7 +49,9 @@ def test_every_option_is_in_the_recipe_that_comes_out() -> None:
     assert said["recipe"].items() >= wanted.items() and said["slow_links"] is None
     assert [c["stage"] for c in said["stages"]] == [3]
     assert any("no matrix but embeddings is frozen" in note for note in said["notes"])
-    hybrid = json.loads(command(*PLAIN, "--shard-group", "node", "--optimizer-over", "all", "--json").stdout)["recipe"]
+    hybrid = json.loads(
+        command(*PLAIN, "--shard-group", "node", "--optimizer-over", "all", "--json").stdout
+    )["recipe"]
     assert hybrid.items() >= {"shard_group": "node", "optimizer_over": "all", "stage": 3}.items()
 
 
@@ -50,30 +63,66 @@ def test_every_option_is_in_the_recipe_that_comes_out() -> None:
         (("--shard-group", "node", "--second-copy"), "leave one of them out"),
         (("--optimizer-over", "all"), "needs a shard_group"),
         (("--second-copy", "--stage", "2"), "needs sharded parameters: stage 3"),
-        (("--frozen", "int8", "--offload-param", "cpu", "--offload-optimizer", "cpu"), "leave one of them out"),
-        (("--offload-optimizer", "nvme:2"), "nvme:2 is 2 bytes: give a share of at most 1 such as 0.6, or at least 16,384"),
+        (
+            ("--frozen", "int8", "--offload-param", "cpu", "--offload-optimizer", "cpu"),
+            "leave one of them out",
+        ),
+        (
+            ("--offload-optimizer", "nvme:2"),
+            "nvme:2 is 2 bytes: give a share of at most 1 such as 0.6, or at least 16,384",
+        ),
         (("--tile", "1B"), "--tile 1B is 1 byte: give a tile of at least 16,384"),
         (("--offload-activations", "8"), "--offload-activations 8 is 8 bytes"),
     ],
 )
 def test_what_cannot_be_gets_a_sentence(arguments: tuple[str, ...], words: str) -> None:
     found = command(*PLAIN, *arguments)
-    assert found.exit_code == 2 and words in found.stderr and "Traceback" not in found.stderr, found.output
+    assert found.exit_code == 2 and words in found.stderr and "Traceback" not in found.stderr, (
+        found.output
+    )
 
 
 def test_a_simulation_runs_groups_and_refuses_codecs() -> None:
-    small = ("--params", "1e6", "--gpus", "4", "--per-node", "2", "--seq", "16", "--stage", "3", "--precision", "fp32", "--json")
+    small = (
+        "--params",
+        "1e6",
+        "--gpus",
+        "4",
+        "--per-node",
+        "2",
+        "--seq",
+        "16",
+        "--stage",
+        "3",
+        "--precision",
+        "fp32",
+        "--json",
+    )
     groups = command(*small, "--second-copy", "--simulate")
-    assert groups.exit_code == 0 and json.loads(groups.stdout)["simulation"]["exact"] is True, groups.output
+    assert groups.exit_code == 0 and json.loads(groups.stdout)["simulation"]["exact"] is True, (
+        groups.output
+    )
     by_itself = json.loads(command(*small, "--simulate").stdout)
     sent = by_itself["simulation"]["account"]["wire"], by_itself["recommended"]["account"]["wire"]
-    assert by_itself["simulation"]["exact"] is True and sent[0] == sent[1]  # over the two nodes that are planned
+    # Over the two nodes that are planned
+    assert by_itself["simulation"]["exact"] is True and sent[0] == sent[1]
     native = json.loads(command(*small, "--reduce", "native", "--simulate").stdout)
-    assert native["simulation"]["exact"] is True and native["recipe"]["reduce"] == "native" == native["sums"]["asked"]
+    assert (
+        native["simulation"]["exact"] is True
+        and native["recipe"]["reduce"] == "native" == native["sums"]["asked"]
+    )
     codecs = command(*small, "--reduce-codec", "int4", "--simulate")
-    assert codecs.exit_code == 2 and "nothing is encoded in it" in json.loads(codecs.stdout)["message"]
+    assert (
+        codecs.exit_code == 2 and "nothing is encoded in it" in json.loads(codecs.stdout)["message"]
+    )
 
 
 def test_a_tile_that_cuts_nothing_is_said() -> None:
-    (note,) = (n for n in json.loads(command("--params", "1e7", "--gpus", "8", "--tile", "1GB", "--json").stdout)["notes"] if "tile" in n)
+    (note,) = (
+        n
+        for n in json.loads(
+            command("--params", "1e7", "--gpus", "8", "--tile", "1GB", "--json").stdout
+        )["notes"]
+        if "tile" in n
+    )
     assert "no effect" in note

@@ -24,7 +24,8 @@ from ranks import preload, run_ranks
 ROOT = Path(__file__).parents[2]
 SOURCE = os.pathsep.join(str(ROOT / part) for part in ("src", "tests/train"))
 if str(ROOT / "tests" / "train") not in sys.path:
-    sys.path.insert(0, str(ROOT / "tests" / "train"))  # where small_lm is, for ranks that are forked
+    # Where small_lm is, for ranks that are forked
+    sys.path.insert(0, str(ROOT / "tests" / "train"))
 preload("onefold.train.worker")
 BYTES = ["--tokenizer", "bytes", "--seq", "64", "--device", "cpu"]
 TINY = ["--model", "llama:tiny", *BYTES]
@@ -34,29 +35,46 @@ SMALL = ["--model", "small_lm:plain", *BYTES]
 
 @dataclass
 class Place:
-    """A folder of its own for one command: working directory, temporary files, and a way to find what it left behind."""
+    """A folder of its own for one command: working directory, temporary files, and a way to find
+    what it left behind.
+    """
 
     folder: Path
 
     @property
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH", "")]))
-        clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-        return {**clean, "PYTHONPATH": path, "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        }
+        return {
+            **clean,
+            "PYTHONPATH": path,
+            "TMPDIR": str(self.folder / "tmp"),
+            "OMP_NUM_THREADS": "1",
+        }
 
-    def start(self, *arguments: str, launcher: tuple[str, ...] = ("-m", "onefold.cli")) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, launcher: tuple[str, ...] = ("-m", "onefold.cli")
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, *launcher, "train", *arguments],
             cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def run(self, *arguments: str, launcher: tuple[str, ...] = ("-m", "onefold.cli")) -> tuple[int, str, str]:
+    def run(
+        self, *arguments: str, launcher: tuple[str, ...] = ("-m", "onefold.cli")
+    ) -> tuple[int, str, str]:
         process = self.start(*arguments, launcher=launcher)
         out, err = process.communicate(timeout=600)
         return process.returncode, out, err
 
     def left_behind(self) -> list[str]:
-        """Temporary files and running processes of this place; what is being ended gets its time."""
+        """Temporary files and running processes of this place; what is being ended gets its
+        time.
+        """
         patience = time.monotonic() + 30
         while (found := self._left_now()) and time.monotonic() < patience:
             time.sleep(0.1)
@@ -91,11 +109,19 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_ends_with_a_model_that_transformers_opens_and_leaves_nothing_behind(place: Place) -> None:
-    code, out, err = place.run(*TINY, "--steps", "4", "--nproc", "2", "--eval-every", "2", "--output", "run", "--json")
+def test_a_run_ends_with_a_model_that_transformers_opens_and_leaves_nothing_behind(
+    place: Place,
+) -> None:
+    code, out, err = place.run(
+        *TINY, "--steps", "4", "--nproc", "2", "--eval-every", "2", "--output", "run", "--json"
+    )
     assert code == 0, err
     said = events(out)
-    assert said["plan"][0]["stage"] == 1 and said["plan"][0]["ranks"] == 2 and said["plan"][0]["reason"]
+    assert (
+        said["plan"][0]["stage"] == 1
+        and said["plan"][0]["ranks"] == 2
+        and said["plan"][0]["reason"]
+    )
     assert said["plan"][0]["off_the_device"] == ""
     assert said["plan"][0]["predicted"]["nvme"] == said["plan"][0]["predicted"]["host"] == 0
     assert [row["step"] for row in said["step"]] == [1, 2, 3, 4]
@@ -104,10 +130,17 @@ def test_a_run_ends_with_a_model_that_transformers_opens_and_leaves_nothing_behi
     rows = metrics(place.folder / "run")
     assert len(rows) == 5 and rows[-1]["done"] and not rows[-1]["stopped"]
     for row in rows[:4]:
-        assert row["loss"] > 0 and row["grad_norm"] > 0 and row["lr"] > 0 and row["tokens_per_s"] > 0 and row["memory"] > 0
+        assert (
+            row["loss"] > 0
+            and row["grad_norm"] > 0
+            and row["lr"] > 0
+            and row["tokens_per_s"] > 0
+            and row["memory"] > 0
+        )
     assert [row["step"] for row in rows[:4] if "eval_loss" in row] == [2, 4]
-    # fp32, two ranks, stage 1: 2 Psi (N - 1) / N, and the small padding of a unit's last interval. After a measurement of
-    # the held-out loss the parameters are there already: it has gathered them.
+    # fp32, two ranks, stage 1: 2 Psi (N - 1) / N, and the small padding of a unit's last interval.
+    # After a measurement of the held-out loss the parameters are there already: it has gathered
+    # them.
     psi = said["plan"][0]["parameters"] * 4
     for sent in (rows[1]["wire_bytes"], rows[1]["eval_wire_bytes"] + rows[2]["wire_bytes"]):
         assert psi <= sent <= 1.02 * psi, (psi, sent)
@@ -123,11 +156,18 @@ def test_a_run_ends_with_a_model_that_transformers_opens_and_leaves_nothing_behi
 
 def given_as(options: list[str]) -> dict[str, str]:
     """What options of the command, each with its value, are to `resolve`."""
-    return {name.removeprefix("--").replace("-", "_"): value for name, value in zip(options[::2], options[1::2], strict=True)}
+    return {
+        name.removeprefix("--").replace("-", "_"): value
+        for name, value in zip(options[::2], options[1::2], strict=True)
+    }
 
 
-def runs_of_two_ranks(*variants: dict[str, Any]) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """On one of two ranks, for each variant: the rows of the same run without the command, and what it says of its plan."""
+def runs_of_two_ranks(
+    *variants: dict[str, Any],
+) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """On one of two ranks, for each variant: the rows of the same run without the command, and what
+    it says of its plan.
+    """
     from onefold.train.config import resolve
     from onefold.train.facts import describe
     from onefold.train.loop import train
@@ -135,7 +175,9 @@ def runs_of_two_ranks(*variants: dict[str, Any]) -> list[tuple[list[dict[str, An
     from onefold.train.ranks import Ranks
 
     rank, found = int(os.environ["RANK"]), []
-    ranks = Ranks(rank, 2, rank, 2, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo"))
+    ranks = Ranks(
+        rank, 2, rank, 2, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo")
+    )
     for options in variants:
         rows: list[dict[str, Any]] = []
         run = prepare(resolve(options), ranks, lambda line: None)
@@ -145,14 +187,39 @@ def runs_of_two_ranks(*variants: dict[str, Any]) -> list[tuple[list[dict[str, An
 
 
 def test_joined_ranks_and_accumulation_give_the_losses_of_two_ranks(place: Place) -> None:
-    """One global batch, cut in another way: torchrun with one rank that accumulates, and two ranks at stage 3."""
-    options = [*SMALL, "--steps", "3", "--global-batch", "8", "--eval-every", "3", "--sample-tokens", "0", "--json"]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "onefold.cli")
+    """One global batch, cut in another way: torchrun with one rank that accumulates, and two ranks
+    at stage 3.
+    """
+    options = [
+        *SMALL,
+        "--steps",
+        "3",
+        "--global-batch",
+        "8",
+        "--eval-every",
+        "3",
+        "--sample-tokens",
+        "0",
+        "--json",
+    ]
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "-m",
+        "onefold.cli",
+    )
     code, out, err = place.run(*options, "--output", "one", "--micro-batch", "4", launcher=launcher)
     assert code == 0, err
     assert events(out)["plan"][0]["accumulation"] == 2
     assert not (place.folder / "one" / "run.lock").exists()
-    same = {**given_as(options[:-1]), "stage": "3", "micro_batch": 2, "output": str(place.folder / "two")}
+    same = {
+        **given_as(options[:-1]),
+        "stage": "3",
+        "micro_batch": 2,
+        "output": str(place.folder / "two"),
+    }
     ((two, _),), _ = run_ranks(2, runs_of_two_ranks, same)
     one = metrics(place.folder / "one")
     for a, b in zip(one[:3], two, strict=True):
@@ -179,11 +246,15 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     for line in process.stdout:
         if line.startswith('{"event": "step"') and json.loads(line)["step"] >= step:
             return
-    raise AssertionError(f"the run ended before step {step}: {process.stderr.read() if process.stderr else ''}")
+    raise AssertionError(
+        f"the run ended before step {step}: {process.stderr.read() if process.stderr else ''}"
+    )
 
 
 def test_ctrl_c_lets_the_step_finish_saves_and_exits_with_130(place: Place) -> None:
-    with started(place, *SMALL, "--steps", "100000", "--nproc", "2", "--output", "run", "--json") as process:
+    with started(
+        place, *SMALL, "--steps", "100000", "--nproc", "2", "--output", "run", "--json"
+    ) as process:
         wait_for_step(process, 3)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)
@@ -198,9 +269,20 @@ def test_ctrl_c_lets_the_step_finish_saves_and_exits_with_130(place: Place) -> N
 
 def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
     # A step of many micro-batches, so that the first Ctrl-C has to wait for it.
-    options = [*SMALL, "--steps", "9", "--nproc", "2", "--output", "run", "--global-batch", "400000"]
+    options = [
+        *SMALL,
+        "--steps",
+        "9",
+        "--nproc",
+        "2",
+        "--output",
+        "run",
+        "--global-batch",
+        "400000",
+    ]
     with started(place, *options) as process:
-        for heard in ("training", "stop-interrupt"):  # by the second a launcher says that it has heard the first Ctrl-C
+        # By the second a launcher says that it has heard the first Ctrl-C
+        for heard in ("training", "stop-interrupt"):
             deadline = time.monotonic() + 300
             while not list((place.folder / "tmp").glob(f"onefold-*/{heard}")):
                 assert time.monotonic() < deadline and process.poll() is None
@@ -209,7 +291,8 @@ def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
             process.send_signal(signal.SIGINT)
         begun = time.monotonic()
         _, err = process.communicate(timeout=300)
-    assert process.returncode == 130 and time.monotonic() - begun < 60  # the nine steps take half an hour
+    # The nine steps take half an hour
+    assert process.returncode == 130 and time.monotonic() - begun < 60
     assert "Traceback" not in err, err
     assert place.left_behind() == []
 
@@ -221,9 +304,15 @@ def test_a_rank_that_fails_is_told_once_and_ends_the_others(place: Place) -> Non
         "    if os.environ['RANK'] == '1': raise RuntimeError('no weights today')\n"
         "    return nn.Linear(2, 2)\n"
     )
-    code, _, err = place.run("--model", "mine:build", "--tokenizer", "bytes", "--nproc", "2", "--steps", "1")
+    code, _, err = place.run(
+        "--model", "mine:build", "--tokenizer", "bytes", "--nproc", "2", "--steps", "1"
+    )
     assert code == 1
-    assert err.count("RuntimeError: no weights today") == 1 and "rank 1 failed" in err and "ChildFailedError" not in err
+    assert (
+        err.count("RuntimeError: no weights today") == 1
+        and "rank 1 failed" in err
+        and "ChildFailedError" not in err
+    )
     assert place.left_behind() == []
 
 
@@ -237,8 +326,14 @@ def test_what_cannot_be_is_told_in_a_sentence_before_anything_starts(place: Plac
     ("options", "said"),
     [
         (["--offload-optimizer", "nvme"], "names no folder: give nvme="),
-        (["--offload-optimizer", "nvme", "--nvme", "absent"], "--nvme absent: there is no such folder"),
-        (["--offload-optimizer", "cpu", "--offload-param", "cpu", "--stage", "2"], "Shard the parameters (stage 3)"),
+        (
+            ["--offload-optimizer", "nvme", "--nvme", "absent"],
+            "--nvme absent: there is no such folder",
+        ),
+        (
+            ["--offload-optimizer", "cpu", "--offload-param", "cpu", "--stage", "2"],
+            "Shard the parameters (stage 3)",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -247,21 +342,44 @@ def test_tiers_that_cannot_be_are_told_in_the_recipes_sentence_before_anything_s
 ) -> None:
     monkeypatch.chdir(place.folder)
     done = CliRunner().invoke(app, ["train", *TINY, *options, "--nproc", "2", "--output", "run"])
-    assert done.exit_code == 2 and said in done.stderr and "Traceback" not in done.stderr and "starting" not in done.stdout
+    assert (
+        done.exit_code == 2
+        and said in done.stderr
+        and "Traceback" not in done.stderr
+        and "starting" not in done.stdout
+    )
     assert not (place.folder / "run").exists() and place.left_behind() == []
 
 
 def test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk(place: Place) -> None:
-    """On two disks, and in part on the host: the losses of ranks that hold it all, to the last bit, and the run says where what is."""
+    """On two disks, and in part on the host: the losses of ranks that hold it all, to the last bit,
+    and the run says where what is.
+    """
     disks = [place.folder / name for name in ("disk0", "disk1")]
     for disk in disks:
         disk.mkdir()
     common = [*SMALL, "--steps", "3", "--eval-every", "3", "--sample-tokens", "0", "--stage", "3"]
     folders = [word for disk in disks for word in ("--nvme", str(disk))]
-    host = {**given_as(common), "offload_optimizer": "0.5", "offload_activations": "cpu", "output": str(place.folder / "host")}
+    host = {
+        **given_as(common),
+        "offload_optimizer": "0.5",
+        "offload_activations": "cpu",
+        "output": str(place.folder / "host"),
+    }
     device = {**given_as(common), "output": str(place.folder / "device")}
     ((held, _), (partly, plan)), _ = run_ranks(2, runs_of_two_ranks, device, host)
-    options = ["--offload-optimizer", "nvme", "--offload-param", "nvme", *folders, "--nproc", "2", "--json", "--output", "disk"]
+    options = [
+        "--offload-optimizer",
+        "nvme",
+        "--offload-param",
+        "nvme",
+        *folders,
+        "--nproc",
+        "2",
+        "--json",
+        "--output",
+        "disk",
+    ]
     code, out, err = place.run(*common, *options)
     assert code == 0, err
     plans = {"host": plan, "disk": events(out)["plan"][0]}
@@ -270,9 +388,15 @@ def test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk(pla
         for rows in (held, partly, metrics(place.folder / "disk"))
     )
     assert on_host == expected and on_disk == expected and expected[2][2] is not None
-    assert plans["host"]["tiers"] == {"parameters": "device", "gradients": "host", "optimizer": "host"}
+    assert plans["host"]["tiers"] == {
+        "parameters": "device",
+        "gradients": "host",
+        "optimizer": "host",
+    }
     assert plans["host"]["predicted"]["host"] > 0 and "on the host" in plans["host"]["reason"]
-    assert set(plans["disk"]["tiers"].values()) == {"nvme"} and plans["disk"]["predicted"]["nvme"] > 0
+    assert (
+        set(plans["disk"]["tiers"].values()) == {"nvme"} and plans["disk"]["predicted"]["nvme"] > 0
+    )
     facts = json.loads((place.folder / "disk" / "observed.json").read_text())["facts"]
     assert facts["off_the_device"] == "parameters, gradients and optimizer states on NVMe"
     assert [list(disk.iterdir()) for disk in disks] == [[], []]
@@ -292,7 +416,10 @@ def test_smollm2_is_fine_tuned_and_opens_again_with_its_tokenizer(place: Place) 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = str(place.folder / "run" / "model")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     asked = tokenizer("The capital of France is", return_tensors="pt")
     answer = tokenizer.decode(model.generate(**asked, max_new_tokens=3, do_sample=False)[0])
     assert "Paris" in answer

@@ -12,28 +12,46 @@ from onefold.quant import Blockwise, Codec, Stochastic, codec
 BLOCKWISE = ("int8", "int4", "fp8", "nf4")
 ROUNDED = ("int8", "int4", "fp8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Every property is tried with blocks and slabs small enough for several of each in a short interval.
-codecs = st.tuples(st.sampled_from(BLOCKWISE), st.sampled_from([16, 64, 256]), st.sampled_from([16, 320, 1 << 16])).map(
-    lambda fields: codec(fields[0], block=fields[1], slab=fields[2])
-)
+#: Every property is tried with blocks and slabs small enough for several of each in a short
+#: interval.
+codecs = st.tuples(
+    st.sampled_from(BLOCKWISE), st.sampled_from([16, 64, 256]), st.sampled_from([16, 320, 1 << 16])
+).map(lambda fields: codec(fields[0], block=fields[1], slab=fields[2]))
 rounded = codecs.filter(lambda c: c.stochastic)
-roundings = st.builds(Stochastic, st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**36))
+roundings = st.builds(
+    Stochastic, st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**36)
+)
 lengths = st.one_of(st.integers(0, 70), st.integers(200, 700))
 
 
 @st.composite
-def intervals(draw: Any, numels: st.SearchStrategy[int] = lengths, dtypes: tuple[torch.dtype, ...] = DTYPES) -> torch.Tensor:
-    """Finite floats of any size: stretches of zeros, of one magnitude, of subnormals, of the largest float; and some at random places."""
+def intervals(
+    draw: Any, numels: st.SearchStrategy[int] = lengths, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> torch.Tensor:
+    """Finite floats of any size: stretches of zeros, of one magnitude, of subnormals, of the
+    largest float; and some at random places.
+    """
     numel, dtype = draw(numels), draw(st.sampled_from(dtypes))
     info = torch.finfo(dtype)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     found = torch.randn(numel, generator=generator, dtype=torch.float64)
     for start in range(0, numel, 48):  # no multiple of a block, so that blocks are mixed
         kind = draw(st.sampled_from(["ordinary", "ordinary", "zero", "tiny", "largest", "any"]))
-        factor = {"ordinary": 1.0, "zero": 0.0, "tiny": 4 * info.smallest_normal, "largest": info.max / 2}
-        found[start : start + 48] *= factor[kind] if kind in factor else 2.0 ** draw(st.integers(-149, 120))
+        factor = {
+            "ordinary": 1.0,
+            "zero": 0.0,
+            "tiny": 4 * info.smallest_normal,
+            "largest": info.max / 2,
+        }
+        found[start : start + 48] *= (
+            factor[kind] if kind in factor else 2.0 ** draw(st.integers(-149, 120))
+        )
     values = found.clamp(info.min, info.max).to(dtype)
-    for value in draw(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=4 if numel else 0)):
+    for value in draw(
+        st.lists(
+            st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=4 if numel else 0
+        )
+    ):
         values[draw(st.integers(0, numel - 1))] = max(info.min, min(info.max, value))
     return values
 
@@ -45,7 +63,12 @@ def encoded(by: Codec, source: torch.Tensor, rounding: Stochastic | None = None)
     return out
 
 
-def decoded(by: Codec, source: torch.Tensor, dtype: torch.dtype = torch.float32, rounding: Stochastic | None = None) -> torch.Tensor:
+def decoded(
+    by: Codec,
+    source: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    rounding: Stochastic | None = None,
+) -> torch.Tensor:
     out = torch.full((source.numel(),), 7.0, dtype=dtype)
     by.decode(encoded(by, source, rounding), out)
     return out
@@ -59,5 +82,7 @@ def steps(by: Blockwise, source: torch.Tensor, rounding: Stochastic | None = Non
 
 def largest_of_blocks(by: Blockwise, source: torch.Tensor) -> torch.Tensor:
     """The largest magnitude of each element's block, in fp64."""
-    rows = torch.nn.functional.pad(source.double().abs(), (0, -source.numel() % by.block)).view(-1, by.block)
+    rows = torch.nn.functional.pad(source.double().abs(), (0, -source.numel() % by.block)).view(
+        -1, by.block
+    )
     return rows.amax(1).repeat_interleave(by.block)[: source.numel()]

@@ -1,4 +1,6 @@
-"""Stochastic rounding: to a neighbour, unbiased, and the same wherever and however an element is encoded."""
+"""Stochastic rounding: to a neighbour, unbiased, and the same wherever and however an element is
+encoded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from codec_intervals import ROUNDED, decoded, encoded, intervals, largest_of_blocks, rounded, roundings, steps
+from codec_intervals import (
+    ROUNDED,
+    decoded,
+    encoded,
+    intervals,
+    largest_of_blocks,
+    rounded,
+    roundings,
+    steps,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +31,9 @@ CHANCE = 1e-12
 
 
 def hoeffding(spread: float, count: int, comparisons: int = 1) -> float:
-    """How far the mean of `count` independent draws from an interval of length `spread` may be from its expectation."""
+    """How far the mean of `count` independent draws from an interval of length `spread` may be from
+    its expectation.
+    """
     return spread * math.sqrt(math.log(2 * comparisons / CHANCE) / (2 * count))
 
 
@@ -43,7 +56,9 @@ def reference(rounding: Stochastic, address: int) -> float:
 @example(Stochastic(0, 0, 2**34 - 2), 1, 9)
 def test_a_draw_is_a_hash_of_seed_step_and_address(rounding, start, numel):
     got = Draws(rounding, 90, torch.device("cpu")).of(start, numel)
-    assert got.tolist() == [reference(rounding, rounding.address + start + i) for i in range(numel)], rounding
+    assert got.tolist() == [
+        reference(rounding, rounding.address + start + i) for i in range(numel)
+    ], rounding
 
 
 @FEW
@@ -75,33 +90,58 @@ def test_equal_seed_step_and_address_give_equal_bytes(by, source, rounding):
 
 
 def test_another_seed_step_or_address_rounds_otherwise():
-    source, base = torch.randn(4096, generator=torch.Generator().manual_seed(0)), Stochastic(3, 4, 5)
+    source, base = (
+        torch.randn(4096, generator=torch.Generator().manual_seed(0)),
+        Stochastic(3, 4, 5),
+    )
     for name in ROUNDED:
-        seen = [encoded(codec(name), source, r) for r in (base, replace(base, seed=7), replace(base, step=9), replace(base, address=4096))]
+        seen = [
+            encoded(codec(name), source, r)
+            for r in (
+                base,
+                replace(base, seed=7),
+                replace(base, step=9),
+                replace(base, address=4096),
+            )
+        ]
         assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i]), name
 
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_the_mean_of_rounded_values_is_the_value(name):
-    """Over addresses, 2**14 for each of 5 values. A draw's 16 bits may add 2**-17 of a step to what chance allows (Hoeffding)."""
+    """Over addresses, 2**14 for each of 5 values. A draw's 16 bits may add 2**-17 of a step to what
+    chance allows (Hoeffding).
+    """
     by, count = codec(name), 1 << 14
     values = [0.0, 0.3, 1e-3, -0.77, 5e-6]  # the last one lies below fp8's normal numbers
-    rows = torch.tensor(values).repeat_interleave(12).repeat(count // 12 + 1)  # 60 values beside 4 that set the scale
+    # 60 values beside 4 that set the scale
+    rows = torch.tensor(values).repeat_interleave(12).repeat(count // 12 + 1)
     source = torch.cat([rows.view(-1, 60), torch.ones(rows.numel() // 60, 4)], 1).flatten()
     source = source[: source.numel() // by.block * by.block]
-    got, scale = decoded(by, source, rounding=Stochastic(11, 12, 13)).double(), float(steps(by, source)[0])
+    got, scale = (
+        decoded(by, source, rounding=Stochastic(11, 12, 13)).double(),
+        float(steps(by, source)[0]),
+    )
     for value in values:
         mine = got[source == value]
         spread = max(abs(value) / 8, scale * 2.0**-9) if name == "fp8" else scale
         allowed = spread * 2.0**-17 + hoeffding(spread, mine.numel(), 5) + abs(value) * 2.0**-20
-        assert abs(float(mine.mean()) - value) <= allowed, (name, value, float(mine.mean()), allowed)
+        assert abs(float(mine.mean()) - value) <= allowed, (
+            name,
+            value,
+            float(mine.mean()),
+            allowed,
+        )
         assert abs(value) < 1e-3 or len(mine.unique()) == 2, (name, value, mine.unique())
 
 
 def test_the_mean_over_steps_is_the_value_at_every_address():
     by, source = codec("int4"), torch.randn(256, generator=torch.Generator().manual_seed(5))
     turns = 300
-    mean = sum(decoded(by, source, rounding=Stochastic(1, step)).double() for step in range(turns)) / turns
+    mean = (
+        sum(decoded(by, source, rounding=Stochastic(1, step)).double() for step in range(turns))
+        / turns
+    )
     scale = steps(by, source)
     bound = scale * (2.0**-17 + hoeffding(1.0, turns, 256)) + 2.0**-20
     assert ((mean - source.double()).abs() <= bound).all(), (mean - source).abs().max()
@@ -109,12 +149,17 @@ def test_the_mean_over_steps_is_the_value_at_every_address():
 
 def test_draws_are_centred_and_neighbours_and_steps_do_not_know_of_each_other():
     count = 1 << 16
-    a, b = (Draws(Stochastic(1, step), count, torch.device("cpu")).of(0, count).double() for step in (0, 1))
+    a, b = (
+        Draws(Stochastic(1, step), count, torch.device("cpu")).of(0, count).double()
+        for step in (0, 1)
+    )
     assert a.abs().max() < 0.5 and a.unique().numel() > 40_000
     assert abs(float(a.mean())) < hoeffding(1.0, count)
     assert abs(float((a * a).mean()) - 1 / 12) < hoeffding(0.25, count)
     for other in (b, a.roll(1), a.roll(2), a.roll(64)):
-        assert abs(float((a * other).mean())) < 2 * hoeffding(0.5, count), "products of independent draws have a mean of zero"
+        assert abs(float((a * other).mean())) < 2 * hoeffding(0.5, count), (
+            "products of independent draws have a mean of zero"
+        )
 
 
 def test_rounding_that_cannot_be_had_is_refused():
@@ -123,6 +168,10 @@ def test_rounding_that_cannot_be_had_is_refused():
         buffer = torch.empty(codec(name).encoded_bytes(4), dtype=torch.uint8)
         with pytest.raises(ValueError, match=f"codec '{name}' rounds to the nearest value only"):
             codec(name).encode(source, buffer, rounding=Stochastic(1))
-    for fields, said in (({"seed": -1}, "seed -1"), ({"seed": 1, "step": 1.5}, "step 1.5"), ({"seed": 1, "address": True}, "address True")):
+    for fields, said in (
+        ({"seed": -1}, "seed -1"),
+        ({"seed": 1, "step": 1.5}, "step 1.5"),
+        ({"seed": 1, "address": True}, "address True"),
+    ):
         with pytest.raises(ValueError, match=f"was given {said}, expected an integer from 0"):
             Stochastic(**fields)

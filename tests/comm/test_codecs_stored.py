@@ -32,16 +32,25 @@ def test_what_is_stored_decodes_into_any_dtype_and_from_wherever_it_was_moved():
             one, other = torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
             stored.decode(one)
             moved.decode(other)
-            assert torch.equal(one, other) and float((one - source).norm() / source.norm()) < 0.13, (name, dtype)
+            assert (
+                torch.equal(one, other) and float((one - source).norm() / source.norm()) < 0.13
+            ), (name, dtype)
 
 
 def test_stored_weights_weigh_a_quarter_of_16_bits_with_4_bits_and_half_with_8():
-    for name, bits in (("int8", 8 + 16 / 256), ("fp8", 8 + 16 / 256), ("int4", 4 + 16 / 64), ("nf4", 4 + 16 / 64)):
+    for name, bits in (
+        ("int8", 8 + 16 / 256),
+        ("fp8", 8 + 16 / 256),
+        ("int4", 4 + 16 / 64),
+        ("nf4", 4 + 16 / 64),
+    ):
         assert Encoded.of(weights(), codec(name)).bits == bits, name
 
 
 def test_normal_weights_lose_least_in_int8_and_in_4_bits_least_in_nf4():
-    """int4's error is a step over the square root of 12, and blocks of 64 normal values have a largest of some 2.4 deviations: 0.1."""
+    """int4's error is a step over the square root of 12, and blocks of 64 normal values have a
+    largest of some 2.4 deviations: 0.1.
+    """
     off = {name: error(name) for name in BLOCKWISE}
     assert off["int8"] < 0.01 < off["fp8"] < 0.03, off
     assert 0.09 < off["int4"] < 0.12 and off["nf4"] < 0.9 * off["int4"], off
@@ -49,13 +58,17 @@ def test_normal_weights_lose_least_in_int8_and_in_4_bits_least_in_nf4():
 
 def test_parts_that_do_not_belong_together_are_refused():
     stored = Encoded.of(weights(100), codec("nf4"))
-    with pytest.raises(ValueError, match=r"expected 68 bytes of torch.uint8 for 128 elements of codec 'nf4'"):
+    with pytest.raises(
+        ValueError, match=r"expected 68 bytes of torch.uint8 for 128 elements of codec 'nf4'"
+    ):
         Encoded(stored.payload, 128, codec("nf4"))
 
 
 @pytest.mark.parametrize("name", ["plain", *BLOCKWISE])
 def test_no_call_holds_more_than_its_scratch_beside_the_interval(name):
-    """1 MiB of elements in slabs of 4096: a copy of the interval, or of a sixteenth of it, would show."""
+    """1 MiB of elements in slabs of 4096: a copy of the interval, or of a sixteenth of it, would
+    show.
+    """
     slab, source = 4096, weights(1 << 18)
     by, total = codec(name, slab=slab), torch.zeros(1 << 18)
     payload = torch.empty(by.encoded_bytes(source.numel()), dtype=torch.uint8)
@@ -80,5 +93,7 @@ def test_no_call_holds_more_than_its_scratch_beside_the_interval(name):
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    assert held == 0 and peak <= SCRATCH_BYTES * slab, f"{name}: {peak} bytes at once for {slab} elements a slab, {held} left"
+    assert held == 0 and peak <= SCRATCH_BYTES * slab, (
+        f"{name}: {peak} bytes at once for {slab} elements a slab, {held} left"
+    )
     assert name == "plain" or peak >= 4 * slab, "the profiler saw nothing"

@@ -1,4 +1,6 @@
-"""Triton's kernels: the bits of torch's operations, and no import of Triton where there is no GPU."""
+"""Triton's kernels: the bits of torch's operations, and no import of Triton where there is no
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,45 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [environment.pop("FIRST", ""), os.environ.get("PYTHONPATH", "")])])
+    path = os.pathsep.join(
+        [
+            str(ROOT / "src"),
+            str(ROOT),
+            *filter(None, [environment.pop("FIRST", ""), os.environ.get("PYTHONPATH", "")]),
+        ]
+    )
     env = {**os.environ, "PYTHONPATH": path, **environment}
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_have_the_bits_of_torch():
     """On the GPU if there is one, else in Triton's interpreter."""
     here = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    found = run("-W", "ignore", "-m", "benchmarks.codecs", "--check", "--device", "cuda" if torch.cuda.is_available() else "cpu", **here)
-    assert found.returncode == 0 and "agree on every bit of 120 intervals and 48 sums" in found.stdout, found.stdout + found.stderr
+    found = run(
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.codecs",
+        "--check",
+        "--device",
+        "cuda" if torch.cuda.is_available() else "cpu",
+        **here,
+    )
+    assert (
+        found.returncode == 0 and "agree on every bit of 120 intervals and 48 sums" in found.stdout
+    ), found.stdout + found.stderr
 
 
 def test_without_a_gpu_triton_is_never_imported(tmp_path):
     (tmp_path / "triton.py").write_text("raise RuntimeError('triton was imported')")
     program = (
-        "import sys, torch, onefold\n"
-        "from onefold.quant import Encoded, codec\n"
-        "from onefold.comm.sums import sum_parts\n"
-        "x = torch.randn(1000)\n"
-        "for name in ('int8', 'int4', 'fp8', 'nf4'): Encoded.of(x, codec(name)).decode(torch.empty(1000))\n"
-        "sum_parts(x.view(2, 500), torch.empty(500), 0.5)\n"
-        "print('triton' in sys.modules)\n"
+        "import sys, torch, onefold\nfrom onefold.quant import Encoded, codec\nfrom"
+        " onefold.comm.sums import sum_parts\nx = torch.randn(1000)\nfor name in ('int8', 'int4',"
+        " 'fp8', 'nf4'): Encoded.of(x, codec(name)).decode(torch.empty(1000))\nsum_parts(x.view(2,"
+        " 500), torch.empty(500), 0.5)\nprint('triton' in sys.modules)\n"
     )
     found = run("-c", program, FIRST=str(tmp_path))
     assert found.returncode == 0 and found.stdout == "False\n", found.stdout + found.stderr
@@ -92,5 +110,8 @@ def test_the_comparison_notices_a_sum_in_another_order_or_rounding(monkeypatch, 
 
 
 def test_the_comparison_says_where_no_kernel_runs():
-    with pytest.raises(ValueError, match=r"no kernel runs on 'cpu': expected CUDA with Triton, or TRITON_INTERPRET=1"):
+    with pytest.raises(
+        ValueError,
+        match=r"no kernel runs on 'cpu': expected CUDA with Triton, or TRITON_INTERPRET=1",
+    ):
         kernel_check.differences("cpu")

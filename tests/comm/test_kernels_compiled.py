@@ -1,6 +1,8 @@
-"""The kernels as Triton compiles them for GPUs, which needs none: what would change bits on a device, and does not show in the interpreter.
+"""The kernels as Triton compiles them for GPUs, which needs none: what would change bits on a
+device, and does not show in the interpreter.
 
-Every launch is caught with its arguments and compiled as Triton would compile it. PTX names how each operation rounds.
+Every launch is caught with its arguments and compiled as Triton would compile it. PTX names how
+each operation rounds.
 """
 
 from __future__ import annotations
@@ -16,9 +18,17 @@ import torch
 from onefold.comm.launching import OPTIONS
 from onefold.quant import Stochastic, codec
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
 
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8", torch.int16: "*i16"}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -30,7 +40,11 @@ def launches(monkeypatch, tmp_path):
 
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     for room in (triton_sums, triton_kernels):
-        monkeypatch.setattr(room, "launch", lambda kernel, programs, like, *args, **options: found.append((kernel, args, options)))
+        monkeypatch.setattr(
+            room,
+            "launch",
+            lambda kernel, programs, like, *args, **options: found.append((kernel, args, options)),
+        )
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     return found
 
@@ -41,11 +55,15 @@ def described(parameter, value):
         return POINTERS[value.dtype], value.data_ptr() % 16 == 0
     if isinstance(value, float):
         return "fp32", False
-    return "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0 and not parameter.do_not_specialize
+    return (
+        "i32" if -(2**31) <= value < 2**31 else "i64"
+    ), value % 16 == 0 and not parameter.do_not_specialize
 
 
 def compiled(launch, architecture=90):
-    """PTX and the first intermediate code of a launch, for an NVIDIA GPU of this compute capability."""
+    """PTX and the first intermediate code of a launch, for an NVIDIA GPU of this compute
+    capability.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -71,19 +89,35 @@ def mnemonics(ptx):
 
 
 def check(launch, architecture=90):
-    """Every operation on floats rounds once, to the nearest, subnormals kept; offsets are of 64 bits. Returns the instructions.
+    """Every operation on floats rounds once, to the nearest, subnormals kept; offsets are of 64
+    bits. Returns the instructions.
 
     (nf4 looks levels up in a table of 16: those offsets are of 32 bits.)
     """
     ptx, ttir = compiled(launch, architecture)
     found = mnemonics(ptx)
     wrong = [
-        name for name in found if name.startswith(("fma.", "mad.f", "mad.rn.f")) or ".ftz" in name or ".approx" in name or ".full" in name
+        name
+        for name in found
+        if name.startswith(("fma.", "mad.f", "mad.rn.f"))
+        or ".ftz" in name
+        or ".approx" in name
+        or ".full" in name
     ]
-    wrong += [name for name in found if re.match(r"(add|sub|mul|div)\S*\.f32$", name) and ".rn." not in name]
-    wrong += [name for name in found if re.match(r"cvt\S*\.(f16|bf16|f16x2|bf16x2|e4m3x2)\.f32$", name) and ".rn." not in name]
+    wrong += [
+        name
+        for name in found
+        if re.match(r"(add|sub|mul|div)\S*\.f32$", name) and ".rn." not in name
+    ]
+    wrong += [
+        name
+        for name in found
+        if re.match(r"cvt\S*\.(f16|bf16|f16x2|bf16x2|e4m3x2)\.f32$", name) and ".rn." not in name
+    ]
     assert not wrong, wrong
-    narrow = re.findall(r"tt\.addptr %(.*?), .*: tensor<[^>]*!tt\.ptr<[^>]*>>, tensor<\S*xi(?:8|16|32)>", ttir)
+    narrow = re.findall(
+        r"tt\.addptr %(.*?), .*: tensor<[^>]*!tt\.ptr<[^>]*>>, tensor<\S*xi(?:8|16|32)>", ttir
+    )
     tables = int("SIGN" in launch[2] and launch[2]["KIND"] == 3)
     assert len(narrow) == tables, f"{narrow}: beyond 2**31 elements these offsets wrap"
     return found
@@ -110,7 +144,11 @@ def test_codecs_round_every_operation_once_and_move_16_bytes_at_a_time(launches,
     for dtype in (torch.float32, torch.bfloat16):
         encode, *decodes = codec_launches(launches, by, dtype)
         found = check(encode)
-        assert found["div.rn.f32"] and found["ld.global.v4.b32"] and any(n.startswith("st.global.v") for n in found), found
+        assert (
+            found["div.rn.f32"]
+            and found["ld.global.v4.b32"]
+            and any(n.startswith("st.global.v") for n in found)
+        ), found
         for decode in decodes:
             found = check(decode)
             assert found["st.global.v4.b32"] and not any(n.startswith("div") for n in found), found
@@ -124,18 +162,35 @@ def sum_launch(launches, wire, own, out, round_to=None, n=4096, ranks=4, rank=1,
 
     parts = torch.empty(ranks, n, dtype=DTYPES[wire])
     mine = torch.empty(n, dtype=DTYPES[own]) if own else None
-    triton_sums.sum_parts(parts, torch.empty(n + start, dtype=DTYPES[out])[start:], 0.25, mine, rank, DTYPES.get(round_to))
+    triton_sums.sum_parts(
+        parts,
+        torch.empty(n + start, dtype=DTYPES[out])[start:],
+        0.25,
+        mine,
+        rank,
+        DTYPES.get(round_to),
+    )
     return launches.pop()
 
 
 @pytest.mark.parametrize(
     ("wire", "own", "out", "round_to"),
-    [("fp32", None, "fp32", None), ("bf16", "fp32", "fp32", "bf16"), ("bf16", "bf16", "bf16", None), ("fp16", "fp16", "fp32", "fp16")],
+    [
+        ("fp32", None, "fp32", None),
+        ("bf16", "fp32", "fp32", "bf16"),
+        ("bf16", "bf16", "bf16", None),
+        ("fp16", "fp16", "fp32", "fp16"),
+    ],
 )
 def test_sums_add_and_then_multiply_and_move_16_bytes_at_a_time(launches, wire, own, out, round_to):
     launch = sum_launch(launches, wire, own, out, round_to)
     found = check(launch)
-    assert found["add.rn.f32"] and found["mul.rn.f32"] and found["ld.global.v4.b32"] and found["st.global.v4.b32"], found
+    assert (
+        found["add.rn.f32"]
+        and found["mul.rn.f32"]
+        and found["ld.global.v4.b32"]
+        and found["st.global.v4.b32"]
+    ), found
     assert not any(name.startswith("ld.global") and ".v4." not in name for name in found), found
 
 
@@ -152,20 +207,29 @@ def test_a_kernel_is_not_compiled_anew_for_each_length_or_number_of_ranks(launch
 
     def variant(launch):
         kernel, arguments, options = launch
-        plain = [(p, v) for p, v in zip(kernel.params, arguments, strict=False) if not p.is_constexpr]
-        ones = [p.name for p, v in plain if isinstance(v, int) and v == 1 and not p.do_not_specialize]
+        plain = [
+            (p, v) for p, v in zip(kernel.params, arguments, strict=False) if not p.is_constexpr
+        ]
+        ones = [
+            p.name for p, v in plain if isinstance(v, int) and v == 1 and not p.do_not_specialize
+        ]
         return [described(p, v) for p, v in plain], ones, sorted(options.items(), key=str)
 
     same_sums = [sum_launch(launches, "bf16", "fp32", "fp32", n=n, ranks=ranks, rank=rank) for n, ranks, rank in
                  [(64, 1, 0), (4096, 1, 1), (1 << 20, 8, 1), (320, 16, 15), (64 * 77, 17, 16)]]  # fmt: skip
     assert all(variant(launch) == variant(same_sums[0]) for launch in same_sums)
     for name in ("int8", "nf4"):
-        lengths = [codec_launches(launches, codec(name), torch.bfloat16, numel=n)[0] for n in (256, 4096, 256 * 17, 1 << 20)]
+        lengths = [
+            codec_launches(launches, codec(name), torch.bfloat16, numel=n)[0]
+            for n in (256, 4096, 256 * 17, 1 << 20)
+        ]
         assert all(variant(launch) == variant(lengths[0]) for launch in lengths)
 
 
 def test_lengths_and_distances_beyond_32_bits_are_64_bit_integers(launches):
-    """A row of 2**31 elements and a distance of as many, on the meta device: no memory is needed to be launched."""
+    """A row of 2**31 elements and a distance of as many, on the meta device: no memory is needed to
+    be launched.
+    """
     from onefold.comm import triton_sums
 
     class Far:

@@ -1,4 +1,6 @@
-"""Kernels go to the device of their tensors, on devices that have them; the devices are mocks, since no test has two GPUs."""
+"""Kernels go to the device of their tensors, on devices that have them; the devices are mocks,
+since no test has two GPUs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Kernel:
         self.devices, self.launches = devices, []
 
     def __getitem__(self, grid):
-        return lambda *arguments, **options: self.launches.append((self.devices.current, grid, options))
+        return lambda *arguments, **options: self.launches.append(
+            (self.devices.current, grid, options)
+        )
 
 
 def on_gpu_1(numel, dtype=torch.float32):
@@ -86,9 +90,15 @@ def test_every_kernel_goes_to_the_device_of_its_tensors(devices, monkeypatch):
     from onefold.quant import triton_kernels
 
     kernel = Kernel(devices)
-    for room, name in ((triton_kernels, "_encode"), (triton_kernels, "_decode"), (triton_sums, "_sum")):
+    for room, name in (
+        (triton_kernels, "_encode"),
+        (triton_kernels, "_decode"),
+        (triton_sums, "_sum"),
+    ):
         monkeypatch.setattr(room, name, kernel)
-    monkeypatch.setattr(triton_kernels, "pairs", lambda device: torch.empty(256, dtype=torch.float64))
+    monkeypatch.setattr(
+        triton_kernels, "pairs", lambda device: torch.empty(256, dtype=torch.float64)
+    )
     source = on_gpu_1(512)
     for name in kernels.NAMES:
         by = codec(name)
@@ -98,7 +108,9 @@ def test_every_kernel_goes_to_the_device_of_its_tensors(devices, monkeypatch):
             assert triton_kernels.encode(by, source, payload, kept, None) == 512
             assert triton_kernels.decode(by, payload, kept, source, 0) == 512
     with source.fake_mode:
-        triton_sums.sum_parts(source.view(4, 128), torch.empty(128, device=GPU_1), 0.25, None, 0, None)
+        triton_sums.sum_parts(
+            source.view(4, 128), torch.empty(128, device=GPU_1), 0.25, None, 0, None
+        )
     assert [device for device, *_ in kernel.launches] == [1] * 9
     assert devices.current == 0
 
@@ -117,7 +129,9 @@ def asked_anew(monkeypatch):
     return monkeypatch
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 5), False), ((8, 0), True), ((12, 0), True)]
+)
 def test_kernels_serve_from_compute_capability_8_on(asked_anew, capability, expected):
     asked_anew.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     asked_anew.setattr(launching, "_starts", lambda device: True)
@@ -132,13 +146,19 @@ def test_kernels_serve_no_device_without_triton(asked_anew):
 
 def test_a_triton_that_cannot_build_is_told_once_and_left_alone(asked_anew):
     def broken(*arguments, **options):
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+        raise RuntimeError(
+            "Failed to find C compiler. Please specify via CC environment variable.\nmore"
+        )
 
     asked_anew.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     asked_anew.setattr(launching, "launch", broken)
     asked_anew.setattr(torch, "empty", lambda *_, **__: torch.zeros(0))
     with pytest.warns(
-        UserWarning, match=r"Triton is installed but cannot run a kernel \(RuntimeError: Failed to find C compiler. .*\)\. Sums"
+        UserWarning,
+        match=(
+            r"Triton is installed but cannot run a kernel \(RuntimeError: Failed to find C"
+            r" compiler. .*\)\. Sums"
+        ),
     ):
         assert not launching.usable(GPU_1)
 

@@ -1,4 +1,6 @@
-"""What the traffic ledger counts as between nodes, and as what would have been sent without codecs."""
+"""What the traffic ledger counts as between nodes, and as what would have been sent without
+codecs.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,13 @@ def test_what_was_encoded_counts_as_it_was_sent_and_as_it_would_have_been() -> N
     ledger.record("all-gather", "a", 100, between=60, plain=400, plain_between=240)
     ledger.record("all-gather", "b", 10, between=4)
     ledger.record("reduce-scatter", "a", 50)
-    assert ledger.by_move_in_full() == {"all-gather": Sent(110, 64, 410, 244), "reduce-scatter": Sent(50, 0, 50, 0)}
-    assert ledger.by_link() == {"inside": 96, "between": 64} and ledger.between_by_move() == {"all-gather": 64}
+    assert ledger.by_move_in_full() == {
+        "all-gather": Sent(110, 64, 410, 244),
+        "reduce-scatter": Sent(50, 0, 50, 0),
+    }
+    assert ledger.by_link() == {"inside": 96, "between": 64} and ledger.between_by_move() == {
+        "all-gather": 64
+    }
     assert (ledger.total(), ledger.plain()) == (160, 460)
     assert [sent.encoded for sent in ledger.by_move_in_full().values()] == [True, False]
     ledger.reset()

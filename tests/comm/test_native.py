@@ -1,4 +1,6 @@
-"""The native path of every recipe: the same bits over the stand-in for NCCL as over gloo, which is what all other tests run on."""
+"""The native path of every recipe: the same bits over the stand-in for NCCL as over gloo, which is
+what all other tests run on.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Scaled(Run):
         super().__post_init__()
         self.scaler: Any = None
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         import onefold
 
         if step == 0:
@@ -43,19 +47,27 @@ class Scaled(Run):
 
 
 class Frozen(Run):
-    """Only the second block and the head are trained: parts of flat buffers, and units with nothing to reduce."""
+    """Only the second block and the head are trained: parts of flat buffers, and units with nothing
+    to reduce.
+    """
 
     def build(self) -> nn.Module:
         model = super().build()
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("blocks.1" in name or "head" in name or name.endswith("norm_1.bias"))
+            parameter.requires_grad_(
+                "blocks.1" in name or "head" in name or name.endswith("norm_1.bias")
+            )
         return model
 
 
 class FrozenLater(Run):
-    """Parameters are frozen and trained again between steps: what is reduced are parts of flat buffers."""
+    """Parameters are frozen and trained again between steps: what is reduced are parts of flat
+    buffers.
+    """
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not (step % 2 and ("mlp.0" in name or "norm_1" in name)))
         return super().step(model, optimizer, rank, step)
@@ -130,7 +142,11 @@ def encoded() -> Recipes:
         return Run(kind="fused adamw", max_norm=0.5, steps=3, **more)
 
     codecs = {
-        f"{gather} and {reduce}": (run(), 3, {"gather_codec": gather, "reduce_codec": reduce, "group": 2})
+        f"{gather} and {reduce}": (
+            run(),
+            3,
+            {"gather_codec": gather, "reduce_codec": reduce, "group": 2},
+        )
         for gather, reduce in (("int8", "int4"), ("fp8", "int8"), ("int4", "fp8"))
     }
     return codecs | {
@@ -153,10 +169,22 @@ def offloaded() -> Recipes:
     return {
         "states on the host": (run(), 1, {"offload_optimizer": "cpu"}),
         "half of them": (run(), 2, {"offload_optimizer": 0.5}),
-        "everything on the host": (run(micro_batches=2), 3, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+        "everything on the host": (
+            run(micro_batches=2),
+            3,
+            {"offload_optimizer": "cpu", "offload_param": "cpu"},
+        ),
         "everything on NVMe": (run(), 3, {"offload_optimizer": "nvme", "offload_param": "nvme"}),
-        "behind the backward pass": (Run(kind="fused adamw", steps=3), 3, {"offload_optimizer": "cpu", "step_in_backward": True}),
-        "second copy, states on the host": (run(), 3, {"offload_optimizer": "cpu", "second_copy": True, "group": 2}),
+        "behind the backward pass": (
+            Run(kind="fused adamw", steps=3),
+            3,
+            {"offload_optimizer": "cpu", "step_in_backward": True},
+        ),
+        "second copy, states on the host": (
+            run(),
+            3,
+            {"offload_optimizer": "cpu", "second_copy": True, "group": 2},
+        ),
         "activations on the host": (run(), 3, {"offload_activations": True}),
         "moments in int8": (Run(kind="adamw", steps=3), 2, {"moments": "int8"}),
     }
@@ -181,18 +209,27 @@ def compare(which: str, folder: str | None) -> list[str]:
 
 @pytest.mark.parametrize(("which", "world_size"), [("plain", 2), ("plain", 4), ("over groups", 4), ("encoded", 4), ("offloaded", 2),
                                                    ("offloaded", 4)])  # fmt: skip
-def test_every_recipe_gives_the_same_bits_on_a_native_backend(which: str, world_size: int, tmp_path: Path) -> None:
+def test_every_recipe_gives_the_same_bits_on_a_native_backend(
+    which: str, world_size: int, tmp_path: Path
+) -> None:
     assert run_ranks(world_size, compare, which, str(tmp_path)) == [[]] * world_size
 
 
 def a_life(folder: str, group: Any, stage: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Everything that moves state: made from the meta device, trained, saved, read, written, loaded at another stage."""
+    """Everything that moves state: made from the meta device, trained, saved, read, written, loaded
+    at another stage.
+    """
     import onefold
 
     def made(stage: int, **more: Any) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(0)
         with torch.device("meta"):
-            model: Any = nn.Sequential(nn.Linear(7, 12), nn.BatchNorm1d(12), nn.Linear(12, 12), nn.Linear(12, 3, bias=False))
+            model: Any = nn.Sequential(
+                nn.Linear(7, 12),
+                nn.BatchNorm1d(12),
+                nn.Linear(12, 12),
+                nn.Linear(12, 3, bias=False),
+            )
         recipe = onefold.Recipe.zero(stage, stall_timeout=30.0, **more)
         model = onefold.shard(model, recipe, group=group, init=lambda m: m.reset_parameters())
         return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
@@ -207,7 +244,13 @@ def a_life(folder: str, group: Any, stage: int, options: dict[str, Any]) -> dict
     out: dict[str, Tensor] = {}
 
     def keep(name: str, tensors: Any) -> None:
-        out.update({f"{name}.{key}": t.detach().clone() for key, t in tensors.items() if isinstance(t, Tensor)})
+        out.update(
+            {
+                f"{name}.{key}": t.detach().clone()
+                for key, t in tensors.items()
+                if isinstance(t, Tensor)
+            }
+        )
 
     def losses_at(model: Any, name: str) -> None:
         with torch.no_grad():
@@ -273,7 +316,9 @@ def over_the_default_group(folder: str, how: str) -> list[str]:
     dist.init_process_group(how, store=store, rank=rank, world_size=world_size)
     assert "standin" in dist.get_backend_config()
     native = train_sharded(Run(steps=2), 3)
-    return differences(how, expected, native, 0.0, 0.0) + ([] if standin.launched["all_gather"] else ["nothing was gathered over it"])
+    return differences(how, expected, native, 0.0, 0.0) + (
+        [] if standin.launched["all_gather"] else ["nothing was gathered over it"]
+    )
 
 
 @pytest.mark.parametrize("how", ["standin", "cpu:standin"])

@@ -1,4 +1,6 @@
-"""`reduce="native"`: the backend adds gradients up; what that changes, what it does not, and where it is refused."""
+"""`reduce="native"`: the backend adds gradients up; what that changes, what it does not, and where
+it is refused.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ from ranks import run_ranks
 from trials import STAGES, differences, train_sharded
 
 RECIPES: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    **{f"stage {stage}": (Run(kind="fused adamw", max_norm=0.5, steps=3), stage, {}) for stage in STAGES},
-    **{f"stage {stage}, accumulating": (Run(kind="sgd", micro_batches=2, steps=2), stage, {}) for stage in STAGES},
+    **{
+        f"stage {stage}": (Run(kind="fused adamw", max_norm=0.5, steps=3), stage, {})
+        for stage in STAGES
+    },
+    **{
+        f"stage {stage}, accumulating": (Run(kind="sgd", micro_batches=2, steps=2), stage, {})
+        for stage in STAGES
+    },
     "HSDP": (Run(kind="sgd", micro_batches=2, steps=2), 3, {"shard_group": 2}),
     "stage 0 in groups": (Run(max_norm=0.5, steps=3), 0, {"group": 2}),
     "stage 1 in groups": (Run(max_norm=0.5, steps=3), 1, {"group": 2}),
@@ -29,7 +37,11 @@ RECIPES: dict[str, tuple[Any, int, dict[str, Any]]] = {
 }
 #: 16 bits travel: whoever adds in them is further off.
 COARSE: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "bf16, added in fp32": (Run(kind="sgd", steps=3), 2, {"precision": "bf16", "wire": torch.float32}),
+    "bf16, added in fp32": (
+        Run(kind="sgd", steps=3),
+        2,
+        {"precision": "bf16", "wire": torch.float32},
+    ),
     "bf16, stage 0": (Run(kind="sgd", steps=3), 0, {"precision": "bf16"}),
     "bf16, HSDP": (Run(kind="sgd", steps=3), 3, {"precision": "bf16", "shard_group": 2}),
     "fp16, scaled": (Scaled(kind="sgd", max_norm=0.5, steps=4), 3, {"precision": "fp16"}),
@@ -55,18 +67,32 @@ def test_gradients_are_within_rounding_of_those_added_in_order() -> None:
     assert run_ranks(4, compare) == [[]] * 4
 
 
-def one_step(stage: int, reduce: str, **options: Any) -> tuple[dict[str, int], dict[str, int], list[torch.Tensor]]:
+def one_step(
+    stage: int, reduce: str, **options: Any
+) -> tuple[dict[str, int], dict[str, int], list[torch.Tensor]]:
     """(bytes by move, operations launched, gradients) of one backward pass on the stand-in."""
     torch.manual_seed(0)
-    model = onefold.shard(TinyMLP(8, 24, 2, 6), onefold.Recipe.zero(stage, reduce=reduce, **options), group=standin.new_group())
+    model = onefold.shard(
+        TinyMLP(8, 24, 2, 6),
+        onefold.Recipe.zero(stage, reduce=reduce, **options),
+        group=standin.new_group(),
+    )
     engine = onefold.engine_of(model)
     model(features_of(1, 3, 8)).sum().backward()
     engine.traffic.reset()
     before = dict(standin.launched)
     model.zero_grad()
     model(features_of(dist.get_rank(), 3, 8)).square().mean().backward()
-    launched = {op: count - before.get(op, 0) for op, count in standin.launched.items() if count > before.get(op, 0)}
-    grads = [torch.as_tensor(p.grad.detach().as_subclass(torch.Tensor)) for p in model.parameters() if p.grad is not None]
+    launched = {
+        op: count - before.get(op, 0)
+        for op, count in standin.launched.items()
+        if count > before.get(op, 0)
+    }
+    grads = [
+        torch.as_tensor(p.grad.detach().as_subclass(torch.Tensor))
+        for p in model.parameters()
+        if p.grad is not None
+    ]
     return engine.traffic.by_move(), launched, grads
 
 
@@ -74,8 +100,12 @@ def bytes_and_operations() -> list[str]:
     found = []
     for stage in STAGES:
         for options in ({}, {"precision": "bf16"}, {"shard_group": 2} if stage else {}):
-            (a, ordered, _), (b, native, _) = one_step(stage, "ordered", **options), one_step(stage, "native", **options)
-            gathers = {"all_gather"} if stage else set()  # nobody stepped: also kept copies are gathered anew
+            (a, ordered, _), (b, native, _) = (
+                one_step(stage, "ordered", **options),
+                one_step(stage, "native", **options),
+            )
+            # Nobody stepped: also kept copies are gathered anew
+            gathers = {"all_gather"} if stage else set()
             spread = {"all_gather"} if stage == 0 or "shard_group" in options else set()
             wanted = {"all_reduce"} if stage == 0 else {"reduce_scatter"} | gathers | spread
             if a != b:
@@ -101,7 +131,11 @@ def in_the_wires_dtype() -> list[list[float]]:
             return (self.w * x).sum()
 
     out = []
-    for options in ({"reduce": "ordered"}, {"reduce": "native"}, {"reduce": "native", "wire": torch.float32}):
+    for options in (
+        {"reduce": "ordered"},
+        {"reduce": "native"},
+        {"reduce": "native", "wire": torch.float32},
+    ):
         recipe = onefold.Recipe.zero(0, precision="bf16", **options)
         model = onefold.shard(One(), recipe, group=standin.new_group())
         mine = 256.0 if dist.get_rank() == 0 else 1.0
@@ -117,12 +151,18 @@ def test_sums_are_made_in_the_dtype_of_the_wire_which_can_be_fp32() -> None:
     for ordered, native, wide in run_ranks(4, in_the_wires_dtype):
         assert wide == [64.75] * 4, wide
         assert set(ordered) <= {64.5, 65.0}, ordered
-        assert len(native) == 4 and all(64.0 <= x <= 65.0 for x in native) and 64.75 not in native, native
+        assert (
+            len(native) == 4 and all(64.0 <= x <= 65.0 for x in native) and 64.75 not in native
+        ), native
 
 
 def refused(over_gloo: bool) -> str:
     try:
-        onefold.shard(TinyMLP(), onefold.Recipe.zero(2, reduce="native"), group=None if over_gloo else standin.new_group())
+        onefold.shard(
+            TinyMLP(),
+            onefold.Recipe.zero(2, reduce="native"),
+            group=None if over_gloo else standin.new_group(),
+        )
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -158,7 +198,13 @@ def frozen_later() -> list[str]:
     """Parts of a flat buffer are not even: Onefold adds those up itself, whichever is asked for."""
     case = FrozenLater(kind="sgd", steps=4)
     ordered = train_sharded(case, 3)
-    return differences("frozen later", ordered, train_sharded(case, 3, process_group=standin.new_group(), reduce="native"), 2e-5, 2e-6)
+    return differences(
+        "frozen later",
+        ordered,
+        train_sharded(case, 3, process_group=standin.new_group(), reduce="native"),
+        2e-5,
+        2e-6,
+    )
 
 
 def test_uneven_parts_are_added_by_onefold() -> None:

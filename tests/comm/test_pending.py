@@ -28,7 +28,10 @@ class Move:
 @virtual.alone
 def test_the_stream_that_computes_waits_for_the_second_move_only() -> None:
     device = torch.device("virtual:0")
-    computing, group = current_stream(device), SimpleNamespace(relay=new_stream(device, "relay"), device=device, broken=None)
+    computing, group = (
+        current_stream(device),
+        SimpleNamespace(relay=new_stream(device, "relay"), device=device, broken=None),
+    )
     first, second, begun_on = Move(device), Move(device), []
 
     def then() -> Any:

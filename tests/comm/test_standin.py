@@ -1,4 +1,6 @@
-"""The stand-in for NCCL: what it moves, what it refuses, and what goes wrong on it as it would on a GPU."""
+"""The stand-in for NCCL: what it moves, what it refuses, and what goes wrong on it as it would on a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def every_collective(dtype: torch.dtype) -> list[str]:
     wrong: list[str] = []
 
     def expect(name: str, found: torch.Tensor, expected: torch.Tensor, exact: bool = True) -> None:
-        close = torch.equal(found, expected) if exact else torch.allclose(found.float(), expected.float(), rtol=0.05, atol=0.05)
+        close = (
+            torch.equal(found, expected)
+            if exact
+            else torch.allclose(found.float(), expected.float(), rtol=0.05, atol=0.05)
+        )
         wrong.extend([] if close else [f"{name}: {found} for {expected}"])
 
     parts = [by(r, 6, dtype=dtype) for r in range(n)]
@@ -67,7 +73,11 @@ def every_collective(dtype: torch.dtype) -> list[str]:
     dist.broadcast(out := parts[me].clone(), group=group, group_src=n - 1)
     expect("broadcast", out, parts[-1])
     ops = [dist.P2POp(dist.isend, parts[me], group_peer=(me + 1) % n, group=group)]
-    ops.append(dist.P2POp(dist.irecv, out := torch.empty(6, dtype=dtype), group_peer=(me - 1) % n, group=group))
+    ops.append(
+        dist.P2POp(
+            dist.irecv, out := torch.empty(6, dtype=dtype), group_peer=(me - 1) % n, group=group
+        )
+    )
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     expect("send and recv", out, parts[me - 1])
@@ -83,7 +93,9 @@ def test_the_stand_in_moves_what_nccl_moves(world_size: int, dtype: torch.dtype)
 
 
 def sums_of_three() -> list[float]:
-    """fp32 numbers whose sum depends on the order: what a reduce-scatter and an all-reduce make of them."""
+    """fp32 numbers whose sum depends on the order: what a reduce-scatter and an all-reduce make of
+    them.
+    """
     group, me = standin.new_group(), dist.get_rank()
     mine = torch.full((3,), [1e8, 1.0, -1e8][me])
     out = torch.empty(1)
@@ -95,7 +107,9 @@ def sums_of_three() -> list[float]:
 def test_sums_go_round_the_ring_and_not_by_rank() -> None:
     # By rank every sum is (1e8 + 1) - 1e8 = 0. Rank 1's part begins with rank 2: (-1e8 + 1e8) + 1.
     found = run_ranks(3, sums_of_three)
-    assert [f[0] for f in found] == [0.0, 1.0, 0.0] and all(f[1:] == [0.0, 1.0, 0.0] for f in found), found
+    assert [f[0] for f in found] == [0.0, 1.0, 0.0] and all(
+        f[1:] == [0.0, 1.0, 0.0] for f in found
+    ), found
 
 
 def misuse() -> dict[str, bool]:
@@ -105,13 +119,17 @@ def misuse() -> dict[str, bool]:
     out, mine = torch.zeros(8), by(me, 4)
     work = all_gather(out, mine, group=group, async_op=True)
     time.sleep(10 * standin.LATE)  # it is on its way for long: still nobody has waited
-    seen["an output that nobody waited for is poison"] = bool(out.isnan().all()) and not work.is_completed()
+    seen["an output that nobody waited for is poison"] = (
+        bool(out.isnan().all()) and not work.is_completed()
+    )
     work.wait()
     seen["it is there behind the wait"] = torch.equal(out, torch.cat([by(0, 4), by(1, 4)]))
     work = all_gather(out, mine, group=group, async_op=True)
     mine.zero_()
     work.wait()
-    seen["an input that is overwritten before the wait is sent as it is then"] = torch.equal(out, torch.zeros(8))
+    seen["an input that is overwritten before the wait is sent as it is then"] = torch.equal(
+        out, torch.zeros(8)
+    )
     whole = by(me, 8)
     work = dist.all_reduce(whole, group=group, async_op=True)
     time.sleep(10 * standin.LATE)
@@ -138,7 +156,9 @@ def refusals() -> list[str]:
         lambda: dist.all_reduce(torch.ones(4, 4).t()[:2], group=group),
         lambda: all_gather(torch.ones(5), torch.ones(2), group=group),
         lambda: reduce_scatter(torch.ones(2), torch.ones(5), group=group),
-        lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), op=dist.ReduceOp.BOR, group=group),
+        lambda: dist.all_reduce(
+            torch.ones(2, dtype=torch.int32), op=dist.ReduceOp.BOR, group=group
+        ),
     ]
     for each in wrong:
         try:
@@ -151,7 +171,15 @@ def refusals() -> list[str]:
 
 
 def test_what_nccl_has_not_is_refused() -> None:
-    words = ["no tags", "no tags", "named", "contiguous", "expected 2 times", "expected 2 times", "has no"]
+    words = [
+        "no tags",
+        "no tags",
+        "named",
+        "contiguous",
+        "expected 2 times",
+        "expected 2 times",
+        "has no",
+    ]
     for said in run_ranks(2, refusals):
         assert all(word in sentence for word, sentence in zip(words, said, strict=True)), said
 
@@ -168,7 +196,9 @@ def another_order() -> None:
 def test_another_order_on_one_rank_is_an_error_that_names_both_operations() -> None:
     for outcome in outcomes_of(2, another_order, timeout=60):
         assert outcome.error == "RuntimeError", outcome
-        assert "all_reduce of 3" in outcome.message and "all_gather of 4" in outcome.message, outcome.message
+        assert "all_reduce of 3" in outcome.message and "all_gather of 4" in outcome.message, (
+            outcome.message
+        )
 
 
 def gone() -> None:
@@ -180,7 +210,9 @@ def gone() -> None:
 
 def test_a_rank_that_ends_is_an_error_on_the_others_at_once() -> None:
     waiting, _ = outcomes_of(2, gone, timeout=60)
-    assert waiting.error == "RuntimeError" and "is gone" in waiting.message and waiting.seconds < 30, waiting
+    assert (
+        waiting.error == "RuntimeError" and "is gone" in waiting.message and waiting.seconds < 30
+    ), waiting
 
 
 def late() -> None:
@@ -192,7 +224,10 @@ def late() -> None:
 
 def test_a_rank_that_does_not_come_is_an_error_when_the_time_is_up() -> None:
     waiting, other = outcomes_of(2, late, timeout=60)
-    assert waiting.error == "RuntimeError" and "Timed out after 1.0 s in all_reduce of 3" in waiting.message, waiting
+    assert (
+        waiting.error == "RuntimeError"
+        and "Timed out after 1.0 s in all_reduce of 3" in waiting.message
+    ), waiting
     assert other.error == "", other
 
 

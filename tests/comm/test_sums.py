@@ -1,4 +1,6 @@
-"""`sum_parts`: rank order, one rounding, no other memory than it was given; the bits that a loop of torch's additions has."""
+"""`sum_parts`: rank order, one rounding, no other memory than it was given; the bits that a loop of
+torch's additions has.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,14 @@ def test_a_sum_has_the_bits_of_one_addition_a_rank_in_rank_order(dtype):
         out = torch.empty(300, dtype=out_dtype)
         sum_parts(parts, out, 1 / 3, round_to=round_to, dtype=dtype)
         expected = one_by_one(list(parts), out, 1 / 3, round_to, dtype)
-        assert same(out, expected), (wire, out_dtype, round_to, ranks, out[out != expected], expected[out != expected])
+        assert same(out, expected), (
+            wire,
+            out_dtype,
+            round_to,
+            ranks,
+            out[out != expected],
+            expected[out != expected],
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 2, 4])
@@ -59,7 +68,10 @@ def test_rows_may_lie_apart_and_start_anywhere():
     buffer[:, :101] = parts
     out = torch.full((103,), 7.0)
     sum_parts(buffer[:, :101], out[1:102], 0.25)
-    assert same(out[1:102], one_by_one(list(parts), out, 0.25, None, torch.float32)) and out[0] == out[102] == 7.0
+    assert (
+        same(out[1:102], one_by_one(list(parts), out, 0.25, None, torch.float32))
+        and out[0] == out[102] == 7.0
+    )
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
@@ -70,7 +82,9 @@ def test_the_sum_may_take_the_place_of_any_part(at, dtype):
     untouched = [parts[i].clone() for i in range(4) if i != at]
     sum_parts(parts, parts[at], 0.5)
     assert same(parts[at], expected)
-    assert all(same(a, b) for a, b in zip(untouched, (parts[i] for i in range(4) if i != at), strict=True))
+    assert all(
+        same(a, b) for a, b in zip(untouched, (parts[i] for i in range(4) if i != at), strict=True)
+    )
     parts = parts_for(4, 150, dtype)
     own = parts[at].clone()
     sum_parts(torch.cat([parts[:at], parts[at + 1 :]]), own, 0.5, own=own, rank=at)
@@ -99,7 +113,10 @@ def test_long_parts_are_summed_in_slabs_with_the_bits_of_the_whole(monkeypatch):
 
 
 def test_parts_that_lie_anywhere_are_added_up_in_the_order_they_are_given_in():
-    parts = [parts_for(1, 90, dtype, seed)[0] for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.float16))]
+    parts = [
+        parts_for(1, 90, dtype, seed)[0]
+        for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.float16))
+    ]
     for order in (parts, parts[::-1]):
         out = torch.empty(90)
         add_up(order, out, 0.25, round_to=torch.bfloat16)
@@ -115,11 +132,23 @@ def test_the_sum_of_minus_zero_is_minus_zero():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (lambda: (torch.zeros(5), torch.zeros(5)), r"shape \(5,\) cannot be summed into \(5,\): expected \[ranks, n\] and \[n\]"),
-        (lambda: (torch.zeros(2, 5), torch.zeros(4)), r"shape \(2, 5\) cannot be summed into \(4,\)"),
+        (
+            lambda: (torch.zeros(5), torch.zeros(5)),
+            r"shape \(5,\) cannot be summed into \(5,\): expected \[ranks, n\] and \[n\]",
+        ),
+        (
+            lambda: (torch.zeros(2, 5), torch.zeros(4)),
+            r"shape \(2, 5\) cannot be summed into \(4,\)",
+        ),
         (lambda: (torch.zeros(0, 5), torch.zeros(5)), r"shape \(0, 5\) cannot be summed"),
-        (lambda: (torch.zeros(5, 2).t(), torch.zeros(5)), r"strides \(1, 2\) .* expected contiguous rows"),
-        (lambda: (torch.zeros(2, 5), torch.zeros(5, device="meta")), r"several devices \(cpu, meta\), expected one"),
+        (
+            lambda: (torch.zeros(5, 2).t(), torch.zeros(5)),
+            r"strides \(1, 2\) .* expected contiguous rows",
+        ),
+        (
+            lambda: (torch.zeros(2, 5), torch.zeros(5, device="meta")),
+            r"several devices \(cpu, meta\), expected one",
+        ),
     ],
 )
 def test_what_cannot_be_summed_is_said(arguments, said):
@@ -130,7 +159,10 @@ def test_what_cannot_be_summed_is_said(arguments, said):
 def test_an_own_part_that_does_not_fit_is_said():
     with pytest.raises(ValueError, match=r"own of shape \(4,\) cannot be summed into \(5,\)"):
         sum_parts(torch.zeros(2, 5), torch.zeros(5), own=torch.zeros(4))
-    with pytest.raises(ValueError, match=r"rank 3 was given with the parts of 3 ranks, expected a position from 0 to 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank 3 was given with the parts of 3 ranks, expected a position from 0 to 2",
+    ):
         sum_parts(torch.zeros(2, 5), torch.zeros(5), own=torch.zeros(5), rank=3)
     out = torch.zeros(5)
     sum_parts(torch.zeros(0, 5), out, own=torch.ones(5))  # a group of one rank

@@ -1,4 +1,6 @@
-"""The room `device` on the virtual device: which device is meant, pinned buffers, and copies that are right whenever they run."""
+"""The room `device` on the virtual device: which device is meant, pinned buffers, and copies that
+are right whenever they run.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ def test_what_has_no_streams_copies_at_once() -> None:
 
 
 def test_a_device_that_is_not_there_is_told_of_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match=r"device='xpu': torch finds no such device here .*Give a device that is there, or 'cpu'"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"device='xpu': torch finds no such device here .*Give a device that is there, or 'cpu'"
+        ),
+    ):
         with_index("xpu")
 
 
@@ -62,7 +69,9 @@ def test_an_index_means_the_device_that_was_current_when_it_was_asked_for() -> N
     with guard(torch.device("virtual:2")):
         found = with_index("virtual")
         assert found == torch.device("virtual:2") and default_device() == found
-    assert with_index("virtual") == torch.device("virtual:0") and with_index("virtual:1") == torch.device("virtual:1")
+    assert with_index("virtual") == torch.device("virtual:0") and with_index(
+        "virtual:1"
+    ) == torch.device("virtual:1")
     assert has_streams(found)
 
 
@@ -93,11 +102,17 @@ def test_pinned_memory_begins_on_a_page_where_a_disk_wants_it() -> None:
 @virtual.alone
 @pytest.mark.parametrize("window", [0, 4096, 1 << 20])
 def test_copies_are_right_under_every_schedule_whatever_they_hold(window: int) -> None:
-    """Down, changed on the host, and up again: the memory of both ends is handed on as soon as the copy stream lets go of it."""
+    """Down, changed on the host, and up again: the memory of both ends is handed on as soon as the
+    copy stream lets go of it.
+    """
     device = torch.device("virtual:0")
     for seed in range(30):
         virtual.reset(seed)
-        down, up, pinned = CopyStream(device, window), CopyStream(device, window), HostBuffers(device)
+        down, up, pinned = (
+            CopyStream(device, window),
+            CopyStream(device, window),
+            HostBuffers(device),
+        )
         results: list[Tensor] = []
         for i in range(12):
             source = torch.full((1024,), float(i), device=device) * 2
@@ -119,7 +134,9 @@ def test_copies_are_right_under_every_schedule_whatever_they_hold(window: int) -
 
 
 @virtual.alone
-def test_the_window_bounds_what_copies_hold_of_the_device_and_then_the_stream_waits_not_the_host() -> None:
+def test_the_window_bounds_what_copies_hold_of_the_device_and_then_the_stream_waits_not_the_host() -> (
+    None
+):
     device = torch.device("virtual:0")
     for seed in range(20):
         virtual.reset(seed)
@@ -147,7 +164,9 @@ def test_the_window_bounds_what_copies_hold_of_the_device_and_then_the_stream_wa
 
 
 def saved_from(folder: str) -> list[str]:
-    """An asynchronous save of a model on a device that is not the first one, given without its index."""
+    """An asynchronous save of a model on a device that is not the first one, given without its
+    index.
+    """
     import onefold
 
     wrong = []
@@ -155,7 +174,9 @@ def saved_from(folder: str) -> list[str]:
     for seed in range(8):
         virtual.reset(seed)
         torch.manual_seed(0)
-        model: Any = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, precision="fp32"), device="virtual")
+        model: Any = onefold.shard(
+            TinyGPT(), onefold.Recipe.zero(3, precision="fp32"), device="virtual"
+        )
         engine = onefold.engine_of(model)
         assert engine.device == torch.device("virtual:1")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -191,7 +212,11 @@ def test_the_host_waits_where_copies_hold_too_much_of_its_memory() -> None:
     device = torch.device("virtual:0")
     for seed in range(10):
         virtual.reset(seed)
-        up, pinned, into = CopyStream(device, window=4096), HostBuffers(device), torch.empty(1024, device=device)
+        up, pinned, into = (
+            CopyStream(device, window=4096),
+            HostBuffers(device),
+            torch.empty(1024, device=device),
+        )
         places = set()
         for i in range(40):
             low = pinned.empty(1024, torch.float32)
@@ -231,7 +256,9 @@ def test_synchronize_waits_for_every_stream_of_the_device() -> None:
         synchronize(device)
         assert virtual.pending() == "", virtual.pending()
         assert virtual.cpu_alias(a).sum() == 64 and virtual.cpu_alias(b).sum() == 128
-        assert [waited.name for waited in virtual.synchronizations()], "the wait of the host is not told"
+        assert [waited.name for waited in virtual.synchronizations()], (
+            "the wait of the host is not told"
+        )
 
 
 def test_synchronize_asks_the_clock_of_a_simulation() -> None:
@@ -258,7 +285,9 @@ def test_numbers_are_read_without_waiting_for_what_was_launched_behind_them() ->
         first = torch.full((), 3.0, device="virtual")
         with virtual.no_synchronization():
             reading = Reading(first, first.square().reshape(1))
-        virtual.enqueue(None, lambda t: ran.append("the next step"), reads=[first], ready=lambda: bool(let_go))
+        virtual.enqueue(
+            None, lambda t: ran.append("the next step"), reads=[first], ready=lambda: bool(let_go)
+        )
         assert reading.numbers() == [3.0, 9.0] and not ran
         let_go.append(1)
         virtual.drain()

@@ -1,4 +1,5 @@
-"""The habits of ordinary PyTorch scripts, each run under DDP and under Onefold: what differs, what is refused, what is the same.
+"""The habits of ordinary PyTorch scripts, each run under DDP and under Onefold: what differs, what
+is refused, what is the same.
 
     registry.py      `@habit("title", at="gradients")` over small functions written as people write them
     loop.py          the ordinary training loop that calls them and knows nothing of who wraps the model
@@ -6,6 +7,6 @@
     page.py          docs/habits.md, from the verdicts
     subjects/        the habits, a module for each subject
 
-`python -m tests.habits` runs all of them, `python -m tests.habits run "weight decay"` those with these words in their title, and
-`python -m tests.habits write` writes docs/habits.md.
+`python -m tests.habits` runs all of them, `python -m tests.habits run "weight decay"` those with
+these words in their title, and `python -m tests.habits write` writes docs/habits.md.
 """

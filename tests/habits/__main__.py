@@ -21,13 +21,21 @@ from ranks import preload, stop_fork_server
 
 
 def main(arguments: list[str]) -> int:
-    """Run the habits with these words in their title (all without any), say what surprises, and write the page if asked to."""
+    """Run the habits with these words in their title (all without any), say what surprises, and
+    write the page if asked to.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.habits", description=main.__doc__)
     parser.add_argument("what", nargs="?", choices=("run", "write", "list"), default="run")
     parser.add_argument("words", nargs="*", help="run: part of `subject: title`")
     parser.add_argument("--columns", default=",".join(COLUMNS), help="run: of one,0,1,2,3")
-    parser.add_argument("--results", type=Path, help="a file that keeps verdicts: `run` adds to it, `write` runs only what it has not")
-    parser.add_argument("--partial", action="store_true", help="write: only from what --results has")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="a file that keeps verdicts: `run` adds to it, `write` runs only what it has not",
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="write: only from what --results has"
+    )
     parser.add_argument("--width", type=int, default=400, help="letters shown of a message")
     given = parser.parse_args(arguments)
     known, words = everything(), " ".join(given.words).lower()
@@ -36,10 +44,16 @@ def main(arguments: list[str]) -> int:
         print("\n".join(f"{h.subject}: {h.title}" for h in chosen))
         return 0
     columns = given.columns.split(",")
-    assert given.what == "run" or (columns == list(COLUMNS) and not words), "the page has all habits in all columns"
+    assert given.what == "run" or (columns == list(COLUMNS) and not words), (
+        "the page has all habits in all columns"
+    )
     preload("habits.verdicts", "habits.loop", "models")
     began, kept = time.monotonic(), _kept(given.results)
-    tasks = [task for task in tasks_of(chosen, columns) if given.what == "run" or (task[0][0], task[1]) not in kept]
+    tasks = [
+        task
+        for task in tasks_of(chosen, columns)
+        if given.what == "run" or (task[0][0], task[1]) not in kept
+    ]
     if given.partial:
         tasks = []
 
@@ -49,18 +63,38 @@ def main(arguments: list[str]) -> int:
 
     verdicts = verdicts_of(tasks, tell=tell)
     stop_fork_server()
-    found = kept | {(titles[0], column): verdict for (titles, column), verdict in zip(tasks, verdicts, strict=True)}
+    found = kept | {
+        (titles[0], column): verdict
+        for (titles, column), verdict in zip(tasks, verdicts, strict=True)
+    }
     if given.results:
-        given.results.write_text(json.dumps([[*key, asdict(verdict)] for key, verdict in found.items()]))
-    surprising = [line for h in chosen for c in columns if (h.title, c) in found and (line := surprises(h, c, found[h.title, c]))]
+        given.results.write_text(
+            json.dumps([[*key, asdict(verdict)] for key, verdict in found.items()])
+        )
+    surprising = [
+        line
+        for h in chosen
+        for c in columns
+        if (h.title, c) in found and (line := surprises(h, c, found[h.title, c]))
+    ]
     if words:
         for h in chosen:
             print(f"{h.title}: {', '.join(f'{c} {found[h.title, c].kind}' for c in columns)}")
-            for cause in {f"{v.error}: {sentence(v.why)}" for c in columns if (v := found[h.title, c]).kind == REFUSED}:
+            for cause in {
+                f"{v.error}: {sentence(v.why)}"
+                for c in columns
+                if (v := found[h.title, c]).kind == REFUSED
+            }:
                 print(f"    {cause[: given.width]}")
-    failed = {h.title for h in chosen for c in columns if (h.title, c) in found and found[h.title, c].failed}
+    failed = {
+        h.title
+        for h in chosen
+        for c in columns
+        if (h.title, c) in found and found[h.title, c].failed
+    }
     print(
-        f"{len(chosen)} habits in {time.monotonic() - began:.0f} s, {len(surprising)} surprises; {len(failed)} different, crashed or hung"
+        f"{len(chosen)} habits in {time.monotonic() - began:.0f} s, {len(surprising)} surprises;"
+        f" {len(failed)} different, crashed or hung"
     )
     if given.what == "write":
         page.PAGE.write_text(page.text(known, found), encoding="utf-8")

@@ -1,4 +1,6 @@
-"""The ordinary training loop around habits: the same code under DDP, on one process, and at every stage."""
+"""The ordinary training loop around habits: the same code under DDP, on one process, and at every
+stage.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ VOCABULARY, WIDTH, LENGTH = 17, 10, 6
 
 
 class Net(nn.Module):
-    """tokens (batch, length) -> logits (batch, length, vocabulary): two transformer blocks of a few hundred parameters."""
+    """tokens (batch, length) -> logits (batch, length, vocabulary): two transformer blocks of a few
+    hundred parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +47,9 @@ def sample(seed: int) -> Tensor:
 
 @dataclass
 class Result:
-    """What a run leaves on a rank: its losses, what habits noted, buffers; whole weights on rank 0."""
+    """What a run leaves on a rank: its losses, what habits noted, buffers; whole weights on rank
+    0.
+    """
 
     losses: list[float] = field(default_factory=list)
     notes: dict[str, list[Any]] = field(default_factory=dict)
@@ -61,7 +67,9 @@ class World:
         """The whole state dict, on rank 0 at least."""
         return module.state_dict()
 
-    def load(self, model: nn.Module, module: nn.Module, state: dict[str, Tensor], strict: bool) -> None:
+    def load(
+        self, model: nn.Module, module: nn.Module, state: dict[str, Tensor], strict: bool
+    ) -> None:
         module.load_state_dict(state, strict=strict)
 
     def gathered(self, model: nn.Module, write: bool) -> contextlib.AbstractContextManager[Any]:
@@ -78,8 +86,9 @@ class Script:
     """What a training script has at hand.
 
     Attributes:
-        model: what is called: DDP's wrapper, or the sharded model. module: the user's own (`model.module` of DDP).
-        optimizer, optimizers, scheduler, step, rank, batch, loss: as in any loop.
+        model: what is called: DDP's wrapper, or the sharded model. module: the user's own
+        (`model.module` of DDP). optimizer, optimizers, scheduler, step, rank, batch, loss: as in
+        any loop.
     """
 
     def __init__(self, world: World, rank: int) -> None:
@@ -94,7 +103,9 @@ class Script:
         self.batch_of: Callable[[int], Any] = sample
 
     def note(self, key: str, value: Any) -> None:
-        """Remember a number, a shape, a text, or lists of them: the same habit notes the same under every wrapper."""
+        """Remember a number, a shape, a text, or lists of them: the same habit notes the same under
+        every wrapper.
+        """
         self.result.notes.setdefault(key, []).append(plain(value))
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -104,7 +115,9 @@ class Script:
         return list(self.model.parameters())
 
     def next_batch(self, offset: int = 0) -> Any:
-        return self.batch_of(1000 * (offset + 1) + 10 * self.step + (0 if self.rank is None else self.rank))
+        return self.batch_of(
+            1000 * (offset + 1) + 10 * self.step + (0 if self.rank is None else self.rank)
+        )
 
     def cross_entropy(self, batch: Tensor | None = None) -> Tensor:
         tokens = self.batch if batch is None else batch
@@ -129,7 +142,9 @@ class Script:
 
 
 def plain(value: Any) -> Any:
-    """`value` as plain data; a tensor as its numbers, for which it must not be part of something larger."""
+    """`value` as plain data; a tensor as its numbers, for which it must not be part of something
+    larger.
+    """
     if isinstance(value, Tensor):
         if value.dim() == 0:
             return value.item()
@@ -140,7 +155,9 @@ def plain(value: Any) -> Any:
         return type(value)(plain(v) for v in value)
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
-    assert value is None or isinstance(value, (bool, int, float, complex, str)), f"cannot note {type(value)}"
+    assert value is None or isinstance(value, (bool, int, float, complex, str)), (
+        f"cannot note {type(value)}"
+    )
     return value
 
 
@@ -199,7 +216,8 @@ def run(habits: Sequence[Habit], world: World, rank: int, same_batch: bool) -> R
 
 
 def default_optimizer(s: Script) -> torch.optim.Optimizer:
-    # Momentum without normalization: a parameter whose true gradient is zero stays within rounding of it.
+    # Momentum without normalization: a parameter whose true gradient is zero stays within rounding
+    # of it.
     return torch.optim.SGD(s.model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -218,7 +236,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def differences(expected: Result, actual: Result, rtol: float, atol: float) -> list[str]:
-    """One sentence for each thing in which `actual` differs; rtol = atol = 0 asks for equal bits."""
+    """One sentence for each thing in which `actual` differs; rtol = atol = 0 asks for equal
+    bits.
+    """
     found = _compare("loss", expected.losses, actual.losses, rtol, atol)
     for kind in ("notes", "weights", "buffers"):
         a, b = getattr(expected, kind), getattr(actual, kind)
@@ -231,7 +251,11 @@ def differences(expected: Result, actual: Result, rtol: float, atol: float) -> l
 
 def _compare(what: str, a: Any, b: Any, rtol: float, atol: float) -> list[str]:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if what.startswith("weight") and a.dtype in (torch.bfloat16, torch.float16) and b.dtype == torch.float32:
+        if (
+            what.startswith("weight")
+            and a.dtype in (torch.bfloat16, torch.float16)
+            and b.dtype == torch.float32
+        ):
             b = b.to(a.dtype)  # its master
         if a.shape != b.shape or a.dtype != b.dtype:
             return [f"{what} is {tuple(b.shape)} {b.dtype}, expected {tuple(a.shape)} {a.dtype}"]
@@ -241,20 +265,34 @@ def _compare(what: str, a: Any, b: Any, rtol: float, atol: float) -> list[str]:
             near = near | torch.isclose(b.to(wide), a.to(wide), rtol=rtol, atol=atol)
         if bool(near.all()):
             return []
-        gap = (a.double() - b.double()).abs().max().item() if not a.is_complex() else (a - b).abs().max().item()
-        return [f"{what} differs in {int((~near).sum())} of {a.numel()} elements, by up to {gap:.3e}"]
+        gap = (
+            (a.double() - b.double()).abs().max().item()
+            if not a.is_complex()
+            else (a - b).abs().max().item()
+        )
+        return [
+            f"{what} differs in {int((~near).sum())} of {a.numel()} elements, by up to {gap:.3e}"
+        ]
     if type(a) is not type(b):
         return [f"{what} is {b!r}, expected {a!r}"]
     if isinstance(a, (list, tuple)):
         if len(a) != len(b):
             return [f"{what} has length {len(b)}, expected {len(a)}"]
-        return [line for i, (x, y) in enumerate(zip(a, b, strict=True)) for line in _compare(f"{what}[{i}]", x, y, rtol, atol)][:3]
+        return [
+            line
+            for i, (x, y) in enumerate(zip(a, b, strict=True))
+            for line in _compare(f"{what}[{i}]", x, y, rtol, atol)
+        ][:3]
     if isinstance(a, dict):
         if set(a) != set(b):
             return [f"{what} has {sorted(b)[:4]}, expected {sorted(a)[:4]}"]
         return [line for k in a for line in _compare(f"{what}[{k}]", a[k], b[k], rtol, atol)][:3]
     if isinstance(a, (float, complex)):
-        if a == b or (a != a and b != b) or (isinstance(a, float) and math.isfinite(a) and abs(a - b) <= atol + rtol * abs(a)):
+        if (
+            a == b
+            or (a != a and b != b)
+            or (isinstance(a, float) and math.isfinite(a) and abs(a - b) <= atol + rtol * abs(a))
+        ):
             return []
         if isinstance(a, complex) and abs(a - b) <= atol + rtol * abs(a):
             return []

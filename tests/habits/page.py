@@ -32,9 +32,13 @@ final whole weights, buffers and every number that the habit prints are compared
 
 
 def cell(habit: Habit, column: str, verdict: Verdict) -> str:
-    """What the page says. Bits that happen to be the same where only rounding is promised depend on the processor: the promise is said."""
+    """What the page says. Bits that happen to be the same where only rounding is promised depend on
+    the processor: the promise is said.
+    """
     promise = habit.expect[column]
-    if verdict.kind == BITS and (promise == ROUNDING or (promise == EITHER and ROUNDING in habit.expect.values())):
+    if verdict.kind == BITS and (
+        promise == ROUNDING or (promise == EITHER and ROUNDING in habit.expect.values())
+    ):
         return ROUNDING
     return verdict.kind
 
@@ -42,7 +46,9 @@ def cell(habit: Habit, column: str, verdict: Verdict) -> str:
 def told(habit: Habit, column: str, verdict: Verdict) -> str:
     """The cell with the sentence of a refusal."""
     kind = cell(habit, column, verdict)
-    return f"{kind}: `{verdict.error}`: {_escaped(sentence(verdict.why))}" if kind == REFUSED else kind
+    return (
+        f"{kind}: `{verdict.error}`: {_escaped(sentence(verdict.why))}" if kind == REFUSED else kind
+    )
 
 
 def section(subject: str, habits: list[Habit], found: Found) -> str:
@@ -56,11 +62,19 @@ def section(subject: str, habits: list[Habit], found: Found) -> str:
         kind, colon, why = whole.partition(": ")
         return f"{kind} ({letters.setdefault(why, _letter(len(letters)))})" if colon else kind
 
-    lines = [f"## {SUBJECTS[subject]}", "", "| habit | one process | stage 0 | stages 1, 2 | stage 3 |", "|---|---|---|---|---|"]
+    lines = [
+        f"## {SUBJECTS[subject]}",
+        "",
+        "| habit | one process | stage 0 | stages 1, 2 | stage 3 |",
+        "|---|---|---|---|---|",
+    ]
     for habit in habits:
         first, second = said(habit, "1"), said(habit, "2")
         middle = first if first == second else f"{first}; {second}"
-        lines.append(f"| {_escaped(habit.title)} | {said(habit, 'one')} | {said(habit, '0')} | {middle} | {said(habit, '3')} |")
+        lines.append(
+            f"| {_escaped(habit.title)} | {said(habit, 'one')} | {said(habit, '0')} | {middle} |"
+            f" {said(habit, '3')} |"
+        )
     if letters:
         lines += ["", *(f"- ({letter}) {why}" for why, letter in letters.items())]
     return "\n".join(lines) + "\n"
@@ -71,24 +85,37 @@ def cells(subject: str) -> dict[tuple[str, str], str]:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     begin = lines.index(f"## {SUBJECTS[subject]}")
     end = next((i for i in range(begin + 1, len(lines)) if lines[i].startswith("## ")), len(lines))
-    letters = dict(m.groups() for line in lines[begin:end] if (m := re.match(r"- (\(\w+\)) (.*)", line)))
+    letters = dict(
+        m.groups() for line in lines[begin:end] if (m := re.match(r"- (\(\w+\)) (.*)", line))
+    )
     found: dict[tuple[str, str], str] = {}
     for line in lines[begin + 4 : end]:
         if not line.startswith("| "):
             break
-        title, one, zero, middle, three = (part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1])
+        title, one, zero, middle, three = (
+            part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]
+        )
         first, _, second = middle.partition("; ")
         for column, kind in zip(COLUMNS, (one, zero, first, second or first, three), strict=True):
             kind, _, letter = kind.partition(" (")
-            found[title.replace("\\|", "|"), column] = f"{kind}: {letters['(' + letter]}" if letter else kind
+            found[title.replace("\\|", "|"), column] = (
+                f"{kind}: {letters['(' + letter]}" if letter else kind
+            )
     return found
 
 
 def text(habits: Mapping[str, Habit], found: Found) -> str:
     """The whole page."""
     sections = [section(s, [h for h in habits.values() if h.subject == s], found) for s in SUBJECTS]
-    kinds = [cell(h, c, found[h.title, c]) if (h.title, c) in found else UNKNOWN for h in habits.values() for c in ("0", "1", "2", "3")]
-    parts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds), key=lambda k: (k not in (BITS, ROUNDING), k)))
+    kinds = [
+        cell(h, c, found[h.title, c]) if (h.title, c) in found else UNKNOWN
+        for h in habits.values()
+        for c in ("0", "1", "2", "3")
+    ]
+    parts = ", ".join(
+        f"{kinds.count(kind)} {kind}"
+        for kind in sorted(set(kinds), key=lambda k: (k not in (BITS, ROUNDING), k))
+    )
     summary = f"Of {len(kinds)} runs on two ranks: {parts}."
     return HEAD.format(count=len(habits), summary=summary) + "\n" + "\n".join(sections)
 

@@ -1,7 +1,7 @@
 """What a habit is, and the decorator that names one.
 
-A habit is a piece of an ordinary training script. It says at which place of the loop it stands (`at`), or is a class with a method for each
-such place:
+A habit is a piece of an ordinary training script. It says at which place of the loop it stands
+(`at`), or is a class with a method for each such place:
 
 | place | called | returns |
 |---|---|---|
@@ -39,7 +39,17 @@ BITS, ROUNDING, REFUSED = "same bits", "rounding", "refused"
 STALLED = "StallError"
 #: Right or refused: the page says which.
 EITHER = "right or refused"
-REPLACES = ("build", "optimizer_before", "optimizer", "batch", "zero", "forward", "backward", "step", "script")
+REPLACES = (
+    "build",
+    "optimizer_before",
+    "optimizer",
+    "batch",
+    "zero",
+    "forward",
+    "backward",
+    "step",
+    "script",
+)
 PLACES = (*REPLACES, "before", "after", "loss", "gradients", "weights", "log", "end")
 
 
@@ -50,8 +60,10 @@ class Habit:
     Attributes:
         title: how the page names it. subject: the module that it stands in.
         make: gives a fresh object with the methods of its places.
-        expect: by column, `BITS`, `ROUNDING` (which takes the same bits too), `REFUSED`, `STALLED` or `EITHER`.
-        reference: "ddp", or "plain": the bare model, given the same batch on all ranks, where DDP cannot run.
+        expect: by column, `BITS`, `ROUNDING` (which takes the same bits too), `REFUSED`, `STALLED`
+            or `EITHER`.
+        reference: "ddp", or "plain": the bare model, given the same batch on all ranks, where DDP
+            cannot run.
         composes: whether random compositions may draw it.
         options: further arguments of Recipe.zero. ddp: of DistributedDataParallel.
         rtol, atol: what "rounding" means for it.
@@ -85,14 +97,19 @@ def habit(
     three: str | None = None,
     **more: Any,
 ) -> Callable[[Any], Any]:
-    """Register a function that stands at `at`, or a class whose methods are named after their places.
+    """Register a function that stands at `at`, or a class whose methods are named after their
+    places.
 
     Args:
         title: what people would call it; unique.
-        expect: in all columns; `one`, `zero`, `sharded` (stages 1 to 3) and `three` say otherwise for their columns.
+        expect: in all columns; `one`, `zero`, `sharded` (stages 1 to 3) and `three` say otherwise
+            for their columns.
         more: further fields of `Habit`.
     """
-    expected = dict.fromkeys(COLUMNS, expect) | {"one": one or (BITS if expect == ROUNDING else expect), "0": zero or expect}
+    expected = dict.fromkeys(COLUMNS, expect) | {
+        "one": one or (BITS if expect == ROUNDING else expect),
+        "0": zero or expect,
+    }
     if sharded is not None:
         expected |= dict.fromkeys(("1", "2", "3"), sharded)
         if expect == BITS:
@@ -103,10 +120,22 @@ def habit(
     def register(thing: Any) -> Any:
         assert title not in HABITS, f"two habits are called {title!r}"
         make = thing if at is None else lambda: SimpleNamespace(**{at: thing})
-        places = frozenset([at]) if at is not None else frozenset(name for name in PLACES if hasattr(thing, name))
+        places = (
+            frozenset([at])
+            if at is not None
+            else frozenset(name for name in PLACES if hasattr(thing, name))
+        )
         assert places and places <= set(PLACES), f"{title!r} stands nowhere: at={at!r}"
         composes = more.pop("composes", not places & {"build", "script", "backward", "forward"})
-        HABITS[title] = Habit(title, thing.__module__.rpartition(".")[2], make, expected, places, composes=composes, **more)
+        HABITS[title] = Habit(
+            title,
+            thing.__module__.rpartition(".")[2],
+            make,
+            expected,
+            places,
+            composes=composes,
+            **more,
+        )
         return thing
 
     return register
@@ -117,7 +146,9 @@ def everything() -> dict[str, Habit]:
     from habits import subjects
 
     found = {module.name for module in pkgutil.iter_modules(subjects.__path__)}
-    assert found == set(subjects.SUBJECTS), f"subjects/__init__.py and its folder differ in {found ^ set(subjects.SUBJECTS)}"
+    assert found == set(subjects.SUBJECTS), (
+        f"subjects/__init__.py and its folder differ in {found ^ set(subjects.SUBJECTS)}"
+    )
     for name in subjects.SUBJECTS:
         importlib.import_module(f"habits.subjects.{name}")
     return {title: habit for title, habit in HABITS.items() if habit.subject in subjects.SUBJECTS}

@@ -1,6 +1,8 @@
-"""No habit of an ordinary script is silently different after shard(): each is right, or refused by a sentence that names a cure.
+"""No habit of an ordinary script is silently different after shard(): each is right, or refused by
+a sentence that names a cure.
 
-The habits stand in habits/subjects, what is expected of each beside it; docs/habits.md is made of what is found here.
+The habits stand in habits/subjects, what is expected of each beside it; docs/habits.md is made of
+what is found here.
 """
 
 from __future__ import annotations
@@ -35,11 +37,24 @@ def columns_of(habit: Habit, every: bool) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_every_habit_is_right_or_refused_as_declared_and_the_page_says_so(subject: str, request: pytest.FixtureRequest) -> None:
+def test_every_habit_is_right_or_refused_as_declared_and_the_page_says_so(
+    subject: str, request: pytest.FixtureRequest
+) -> None:
     habits = [h for h in KNOWN.values() if h.subject == subject]
-    tasks: list[Task] = [((h.title,), column) for h in habits for column in columns_of(h, request.config.getoption("--all"))]
-    found = {(titles[0], column): v for (titles, column), v in zip(tasks, verdicts_of(tasks), strict=True)}
-    problems = [line for (title, column), verdict in found.items() if (line := surprises(KNOWN[title], column, verdict))]
+    tasks: list[Task] = [
+        ((h.title,), column)
+        for h in habits
+        for column in columns_of(h, request.config.getoption("--all"))
+    ]
+    found = {
+        (titles[0], column): v
+        for (titles, column), v in zip(tasks, verdicts_of(tasks), strict=True)
+    }
+    problems = [
+        line
+        for (title, column), verdict in found.items()
+        if (line := surprises(KNOWN[title], column, verdict))
+    ]
     assert not problems, f"{len(problems)} surprises of {len(tasks)}:\n" + "\n".join(problems)
     said = page.cells(subject)
     other = [
@@ -47,11 +62,16 @@ def test_every_habit_is_right_or_refused_as_declared_and_the_page_says_so(subjec
         for (title, column), verdict in found.items()
         if said.get((title, column)) != (now := page.told(KNOWN[title], column, verdict))
     ]
-    assert not other, "docs/habits.md is not as found; `python -m tests.habits write` writes it:\n" + "\n".join(other)
+    assert not other, (
+        "docs/habits.md is not as found; `python -m tests.habits write` writes it:\n"
+        + "\n".join(other)
+    )
 
 
 def test_the_page_has_every_habit_and_no_other() -> None:
-    said = Counter(title for subject in SUBJECTS for title, column in page.cells(subject) if column == "3")
+    said = Counter(
+        title for subject in SUBJECTS for title, column in page.cells(subject) if column == "3"
+    )
     assert said == Counter(list(KNOWN))
 
 
@@ -59,9 +79,13 @@ def test_there_are_at_least_150_habits() -> None:
     assert len(KNOWN) >= 150
 
 
-# -- compositions ------------------------------------------------------------------------------------------------------------------
+# -- compositions ----------------------------------------------------------------------------------
 
-COMPOSING = sorted(t for t, h in KNOWN.items() if h.composes and h.reference == "ddp" and REFUSED not in h.expect.values())
+COMPOSING = sorted(
+    t
+    for t, h in KNOWN.items()
+    if h.composes and h.reference == "ddp" and REFUSED not in h.expect.values()
+)
 
 
 @st.composite
@@ -85,16 +109,20 @@ def compose(titles: tuple[str, ...], column: str) -> None:
     if verdict.error == "reference":  # these do not go together in plain PyTorch either
         reject()
     note(f"{' + '.join(titles)} at stage {column}: {verdict.kind}")
-    assert not verdict.failed, f"{' + '.join(titles)} at stage {column}: {verdict.kind} {verdict.error} {verdict.why}"
+    assert not verdict.failed, (
+        f"{' + '.join(titles)} at stage {column}: {verdict.kind} {verdict.error} {verdict.why}"
+    )
 
 
-def test_compositions_of_habits_are_never_silently_different(request: pytest.FixtureRequest) -> None:
+def test_compositions_of_habits_are_never_silently_different(
+    request: pytest.FixtureRequest,
+) -> None:
     """Few and always the same; `--all`: many, others each time."""
     every = request.config.getoption("--all")
     settings(max_examples=150 if every else 15, derandomize=not every)(compose)()
 
 
-# -- the verdicts themselves -------------------------------------------------------------------------------------------------------
+# -- the verdicts themselves -----------------------------------------------------------------------
 
 
 def test_verdicts_tell_what_goes_wrong_and_go_on_behind_it() -> None:
@@ -114,10 +142,16 @@ def test_verdicts_tell_what_goes_wrong_and_go_on_behind_it() -> None:
     assert kinds.pop("a refusal on one rank only") in (CRASH, STALLED)
     assert kinds.pop("a rank that dies") in (CRASH, HANG, STALLED)
     assert kinds == {title: kind for title, kind in wanted.items() if kind}
-    assert "number" in found["a number that differs"].why and "weight" in found["weights that differ"].why
+    assert (
+        "number" in found["a number that differs"].why
+        and "weight" in found["weights that differ"].why
+    )
     assert found["a reference that fails"].error == "reference"
 
 
 def test_a_sentence_ends_at_its_full_stop_and_not_at_a_name() -> None:
-    assert sentence("call onefold.full_params(model) on every rank. Then more.") == "call onefold.full_params(model) on every rank."
+    assert (
+        sentence("call onefold.full_params(model) on every rank. Then more.")
+        == "call onefold.full_params(model) on every rank."
+    )
     assert sentence("one\n  line") == "one line"

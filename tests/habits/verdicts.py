@@ -9,7 +9,8 @@
 | StallError | ranks did not do the same, and were told which of them stood where |
 | HANG | a rank waited for others until its time was up, or died |
 
-Ranks write each verdict into a folder as they find it. What leaves ranks out of step ends their start: the rest is run in a new one.
+Ranks write each verdict into a folder as they find it. What leaves ranks out of step ends their
+start: the rest is run in a new one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from habits.loop import Result, World, differences, run
-from habits.registry import BITS, COLUMNS, EITHER, HABITS, REFUSED, ROUNDING, STALLED, Habit, everything
+from habits.registry import (
+    BITS,
+    COLUMNS,
+    EITHER,
+    HABITS,
+    REFUSED,
+    ROUNDING,
+    STALLED,
+    Habit,
+    everything,
+)
 from ranks import outcomes_of
 
 #: Titles of habits that are run together, and the column.
@@ -89,7 +100,9 @@ class Onefold(World):
 
         return onefold.full_state_dict(model)
 
-    def load(self, model: nn.Module, module: nn.Module, state: dict[str, Tensor], strict: bool) -> None:
+    def load(
+        self, model: nn.Module, module: nn.Module, state: dict[str, Tensor], strict: bool
+    ) -> None:
         import onefold
 
         onefold.load_full_state_dict(model, state, strict=strict)
@@ -110,7 +123,7 @@ class Onefold(World):
         return onefold.no_sync(model)
 
 
-# -- on a rank ---------------------------------------------------------------------------------------------------------------------
+# -- on a rank -------------------------------------------------------------------------------------
 
 
 def judge(habits: Sequence[Habit], column: str, alone: Any, references: dict[Any, Any]) -> Verdict:
@@ -126,8 +139,12 @@ def judge(habits: Sequence[Habit], column: str, alone: Any, references: dict[Any
         try:
             references[key] = run(habits, reference, rank, same_batch)
         except Exception:
-            return Verdict(CRASH, "the reference itself failed: " + traceback.format_exc(), "reference")
-    sharded = Onefold(3 if column == "one" else int(column), alone if column == "one" else None, options)
+            return Verdict(
+                CRASH, "the reference itself failed: " + traceback.format_exc(), "reference"
+            )
+    sharded = Onefold(
+        3 if column == "one" else int(column), alone if column == "one" else None, options
+    )
     try:
         result = run(habits, sharded, rank, same_batch)
     except Exception as error:
@@ -137,12 +154,20 @@ def judge(habits: Sequence[Habit], column: str, alone: Any, references: dict[Any
         gc.collect()
         return verdict
     wider = 10.0 if len(habits) > 1 else 1.0  # what one habit rounds, another may enlarge
-    return _of_results(references[key], result, wider * max(h.rtol for h in habits), wider * max(h.atol for h in habits))
+    return _of_results(
+        references[key],
+        result,
+        wider * max(h.rtol for h in habits),
+        wider * max(h.atol for h in habits),
+    )
 
 
 def _of_results(expected: Result, actual: Result, rtol: float, atol: float) -> Verdict:
     if found := differences(expected, actual, rtol, atol):
-        return Verdict(DIFFERENT, "; ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else ""))
+        return Verdict(
+            DIFFERENT,
+            "; ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else ""),
+        )
     return Verdict(ROUNDING if differences(expected, actual, 0.0, 0.0) else BITS)
 
 
@@ -152,10 +177,15 @@ def _of_error(error: Exception) -> Verdict:
     last = traceback.extract_tb(error.__traceback__)[-1]
     if name == "StallError":
         return Verdict(STALLED, text[:600], name)
-    own = f"{os.sep}onefold{os.sep}" in last.filename and (last.line or "").lstrip().startswith("raise")
+    own = f"{os.sep}onefold{os.sep}" in last.filename and (last.line or "").lstrip().startswith(
+        "raise"
+    )
     if own and any(word in text.lower() for word in CURES):
         return Verdict(REFUSED, text, name)
-    frames = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
+    frames = [
+        f"{Path(f.filename).name}:{f.lineno} {f.name}"
+        for f in traceback.extract_tb(error.__traceback__)
+    ]
     return Verdict(CRASH, f"{text[:400]}\n      at {' > '.join(frames[-4:])}", name)
 
 
@@ -163,7 +193,8 @@ def work(tasks: Sequence[Task], folder: str) -> None:
     """On one rank: judge each task until one leaves the ranks out of step."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.backends.cuda.enable_flash_sdp(False)  # attention on the CPU too: second derivatives need the plain one
+    # Attention on the CPU too: second derivatives need the plain one
+    torch.backends.cuda.enable_flash_sdp(False)
     everything()
     importlib.import_module("habits.deliberate")
     rank, references = dist.get_rank(), {}  # type: ignore[var-annotated]
@@ -176,30 +207,53 @@ def work(tasks: Sequence[Task], folder: str) -> None:
         (Path(folder) / f"{at}-{rank}").write_text(json.dumps(asdict(verdict)))
         kinds: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(kinds, (verdict.kind, verdict.error))
-        if len({kind if kind in (REFUSED, CRASH) else "" for kind, _ in kinds}) > 1 or any(kind == STALLED for kind, _ in kinds):
+        if len({kind if kind in (REFUSED, CRASH) else "" for kind, _ in kinds}) > 1 or any(
+            kind == STALLED for kind, _ in kinds
+        ):
             break
     faulthandler.cancel_dump_traceback_later()
 
 
-# -- in the test -------------------------------------------------------------------------------------------------------------------
+# -- in the test -----------------------------------------------------------------------------------
 
 
-def verdicts_of(tasks: Sequence[Task], ranks: int = 2, tell: Callable[[Task, Verdict], object] | None = None) -> list[Verdict]:
-    """The verdict of each task (titles of habits, column), in order. `tell` is called with them start by start."""
+def verdicts_of(
+    tasks: Sequence[Task], ranks: int = 2, tell: Callable[[Task, Verdict], object] | None = None
+) -> list[Verdict]:
+    """The verdict of each task (titles of habits, column), in order. `tell` is called with them
+    start by start.
+    """
     found: list[Verdict] = []
     while len(found) < len(tasks):
         rest = tasks[len(found) :]
         with tempfile.TemporaryDirectory(prefix="onefold-habits-") as folder:
-            outcomes = outcomes_of(ranks, work, rest, folder, timeout=60.0 + TIME + 2.0 * len(rest), grace=3 * STALL_TIMEOUT)
+            outcomes = outcomes_of(
+                ranks,
+                work,
+                rest,
+                folder,
+                timeout=60.0 + TIME + 2.0 * len(rest),
+                grace=3 * STALL_TIMEOUT,
+            )
             begun = len(found)
             for at in range(len(rest)):
-                told = [path for rank in range(ranks) if (path := Path(folder) / f"{at}-{rank}").exists()]
+                told = [
+                    path
+                    for rank in range(ranks)
+                    if (path := Path(folder) / f"{at}-{rank}").exists()
+                ]
                 if len(told) < ranks:
                     break
                 found.append(_together([Verdict(**json.loads(path.read_text())) for path in told]))
             if len(found) == begun or any(o.error for o in outcomes):  # a rank went without a word
-                said = "; ".join(f"rank {o.rank}: {o.error} {o.message[:300]} (exit {o.exitcode})" for o in outcomes if o.error)
-                assert not all(o.error and o.error not in ("died", "killed") for o in outcomes), said + outcomes[0].trace
+                said = "; ".join(
+                    f"rank {o.rank}: {o.error} {o.message[:300]} (exit {o.exitcode})"
+                    for o in outcomes
+                    if o.error
+                )
+                assert not all(o.error and o.error not in ("died", "killed") for o in outcomes), (
+                    said + outcomes[0].trace
+                )
                 if len(found) < len(tasks):
                     found.append(Verdict(HANG, said))
             for at in range(begun, len(found)) if tell else ():
@@ -213,10 +267,19 @@ def _together(verdicts: list[Verdict]) -> Verdict:
         for rank, verdict in enumerate(verdicts):
             if verdict.kind == kind:
                 others = ", ".join(v.kind for v in verdicts if v is not verdict)
-                return Verdict(kind, f"rank {rank} (others: {others}): {verdict.why}", verdict.error)
+                return Verdict(
+                    kind, f"rank {rank} (others: {others}): {verdict.why}", verdict.error
+                )
     refused = [v for v in verdicts if v.kind == REFUSED]
-    if refused and (len(refused) < len(verdicts) or len({(v.error, _without_names(sentence(v.why))) for v in refused}) > 1):
-        return Verdict(CRASH, "uneven: " + " | ".join(f"{v.kind}: {sentence(v.why)}" for v in verdicts), "uneven")
+    if refused and (
+        len(refused) < len(verdicts)
+        or len({(v.error, _without_names(sentence(v.why))) for v in refused}) > 1
+    ):
+        return Verdict(
+            CRASH,
+            "uneven: " + " | ".join(f"{v.kind}: {sentence(v.why)}" for v in verdicts),
+            "uneven",
+        )
     if refused:
         return refused[0]
     return Verdict(ROUNDING) if any(v.kind == ROUNDING for v in verdicts) else Verdict(BITS)
@@ -247,7 +310,14 @@ def surprises(habit: Habit, column: str, verdict: Verdict) -> str | None:
         EITHER: verdict.right or verdict.kind == REFUSED,
     }[expected]
     where = "on one process" if column == "one" else f"at stage {column}"
-    return None if fine else f"{habit.title} {where}: {verdict.kind} {verdict.error} {verdict.why}, expected {expected}"
+    return (
+        None
+        if fine
+        else (
+            f"{habit.title} {where}: {verdict.kind} {verdict.error} {verdict.why}, expected"
+            f" {expected}"
+        )
+    )
 
 
 def tasks_of(habits: Sequence[Habit], columns: Sequence[str] = COLUMNS) -> list[Task]:

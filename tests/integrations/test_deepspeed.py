@@ -1,4 +1,6 @@
-"""`onefold.initialize`: DeepSpeed's calls over the engine, against a plain DDP loop and against its own promises."""
+"""`onefold.initialize`: DeepSpeed's calls over the engine, against a plain DDP loop and against its
+own promises.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks saw in all of the trials below, which share one start of the processes."""
+    """What each of two ranks saw in all of the trials below, which share one start of the
+    processes.
+    """
     return run_ranks(2, every_trial, str(tmp_path_factory.mktemp("saved")))
 
 
@@ -87,14 +91,15 @@ def every_trial(folder: str) -> dict[str, Any]:
     }
 
 
-# -- equal to DDP ----------------------------------------------------------------------------------------------------
+# -- equal to DDP ----------------------------------------------------------------------------------
 
 
 def ddp_curve(rank: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
     model = DistributedDataParallel(build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     losses, norms = [], []
-    for step, rate in zip(range(STEPS), (0.0, 0.0, 0.02), strict=True):  # WarmupDecayLR, iterations -1, 0 and 1
+    # WarmupDecayLR, iterations -1, 0 and 1
+    for step, rate in zip(range(STEPS), (0.0, 0.0, 0.02), strict=True):
         optimizer.param_groups[0]["lr"] = rate
         for micro in range(ACCUMULATION):
             model.require_backward_grad_sync = micro == ACCUMULATION - 1
@@ -107,7 +112,9 @@ def ddp_curve(rank: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
     return {name: p.detach() for name, p in model.module.named_parameters()}, losses, norms
 
 
-def onefold_curve(stage: int, rank: int, **arguments: Any) -> tuple[dict[str, Tensor], list[float], list[float], Any]:
+def onefold_curve(
+    stage: int, rank: int, **arguments: Any
+) -> tuple[dict[str, Tensor], list[float], list[float], Any]:
     engine, _, _, _ = onefold.initialize(
         model=arguments.pop("model", None) or build(), config=config(stage), **arguments
     )
@@ -128,7 +135,9 @@ def onefold_curve(stage: int, rank: int, **arguments: Any) -> tuple[dict[str, Te
 def differences(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> float:
     """The largest difference of weights, losses and norms."""
     weights = [float((ours[0][n] - theirs[0][n]).abs().max()) for n in theirs[0]] if ours[0] else []
-    return max([*weights, *(abs(a - b) for i in (1, 2) for a, b in zip(ours[i], theirs[i], strict=True))])
+    return max(
+        [*weights, *(abs(a - b) for i in (1, 2) for a, b in zip(ours[i], theirs[i], strict=True))]
+    )
 
 
 def train_every_stage() -> dict[str, Any]:
@@ -148,22 +157,30 @@ def train_every_stage() -> dict[str, Any]:
         )
         found[f"rates {stage}"] = engine.get_lr()
         curves[stage] = ours
-    # With accumulation the order of the sums is that of the traffic: micro-batches first (0, 1), or ranks first (2, 3).
+    # With accumulation the order of the sums is that of the traffic: micro-batches first (0, 1), or
+    # ranks first (2, 3).
     found["stages differ by"] = max(differences(curves[a], curves[b]) for a, b in ((0, 1), (2, 3)))
     return found
 
 
 def test_training_through_the_engine_equals_ddp_at_every_stage(found: list[dict[str, Any]]) -> None:
     for seen in (rank["train"] for rank in found):
-        assert all(norm > 0.2 for norm in seen["norms"]), f"clipping never acts in this test: {seen}"
+        assert all(norm > 0.2 for norm in seen["norms"]), (
+            f"clipping never acts in this test: {seen}"
+        )
         assert seen["stages differ by"] == 0.0, seen
         for stage in range(4):
             assert seen[f"stage {stage}"] < 2e-6, seen
-            assert seen[f"counts {stage}"] == (STEPS, STEPS * ACCUMULATION, 0, STEPS * ACCUMULATION * 4 * 2), seen
+            assert seen[f"counts {stage}"] == (
+                STEPS,
+                STEPS * ACCUMULATION,
+                0,
+                STEPS * ACCUMULATION * 4 * 2,
+            ), seen
             assert seen[f"rates {stage}"] == pytest.approx([0.02]), seen
 
 
-# -- optimizers of one's own -----------------------------------------------------------------------------------------
+# -- optimizers of one's own -----------------------------------------------------------------------
 
 
 def optimizers_of_ones_own() -> dict[str, Any]:
@@ -175,13 +192,19 @@ def optimizers_of_ones_own() -> dict[str, Any]:
         early = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
         made_early = onefold_curve(stage, rank, model=model, optimizer=early)
         assert made_early[3].optimizer is early
-        made_late = onefold_curve(stage, rank, optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1, fused=True))
+        made_late = onefold_curve(
+            stage,
+            rank,
+            optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1, fused=True),
+        )
         found[f"late {stage}"] = differences(made_late, made_early)
         found[f"early {stage}"] = differences(made_early, reference) if stage else 0.0
     return found
 
 
-def test_an_optimizer_made_before_sharding_or_by_a_function_serves_as_well(found: list[dict[str, Any]]) -> None:
+def test_an_optimizer_made_before_sharding_or_by_a_function_serves_as_well(
+    found: list[dict[str, Any]],
+) -> None:
     for seen in (rank["optimizers"] for rank in found):
         assert set(seen.values()) == {0.0}, seen
 
@@ -190,27 +213,35 @@ def part_of_the_parameters() -> tuple[bool, bool]:
     model = build()
     groups = [{"params": list(model.head.parameters()), "lr": 0.5}]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine, optimizer, _, _ = onefold.initialize(model=model, model_parameters=groups, config=config(2, scheduler=None))
+    engine, optimizer, _, _ = onefold.initialize(
+        model=model, model_parameters=groups, config=config(2, scheduler=None)
+    )
     assert optimizer.param_groups[0]["lr"] == 0.5 and engine.get_lr() == [0.5]
     for index in range(ACCUMULATION):
         engine.backward(engine(batch(dist.get_rank(), index)).square().mean())
         engine.step()
-    assert all(p.grad is None for p in model.parameters()), "gradients outside the optimizer must not pile up"
+    assert all(p.grad is None for p in model.parameters()), (
+        "gradients outside the optimizer must not pile up"
+    )
     after = onefold.full_state_dict(model)
     same = [name for name in after if torch.equal(after[name], before[name])]
     return "head.weight" in same, all(name in same for name in after if name != "head.weight")
 
 
-def test_model_parameters_may_be_groups_over_a_part_of_the_model(found: list[dict[str, Any]]) -> None:
+def test_model_parameters_may_be_groups_over_a_part_of_the_model(
+    found: list[dict[str, Any]],
+) -> None:
     head_same, rest_same = found[0]["part"]
     assert not head_same and rest_same
 
 
-# -- traffic ---------------------------------------------------------------------------------------------------------
+# -- traffic ---------------------------------------------------------------------------------------
 
 
 def bytes_of_two_micro_batches(stage: int) -> tuple[int, int, int]:
-    """Bytes sent in the backward pass of the first and of the second micro-batch, and Ψ in bytes."""
+    """Bytes sent in the backward pass of the first and of the second micro-batch, and Ψ in
+    bytes.
+    """
     model = build()
     size = 4 * sum(p.numel() for p in model.parameters())
     engine, *_ = onefold.initialize(model=model, config=config(stage))
@@ -225,18 +256,22 @@ def bytes_of_two_micro_batches(stage: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_nothing_is_sent_before_the_boundary_at_stages_0_and_1(stage: int, found: list[dict[str, Any]]) -> None:
+def test_nothing_is_sent_before_the_boundary_at_stages_0_and_1(
+    stage: int, found: list[dict[str, Any]]
+) -> None:
     first, second, size = found[0]["traffic"][stage]
     assert first == 0 and second >= size // 2, f"first {first}, second {second}, model {size} bytes"
 
 
-# -- fp16 ------------------------------------------------------------------------------------------------------------
+# -- fp16 ------------------------------------------------------------------------------------------
 
 
 def overflow_on_one_rank(stage: int) -> dict[str, Any]:
     rank = dist.get_rank()
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
-    engine, _, _, _ = onefold.initialize(model=build(), config=config(stage, fp16=fp16, gradient_accumulation_steps=1))
+    engine, _, _, _ = onefold.initialize(
+        model=build(), config=config(stage, fp16=fp16, gradient_accumulation_steps=1)
+    )
     seen: dict[str, Any] = {"scales": [], "applied": [], "iterations": [], "norms": []}
     for index in range(4):
         before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
@@ -246,22 +281,32 @@ def overflow_on_one_rank(stage: int) -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         same = all(torch.equal(before[n], p.detach()) for n, p in engine.module.named_parameters())
-        assert same == (index in (0, 1, 2)), f"index {index}: rates are 0 at first, and an overflow must change nothing"
+        assert same == (index in (0, 1, 2)), (
+            f"index {index}: rates are 0 at first, and an overflow must change nothing"
+        )
         seen["scales"].append(engine.cur_scale)
         seen["applied"].append(engine.was_step_applied())
         seen["iterations"].append(engine.lr_scheduler.last_batch_iteration)
         seen["norms"].append(engine.get_global_grad_norm())
-    return {**seen, "counts": (engine.global_steps, engine.skipped_steps), "on": engine.fp16_enabled()}
+    return {
+        **seen,
+        "counts": (engine.global_steps, engine.skipped_steps),
+        "on": engine.fp16_enabled(),
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, found: list[dict[str, Any]]) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    stage: int, found: list[dict[str, Any]]
+) -> None:
     for seen in (rank["overflow"][stage] for rank in found):
         assert seen["scales"] == [256, 256, 128, 128], seen
         assert seen["applied"] == [True, True, False, True], seen
         assert seen["iterations"] == [0, 1, 1, 2], seen
         assert seen["counts"] == (4, 1) and seen["on"], seen
-        assert all(0 < n < 50 for i, n in enumerate(seen["norms"]) if i != 2), f"norms must be unscaled: {seen}"
+        assert all(0 < n < 50 for i, n in enumerate(seen["norms"]) if i != 2), (
+            f"norms must be unscaled: {seen}"
+        )
 
 
 def test_the_loss_scale_follows_deepspeeds_rule() -> None:
@@ -270,7 +315,8 @@ def test_the_loss_scale_follows_deepspeeds_rule() -> None:
     for overflow in (True, True, False, False, False, True, True, True):
         scaler.update(overflow)
         scales.append(scaler.scale)
-    # The first overflow uses up the hysteresis, the second halves; two finite steps after one finite step double again.
+    # The first overflow uses up the hysteresis, the second halves; two finite steps after one
+    # finite step double again.
     assert scales == [16, 8, 8, 8, 16, 16, 8, 4]
     with pytest.raises(FloatingPointError, match="bf16"):
         scaler.update(True)
@@ -279,7 +325,7 @@ def test_the_loss_scale_follows_deepspeeds_rule() -> None:
     assert fixed.scale == 64.0 and not fixed.dynamic
 
 
-# -- the rest of the four-tuple --------------------------------------------------------------------------------------
+# -- the rest of the four-tuple --------------------------------------------------------------------
 
 
 def save_and_load(folder: str) -> tuple[bool, dict[str, torch.dtype], list[str]]:
@@ -292,9 +338,16 @@ def save_and_load(folder: str) -> tuple[bool, dict[str, torch.dtype], list[str]]
     assert Path(folder, "pytorch_model.bin").is_file()
     state = torch.load(Path(folder, "pytorch_model.bin"))
     expected = build().state_dict()
-    whole = all(torch.equal(state[n], expected[n].bfloat16()) for n in expected) and state.keys() == expected.keys()
+    whole = (
+        all(torch.equal(state[n], expected[n].bfloat16()) for n in expected)
+        and state.keys() == expected.keys()
+    )
     assert indices == [(4, WIDTH), (4, WIDTH), (1, WIDTH)], indices
-    return whole, {n: t.dtype for n, t in state.items()}, sorted(p.name for p in Path(folder).iterdir())
+    return (
+        whole,
+        {n: t.dtype for n, t in state.items()},
+        sorted(p.name for p in Path(folder).iterdir()),
+    )
 
 
 def test_save_16bit_model_writes_the_whole_model_at_stage_3(found: list[dict[str, Any]]) -> None:
@@ -314,21 +367,37 @@ def test_a_save_that_fails_on_rank_0_raises_on_every_rank(found: list[dict[str, 
     assert all("rank 0 could not write" in rank["unsaved"] for rank in found)
 
 
-def test_one_process_needs_no_process_group(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+def test_one_process_needs_no_process_group(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(config(3, steps_per_print=1, wall_clock_breakdown=True, wandb={"enabled": True}, odd=1)))
+    path.write_text(
+        json.dumps(
+            config(3, steps_per_print=1, wall_clock_breakdown=True, wandb={"enabled": True}, odd=1)
+        )
+    )
     with caplog.at_level(logging.WARNING, logger="onefold"):
         engine, optimizer, loader, schedule = onefold.initialize(model=build(), config=str(path))
-    assert caplog.text.count("wandb") == 1 and caplog.text.count("unknown, without effect: odd") == 1
+    assert (
+        caplog.text.count("wandb") == 1 and caplog.text.count("unknown, without effect: odd") == 1
+    )
     assert engine.optimizer is optimizer and engine.lr_scheduler is schedule and loader is None
     assert isinstance(optimizer, torch.optim.AdamW) and engine.blocks is engine.module.blocks
-    sizes = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
+    sizes = (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    )
     assert sizes == (8, 4, 2) and engine.zero_optimization_stage() == 3
     for index in range(2):
         engine.backward(engine(batch(0, index)).square().mean())
         engine.step()
     line = capsys.readouterr().out
-    assert line.startswith("step 1, skipped 0, lr [0]") and "backward" in line and line.count("\n") == 1
+    assert (
+        line.startswith("step 1, skipped 0, lr [0]")
+        and "backward" in line
+        and line.count("\n") == 1
+    )
     engine.eval()
     with torch.no_grad():
         assert engine(batch(0, 9)).shape == (4, 3) and not engine.module.training
@@ -369,8 +438,12 @@ AUTO = {
 
 
 def test_auto_is_refused_at_once_with_what_to_give_in_place_of_it() -> None:
-    """The file of a Hugging Face Trainer: every value that it would fill in is named, and those that only tune are not."""
-    with pytest.raises(ValueError, match="the Hugging Face Trainer does that from its own arguments") as told:
+    """The file of a Hugging Face Trainer: every value that it would fill in is named, and those
+    that only tune are not.
+    """
+    with pytest.raises(
+        ValueError, match="the Hugging Face Trainer does that from its own arguments"
+    ) as told:
         onefold.initialize(model=build(), config=AUTO)
     for words in (
         '"optimizer.params.lr": the learning rate, such as 5e-5', '"gradient_clipping"', '"bf16.enabled": true or false',
@@ -384,12 +457,23 @@ def test_auto_is_refused_at_once_with_what_to_give_in_place_of_it() -> None:
 
 
 def test_auto_that_something_else_decides_is_no_question() -> None:
-    """A batch size that follows from the others, fp16 beside bf16, an optimizer and a schedule that are passed."""
-    settled = {**AUTO, "train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0, "bf16": {"enabled": True}}
+    """A batch size that follows from the others, fp16 beside bf16, an optimizer and a schedule that
+    are passed.
+    """
+    settled = {
+        **AUTO,
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": True},
+    }
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = onefold.initialize(
-        model=model, config=settled, optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer)
+        model=model,
+        config=settled,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
     )
     assert engine.train_micro_batch_size_per_gpu() == 4 and engine.config.precision == "bf16"
     assert recipe_from(settled) == onefold.Recipe.zero(1, precision="bf16")
@@ -408,7 +492,10 @@ def test_auto_that_something_else_decides_is_no_question() -> None:
             "not one of the model",
         ),
         ({"config": {"train_batch_size": 4, "scheduler": {"type": "WarmupLR"}}}, "no optimizer"),
-        ({"config": {"train_batch_size": 4}}, r"initialize was given none\. Write one, as in .*AdamW.* call model\.eval\(\) before"),
+        (
+            {"config": {"train_batch_size": 4}},
+            r"initialize was given none\. Write one, as in .*AdamW.* call model\.eval\(\) before",
+        ),
         ({"config": {"train_batch_size": 4}, "dist_init_required": True}, "start with torchrun"),
     ],
 )
@@ -417,7 +504,7 @@ def test_arguments_that_cannot_be_raise(arguments: dict[str, Any], pattern: str)
         onefold.initialize(**{"model": build(), **arguments})
 
 
-# -- schedules -------------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 WARMUP = {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}
 
@@ -437,7 +524,9 @@ WARMUP = {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}
         ("StepLR", {"step_size": 2, "gamma": 0.5}, [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]),
     ],
 )  # fmt: skip
-def test_schedules_have_deepspeeds_rates(name: str, params: dict[str, Any], rates: list[float]) -> None:
+def test_schedules_have_deepspeeds_rates(
+    name: str, params: dict[str, Any], rates: list[float]
+) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=1.0)
     schedule = build_schedule(SchedulerSpec(name, params), optimizer)
     seen = []
@@ -446,7 +535,9 @@ def test_schedules_have_deepspeeds_rates(name: str, params: dict[str, Any], rate
         optimizer.step()
         schedule.step()
     assert seen == pytest.approx(rates)
-    again = build_schedule(SchedulerSpec(name, params), torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=1.0))
+    again = build_schedule(
+        SchedulerSpec(name, params), torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=1.0)
+    )
     again.load_state_dict(schedule.state_dict())
     assert again.get_last_lr() == pytest.approx(schedule.get_last_lr())
 

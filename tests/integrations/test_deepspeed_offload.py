@@ -1,4 +1,6 @@
-"""A ds_config.json that offloads, through `onefold.initialize` from its file to its last step: the same numbers, elsewhere at rest."""
+"""A ds_config.json that offloads, through `onefold.initialize` from its file to its last step: the
+same numbers, elsewhere at rest.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ WIDTH = 380  # so that a rank of two steps a block in two chunks
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +47,14 @@ def batch(rank: int, index: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + index))
 
 
-CPU, NVME = {"device": "cpu", "pin_memory": True}, {"device": "nvme", "nvme_path": "FOLDER", "buffer_count": 4}
+CPU, NVME = (
+    {"device": "cpu", "pin_memory": True},
+    {
+        "device": "nvme",
+        "nvme_path": "FOLDER",
+        "buffer_count": 4,
+    },
+)
 #: What files say of "zero_optimization", beside the stage; those with offload_param need stage 3.
 STATES: dict[str, dict[str, Any]] = {
     "host": {"offload_optimizer": CPU},
@@ -65,7 +76,9 @@ def written(folder: Path, stage: int, zero: dict[str, Any], **more: Any) -> str:
     ranks = dist.get_rank() if dist.is_initialized() else 0
     path = folder / f"ds_config-{ranks}.json"
     aio = {"aio": {"block_size": 262144, "queue_depth": 4}} if "nvme" in str(zero) else {}
-    text = json.dumps({**config(stage, **aio, **more), "zero_optimization": {"stage": stage, **zero}})
+    text = json.dumps(
+        {**config(stage, **aio, **more), "zero_optimization": {"stage": stage, **zero}}
+    )
     path.write_text(text.replace("FOLDER", str(disk)))
     return str(path)
 
@@ -83,8 +96,12 @@ def curve(engine: Any, steps: int = STEPS, rank: int = 0) -> list[Any]:
     return seen
 
 
-def trained(folder: Path, stage: int, zero: dict[str, Any], **more: Any) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
-    engine, optimizer, _, _ = onefold.initialize(model=build(), config=written(folder, stage, zero, **more))
+def trained(
+    folder: Path, stage: int, zero: dict[str, Any], **more: Any
+) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
+    engine, optimizer, _, _ = onefold.initialize(
+        model=build(), config=written(folder, stage, zero, **more)
+    )
     assert type(optimizer) is torch.optim.AdamW
     seen = curve(engine, rank=dist.get_rank() if dist.is_initialized() else 0)
     return seen, onefold.full_state_dict(engine.module), engine
@@ -100,7 +117,9 @@ def differing(folder: str, stage: int, which: dict[str, dict[str, Any]], **more:
             wrong.append(f"{name}: {got} instead of {seen}")
         wrong += [f"{name}: {n} differs" for n in weights if not torch.equal(weights[n], after[n])]
         recipe = onefold.engine_of(engine.module).recipe
-        if recipe.optimizer.tier is Tier.DEVICE or (("offload_param" in zero) != (recipe.parameters.tier is not Tier.DEVICE)):
+        if recipe.optimizer.tier is Tier.DEVICE or (
+            ("offload_param" in zero) != (recipe.parameters.tier is not Tier.DEVICE)
+        ):
             wrong.append(f"{name}: {recipe.describe()}")
         del engine
     return wrong
@@ -124,16 +143,22 @@ FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_
 
 
 def test_scaled_gradients_are_unscaled_wherever_they_rest(tmp_path: Path) -> None:
-    which = {name: STATES[name] for name in ("host", "NVMe")} | {"everything": PARAMETERS["everything on NVMe"]}
+    which = {name: STATES[name] for name in ("host", "NVMe")} | {
+        "everything": PARAMETERS["everything on NVMe"]
+    }
     for wrong in run_ranks(2, differing, str(tmp_path), 3, which, fp16=FP16):
         assert wrong == []
 
 
 def overflow(folder: str, zero: dict[str, Any]) -> list[tuple[float, bool, bool]]:
-    """(scale, whether the step was applied, whether weights changed) of steps of which the second overflows on rank 1."""
+    """(scale, whether the step was applied, whether weights changed) of steps of which the second
+    overflows on rank 1.
+    """
     engine, *_ = onefold.initialize(
         model=build(),
-        config=written(Path(folder), 3, zero, fp16=FP16, scheduler=None, gradient_accumulation_steps=1),
+        config=written(
+            Path(folder), 3, zero, fp16=FP16, scheduler=None, gradient_accumulation_steps=1
+        ),
     )
     out = []
     for index in range(3):
@@ -142,18 +167,28 @@ def overflow(folder: str, zero: dict[str, Any]) -> list[tuple[float, bool, bool]
         engine.backward(loss * math.inf if index == 1 and dist.get_rank() == 1 else loss)
         engine.step()
         after = onefold.full_state_dict(engine.module)
-        out.append((engine.cur_scale, engine.was_step_applied(), any(not torch.equal(before[n], after[n]) for n in before)))
+        out.append(
+            (
+                engine.cur_scale,
+                engine.was_step_applied(),
+                any(not torch.equal(before[n], after[n]) for n in before),
+            )
+        )
     return out
 
 
 @pytest.mark.parametrize("where", [CPU, NVME], ids=["host", "NVMe"])
-def test_an_overflow_on_one_rank_leaves_offloaded_states_alone(where: dict[str, Any], tmp_path: Path) -> None:
+def test_an_overflow_on_one_rank_leaves_offloaded_states_alone(
+    where: dict[str, Any], tmp_path: Path
+) -> None:
     first, _ = run_ranks(2, overflow, str(tmp_path), {"offload_optimizer": where})
     assert first == [(256.0, True, True), (128.0, False, False), (128.0, True, True)]
 
 
 def checkpoint(folder: str, first: dict[str, Any], then: dict[str, Any]) -> list[str]:
-    """What differs between a run in one go on the device, and one that goes on from a checkpoint with its states elsewhere."""
+    """What differs between a run in one go on the device, and one that goes on from a checkpoint
+    with its states elsewhere.
+    """
     path, rank = Path(folder), dist.get_rank()
     whole, *_ = onefold.initialize(model=build(), config=written(path, 3, {}))
     seen = curve(whole, 2, rank) + curve(whole, 1, rank)
@@ -179,16 +214,27 @@ def checkpoint(folder: str, first: dict[str, Any], then: dict[str, Any]) -> list
     ],
     ids=["NVMe to host", "device to NVMe", "NVMe to device", "host to half of it"],
 )
-def test_a_checkpoint_goes_from_any_tier_to_any_other(first: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_goes_from_any_tier_to_any_other(
+    first: dict[str, Any], then: dict[str, Any], tmp_path: Path
+) -> None:
     for wrong in run_ranks(2, checkpoint, str(tmp_path), first, then):
         assert wrong == []
 
 
-def test_what_the_file_says_without_effect_is_told_once_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_file_says_without_effect_is_told_once_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="onefold"):
-        engine, *_ = onefold.initialize(model=build(), config=written(tmp_path, 3, PARAMETERS["everything on NVMe"]))
+        engine, *_ = onefold.initialize(
+            model=build(), config=written(tmp_path, 3, PARAMETERS["everything on NVMe"])
+        )
     text = caplog.text
-    for key in ("offload_optimizer.buffer_count", "offload_param.buffer_count", "sub_group_size", "aio.block_size"):
+    for key in (
+        "offload_optimizer.buffer_count",
+        "offload_param.buffer_count",
+        "sub_group_size",
+        "aio.block_size",
+    ):
         assert text.count(key) == 1, key
     assert "offload_optimizer.device" not in text
     assert engine.device == torch.device("cpu")
@@ -197,6 +243,8 @@ def test_what_the_file_says_without_effect_is_told_once_at_the_start(tmp_path: P
 
 
 def test_a_folder_that_is_not_there_is_said_before_anything_is_sharded(tmp_path: Path) -> None:
-    path = written(tmp_path, 3, {"offload_optimizer": {**NVME, "nvme_path": str(tmp_path / "absent")}})
+    path = written(
+        tmp_path, 3, {"offload_optimizer": {**NVME, "nvme_path": str(tmp_path / "absent")}}
+    )
     with pytest.raises(TierError, match="absent"):
         onefold.initialize(model=build(), config=path)

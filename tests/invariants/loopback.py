@@ -1,5 +1,5 @@
-"""A program: train on two ranks and print what the loopback interface carried, beside the formula. Run it in a network
-namespace of its own (`unshare -n`), where nobody else's bytes pass.
+"""A program: train on two ranks and print what the loopback interface carried, beside the formula.
+Run it in a network namespace of its own (`unshare -n`), where nobody else's bytes pass.
 
     python loopback.py STAGE MICRO_BATCHES
 """
@@ -38,7 +38,8 @@ def carried(stage: int, micro_batches: int) -> dict[str, int]:
     model = onefold.shard(TinyMLP(16, 256, 6, 16), onefold.Recipe.zero(stage, stall_timeout=30.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = [features_of(i + 100 * dist.get_rank(), 2, 16) for i in range(STEPS * micro_batches)]
-    train_steps(model, optimizer, batches[: 2 * micro_batches], micro_batches)  # to learn the order, and be in a steady state
+    # To learn the order, and be in a steady state
+    train_steps(model, optimizer, batches[: 2 * micro_batches], micro_batches)
     dist.barrier()
     time.sleep(0.2)
     before = loopback_bytes()
@@ -48,7 +49,11 @@ def carried(stage: int, micro_batches: int) -> dict[str, int]:
     time.sleep(0.2)
     sent = loopback_bytes() - before
     numel, turn = elements_of(onefold.engine_of(model).units)
-    return {"sent": sent, "expected": STEPS * 2 * formula(stage, numel, 2, micro_batches, turn=turn), "numel": numel}
+    return {
+        "sent": sent,
+        "expected": STEPS * 2 * formula(stage, numel, 2, micro_batches, turn=turn),
+        "numel": numel,
+    }
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def living_bytes() -> int:
 
 
 def give_memory_back_at_once() -> None:
-    """Let malloc return every freed block of 64 KiB or more to the system, so that resident memory follows what is alive."""
+    """Let malloc return every freed block of 64 KiB or more to the system, so that resident memory
+    follows what is alive.
+    """
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
 
 

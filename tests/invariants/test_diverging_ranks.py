@@ -1,5 +1,6 @@
-"""Invariant 5: where ranks diverge the run stays correct, or stops within seconds with an error that names rank, unit and
-step on every rank that is alive. It never hangs."""
+"""Invariant 5: where ranks diverge the run stays correct, or stops within seconds with an error
+that names rank, unit and step on every rank that is alive. It never hangs.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +20,24 @@ from torch.utils.checkpoint import checkpoint
 
 from models import ResidualBlock, TinyMLP, features_of
 from ranks import Outcome, outcomes_of, run_ranks
-from trials import STAGES, Case, Curve, MLPCase, assert_trains_as_ddp, compare_case, differences, fresh, train_reference, train_sharded
+from trials import (
+    STAGES,
+    Case,
+    Curve,
+    MLPCase,
+    assert_trains_as_ddp,
+    compare_case,
+    differences,
+    fresh,
+    train_reference,
+    train_sharded,
+)
 
-STALL_TIMEOUT = 5.0  # seconds, of the recipe: no rank that runs is so late, however busy the machine is
-#: Seconds in which every rank must have given up: its own timeout, the one of a rank that waits for it, the notes' grace, and what a busy
-#: machine adds. A collective that nobody watches over would take `HANG`, the timeout of the process group.
+# Seconds, of the recipe: no rank that runs is so late, however busy the machine is
+STALL_TIMEOUT = 5.0
+#: Seconds in which every rank must have given up: its own timeout, the one of a rank that waits for
+#: it, the notes' grace, and what a busy machine adds. A collective that nobody watches over would
+#: take `HANG`, the timeout of the process group.
 PATIENCE, HANG = 60.0, 120.0
 
 
@@ -51,7 +65,9 @@ class LayerDrop(MLPCase):
 
 
 class ChosenByNobody(MLPCase):
-    """Three experts: ranks choose different ones, one of them is chosen by nobody and never gets a gradient."""
+    """Three experts: ranks choose different ones, one of them is chosen by nobody and never gets a
+    gradient.
+    """
 
     units = (ResidualBlock,)
 
@@ -85,7 +101,9 @@ class OtherOrder(LayerDrop):
 
 
 class LayerDropInsideACheckpoint(LayerDrop):
-    """One checkpoint over all blocks: backward begins by walking the blocks forwards, other ones on every rank."""
+    """One checkpoint over all blocks: backward begins by walking the blocks forwards, other ones on
+    every rank.
+    """
 
     options = {"stall_timeout": STALL_TIMEOUT}
 
@@ -99,7 +117,9 @@ class LayerDropInsideACheckpoint(LayerDrop):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("case", [OtherOrder, LayerDropInsideACheckpoint])
-def test_ranks_that_use_blocks_in_another_order_train_right_or_stop(case: type[Case], stage: int) -> None:
+def test_ranks_that_use_blocks_in_another_order_train_right_or_stop(
+    case: type[Case], stage: int
+) -> None:
     outcomes = outcomes_of(2, compare_case, case, (stage,), timeout=HANG)
     told = _told(outcomes)
     if any(o.error for o in outcomes):
@@ -115,7 +135,10 @@ def train_until(stage: int, event: str, rank: int, step: int, **options: Any) ->
 
     torch.manual_seed(0)
     model = TinyMLP()
-    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, units=(ResidualBlock,), **options))
+    onefold.shard(
+        model,
+        onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, units=(ResidualBlock,), **options),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with said_when_given_up():
         four_steps(model, optimizer, event, rank, step)
@@ -138,7 +161,9 @@ def busy_until_others_have_given_up() -> None:
         time.sleep(0.05)
 
 
-def four_steps(model: nn.Module, optimizer: torch.optim.Optimizer, event: str, rank: int, step: int) -> None:
+def four_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, event: str, rank: int, step: int
+) -> None:
     for index in range(4):
         mine = (dist.get_rank(), index) == (rank, step)
         if mine and event == "runs out of batches":
@@ -166,12 +191,17 @@ def _fail(module: nn.Module, inputs: Any) -> None:
 
 
 def _told(outcomes: list[Outcome]) -> str:
-    return "\n".join(f"rank {o.rank}: {o.error} after {o.seconds:.1f} s: {o.message}\n{o.trace[-1500:]}" for o in outcomes)
+    return "\n".join(
+        f"rank {o.rank}: {o.error} after {o.seconds:.1f} s: {o.message}\n{o.trace[-1500:]}"
+        for o in outcomes
+    )
 
 
 def assert_stalled(outcome: Outcome, told: str, step: int) -> None:
     assert outcome.error == "StallError", told
-    assert outcome.seconds < PATIENCE, f"rank {outcome.rank} took {outcome.seconds:.1f} s of {PATIENCE} s: {told}"
+    assert outcome.seconds < PATIENCE, (
+        f"rank {outcome.rank} took {outcome.seconds:.1f} s of {PATIENCE} s: {told}"
+    )
     for word in ("rank 0", "rank 1", "unit", f"step {step}"):
         assert word in outcome.message, f"the error does not name {word!r}: {told}"
 
@@ -182,13 +212,19 @@ def test_a_missing_batch_on_one_rank_is_an_error_on_the_one_that_waits(stage: in
     told = _told(outcomes)
     assert outcomes[1].error == "", told
     assert_stalled(outcomes[0], told, 2)
-    assert "rank 1: not waiting" in outcomes[0].message, f"it should say that rank 1 waits nowhere: {told}"
+    assert "rank 1: not waiting" in outcomes[0].message, (
+        f"it should say that rank 1 waits nowhere: {told}"
+    )
 
 
 @pytest.mark.parametrize("event", ["skips the backward", "has one more batch"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_runs_another_number_of_passes_is_an_error_on_all(stage: int, event: str) -> None:
-    """Either rank may meet the wall first; a rank whose every pass found its match may end well, the other one may not."""
+def test_a_rank_that_runs_another_number_of_passes_is_an_error_on_all(
+    stage: int, event: str
+) -> None:
+    """Either rank may meet the wall first; a rank whose every pass found its match may end well,
+    the other one may not.
+    """
     outcomes = outcomes_of(2, train_until, stage, event, 1, 1, timeout=HANG)
     told = _told(outcomes)
     assert "StallError" in {o.error for o in outcomes} <= {"", "StallError"}, told
@@ -207,18 +243,29 @@ def test_a_killed_rank_is_an_error_on_the_others(stage: int) -> None:
 
 GROUPS: dict[str, dict[str, Any]] = {
     "HSDP": {"shard_group": 2},
-    "everything": {"group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4", "error_feedback": True},
+    "everything": {
+        "group": 2,
+        "second_copy": True,
+        "gather_codec": "int8",
+        "reduce_codec": "int4",
+        "error_feedback": True,
+    },
 }
 
 
-@pytest.mark.parametrize(("recipe", "event"), [("HSDP", "dies"), ("everything", "runs out of batches")])
-def test_over_groups_a_rank_that_stays_away_is_an_error_on_the_others_of_both_groups(recipe: str, event: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "event"), [("HSDP", "dies"), ("everything", "runs out of batches")]
+)
+def test_over_groups_a_rank_that_stays_away_is_an_error_on_the_others_of_both_groups(
+    recipe: str, event: str
+) -> None:
     outcomes = outcomes_of(4, train_until, 3, event, 1, 2, timeout=HANG, **GROUPS[recipe])
     told = _told(outcomes)
     for waiting in (outcomes[0], outcomes[2], outcomes[3]):
         assert waiting.error == "StallError" and waiting.seconds < PATIENCE, told
         assert "unit" in waiting.message and "step 2" in waiting.message, told
-    # The neighbour waits for the rank itself, and says so; those of the other group may wait for the neighbour.
+    # The neighbour waits for the rank itself, and says so; those of the other group may wait for
+    # the neighbour.
     assert "rank 1" in outcomes[0].message and "rank 0" in outcomes[0].message, told
 
 
@@ -226,7 +273,10 @@ def test_over_groups_a_rank_that_stays_away_is_an_error_on_the_others_of_both_gr
 def test_a_users_error_on_one_rank_is_itself_there_and_a_stall_on_the_others(stage: int) -> None:
     outcomes = outcomes_of(2, train_until, stage, "fails", 1, 2, timeout=HANG)
     told = _told(outcomes)
-    assert (outcomes[1].error, outcomes[1].message) == ("ArithmeticError", "an error of the user's own"), told
+    assert (outcomes[1].error, outcomes[1].message) == (
+        "ArithmeticError",
+        "an error of the user's own",
+    ), told
     assert_stalled(outcomes[0], told, 2)
 
 
@@ -264,7 +314,9 @@ def shard_different_models(stage: int) -> None:
 def test_ranks_that_shard_different_models_are_told_so(stage: int) -> None:
     outcomes = outcomes_of(2, shard_different_models, stage, timeout=HANG)
     told = _told(outcomes)
-    assert all(o.error in ("ValueError", "StallError") and o.seconds < PATIENCE for o in outcomes), told
+    assert all(
+        o.error in ("ValueError", "StallError") and o.seconds < PATIENCE for o in outcomes
+    ), told
 
 
 def shard_with_different_recipes() -> None:
@@ -276,11 +328,15 @@ def shard_with_different_recipes() -> None:
 def test_ranks_with_different_recipes_are_told_so() -> None:
     outcomes = outcomes_of(2, shard_with_different_recipes, timeout=HANG)
     told = _told(outcomes)
-    assert all(o.error in ("ValueError", "StallError") and o.seconds < PATIENCE for o in outcomes), told
+    assert all(
+        o.error in ("ValueError", "StallError") and o.seconds < PATIENCE for o in outcomes
+    ), told
 
 
 class TwoExits(nn.Module):
-    """Returns what comes out behind its first block, and what comes out at its end; both are always computed."""
+    """Returns what comes out behind its first block, and what comes out at its end; both are always
+    computed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +355,9 @@ class TwoExits(nn.Module):
 
 
 class IgnoresTheTail(MLPCase):
-    """The loss of one rank looks at the early exit only: two blocks and the head get no gradient there. The others' looks at both."""
+    """The loss of one rank looks at the early exit only: two blocks and the head get no gradient
+    there. The others' looks at both.
+    """
 
     steps = 4
 
@@ -320,7 +378,9 @@ class IgnoresTheTail(MLPCase):
 
 
 def in_one_process(case: IgnoresTheTail) -> Curve:
-    """Plain PyTorch on this rank alone: the mean of every rank's loss over every rank's batch, one backward, one update."""
+    """Plain PyTorch on this rank alone: the mean of every rank's loss over every rank's batch, one
+    backward, one update.
+    """
     model, curve, world = fresh(case), Curve(), dist.get_world_size()
     optimizer = case.optimizer(model)
     for step in range(case.steps):
@@ -340,13 +400,17 @@ def ignore_the_tail(units: Any) -> list[str]:
         expected = in_one_process(IgnoresTheTail(ignoring, units))
         for stage in STAGES:
             actual = train_sharded(IgnoresTheTail(ignoring, units), stage)
-            found += differences(f"stage {stage}, rank {ignoring} ignores the tail", expected, actual, 1e-5, 1e-6)
+            found += differences(
+                f"stage {stage}, rank {ignoring} ignores the tail", expected, actual, 1e-5, 1e-6
+            )
     return found
 
 
 @pytest.mark.parametrize("units", [None, (ResidualBlock, "early", "leave")], ids=["found", "named"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_loss_that_ignores_the_tail_on_one_rank_trains_as_in_one_process(world_size: int, units: Any) -> None:
+def test_a_loss_that_ignores_the_tail_on_one_rank_trains_as_in_one_process(
+    world_size: int, units: Any
+) -> None:
     assert run_ranks(world_size, ignore_the_tail, units) == [[]] * world_size
 
 
@@ -361,7 +425,9 @@ def shard_alone(alone: int) -> None:
 
 
 def other_branches_over_groups() -> list[str]:
-    """Ranks of one group and of two go different ways: they join each other's gathers and reductions, both hops of them."""
+    """Ranks of one group and of two go different ways: they join each other's gathers and
+    reductions, both hops of them.
+    """
     found = []
     over: list[tuple[int, dict[str, Any]]] = [
         (3, {"shard_group": 2}), (3, {"shard_group": 2, "optimizer_over": "all"}),
@@ -372,16 +438,33 @@ def other_branches_over_groups() -> list[str]:
         expected, first = train_reference(case()), train_sharded(case(), 3, group=2)
         found += differences(f"{case.__name__} in groups against DDP", expected, first, 1e-5, 1e-6)
         for stage, options in others:
-            found += differences(f"{case.__name__}, stage {stage}, {options}", first, train_sharded(case(), stage, **options), 0.0, 0.0)
+            found += differences(
+                f"{case.__name__}, stage {stage}, {options}",
+                first,
+                train_sharded(case(), stage, **options),
+                0.0,
+                0.0,
+            )
     schedules: list[tuple[int, dict[str, Any]]] = [
         (0, {"group": 2, "in_flight": 0, "prefetch": 2}), (0, {"group": 2, "overlap": False}), (3, {"group": 2}), (3, {"shard_group": 2}),
     ]  # fmt: skip
     for ignoring, options in schedules:
-        alone, actual = in_one_process(IgnoresTheTail(ignoring, None)), train_sharded(IgnoresTheTail(ignoring, None), 3, **options)
-        found += differences(f"rank {ignoring} ignores the tail, {options}", alone, actual, 1e-5, 1e-6)
+        alone, actual = (
+            in_one_process(IgnoresTheTail(ignoring, None)),
+            train_sharded(IgnoresTheTail(ignoring, None), 3, **options),
+        )
+        found += differences(
+            f"rank {ignoring} ignores the tail, {options}", alone, actual, 1e-5, 1e-6
+        )
     codecs = GROUPS["everything"]
     some = train_sharded(LayerDrop(), 3, **codecs)
-    return found + differences("with codecs, without overlap", some, train_sharded(LayerDrop(), 3, **codecs, overlap=False), 0.0, 0.0)
+    return found + differences(
+        "with codecs, without overlap",
+        some,
+        train_sharded(LayerDrop(), 3, **codecs, overlap=False),
+        0.0,
+        0.0,
+    )
 
 
 def test_ranks_that_take_other_branches_over_groups_train_as_in_ddp() -> None:
@@ -392,7 +475,10 @@ def test_ranks_that_take_other_branches_over_groups_train_as_in_ddp() -> None:
 def test_a_rank_that_shards_alone_is_told_for_whom_it_waited(alone: int) -> None:
     outcomes = outcomes_of(2, shard_alone, alone, timeout=HANG, grace=0.0)
     told = _told(outcomes)
-    assert outcomes[alone].error == "StallError" and STALL_TIMEOUT <= outcomes[alone].seconds < PATIENCE, told
+    assert (
+        outcomes[alone].error == "StallError"
+        and STALL_TIMEOUT <= outcomes[alone].seconds < PATIENCE
+    ), told
     for word in (f"rank {alone} waited", "shard()", "[0, 1]"):
         assert word in outcomes[alone].message, f"the error does not name {word!r}: {told}"
     waited = re.search(r"waited (\d+) s", outcomes[alone].message)
@@ -407,7 +493,9 @@ def shard_over_two_of_three(stage: int) -> list[float] | str:
     torch.manual_seed(0)
     losses: list[float] = []
     try:
-        model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=30.0), group=group)
+        model = onefold.shard(
+            TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=30.0), group=group
+        )
     except ValueError as error:
         return str(error)
     else:
@@ -427,5 +515,6 @@ def shard_over_two_of_three(stage: int) -> list[float] | str:
 def test_a_rank_outside_the_group_is_told_so_and_the_members_train(stage: int) -> None:
     inside, also_inside, outside = run_ranks(3, shard_over_two_of_three, stage)
     assert inside == also_inside and len(set(inside)) == 3, (inside, also_inside)
-    for word in ("rank 2", "not in the given group", "only its members"):  # new_group tells rank 2 no more than that
+    # new_group tells rank 2 no more than that
+    for word in ("rank 2", "not in the given group", "only its members"):
         assert isinstance(outside, str) and word in outside, outside

@@ -1,4 +1,6 @@
-"""Invariant 1 over groups: dividing state inside them, across them or both gives the same bits, those of all ranks within rounding."""
+"""Invariant 1 over groups: dividing state inside them, across them or both gives the same bits,
+those of all ranks within rounding.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,36 @@ ALL_RANKS: Bits = [("stage 3 over all ranks", 3, {})]
 
 @pytest.mark.parametrize(("world_size", "size"), [(4, 2), (6, 3), (6, 2), (4, 1), (4, 4)])
 def test_recipes_over_groups_are_bit_equal(world_size: int, size: int) -> None:
-    assert_same(world_size, Run(kind="fused adamw", max_norm=0.5, steps=3), over_groups(size), ALL_RANKS)
+    assert_same(
+        world_size, Run(kind="fused adamw", max_norm=0.5, steps=3), over_groups(size), ALL_RANKS
+    )
 
 
-@pytest.mark.parametrize("options", [{"overlap": False}, {"prefetch": 3, "in_flight": 5}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap": False}, {"prefetch": 3, "in_flight": 5}, {"reshard_after_forward": False}],
+    ids=str,
+)
 def test_the_schedule_changes_no_bit_over_groups(options: dict[str, object]) -> None:
-    recipes: Bits = [(f"{name} {options}", stage, {**given, **options}) for name, stage, given in over_groups(2) if stage == 3]
+    recipes: Bits = [
+        (f"{name} {options}", stage, {**given, **options})
+        for name, stage, given in over_groups(2)
+        if stage == 3
+    ]
     assert_same(4, Run(kind="sgd"), [*over_groups(2)[:1], *recipes])
 
 
 def test_accumulation_inside_groups_is_bit_equal_where_sums_are_held() -> None:
-    held: Bits = [(name, 3, {"shard_group": 2, **more}) for name, more in (("HSDP", {}), ("optimizer over all", {"optimizer_over": "all"}))]
-    assert_same(4, Run(micro_batches=MICRO_BATCHES, max_norm=0.5, steps=3), held, [*over_groups(2)[:1], *ALL_RANKS])
+    held: Bits = [
+        (name, 3, {"shard_group": 2, **more})
+        for name, more in (("HSDP", {}), ("optimizer over all", {"optimizer_over": "all"}))
+    ]
+    assert_same(
+        4,
+        Run(micro_batches=MICRO_BATCHES, max_norm=0.5, steps=3),
+        held,
+        [*over_groups(2)[:1], *ALL_RANKS],
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])

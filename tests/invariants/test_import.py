@@ -16,8 +16,9 @@ import torch.distributed as dist
 from models import TinyMLP, features_of
 from ranks import absolute_path, run_ranks
 
-# Of the processor's time, not of the clock's, and as a share of torch's own. That of a short import is longer beside others too (their
-# data is in the caches), so the least of many counts, each in a process of its own that has torch already.
+# Of the processor's time, not of the clock's, and as a share of torch's own. That of a short import
+# is longer beside others too (their data is in the caches), so the least of many counts, each in a
+# process of its own that has torch already.
 TIMED = """
 import gc, json, os, time
 gc.disable()  # one pass over all that torch has made takes longer than this import, and may or may not fall into it
@@ -71,7 +72,8 @@ def run_program(program: str, folder: Path) -> Any:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPATH": absolute_path()},
+        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        | {"PYTHONPATH": absolute_path()},
         capture_output=True,
         text=True,
         timeout=300,
@@ -83,12 +85,17 @@ def run_program(program: str, folder: Path) -> Any:
 
 def test_import_takes_little_over_torchs_own(tmp_path: Path) -> None:
     share = min(run_program(TIMED, tmp_path) for _ in range(2))  # the first writes the bytecode
-    assert share < 0.1, f"import onefold takes {share:.3f} of what torch's own import takes, at most a tenth is allowed"
+    assert share < 0.1, (
+        f"import onefold takes {share:.3f} of what torch's own import takes, at most a tenth is"
+        " allowed"
+    )
 
 
 def test_import_changes_nothing_and_loads_nothing_heavy(tmp_path: Path) -> None:
     seen = run_program(WATCHED, tmp_path)
-    assert seen["changed"] == [], "importing onefold changed these names of torch, or this state of the process"
+    assert seen["changed"] == [], (
+        "importing onefold changed these names of torch, or this state of the process"
+    )
     heavy = {
         "transformers",
         "accelerate",
@@ -101,7 +108,9 @@ def test_import_changes_nothing_and_loads_nothing_heavy(tmp_path: Path) -> None:
         "deepspeed",
         "numpy.f2py",
     }
-    assert not heavy & set(seen["new"]), f"importing onefold loads {sorted(heavy & set(seen['new']))}"
+    assert not heavy & set(seen["new"]), (
+        f"importing onefold loads {sorted(heavy & set(seen['new']))}"
+    )
 
 
 LAZY = """
@@ -115,7 +124,9 @@ print(json.dumps([torch_came_with_it, callable(onefold.shard), onefold.shard.__n
 """
 
 
-def test_import_by_itself_loads_no_torch_and_every_name_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_import_by_itself_loads_no_torch_and_every_name_is_there_when_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
     """The command tells of a wrong option, and ends on Ctrl-C, before torch is imported."""
     assert run_program(LAZY, tmp_path) == [False, True, "shard", [], [], True]
 
@@ -127,7 +138,9 @@ def test_everything_promised_is_exported() -> None:
                 "GradScaler", "engine_of", "initialize", "StallError", "ShardedParameterError"}  # fmt: skip
     missing = sorted(name for name in promised if not hasattr(onefold, name))
     assert not missing, f"onefold lacks {missing}"
-    undocumented = sorted(name for name in promised if not (getattr(onefold, name).__doc__ or "").strip())
+    undocumented = sorted(
+        name for name in promised if not (getattr(onefold, name).__doc__ or "").strip()
+    )
     assert not undocumented, f"no docstring: {undocumented}"
 
 
@@ -152,7 +165,11 @@ def patched_by_sharding(stage: int) -> list[str]:
     changed = []
     for home, names in zip(homes, before, strict=True):
         now = dict(vars(home))
-        changed += [f"{home.__name__}.{name}" for name in names if callable(names[name]) and now.get(name) is not names[name]]
+        changed += [
+            f"{home.__name__}.{name}"
+            for name in names
+            if callable(names[name]) and now.get(name) is not names[name]
+        ]
     return changed
 
 
@@ -185,4 +202,7 @@ def ledgers_of_two(stage: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_engines_do_not_touch_each_other(stage: int) -> None:
-    assert run_ranks(2, ledgers_of_two, stage) == [{"same engine": 0, "traffic": 0, "memory": 0, "gradients": 0}] * 2
+    assert (
+        run_ranks(2, ledgers_of_two, stage)
+        == [{"same engine": 0, "traffic": 0, "memory": 0, "gradients": 0}] * 2
+    )

@@ -1,8 +1,10 @@
-"""A step never makes the host wait for the device: no `.item()`, no truth value, no copy from or to pageable memory, at any stage.
+"""A step never makes the host wait for the device: no `.item()`, no truth value, no copy from or to
+pageable memory, at any stage.
 
-Steps run as rank 0 of several on torch's fake process group, on the virtual device (tests/virtual), where each wait of the host raises at
-its place. What the fake group leaves out is not seen: the waits of a real backend's messages, and codecs.
-Steps of `onefold train` are in tests/train/test_a_step_late.py.
+Steps run as rank 0 of several on torch's fake process group, on the virtual device (tests/virtual),
+where each wait of the host raises at its place. What the fake group leaves out is not seen: the
+waits of a real backend's messages, and codecs. Steps of `onefold train` are in
+tests/train/test_a_step_late.py.
 """
 
 from __future__ import annotations
@@ -61,18 +63,24 @@ def steps_without_a_wait(
 
     dist.destroy_process_group()
     if ranks > 1:
-        dist.init_process_group("cpu:fake,virtual:fake", store=FakeStore(), rank=0, world_size=ranks)
+        dist.init_process_group(
+            "cpu:fake,virtual:fake", store=FakeStore(), rank=0, world_size=ranks
+        )
     if fused:
         implementations.FUSED_ON = frozenset(("virtual",))
     plain = model_of(buffers, layer_norm="precision" not in recipe)
-    model = onefold.shard(plain, onefold.Recipe.zero(stage, **recipe), device="virtual", units=(Block,))
+    model = onefold.shard(
+        plain, onefold.Recipe.zero(stage, **recipe), device="virtual", units=(Block,)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaling = onefold.GradScaler(model) if scaler else None
     batches = [torch.randn(4, WIDTH).to("virtual") for _ in range(micro_batches)]
 
     def step() -> None:
         for number, batch in enumerate(batches):
-            with contextlib.nullcontext() if number + 1 == micro_batches else onefold.no_sync(model):
+            with (
+                contextlib.nullcontext() if number + 1 == micro_batches else onefold.no_sync(model)
+            ):
                 loss = model(batch).square().mean()
                 (loss if scaling is None else scaling.scale(loss)).backward()
         if scaling is not None:
@@ -94,7 +102,9 @@ def steps_without_a_wait(
 
 def _case(*args: Any, **kwargs: Any) -> Any:
     named = [f"{name}={value}" for name, value in kwargs.items()]
-    return pytest.param(args, kwargs, id=", ".join([f"stage {args[0]}", f"{args[1]} ranks", *named]))
+    return pytest.param(
+        args, kwargs, id=", ".join([f"stage {args[0]}", f"{args[1]} ranks", *named])
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +162,10 @@ def what_encoding_lost_is_forgotten() -> None:
         summing.forget_if(no)
         kept = lost.clone()
         summing.forget_if(yes)
-    assert torch.equal(kept.cpu().nan_to_num(), before.cpu().nan_to_num()) and not summing.residual((0, 0, 0), 4).cpu().any()
+    assert (
+        torch.equal(kept.cpu().nan_to_num(), before.cpu().nan_to_num())
+        and not summing.residual((0, 0, 0), 4).cpu().any()
+    )
 
 
 def test_what_encoding_lost_is_forgotten_on_the_device() -> None:

@@ -1,4 +1,6 @@
-"""Invariant 7: nothing is silently ignored. An option that cannot apply raises, or is listed once at the start."""
+"""Invariant 7: nothing is silently ignored. An option that cannot apply raises, or is listed once
+at the start.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,21 @@ def test_a_wrong_option_raises_and_says_what_to_write(arguments: dict[str, Any],
     ],
     ids=str,
 )
-def test_an_option_that_cannot_apply_raises_or_is_listed(stage: int, options: dict[str, Any]) -> None:
+def test_an_option_that_cannot_apply_raises_or_is_listed(
+    stage: int, options: dict[str, Any]
+) -> None:
     try:
         recipe = Recipe.zero(stage, **options)
     except ValueError as error:
-        assert any(name in str(error) for name in options), f"the error names none of {list(options)}: {error}"
+        assert any(name in str(error) for name in options), (
+            f"the error names none of {list(options)}: {error}"
+        )
         return
     engine = onefold.engine_of(onefold.shard(TinyGPT(), recipe))
     listed = " ".join([*recipe.notes, recipe.describe(), engine.summary()])
-    assert any(name in listed for name in options), f"{options} does nothing at stage {stage} and nobody says so: {listed}"
+    assert any(name in listed for name in options), (
+        f"{options} does nothing at stage {stage} and nobody says so: {listed}"
+    )
 
 
 @pytest.mark.parametrize("units", [("blocks.9",), ("no_such_module",), (torch.nn.LSTM,)], ids=str)
@@ -80,7 +88,10 @@ def test_a_model_is_sharded_once() -> None:
         onefold.shard(model, Recipe.zero(2))
 
 
-@pytest.mark.parametrize("call", ["clip_grad_norm_", "full_params", "full_state_dict", "no_sync", "engine_of", "GradScaler"])
+@pytest.mark.parametrize(
+    "call",
+    ["clip_grad_norm_", "full_params", "full_state_dict", "no_sync", "engine_of", "GradScaler"],
+)
 def test_a_model_that_is_not_sharded_is_told_so(call: str) -> None:
     arguments = (1.0,) if call == "clip_grad_norm_" else ()
     with pytest.raises((ValueError, TypeError), match=r"onefold\.shard"):
@@ -119,4 +130,7 @@ def test_the_summary_tells_units_elements_and_padding(stage: int) -> None:
 
 def test_a_recipe_prints_its_table() -> None:
     table = Recipe.zero(3, precision="bf16").describe()
-    assert all(word in table for word in ("parameters", "gradients", "optimizer", "sharded", "bfloat16", "float32")), table
+    assert all(
+        word in table
+        for word in ("parameters", "gradients", "optimizer", "sharded", "bfloat16", "float32")
+    ), table

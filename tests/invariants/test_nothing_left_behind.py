@@ -1,5 +1,6 @@
-"""Invariant 4: between steps stage 3 holds shards only; `del model` frees everything now; no process, thread, socket or
-temporary file survives an exit."""
+"""Invariant 4: between steps stage 3 holds shards only; `del model` frees everything now; no
+process, thread, socket or temporary file survives an exit.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def held_by_stage_3() -> list[str]:
-    """After a step, an evaluation, an abandoned forward and a full_params: nothing whole is left."""
+    """After a step, an evaluation, an abandoned forward and a full_params: nothing whole is
+    left.
+    """
     import onefold
 
     before = living_bytes()
@@ -51,7 +54,10 @@ def held_by_stage_3() -> list[str]:
     def check(after: str, waiting: int = 0) -> None:
         excess = living_bytes() - before - shards - waiting
         if excess > MIB:
-            problems.append(f"after {after}: {excess} bytes beyond the {shards} bytes of shards and {waiting} waiting for a backward pass")
+            problems.append(
+                f"after {after}: {excess} bytes beyond the {shards} bytes of shards and {waiting}"
+                " waiting for a backward pass"
+            )
 
     check("sharding")
     for _ in range(2):
@@ -61,7 +67,11 @@ def held_by_stage_3() -> list[str]:
         model(features_of(0, 2, 16))
     check("an evaluation")
     output = model(features_of(0, 2, 16))
-    turn = sum(unit.gathered_bytes for unit in onefold.engine_of(model).units if unit.name in ("(root)", "blocks.7"))
+    turn = sum(
+        unit.gathered_bytes
+        for unit in onefold.engine_of(model).units
+        if unit.name in ("(root)", "blocks.7")
+    )
     check("a forward whose graph is alive", waiting=turn)
     del output
     check("a forward without backward")
@@ -138,7 +148,9 @@ def deleted(stage: int, how: str) -> dict[str, Any]:
 
 
 def deleted_each_way(stage: int) -> dict[str, dict[str, Any]]:
-    return {how: deleted(stage, how) for how in ("unused", "after a step", "after an error in forward")}
+    return {
+        how: deleted(stage, how) for how in ("unused", "after a step", "after an error in forward")
+    }
 
 
 def _fail(module: Any, inputs: Any) -> None:
@@ -150,9 +162,13 @@ def test_a_deleted_model_releases_everything_at_once(stage: int) -> None:
     for rank, cases in enumerate(run_ranks(2, deleted_each_way, stage)):
         for how, left in cases.items():
             told = f"rank {rank}, stage {stage}, {how}: {left}"
-            assert not left["engine"] and not left["block"], f"objects outlive the model without the collector: {told}"
+            assert not left["engine"] and not left["block"], (
+                f"objects outlive the model without the collector: {told}"
+            )
             assert left["living"] < 4096, f"tensors outlive the model: {told}"
-            assert left["resident"] < 24 * MIB, f"memory is not given back (the model has 75 MB): {told}"
+            assert left["resident"] < 24 * MIB, (
+                f"memory is not given back (the model has 75 MB): {told}"
+            )
 
 
 def threads_and_sockets(stage: int) -> dict[str, Any]:
@@ -186,8 +202,11 @@ def threads_and_sockets(stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_deleted_model_takes_its_threads_and_sockets_along(stage: int) -> None:
     for rank, counts in enumerate(run_ranks(2, threads_and_sockets, stage)):
-        # One autograd thread or two may have started: they belong to torch. gloo's belong to the communicator that is gone.
-        assert counts["threads"][1] <= counts["threads"][0] + 2, f"rank {rank}, (before, after): {counts}"
+        # One autograd thread or two may have started: they belong to torch. gloo's belong to the
+        # communicator that is gone.
+        assert counts["threads"][1] <= counts["threads"][0] + 2, (
+            f"rank {rank}, (before, after): {counts}"
+        )
         for key in ("python threads", "sockets", "children"):
             assert counts[key][1] <= counts[key][0], f"rank {rank}, (before, after): {counts}"
 
@@ -223,7 +242,9 @@ PROGRAM = """
 
 
 def test_a_program_exits_by_itself_quietly_and_leaves_no_file(tmp_path: Path) -> None:
-    """With the process group destroyed, forgotten, or an exit in the middle: no abort, no warning, no file, no process."""
+    """With the process group destroyed, forgotten, or an exit in the middle: no abort, no warning,
+    no file, no process.
+    """
     temporary, work, said = tmp_path / "tmp", tmp_path / "work", tmp_path / "said"
     temporary.mkdir(), work.mkdir(), said.mkdir()
     environment = {
@@ -236,8 +257,21 @@ def test_a_program_exits_by_itself_quietly_and_leaves_no_file(tmp_path: Path) ->
     }
     program = textwrap.dedent(PROGRAM.format(tests=str(TESTS)))
     command = [sys.executable, "-c", program, str(said)]
-    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
-    words = {f"{ending}-{rank}": (said / f"{ending}-{rank}").read_text() for ending in ("clean", "forgotten", "error") for rank in (0, 1)}
-    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout) == [0, 0, 0, 0, 3, 3], (done, words)
+    done = subprocess.run(
+        command, cwd=work, env=environment, capture_output=True, text=True, timeout=300
+    )
+    words = {
+        f"{ending}-{rank}": (said / f"{ending}-{rank}").read_text()
+        for ending in ("clean", "forgotten", "error")
+        for rank in (0, 1)
+    }
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout) == [
+        0,
+        0,
+        0,
+        0,
+        3,
+        3,
+    ], (done, words)
     assert set(words.values()) == {""}, words
     assert list(temporary.iterdir()) == [] and list(work.iterdir()) == [], "files left behind"

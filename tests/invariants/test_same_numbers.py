@@ -1,5 +1,7 @@
-"""Invariant 1: in fp32, on the same ranks and data, losses and final weights are bit-equal at stages 0, 1, 2 and 3, whatever
-the schedule; and equal to DDP's and to one process on the whole batch within fp32 rounding."""
+"""Invariant 1: in fp32, on the same ranks and data, losses and final weights are bit-equal at
+stages 0, 1, 2 and 3, whatever the schedule; and equal to DDP's and to one process on the whole
+batch within fp32 rounding.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,12 @@ class Run(GPTCase):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.kind == "sgd":
             return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        # eps well above rounding noise: Adam would otherwise turn the last bit of a gradient near zero into a whole step.
+        # eps well above rounding noise: Adam would otherwise turn the last bit of a gradient near
+        # zero into a whole step.
         fused = True if self.kind == "fused adamw" else None
-        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-4, fused=fused)
+        return torch.optim.AdamW(
+            model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-4, fused=fused
+        )
 
     def clip(self, model: nn.Module) -> None:
         if self.max_norm is None:
@@ -56,13 +61,18 @@ class Run(GPTCase):
         else:
             nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         optimizer.zero_grad()
         total = 0.0
         for micro in range(self.micro_batches):
             last = micro == self.micro_batches - 1
             with contextlib.nullcontext() if last else no_sync(model):
-                loss = self.loss(model, self.batch(rank, step * self.micro_batches + micro)) / self.micro_batches
+                loss = (
+                    self.loss(model, self.batch(rank, step * self.micro_batches + micro))
+                    / self.micro_batches
+                )
                 loss.backward()
             total += loss.item()
         self.before_update(model)
@@ -90,7 +100,9 @@ def no_sync(model: nn.Module) -> Any:
 
 
 def whole_batch(run: Run) -> Curve:
-    """One process, all ranks' batches in one: the mean over the whole batch is the mean of the ranks' means."""
+    """One process, all ranks' batches in one: the mean over the whole batch is the mean of the
+    ranks' means.
+    """
     model = fresh(run)
     run_batch, world = run.batch, dist.get_world_size()
     run.batch = lambda rank, step: torch.cat([run_batch(r, step) for r in range(world)])  # type: ignore[method-assign]
@@ -106,7 +118,9 @@ PLAIN: Bits = [(f"stage {s}", s, {}) for s in STAGES]
 
 
 def compare(run: Run, bit_equal: Bits, rounded: Bits = ()) -> list[str]:  # type: ignore[assignment]
-    """On one rank: the first of `bit_equal` is the yardstick; DDP, one process and `rounded` are near it."""
+    """On one rank: the first of `bit_equal` is the yardstick; DDP, one process and `rounded` are
+    near it.
+    """
     name, stage, options = bit_equal[0]
     yardstick = train_sharded(run, stage, **options)
     found = []
@@ -128,7 +142,9 @@ def compare(run: Run, bit_equal: Bits, rounded: Bits = ()) -> list[str]:  # type
 
 def assert_same(world_size: int, run: Run, bit_equal: Bits, rounded: Bits = ()) -> None:  # type: ignore[assignment]
     found = run_ranks(world_size, compare, run, bit_equal, rounded)
-    problems = [f"rank {rank}: {sentence}" for rank, sentences in enumerate(found) for sentence in sentences]
+    problems = [
+        f"rank {rank}: {sentence}" for rank, sentences in enumerate(found) for sentence in sentences
+    ]
     assert not problems, "\n".join(problems)
 
 
@@ -156,14 +172,22 @@ SCHEDULES: list[Options] = [
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_schedule_changes_no_bit(stage: int) -> None:
-    schedules = [o for o in SCHEDULES if stage == 3 or not {"prefetch", "reshard_after_forward"} & set(o)]
-    assert_same(3, Run(), [PLAIN[0], PLAIN[stage], *((f"stage {stage} {o}", stage, o) for o in schedules)])
+    schedules = [
+        o for o in SCHEDULES if stage == 3 or not {"prefetch", "reshard_after_forward"} & set(o)
+    ]
+    assert_same(
+        3, Run(), [PLAIN[0], PLAIN[stage], *((f"stage {stage} {o}", stage, o) for o in schedules)]
+    )
 
 
-@pytest.mark.parametrize("units", [None, (), ("blocks.0", "head")], ids=["found", "root only", "named"])
+@pytest.mark.parametrize(
+    "units", [None, (), ("blocks.0", "head")], ids=["found", "root only", "named"]
+)
 def test_the_choice_of_units_changes_no_bit(units: tuple[str, ...] | None) -> None:
     options = {} if units is None else {"units": units}
-    assert_same(2, Run(kind="sgd"), [PLAIN[0], *((f"stage {s} {units}", s, options) for s in STAGES)])
+    assert_same(
+        2, Run(kind="sgd"), [PLAIN[0], *((f"stage {s} {units}", s, options) for s in STAGES)]
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
@@ -176,7 +200,9 @@ def with_and_without_checkpoints() -> list[str]:
     found = []
     for checkpointing in ("reentrant", "non-reentrant"):
         curve = train_sharded(Run(checkpointing=checkpointing), 3)  # type: ignore[arg-type]
-        found += differences(f"stage 3, {checkpointing}, against stage 0 without", plain, curve, 0.0, 0.0)
+        found += differences(
+            f"stage 3, {checkpointing}, against stage 0 without", plain, curve, 0.0, 0.0
+        )
     return found
 
 
@@ -185,7 +211,9 @@ def test_recomputing_activations_gives_the_bits_of_keeping_them() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_accumulation_is_bit_equal_where_gradients_are_reduced_at_the_boundary(world_size: int) -> None:
+def test_accumulation_is_bit_equal_where_gradients_are_reduced_at_the_boundary(
+    world_size: int,
+) -> None:
     boundary: Bits = [(f"stage {s} at the boundary", s, {"reduce_at": "boundary"}) for s in (2, 3)]
     by_default: Bits = [(f"stage {s} every micro-batch", s, {}) for s in (2, 3)]
     run = Run(micro_batches=MICRO_BATCHES, max_norm=0.5, steps=3)
@@ -196,7 +224,9 @@ def accumulate_without_no_sync(stage: int) -> list[str]:
     """Two backward passes before one step, nobody says no_sync: gradients add up as in DDP."""
 
     class Twice(GPTCase):
-        def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+        def step(
+            self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+        ) -> float:
             optimizer.zero_grad()
             losses: list[Tensor] = []
             for micro in range(2):
@@ -205,7 +235,9 @@ def accumulate_without_no_sync(stage: int) -> list[str]:
             optimizer.step()
             return sum(loss.item() for loss in losses)
 
-    return differences(f"stage {stage}", train_reference(Twice()), train_sharded(Twice(), stage), 2e-5, 2e-6)
+    return differences(
+        f"stage {stage}", train_reference(Twice()), train_sharded(Twice(), stage), 2e-5, 2e-6
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)

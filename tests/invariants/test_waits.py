@@ -1,8 +1,9 @@
 """Invariant 9: every use of a buffer on another stream is behind a wait.
 
-On the virtual device (tests/virtual) every copy and kernel runs as late, and in as strange an order, as the waits allow, by a seed; and a
-checker names two uses of the same bytes that no wait orders. Collectives are those of the stand-in for NCCL (tests/standin), each
-communicator on a stream of its own. What is compared with is the same program with each operation done at once.
+On the virtual device (tests/virtual) every copy and kernel runs as late, and in as strange an
+order, as the waits allow, by a seed; and a checker names two uses of the same bytes that no wait
+orders. Collectives are those of the stand-in for NCCL (tests/standin), each communicator on a
+stream of its own. What is compared with is the same program with each operation done at once.
 """
 
 from __future__ import annotations
@@ -38,11 +39,19 @@ def of(stage: int, how: str = "", steps: int = 3, build: Any = TinyGPT, **option
 ALONE = {
     "as it is": of(0, "clips evaluates elsewhere"),
     "states on the host": of(0, "clips accumulates decays", offload_optimizer="cpu"),
-    "bf16, states on the host": of(0, "evaluates decays", precision="bf16", offload_optimizer="cpu"),
-    "stepped behind the backward pass": of(0, "elsewhere", offload_optimizer="cpu", step_in_backward=True),
-    "bf16, stepped behind the backward pass": of(3, "elsewhere", precision="bf16", **HOST, step_in_backward=True),
+    "bf16, states on the host": of(
+        0, "evaluates decays", precision="bf16", offload_optimizer="cpu"
+    ),
+    "stepped behind the backward pass": of(
+        0, "elsewhere", offload_optimizer="cpu", step_in_backward=True
+    ),
+    "bf16, stepped behind the backward pass": of(
+        3, "elsewhere", precision="bf16", **HOST, step_in_backward=True
+    ),
     "all on the host": of(3, "evaluates writes", **HOST),
-    "bf16, all on the host, checkpointed": of(3, "frozen", precision="bf16", build=Checkpointed, **HOST),
+    "bf16, all on the host, checkpointed": of(
+        3, "frozen", precision="bf16", build=Checkpointed, **HOST
+    ),
     "states on NVMe": of(0, "clips writes", offload_optimizer="nvme", chunk=65536),
     "bf16, all on NVMe": of(3, "evaluates", precision="bf16", **DISK),
     "activations on the host": of(0, offload_activations=True),
@@ -57,14 +66,23 @@ TOGETHER = {
     "stage 3, bf16": (2, of(3, "elsewhere saves accumulates decays", precision="bf16")),
     "stage 3, checkpointed, frozen parts": (2, of(3, "frozen", build=Checkpointed)),
     "stage 3, nothing prefetched": (2, of(3, overlap=False)),
-    "stage 1, states on the host": (2, of(1, "evaluates writes decays", precision="bf16", offload_optimizer="cpu")),
+    "stage 1, states on the host": (
+        2,
+        of(1, "evaluates writes decays", precision="bf16", offload_optimizer="cpu"),
+    ),
     "stage 3, all on the host": (2, of(3, "saves writes decays", precision="bf16", **HOST)),
-    "stage 3, stepped behind the backward pass": (2, of(3, precision="bf16", **HOST, step_in_backward=True)),
+    "stage 3, stepped behind the backward pass": (
+        2,
+        of(3, precision="bf16", **HOST, step_in_backward=True),
+    ),
     "stage 3, all on NVMe": (2, of(3, "clips", precision="bf16", **DISK)),
     "stage 2, activations on the host": (2, of(2, offload_activations=True)),
     "two levels": (4, of(3, "clips", group=2)),
     "HSDP": (4, of(3, "accumulates raises", shard_group=2)),
-    "a second copy, int8": (4, of(3, precision="bf16", group=2, second_copy=True, gather_codec="int8")),
+    "a second copy, int8": (
+        4,
+        of(3, precision="bf16", group=2, second_copy=True, gather_codec="int8"),
+    ),
     "int4 gradients": (2, of(2, "clips", precision="bf16", reduce_codec="int4")),
 }
 
@@ -74,15 +92,33 @@ def seeds(everything: bool) -> range:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_one_rank_has_the_same_bits_under_every_schedule(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    found = run_ranks(1, under_schedules, ALONE[name], seeds(request.config.getoption("--all")), str(tmp_path), timeout=1200)
+def test_one_rank_has_the_same_bits_under_every_schedule(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    found = run_ranks(
+        1,
+        under_schedules,
+        ALONE[name],
+        seeds(request.config.getoption("--all")),
+        str(tmp_path),
+        timeout=1200,
+    )
     assert found == [[]]
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_ranks_have_the_same_bits_under_every_schedule(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_ranks_have_the_same_bits_under_every_schedule(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     world_size, trial = TOGETHER[name]
-    found = run_ranks(world_size, under_schedules, trial, seeds(request.config.getoption("--all")), str(tmp_path), timeout=1200)
+    found = run_ranks(
+        world_size,
+        under_schedules,
+        trial,
+        seeds(request.config.getoption("--all")),
+        str(tmp_path),
+        timeout=1200,
+    )
     assert found == [[]] * world_size
 
 
@@ -95,7 +131,9 @@ def by_a_load(model: Any, at: str) -> None:
 def by_the_whole(model: Any, at: str) -> None:
     import onefold
 
-    onefold.load_full_state_dict(model, {name: torch.zeros_like(t) for name, t in onefold.full_state_dict(model).items()})
+    onefold.load_full_state_dict(
+        model, {name: torch.zeros_like(t) for name, t in onefold.full_state_dict(model).items()}
+    )
 
 
 def inside_full_params(model: Any, at: str) -> None:
@@ -110,7 +148,9 @@ def by_dcp(model: Any, at: str) -> None:
     import onefold
 
     state = onefold.dcp_state_dict(model)["model"]
-    state.load_state_dict({name: torch.zeros_like(value) for name, value in state.state_dict().items()})
+    state.load_state_dict(
+        {name: torch.zeros_like(value) for name, value in state.state_dict().items()}
+    )
 
 
 @torch.no_grad()
@@ -134,17 +174,30 @@ def by_other_data(model: Any, at: str) -> None:
         parameter.data = torch.zeros(parameter.shape)
 
 
-OVERWRITING = [by_a_load, by_the_whole, inside_full_params, by_dcp, in_place, all_together, through_data, by_other_data]
+OVERWRITING = [
+    by_a_load,
+    by_the_whole,
+    inside_full_params,
+    by_dcp,
+    in_place,
+    all_together,
+    through_data,
+    by_other_data,
+]
 
 
 def evaluated_and_overwritten(overwrite: Callable[[Any, str], None], folder: str) -> list[str]:
-    """What differs between the loss of an evaluation behind which masters are overwritten, and that of one with each operation at once."""
+    """What differs between the loss of an evaluation behind which masters are overwritten, and that
+    of one with each operation at once.
+    """
     import onefold
 
     torch.manual_seed(0)
     host: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
     virtual.start(seed=None, check=False)
-    model: Any = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, precision="fp32", **host), device="virtual")
+    model: Any = onefold.shard(
+        TinyGPT(), onefold.Recipe.zero(3, precision="fp32", **host), device="virtual"
+    )
     first = onefold.full_state_dict(model)
     in_place(model, "")
     at = str(onefold.save(f"{folder}/zeros", model=model))
@@ -166,12 +219,16 @@ def evaluated_and_overwritten(overwrite: Callable[[Any, str], None], folder: str
 
 
 @pytest.mark.parametrize("overwrite", OVERWRITING, ids=lambda way: way.__name__)
-def test_masters_on_the_host_are_overwritten_behind_the_copies_of_them(overwrite: Callable[[Any, str], None], tmp_path: Path) -> None:
+def test_masters_on_the_host_are_overwritten_behind_the_copies_of_them(
+    overwrite: Callable[[Any, str], None], tmp_path: Path
+) -> None:
     assert run_ranks(1, evaluated_and_overwritten, overwrite, str(tmp_path)) == [[]]
 
 
 def averages_evaluated(folder: str) -> list[str]:
-    """As `evaluated_and_overwritten`: the averages are evaluated with, and the weights take their place again."""
+    """As `evaluated_and_overwritten`: the averages are evaluated with, and the weights take their
+    place again.
+    """
     import onefold
     from onefold.ema import EMA
 
@@ -180,7 +237,9 @@ def averages_evaluated(folder: str) -> list[str]:
         virtual.start(seed=seed)
         torch.manual_seed(0)
         host: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
-        model: Any = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, precision="fp32", **host), device="virtual")
+        model: Any = onefold.shard(
+            TinyGPT(), onefold.Recipe.zero(3, precision="fp32", **host), device="virtual"
+        )
         average = EMA(model, 0.9)
         average.update()
         in_place(model, "")
@@ -199,5 +258,7 @@ def averages_evaluated(folder: str) -> list[str]:
     return found if expected[0] != expected[1] else ["the averages are the weights"]
 
 
-def test_weights_on_the_host_take_the_averages_place_behind_the_copies_of_these(tmp_path: Path) -> None:
+def test_weights_on_the_host_take_the_averages_place_behind_the_copies_of_these(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(1, averages_evaluated, str(tmp_path)) == [[]]

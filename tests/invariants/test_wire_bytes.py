@@ -1,5 +1,6 @@
-"""Invariant 2: bytes on the wire equal the formula, counted from outside: to the byte at torch.distributed's door, and on
-the loopback interface itself."""
+"""Invariant 2: bytes on the wire equal the formula, counted from outside: to the byte at
+torch.distributed's door, and on the loopback interface itself.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,14 @@ STEPS = 3
 
 
 def sent_bytes(stage: int, micro_batches: int, **options: Any) -> dict[str, Any]:
-    """Payload a step, by counting isend and by the engine's ledger; the first steps are left out."""
+    """Payload a step, by counting isend and by the engine's ledger; the first steps are left
+    out.
+    """
     import onefold
 
-    model = onefold.shard(TinyMLP(8, 24, 4, 6), onefold.Recipe.zero(stage, stall_timeout=10.0, **options))
+    model = onefold.shard(
+        TinyMLP(8, 24, 4, 6), onefold.Recipe.zero(stage, stall_timeout=10.0, **options)
+    )
     engine = onefold.engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     count = STEPS * micro_batches
@@ -49,11 +54,16 @@ def assert_formula(world_size: int, stage: int, micro_batches: int, **options: A
     for rank, seen in enumerate(run_ranks(world_size, sent_bytes, stage, micro_batches, **options)):
         numel, turn = seen["elements"]
         expected = formula(stage, numel, world_size, micro_batches, turn=turn, **options)
-        told = f"rank {rank} of {world_size}, stage {stage}, {micro_batches} micro-batches, {options}: {seen}, expected {expected}"
+        told = (
+            f"rank {rank} of {world_size}, stage {stage}, {micro_batches} micro-batches, {options}:"
+            f" {seen}, expected {expected}"
+        )
         assert seen["others"] == [], f"a collective that this test does not count: {told}"
         assert seen["counted"] == expected, f"bytes given to isend differ from the formula: {told}"
         assert seen["ledger"] == expected, f"the ledger differs from the formula: {told}"
-        assert seen["control"] <= 2048 * micro_batches * (world_size - 1), f"control messages are not tiny: {told}"
+        assert seen["control"] <= 2048 * micro_batches * (world_size - 1), (
+            f"control messages are not tiny: {told}"
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -88,17 +98,23 @@ def test_the_wire_dtype_of_gradients_is_a_column_of_its_own(stage: int) -> None:
     assert_formula(2, stage, 1, wire=torch.bfloat16)
 
 
-@pytest.mark.parametrize("options", [{"prefetch": 0}, {"overlap": False}, {"prefetch": 4, "in_flight": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"prefetch": 0}, {"overlap": False}, {"prefetch": 4, "in_flight": 4}], ids=str
+)
 def test_the_schedule_sends_no_byte_more(options: dict[str, Any]) -> None:
     assert_formula(2, 3, 1, **options)
 
 
 def sent_over_nodes(stage: int, micro_batches: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Payload a step on two nodes of two ranks, by link: counted from outside, and by the ledger."""
+    """Payload a step on two nodes of two ranks, by link: counted from outside, and by the
+    ledger.
+    """
     import onefold
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    model = onefold.shard(TinyMLP(8, 24, 4, 6), onefold.Recipe.zero(stage, stall_timeout=10.0, **options))
+    model = onefold.shard(
+        TinyMLP(8, 24, 4, 6), onefold.Recipe.zero(stage, stall_timeout=10.0, **options)
+    )
     engine = onefold.engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     batches = [features_of(i + 100 * dist.get_rank(), 2, 8) for i in range(micro_batches)]
@@ -117,26 +133,43 @@ def sent_over_nodes(stage: int, micro_batches: int, options: dict[str, Any]) -> 
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16"}, {"reshard_after_forward": False}], ids=str
+)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_between_nodes_a_step_sends_the_bytes_of_the_two_level_formula(stage: int, micro_batches: int, options: dict[str, Any]) -> None:
+def test_between_nodes_a_step_sends_the_bytes_of_the_two_level_formula(
+    stage: int, micro_batches: int, options: dict[str, Any]
+) -> None:
     for seen in run_ranks(4, sent_over_nodes, stage, micro_batches, options):
         numel, turn = seen["elements"]
         expected = formula_over_nodes(stage, numel, 2, 2, micro_batches, turn=turn, **options)
-        assert seen["counted"] == seen["ledger"] == expected, f"stage {stage}, {micro_batches}, {options}: {seen}, expected {expected}"
+        assert seen["counted"] == seen["ledger"] == expected, (
+            f"stage {stage}, {micro_batches}, {options}: {seen}, expected {expected}"
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_flat_sends_over_a_nodes_border_as_many_times_the_bytes_as_the_node_has_ranks(stage: int) -> None:
+def test_flat_sends_over_a_nodes_border_as_many_times_the_bytes_as_the_node_has_ranks(
+    stage: int,
+) -> None:
     for seen in run_ranks(4, sent_over_nodes, stage, 1, {"group": "flat"}):
         numel, turn = seen["elements"]
         expected = formula_over_nodes(stage, numel, 2, 2, turn=turn)
-        assert seen["counted"] == seen["ledger"] == {"inside": expected["inside"] // 2, "between": 2 * expected["between"]}, seen
+        assert (
+            seen["counted"]
+            == seen["ledger"]
+            == {
+                "inside": expected["inside"] // 2,
+                "between": 2 * expected["between"],
+            }
+        ), seen
 
 
 def lone_embedding() -> dict[str, Any]:
-    """A unit whose backward reads no parameter is not gathered again: the formula less its share."""
+    """A unit whose backward reads no parameter is not gathered again: the formula less its
+    share.
+    """
     import onefold
 
     model = nn.Sequential(nn.Embedding(64, 32), ResidualBlock(32), ResidualBlock(32))
@@ -147,7 +180,11 @@ def lone_embedding() -> dict[str, Any]:
     with counted_sends() as sent:
         train_steps(model, optimizer, batches, 1)
     units = onefold.engine_of(model).units
-    return {"counted": sent.payload / STEPS, "units": {u.name: u.numel for u in units}, "elements": elements_of(units)}
+    return {
+        "counted": sent.payload / STEPS,
+        "units": {u.name: u.numel for u in units},
+        "elements": elements_of(units),
+    }
 
 
 def test_a_lone_embedding_is_not_gathered_for_its_backward() -> None:
@@ -172,7 +209,11 @@ def frozen_half(stage: int) -> dict[str, Any]:
         train_steps(model, optimizer, batches, 1)
     units = onefold.engine_of(model).units
     sizes = {u.name: u.numel for u in units}
-    return {"counted": sent.payload / STEPS, "frozen": sum(sizes[name] for name in frozen), "elements": elements_of(units)}
+    return {
+        "counted": sent.payload / STEPS,
+        "frozen": sum(sizes[name] for name in frozen),
+        "elements": elements_of(units),
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -221,26 +262,40 @@ def test_generating_inside_full_params_gathers_once(stage: int) -> None:
 
 
 def own_network(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in a network namespace of its own, with its loopback up; skip where that is not allowed."""
+    """Run a command in a network namespace of its own, with its loopback up; skip where that is not
+    allowed.
+    """
     script = 'ip link set lo up && exec "$@"'
     for unshare in (["unshare", "-n"], ["unshare", "-rn"]):
         try:
-            probe = subprocess.run([*unshare, "sh", "-c", script, "sh", "true"], capture_output=True, timeout=60)
+            probe = subprocess.run(
+                [*unshare, "sh", "-c", script, "sh", "true"], capture_output=True, timeout=60
+            )
         except FileNotFoundError:
             pytest.skip("there is no `unshare`: loopback counters would count other programs too")
         if probe.returncode == 0:
             whole = [*unshare, "sh", "-c", script, "sh", *command]
             environment = {**os.environ, "PYTHONPATH": absolute_path()}
-            return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=300)
-    pytest.skip("no right to a network namespace of its own: loopback counters would count other programs too")
+            return subprocess.run(
+                whole, env=environment, capture_output=True, text=True, timeout=300
+            )
+    pytest.skip(
+        "no right to a network namespace of its own: loopback counters would count other"
+        " programs too"
+    )
 
 
 @pytest.mark.parametrize(("stage", "micro_batches"), [(2, 2), (3, 1)])
-def test_the_loopback_interface_carries_the_bytes_of_the_formula(stage: int, micro_batches: int) -> None:
+def test_the_loopback_interface_carries_the_bytes_of_the_formula(
+    stage: int, micro_batches: int
+) -> None:
     program = str(Path(__file__).parent / "loopback.py")
     done = own_network([sys.executable, program, str(stage), str(micro_batches)])
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
-    # Headers and acknowledgements of a 64 KiB loopback packet, barriers, and a control message a backward.
+    # Headers and acknowledgements of a 64 KiB loopback packet, barriers, and a control message a
+    # backward.
     ratio = seen["sent"] / seen["expected"]
-    assert 1.0 <= ratio <= 1.03, f"stage {stage}: the interface carried {ratio:.4f} of the formula: {seen}"
+    assert 1.0 <= ratio <= 1.03, (
+        f"stage {stage}: the interface carried {ratio:.4f} of the formula: {seen}"
+    )

@@ -49,7 +49,10 @@ def test_runs_cover_the_active_slots_and_no_frozen_one(shapes, ranks, random):
     assert all(a[1] <= b[0] for a, b in zip(runs, runs[1:], strict=False)), runs
     for slot, on in zip(space.slots, active, strict=True):
         inside = any(a <= slot.start and slot.end <= b for a, b in runs)
-        touched = any(overlap((slot.start, slot.end), run)[0] < overlap((slot.start, slot.end), run)[1] for run in runs)
+        touched = any(
+            overlap((slot.start, slot.end), run)[0] < overlap((slot.start, slot.end), run)[1]
+            for run in runs
+        )
         assert inside if on else not touched, (slot, on, runs)
 
 
@@ -59,18 +62,35 @@ def test_blocks_counted_from_a_parameters_beginning_lie_on_one_rank_each(shapes,
     for slot in space.slots:
         assert slot.start % 256 == 0, space
         for a, b in (space.local(slot, rank) for rank in range(ranks)):
-            assert a == b or ((a - slot.start) % 256 == 0 and ((b - slot.start) % 256 == 0 or b == slot.end)), (slot, a, b)
+            assert a == b or (
+                (a - slot.start) % 256 == 0 and ((b - slot.start) % 256 == 0 or b == slot.end)
+            ), (slot, a, b)
 
 
 @given(shapes, worlds)
 def test_a_layout_without_blocks_is_what_it_was(shapes, ranks):
-    assert FlatLayout.of([(f"p{i}", s) for i, s in enumerate(shapes)], ranks, 0, 0) == layout(shapes, ranks)
+    assert FlatLayout.of([(f"p{i}", s) for i, s in enumerate(shapes)], ranks, 0, 0) == layout(
+        shapes, ranks
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
 def test_padding_of_a_block_of_gpt_2_stays_under_one_percent_with_blocks(ranks):
     w = 768
-    shapes = [(w,), (w,), (w, 3 * w), (3 * w,), (w, w), (w,), (w,), (w,), (w, 4 * w), (4 * w,), (4 * w, w), (w,)]
+    shapes = [
+        (w,),
+        (w,),
+        (w, 3 * w),
+        (3 * w,),
+        (w, w),
+        (w,),
+        (w,),
+        (w,),
+        (w, 4 * w),
+        (4 * w,),
+        (4 * w, w),
+        (w,),
+    ]
     space = FlatLayout.of([(f"p{i}", s) for i, s in enumerate(shapes)], ranks, block=256)
     assert 0 <= space.numel - space.content < 0.01 * space.content, (space.numel, space.content)
 
@@ -79,8 +99,13 @@ def test_padding_of_a_block_of_gpt_2_stays_under_one_percent_with_blocks(ranks):
 @given(st.integers(1, 64), st.integers(64, 4096).map(lambda n: n * 16), worlds)
 def test_padding_of_real_blocks_stays_under_one_percent(layers, width, ranks):
     """A block of a transformer: four matrices of width² and more, a few vectors."""
-    space = FlatLayout.of([("w", (width, 4)), ("b", (width,)), ("v", (width, 32)), ("u", (width, 8)), ("n", (width,))] * 4, ranks)
-    # Every slot may waste 63 elements and the end of every rank 63: half a percent each where a block has 200 times that.
+    space = FlatLayout.of(
+        [("w", (width, 4)), ("b", (width,)), ("v", (width, 32)), ("u", (width, 8)), ("n", (width,))]
+        * 4,
+        ranks,
+    )
+    # Every slot may waste 63 elements and the end of every rank 63: half a percent each where a
+    # block has 200 times that.
     if space.content >= 200 * max(ranks, len(space.slots)) * ALIGNMENT:
         waste = (space.numel - space.content) / space.content
         assert waste < 0.01, f"{space.numel} elements for {space.content}: {waste:.2%} padding"

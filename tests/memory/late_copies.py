@@ -1,4 +1,6 @@
-"""Copies as a device makes them, on a CPU: not when they are asked for, but when somebody is made to wait for them."""
+"""Copies as a device makes them, on a CPU: not when they are asked for, but when somebody is made
+to wait for them.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,10 @@ class LateSide(CopyStream):
         return self.computing
 
     def start(self, into: Tensor, source: Tensor) -> LateTicket:
-        upward = any(slab.memory.untyped_storage()._cdata == source.untyped_storage()._cdata for slab in self.store.arena.slabs)
+        upward = any(
+            slab.memory.untyped_storage()._cdata == source.untyped_storage()._cdata
+            for slab in self.store.arena.slabs
+        )
         if upward:
             into.fill_(0xA5)  # what is read too early is seen
         ticket = LateTicket(Memory.of(into), Memory.of(source))
@@ -85,7 +90,10 @@ class LateSide(CopyStream):
             first = self.late.popleft()
             into, source = first.into.bytes(), first.source.bytes()
             if into is None or source is None:
-                self.problems.append(f"{first.source.nbytes} bytes: {'what it reads' if source is None else 'what it writes'} was freed")
+                self.problems.append(
+                    f"{first.source.nbytes} bytes:"
+                    f" {'what it reads' if source is None else 'what it writes'} was freed"
+                )
             else:
                 into.copy_(source)
             first.done = True

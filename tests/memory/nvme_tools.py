@@ -1,4 +1,6 @@
-"""For the tests of the NVMe store: tensors on pages, pages in the cache, programs of their own, what the dead leave."""
+"""For the tests of the NVMe store: tensors on pages, pages in the cache, programs of their own,
+what the dead leave.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SRC = Path(__file__).parents[2] / "src"
 
 def on_pages(values: torch.Tensor) -> torch.Tensor:
     """The same values in memory that the disk can work on."""
-    out = page_buffer(max(1, values.numel() * values.element_size())).view(values.dtype)[: values.numel()]
+    out = page_buffer(max(1, values.numel() * values.element_size())).view(values.dtype)[
+        : values.numel()
+    ]
     return out.copy_(values)
 
 
@@ -31,10 +35,19 @@ def blank(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pages_in_cache(path: Path) -> int:
-    """Pages of a file that the system holds in memory. Python's own mmap hides its address, so this asks the C library."""
+    """Pages of a file that the system holds in memory. Python's own mmap hides its address, so this
+    asks the C library.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     with open(path, "rb") as file:
@@ -64,7 +77,9 @@ def data_files(store: Nvme) -> list[Path]:
     return [folder / DATA for folder in store.folders]
 
 
-def left_behind(parent: Path, mark: bytes = MARK + b"\n", age: float = 0.0, data: bytes | None = bytes(PAGE)) -> Path:
+def left_behind(
+    parent: Path, mark: bytes = MARK + b"\n", age: float = 0.0, data: bytes | None = bytes(PAGE)
+) -> Path:
     """A folder as a killed process leaves it."""
     folder = parent / f"onefold-dead-4711-{secrets.token_hex(4)}"
     folder.mkdir()

@@ -1,4 +1,6 @@
-"""Saved tensors go to the host and come back: the same bits, once each, within the budget, and nothing is left behind."""
+"""Saved tensors go to the host and come back: the same bits, once each, within the budget, and
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def saving(store: ActivationStore | None) -> Iterator[None]:
 
 def assert_nothing_is_left(store: ActivationStore) -> None:
     now = {**store.ledger.now(), **store.arena.ledger.now()}
-    assert store.held == store.arena.used == 0, f"{store.held} bytes are held, {store.arena.used} used"
+    assert store.held == store.arena.used == 0, (
+        f"{store.held} bytes are held, {store.arena.used} used"
+    )
     assert now in ({}, {IDLE_SLABS: store.arena.reserved}), now
     assert not store._found and store._last is None and not store._in_window and not store._risen
 
@@ -55,7 +59,12 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def train(store: ActivationStore | None, checkpointing: Checkpointing = "none", steps: int = 3, **passes: Any) -> tuple[list[Tensor], Any]:
+def train(
+    store: ActivationStore | None,
+    checkpointing: Checkpointing = "none",
+    steps: int = 3,
+    **passes: Any,
+) -> tuple[list[Tensor], Any]:
     """Losses, and gradients of the last step, of a small GPT with dropout."""
     torch.manual_seed(0)
     model = TinyGPT(dropout=0.1, checkpointing=checkpointing)
@@ -77,12 +86,20 @@ def train(store: ActivationStore | None, checkpointing: Checkpointing = "none", 
 
 def differences(expected: Any, found: Any) -> list[str]:
     (losses, grads), (other_losses, other_grads) = expected, found
-    out = [f"loss {i}: {a} became {b}" for i, (a, b) in enumerate(zip(losses, other_losses, strict=True)) if not torch.equal(a, b)]
-    out += [name for name in grads.keys() | other_grads.keys() if not torch.equal(grads[name], other_grads[name])]
+    out = [
+        f"loss {i}: {a} became {b}"
+        for i, (a, b) in enumerate(zip(losses, other_losses, strict=True))
+        if not torch.equal(a, b)
+    ]
+    out += [
+        name
+        for name in grads.keys() | other_grads.keys()
+        if not torch.equal(grads[name], other_grads[name])
+    ]
     return out
 
 
-# -- the same bits -------------------------------------------------------------------------------------------------------------
+# -- the same bits ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3000, MIB])
@@ -97,7 +114,9 @@ def test_training_gives_the_same_bits(checkpointing: Checkpointing, ahead: int) 
 @pytest.mark.parametrize("window", [0, 2000, MIB])
 @pytest.mark.parametrize("ahead", [0, 3000, MIB])
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
-def test_copies_that_run_late_change_no_bit_and_nothing_is_freed_under_them(checkpointing: Checkpointing, ahead: int, window: int) -> None:
+def test_copies_that_run_late_change_no_bit_and_nothing_is_freed_under_them(
+    checkpointing: Checkpointing, ahead: int, window: int
+) -> None:
     store = store_of(ahead=ahead, window=window)
     side = late(store)
     assert differences(train(None, checkpointing), train(store, checkpointing)) == []
@@ -107,7 +126,9 @@ def test_copies_that_run_late_change_no_bit_and_nothing_is_freed_under_them(chec
 
 
 @pytest.mark.parametrize("copies", ["at once", "late"])
-def test_a_retained_graph_is_read_twice_and_leaves_nothing_on_the_device_in_between(copies: str) -> None:
+def test_a_retained_graph_is_read_twice_and_leaves_nothing_on_the_device_in_between(
+    copies: str,
+) -> None:
     store = store_of(window=1000)
     side = late(store) if copies == "late" else None
     assert differences(train(None, retain_graph=True), train(store, retain_graph=True)) == []
@@ -122,14 +143,18 @@ def test_a_retained_graph_is_read_twice_and_leaves_nothing_on_the_device_in_betw
     for passes in (1, 2):
         y.backward(retain_graph=True)
         assert store.held == held, "the graph is retained"
-        assert store.up - up <= passes * held, f"{store.up - up} bytes came up in {passes} passes over {held}"
+        assert store.up - up <= passes * held, (
+            f"{store.up - up} bytes came up in {passes} passes over {held}"
+        )
         assert ACTIVATIONS_MOVING not in store.ledger.now()
     assert store.up > up + held, "the second pass read nothing again"
 
 
 def penalised(store: ActivationStore | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 20), nn.Sigmoid(), nn.Linear(20, 1))
+    model = nn.Sequential(
+        nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 20), nn.Sigmoid(), nn.Linear(20, 1)
+    )
     with saving(store):
         loss = model(features_of(1, 9, 6)).square().sum()
     first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -144,7 +169,9 @@ def test_gradients_of_gradients_are_the_same_bits(copies: str) -> None:
     store = store_of()
     side = late(store) if copies == "late" else None
     expected, found = penalised(None), penalised(store)
-    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    assert expected.keys() == found.keys() and all(
+        torch.equal(expected[name], found[name]) for name in expected
+    )
     assert store.down > 0 and (side is None or side.problems == [])
     gc.collect()
     assert_nothing_is_left(store)
@@ -187,7 +214,10 @@ def graph_of(program: list[tuple[int, int, int]], xs: list[Tensor]) -> Tensor:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, OPERATIONS - 1), st.integers(0, 30), st.integers(0, 30)), max_size=25),
+    st.lists(
+        st.tuples(st.integers(0, OPERATIONS - 1), st.integers(0, 30), st.integers(0, 30)),
+        max_size=25,
+    ),
     st.sampled_from([1, 600, 4000, MIB]),
     st.sampled_from([0, 1, 700, MIB]),
     st.sampled_from([0, 300, MIB]),
@@ -195,7 +225,12 @@ def graph_of(program: list[tuple[int, int, int]], xs: list[Tensor]) -> Tensor:
     st.booleans(),
 )
 def test_any_graph_gives_the_same_bits(
-    program: list[tuple[int, int, int]], budget: int, ahead: int, window: int, smallest: int, copies_late: bool
+    program: list[tuple[int, int, int]],
+    budget: int,
+    ahead: int,
+    window: int,
+    smallest: int,
+    copies_late: bool,
 ) -> None:
     store = store_of(budget, ahead=ahead, window=window, smallest=smallest)
     side = late(store) if copies_late else None
@@ -211,12 +246,15 @@ def test_any_graph_gives_the_same_bits(
     plain, *others = found
     for loss, grads in others:
         assert torch.equal(plain[0], loss)
-        assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(plain[1], grads, strict=True))  # type: ignore[arg-type]
+        assert all(
+            (a is None and b is None) or torch.equal(a, b)
+            for a, b in zip(plain[1], grads, strict=True)
+        )  # type: ignore[arg-type]
     assert side is None or side.problems == []
     assert_nothing_is_left(store)
 
 
-# -- once down, once up, as views ----------------------------------------------------------------------------------------------
+# -- once down, once up, as views ------------------------------------------------------------------
 
 
 def test_what_several_nodes_save_goes_down_once_and_comes_up_once() -> None:
@@ -225,7 +263,10 @@ def test_what_several_nodes_save_goes_down_once_and_comes_up_once() -> None:
     h = features_of(2, 64, 64).requires_grad_() * 2
     with saving(store):
         loss = (h @ weight).sum() + h.sin().sum() + (h.t() @ weight).sum() + h[1:].cos().sum()
-    assert (store.down, store.held) == (64 * 64 * 4, 64 * 64 * 4), f"{store.down} bytes went down for one tensor of {64 * 64 * 4}"
+    assert (store.down, store.held) == (
+        64 * 64 * 4,
+        64 * 64 * 4,
+    ), f"{store.down} bytes went down for one tensor of {64 * 64 * 4}"
     assert store.arena.used == 64 * 64 * 4
     del h
     loss.backward()
@@ -233,7 +274,16 @@ def test_what_several_nodes_save_goes_down_once_and_comes_up_once() -> None:
     assert_nothing_is_left(store)
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+]
 
 
 @given(
@@ -242,10 +292,16 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
     st.sampled_from(DTYPES),
     st.booleans(),
 )
-def test_a_view_comes_back_with_its_bits_sizes_and_strides(shape: list[int], random: Any, dtype: torch.dtype, copies_late: bool) -> None:
+def test_a_view_comes_back_with_its_bits_sizes_and_strides(
+    shape: list[int], random: Any, dtype: torch.dtype, copies_late: bool
+) -> None:
     store = store_of(smallest=random.choice([1, 100]))
     side = late(store) if copies_late else None
-    base = torch.randint(0, 2, shape).to(dtype) if dtype is torch.bool else (features_of(3, *shape) * 50).to(dtype)
+    base = (
+        torch.randint(0, 2, shape).to(dtype)
+        if dtype is torch.bool
+        else (features_of(3, *shape) * 50).to(dtype)
+    )
 
     def view_of(t: Tensor) -> Tensor:
         for _ in range(random.randint(0, 3)):
@@ -278,7 +334,9 @@ def test_a_view_comes_back_with_its_bits_sizes_and_strides(shape: list[int], ran
         assert torch.equal(found[i], clone)
     wholes = [i for i, s in enumerate(saved) if type(s) is Moved and s.copy.key[1] == 0]
     if len({id(saved[i].copy) for i in wholes}) == 1:  # type: ignore[union-attr]
-        assert len({found[i].untyped_storage()._cdata for i in wholes}) == 1, "views of one storage came back in several"
+        assert len({found[i].untyped_storage()._cdata for i in wholes}) == 1, (
+            "views of one storage came back in several"
+        )
     assert side is None or side.problems == []
     saved.clear()
     assert_nothing_is_left(store)
@@ -291,11 +349,17 @@ def test_of_a_large_storage_only_the_part_that_is_saved_goes_down() -> None:
     with saving(store):
         losses = [(data[i : i + 2] @ weight).sin().sum() for i in (10, 500, 10)]
     parts, outputs = 2 * (2 * 64 * 4), 3 * (2 * 3 * 4)
-    assert store.down == parts + outputs, f"{store.down} bytes went down, of which {parts} are parts of the data"
+    assert store.down == parts + outputs, (
+        f"{store.down} bytes went down, of which {parts} are parts of the data"
+    )
     torch.stack(losses).sum().backward()
     weight_grad, weight.grad = weight.grad, None
     torch.stack([(data[i : i + 2] @ weight).sin().sum() for i in (10, 500, 10)]).sum().backward()
-    assert weight_grad is not None and weight.grad is not None and torch.equal(weight_grad, weight.grad)
+    assert (
+        weight_grad is not None
+        and weight.grad is not None
+        and torch.equal(weight_grad, weight.grad)
+    )
 
 
 def test_what_somebody_still_holds_is_not_copied_up() -> None:
@@ -330,7 +394,7 @@ def test_a_custom_function_may_ask_for_its_saved_tensors_twice() -> None:
     assert_nothing_is_left(store)
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 class Chain(nn.Module):
@@ -362,7 +426,10 @@ def test_the_ledgers_say_what_is_on_the_host_to_the_byte() -> None:
         loss = model(features_of(1, 5, 8))
     blocks = ALIGNMENT * (math.ceil(5 * 8 * 4 / ALIGNMENT) + math.ceil(5 * 16 * 4 / ALIGNMENT))
     assert store.held == (5 * 8 + 5 * 16) * 4
-    assert store.arena.ledger.now() == {ACTIVATIONS_ON_HOST: blocks, IDLE_SLABS: store.arena.reserved - blocks}
+    assert store.arena.ledger.now() == {
+        ACTIVATIONS_ON_HOST: blocks,
+        IDLE_SLABS: store.arena.reserved - blocks,
+    }
     assert store.ledger.now() == {}
     loss.backward()
     assert store.arena.ledger.now() == {IDLE_SLABS: store.arena.reserved}
@@ -416,7 +483,8 @@ def test_what_is_read_first_stays_where_it_is_from_the_second_pass_on() -> None:
                 y = y.sin()
         y.sum().backward()
         downs.append((store.down - before) // 1024)
-    # At most an eighth of the last pass: two of 16 tensors, then two in the middle of a longer pass, three of the 24 that do not come.
+    # At most an eighth of the last pass: two of 16 tensors, then two in the middle of a longer
+    # pass, three of the 24 that do not come.
     assert downs == [16, 14, 22, 16]
     assert side.problems == []
 
@@ -458,7 +526,9 @@ def test_copies_come_up_in_reverse_order_before_they_are_read(ahead: int) -> Non
     store.ledger.reset_peak()
     loss.backward()
     assert [copy for copy, _ in store.brought] == store.sent[::-1]
-    assert [early for _, early in store.brought] == [False] + [ahead > 0] * 9, "all but the first come before they are asked for"
+    assert [early for _, early in store.brought] == [False] + [ahead > 0] * 9, (
+        "all but the first come before they are asked for"
+    )
     assert store.ledger.peak()[ACTIVATIONS_MOVING] == max(1, ahead) * nbytes
     assert side.problems == []
 
@@ -476,7 +546,7 @@ def test_sequences_of_any_length_share_the_same_host_memory() -> None:
     assert_nothing_is_left(store)
 
 
-# -- graphs that end otherwise -------------------------------------------------------------------------------------------------
+# -- graphs that end otherwise ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copies", ["at once", "late"])
@@ -622,7 +692,9 @@ def test_threads_may_share_a_store() -> None:
 
 
 def test_memory_that_belongs_to_another_stream_is_read_through_a_clone() -> None:
-    """As in a forward pass that computed on a stream of its own, which autograd goes back to in the backward pass."""
+    """As in a forward pass that computed on a stream of its own, which autograd goes back to in the
+    backward pass.
+    """
     store = store_of(window=0)
     side = late(store)
     first, second = features_of(1, 10, 10), features_of(2, 10, 10)
@@ -638,7 +710,7 @@ def test_memory_that_belongs_to_another_stream_is_read_through_a_clone() -> None
     assert side.problems == []
 
 
-# -- writes in place -----------------------------------------------------------------------------------------------------------
+# -- writes in place -------------------------------------------------------------------------------
 
 
 WRITES = {
@@ -651,7 +723,9 @@ WRITES = {
 
 @pytest.mark.parametrize("smallest", [1, 1 << 30], ids=["moved", "kept"])
 @pytest.mark.parametrize("write", list(WRITES))
-def test_a_tensor_written_to_after_it_was_saved_is_refused_as_without_the_store(write: str, smallest: int) -> None:
+def test_a_tensor_written_to_after_it_was_saved_is_refused_as_without_the_store(
+    write: str, smallest: int
+) -> None:
     for store in (None, store_of(smallest=smallest)):
         for survives in (True, False):
             h = features_of(1, 20, 20).requires_grad_() * 2
@@ -668,7 +742,8 @@ def test_writes_that_autograd_allows_are_allowed() -> None:
     def run(store: ActivationStore | None) -> Tensor:
         x = features_of(1, 20, 20).requires_grad_()
         with saving(store):
-            y = (x * 2).relu_().sin().mul_(3)  # relu_ saves what it wrote, sin what relu_ wrote; mul_ writes to what nobody saved
+            # relu_ saves what it wrote, sin what relu_ wrote; mul_ writes to what nobody saved
+            y = (x * 2).relu_().sin().mul_(3)
             z = y.clone()
             z[:, 3] = 0
             loss = (z.tanh() * y.detach()).sum()
@@ -696,7 +771,9 @@ def test_each_version_of_a_tensor_has_its_own_copy() -> None:
 
 
 def test_tensors_that_share_memory_and_no_version_do_not_share_a_copy() -> None:
-    """As the gates of torch.lstm: parts of one storage that autograd takes for tensors of their own, each written to in its turn."""
+    """As the gates of torch.lstm: parts of one storage that autograd takes for tensors of their
+    own, each written to in its turn.
+    """
 
     def run(store: ActivationStore | None, sizes: list[int]) -> Tensor:
         x = features_of(1, 40, 8).requires_grad_()
@@ -725,13 +802,17 @@ def test_tensors_that_share_memory_and_no_version_do_not_share_a_copy() -> None:
 
 
 def test_an_intermediate_that_never_was_in_python_goes_down_once() -> None:
-    """Attention in plain operations: the softmax saves what it computed, and so does the product that reads it."""
+    """Attention in plain operations: the softmax saves what it computed, and so does the product
+    that reads it.
+    """
     store = store_of()
     q, k, v = (features_of(seed, 1, 2, 30, 4).requires_grad_() for seed in range(3))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), saving(store):
         loss = nn.functional.scaled_dot_product_attention(q, k, v).sum()
     scores = 2 * 30 * 30 * 4
-    assert scores <= store.down < 2 * scores, f"{store.down} bytes went down, of which {scores} are the scores"
+    assert scores <= store.down < 2 * scores, (
+        f"{store.down} bytes went down, of which {scores} are the scores"
+    )
     loss.backward()
 
 
@@ -743,15 +824,19 @@ def test_going_backward_twice_without_retaining_says_so() -> None:
         loss.backward()
 
 
-# -- checkpoints and other hooks -----------------------------------------------------------------------------------------------
+# -- checkpoints and other hooks -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("around_backward", [False, True], ids=["forward only", "backward too"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_of_checkpointed_blocks_the_inputs_go_down_and_recomputed_tensors_do_not(use_reentrant: bool, around_backward: bool) -> None:
+def test_of_checkpointed_blocks_the_inputs_go_down_and_recomputed_tensors_do_not(
+    use_reentrant: bool, around_backward: bool
+) -> None:
     store = store_of()
     torch.manual_seed(0)
-    blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()) for _ in range(3)
+    )
 
     def forward() -> Tensor:
         x = features_of(1, 10, 16).requires_grad_() * 1
@@ -765,11 +850,15 @@ def test_of_checkpointed_blocks_the_inputs_go_down_and_recomputed_tensors_do_not
     with contextlib.ExitStack() as stack:
         stack.enter_context(saving(store))
         loss = forward()
-        assert store.down == 3 * 10 * 16 * 4, f"{store.down} bytes went down, the inputs of three blocks are {3 * 10 * 16 * 4}"
+        assert store.down == 3 * 10 * 16 * 4, (
+            f"{store.down} bytes went down, the inputs of three blocks are {3 * 10 * 16 * 4}"
+        )
         if not around_backward:
             stack.close()
         loss.backward()
-    assert store.down == 3 * 10 * 16 * 4, f"recomputation took {store.down - 3 * 10 * 16 * 4} bytes down"
+    assert store.down == 3 * 10 * 16 * 4, (
+        f"recomputation took {store.down - 3 * 10 * 16 * 4} bytes down"
+    )
     found = gradients(blocks)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert_nothing_is_left(store)
@@ -854,7 +943,7 @@ def test_two_stores_do_not_touch_each_other() -> None:
     assert_nothing_is_left(inner)
 
 
-# -- what stays ----------------------------------------------------------------------------------------------------------------
+# -- what stays ------------------------------------------------------------------------------------
 
 
 class Labelled(Tensor):
@@ -879,7 +968,9 @@ STAYS = {
 @pytest.mark.parametrize("kind", list(STAYS))
 def test_what_cannot_go_or_need_not_go_stays(kind: str) -> None:
     t = STAYS[kind]()
-    store = store_of(skip=lambda t: t.device.type == "cpu" and t.dtype is torch.float32 and bool((t == 7).all()))
+    store = store_of(
+        skip=lambda t: t.device.type == "cpu" and t.dtype is torch.float32 and bool((t == 7).all())
+    )
     with torch.no_grad():
         saved = store.pack(t)
     assert type(saved) is Kept and store.down == 0
@@ -903,14 +994,16 @@ def test_complex_numbers_and_conjugates_give_the_same_bits() -> None:
     assert store.down > 0
 
 
-# -- on a GPU ------------------------------------------------------------------------------------------------------------------
+# -- on a GPU --------------------------------------------------------------------------------------
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def deep(width: int = 1024, depth: int = 24) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth))).cuda()
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth))
+    ).cuda()
 
 
 @cuda
@@ -941,7 +1034,9 @@ def test_on_a_gpu_bits_are_the_same_and_the_peak_is_lower(near: int) -> None:
     (plain, high), (moved, low) = results
     assert all(torch.equal(plain[name], moved[name]) for name in plain)
     grads = sum(g.numel() * 4 for g in plain.values())
-    assert low < grads + 2 * near + 10 * 16 * MIB < high, f"{low / MIB:.0f} MiB with the store, {high / MIB:.0f} without"
+    assert low < grads + 2 * near + 10 * 16 * MIB < high, (
+        f"{low / MIB:.0f} MiB with the store, {high / MIB:.0f} without"
+    )
 
 
 @cuda

@@ -29,9 +29,14 @@ def room(block: Block) -> tuple[int, int, int]:
 
 @given(
     st.integers(0, 40 * ALIGNMENT),
-    st.lists(st.tuples(st.booleans(), st.integers(1, 12 * ALIGNMENT), st.integers(0, 1 << 16)), max_size=60),
+    st.lists(
+        st.tuples(st.booleans(), st.integers(1, 12 * ALIGNMENT), st.integers(0, 1 << 16)),
+        max_size=60,
+    ),
 )
-def test_blocks_hold_what_was_written_and_never_exceed_the_budget(budget: int, moves: list[tuple[bool, int, int]]) -> None:
+def test_blocks_hold_what_was_written_and_never_exceed_the_budget(
+    budget: int, moves: list[tuple[bool, int, int]]
+) -> None:
     module.SLAB = SMALL_SLAB
     arena = arena_of(budget)
     held: list[tuple[Block, torch.Tensor]] = []
@@ -44,7 +49,9 @@ def test_blocks_hold_what_was_written_and_never_exceed_the_budget(budget: int, m
         elif held:
             arena.give(held.pop(which % len(held))[0])
         rooms = sorted(room(block) for block, _ in held)
-        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(rooms, rooms[1:], strict=False)), f"blocks overlap: {rooms}"
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(rooms, rooms[1:], strict=False)), (
+            f"blocks overlap: {rooms}"
+        )
         assert all(torch.equal(block.bytes, wrote) for block, wrote in held)
         used = sum(-(-block.nbytes // ALIGNMENT) * ALIGNMENT for block, _ in held)
         reserved = sum(slab.nbytes for slab in arena.slabs)
@@ -75,7 +82,9 @@ def test_memory_that_came_back_is_taken_again_before_new_memory() -> None:
         for block in blocks:
             assert block is not None
             arena.give(block)
-    assert arena.reserved == 2 * SMALL_SLAB, f"{arena.reserved} bytes reserved for 12 units in slabs of 8, two blocks of 3 in each"
+    assert arena.reserved == 2 * SMALL_SLAB, (
+        f"{arena.reserved} bytes reserved for 12 units in slabs of 8, two blocks of 3 in each"
+    )
 
 
 def test_idle_slabs_make_way_for_a_block_that_is_larger_than_each() -> None:
@@ -106,7 +115,9 @@ def test_a_closed_arena_gives_each_slab_back_with_its_last_block() -> None:
     assert (arena.reserved, arena.slabs, arena.ledger.now()) == (0, [], {})
 
 
-def test_memory_that_the_system_refuses_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_system_refuses_is_an_error_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise OSError(12, "Cannot allocate memory")
 

@@ -29,7 +29,13 @@ print(changed, resident() - before)
 
 def holes(*arguments: str, **environment: str) -> tuple[bool, int]:
     """Whether the threshold was set, and bytes that stay resident of 384 MiB that were freed."""
-    out = subprocess.run([sys.executable, "-c", HOLES, *arguments], env=environment, check=True, capture_output=True, text=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", HOLES, *arguments],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     changed, nbytes = out.split()
     return changed == "True", int(nbytes)
 
@@ -43,4 +49,5 @@ def test_large_blocks_go_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> 
     if not changed:
         pytest.skip("another C library than glibc")
     assert left < 32 << 20 < holes(**environment)[1]
-    assert holes("back", MALLOC_MMAP_THRESHOLD_="65536", **environment)[0] is False  # whoever has set it knows why
+    # Whoever has set it knows why
+    assert holes("back", MALLOC_MMAP_THRESHOLD_="65536", **environment)[0] is False

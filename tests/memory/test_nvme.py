@@ -1,4 +1,6 @@
-"""Regions on disk: what is written is read, in whatever pieces, past the page cache, with no memory but the caller's."""
+"""Regions on disk: what is written is read, in whatever pieces, past the page cache, with no memory
+but the caller's.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def numbered(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_pieces_cover_each_byte_once_and_stay_on_their_lanes(capacity, lanes, stripe, block, ends):
     lengths = lane_lengths(capacity, lanes, stripe)
     assert sum(lengths) == capacity
-    assert max(lengths) - min(lengths) <= stripe, f"{lengths}: lanes differ by more than one stripe of {stripe}"
+    assert max(lengths) - min(lengths) <= stripe, (
+        f"{lengths}: lanes differ by more than one stripe of {stripe}"
+    )
     lo, hi = (int(end * capacity) // PAGE * PAGE for end in sorted(ends))
     used: Counter[tuple[int, int]] = Counter()
     at = lo
@@ -77,19 +81,28 @@ def test_what_is_written_is_read_in_any_pieces_over_any_number_of_folders(data):
         paths = [Path(parent) / str(i) for i in range(folders)]
         for path in paths:
             path.mkdir()
-        with Nvme(paths, name="drawn", threads=data.draw(st.integers(1, 4)), stripe=stripe, block=block) as store:
+        with Nvme(
+            paths, name="drawn", threads=data.draw(st.integers(1, 4)), stripe=stripe, block=block
+        ) as store:
             regions = [store.region(f"region {i}", numel, dtype) for i, numel in enumerate(sizes)]
             values = [torch.randint(0, 100, (numel,)).to(dtype) for numel in sizes]
             for region, expected in zip(regions, values, strict=True):
-                for transfer in [region.write(start, on_pages(expected[start:end])) for start, end in chunks(data, region.numel, step)]:
+                for transfer in [
+                    region.write(start, on_pages(expected[start:end]))
+                    for start, end in chunks(data, region.numel, step)
+                ]:
                     transfer.wait()
             for region, expected in zip(regions, values, strict=True):
                 found = []
                 for start, end in chunks(data, region.numel, step):
-                    found.append((start, into := blank(end - start, dtype), region.read(start, into)))
+                    found.append(
+                        (start, into := blank(end - start, dtype), region.read(start, into))
+                    )
                 for start, into, transfer in found:
                     transfer.wait()
-                    assert torch.equal(into, expected[start : start + len(into)]), f"{region!r} from element {start} on"
+                    assert torch.equal(into, expected[start : start + len(into)]), (
+                        f"{region!r} from element {start} on"
+                    )
             assert store.nbytes == sum(region.capacity for region in regions)
         assert not any(any(path.iterdir()) for path in paths)
 
@@ -121,10 +134,14 @@ def test_a_region_of_odd_size_takes_whole_pages_that_are_really_allocated(store:
     assert (region.nbytes, region.capacity) == (2_000_002, 489 * PAGE)
     [file] = data_files(store)
     assert file.stat().st_size == store.nbytes == 489 * PAGE
-    assert file.stat().st_blocks * 512 >= 489 * PAGE, "the file is a hole: a full disk would show in the middle of a step"
+    assert file.stat().st_blocks * 512 >= 489 * PAGE, (
+        "the file is a hole: a full disk would show in the middle of a step"
+    )
 
 
-def test_several_folders_share_a_large_region_to_a_stripe_and_take_turns_with_small_ones(tmp_path: Path):
+def test_several_folders_share_a_large_region_to_a_stripe_and_take_turns_with_small_ones(
+    tmp_path: Path,
+):
     paths = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
     for path in paths:
         path.mkdir()
@@ -154,7 +171,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_breaks_the_contract_is_refused_in_a_sentence_and_never_copied(store: Nvme, words: str):
+def test_what_breaks_the_contract_is_refused_in_a_sentence_and_never_copied(
+    store: Nvme, words: str
+):
     start, tensor = REFUSED[words]
     region = store.region("small", 2500, torch.float32)
     for transfer in (region.read, region.write):
@@ -164,7 +183,8 @@ def test_what_breaks_the_contract_is_refused_in_a_sentence_and_never_copied(stor
 
 
 def test_a_tensor_whose_memory_ends_within_its_last_page_is_refused(store: Nvme):
-    storage = torch.UntypedStorage(2 * PAGE + 1808)  # the C library's addresses are multiples of 16, so that it never ends on a page
+    # The C library's addresses are multiples of 16, so that it never ends on a page
+    storage = torch.UntypedStorage(2 * PAGE + 1808)
     skipped = -storage.data_ptr() % PAGE // 4
     numel = storage.nbytes() // 4 - skipped
     tensor = torch.empty(0).set_(storage, skipped, (numel,))
@@ -187,9 +207,19 @@ def test_a_read_at_the_regions_end_moves_the_last_page_whole(store: Nvme):
 
 
 def test_a_buffer_begins_on_a_page_and_holds_whole_pages():
-    for asked, expected in ((0, 0), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (5 * MIB + 1, 5 * MIB + PAGE)):
+    for asked, expected in (
+        (0, 0),
+        (1, PAGE),
+        (PAGE, PAGE),
+        (PAGE + 1, 2 * PAGE),
+        (5 * MIB + 1, 5 * MIB + PAGE),
+    ):
         buffer = page_buffer(asked)
-        assert (buffer.numel(), buffer.dtype, buffer.data_ptr() % PAGE) == (expected, torch.uint8, 0), asked
+        assert (buffer.numel(), buffer.dtype, buffer.data_ptr() % PAGE) == (
+            expected,
+            torch.uint8,
+            0,
+        ), asked
     with pytest.raises(ValueError, match="0 or more"):
         page_buffer(-1)
 
@@ -211,10 +241,17 @@ def test_a_buffer_goes_with_its_last_view():
 
 
 def test_a_forked_child_shares_no_page_of_a_buffer(store: Nvme):
-    """Pages that a child shares are copied at the parent's next write: the buffers would exist twice."""
+    """Pages that a child shares are copied at the parent's next write: the buffers would exist
+    twice.
+    """
+
     def held() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+        return sum(
+            int(line.split()[1]) * 1024
+            for line in lines
+            if line.startswith(("RssAnon", "RssShmem"))
+        )
 
     buffer = store.buffer(64 * MIB).fill_(7)
     before = held()
@@ -276,7 +313,11 @@ def blocked(store: Nvme, op: str) -> threading.Event:
 
 
 def test_a_read_of_what_is_being_written_waits_for_it(store: Nvme):
-    region, values, into = store.region("shared", 4096, torch.float32), on_pages(numbered(4096)), blank(4096, torch.float32)
+    region, values, into = (
+        store.region("shared", 4096, torch.float32),
+        on_pages(numbered(4096)),
+        blank(4096, torch.float32),
+    )
     go = blocked(store, "write")
     region.write(0, values)
     reader = threading.Thread(target=lambda: region.read(0, into).wait())
@@ -316,12 +357,18 @@ def test_transfers_that_share_nothing_do_not_wait_for_each_other(store: Nvme):
 
 
 def test_freed_space_serves_a_later_region_of_the_same_size(store: Nvme):
-    first, other = store.region("first", 3000, torch.float32), store.region("other", 3000, torch.float32)
+    first, other = (
+        store.region("first", 3000, torch.float32),
+        store.region("other", 3000, torch.float32),
+    )
     other.write(0, on_pages(numbered(3000))).wait()
     held = store.nbytes
     store.free(first)
     store.free(first)
-    second, third = store.region("second", 6000, torch.bfloat16), store.region("third", 3000, torch.float32)
+    second, third = (
+        store.region("second", 6000, torch.bfloat16),
+        store.region("third", 3000, torch.float32),
+    )
     assert second.capacity == first.capacity
     assert store.nbytes == held + third.capacity, "freed twice is spare once"
     for region in (second, third):
@@ -379,7 +426,9 @@ def test_the_hosts_memory_is_the_callers_buffer_whatever_is_moved(store: Nvme):
     for start in range(0, 64 * MIB, 2 * MIB):
         region.write(start, buffer).wait()
         region.read(start, buffer).wait()
-    assert resident() - before < 2 * MIB, f"{resident() - before:,} bytes more after moving {2 * region.nbytes:,}"
+    assert resident() - before < 2 * MIB, (
+        f"{resident() - before:,} bytes more after moving {2 * region.nbytes:,}"
+    )
 
 
 def test_close_waits_ends_the_threads_and_refuses_everything_after(tmp_path: Path):
@@ -387,7 +436,9 @@ def test_close_waits_ends_the_threads_and_refuses_everything_after(tmp_path: Pat
     store = Nvme(tmp_path, name="closed")
     assert set(threading.enumerate()) == before, "no thread before there is work"
     region, values = store.region("last", 4 * MIB, torch.float32), on_pages(numbered(4 * MIB))
-    transfers = [region.write(start, values[start : start + MIB]) for start in range(0, 4 * MIB, MIB)]
+    transfers = [
+        region.write(start, values[start : start + MIB]) for start in range(0, 4 * MIB, MIB)
+    ]
     store.close()
     assert all(transfer.done() for transfer in transfers)
     for transfer in transfers:
@@ -395,7 +446,11 @@ def test_close_waits_ends_the_threads_and_refuses_everything_after(tmp_path: Pat
     assert set(threading.enumerate()) == before
     assert not any(tmp_path.iterdir())
     store.close()
-    for late in (lambda: region.read(0, values), lambda: region.write(0, values), lambda: store.region("late", 1, torch.float32)):
+    for late in (
+        lambda: region.read(0, values),
+        lambda: region.write(0, values),
+        lambda: store.region("late", 1, torch.float32),
+    ):
         with pytest.raises(TierError, match="'closed' is closed"):
             late()
 
@@ -403,7 +458,9 @@ def test_close_waits_ends_the_threads_and_refuses_everything_after(tmp_path: Pat
 def test_two_stores_in_one_process_do_not_meet(tmp_path: Path):
     with Nvme(tmp_path, name="same") as a, Nvme(tmp_path, name="same") as b:
         for store, value in ((a, 1.0), (b, 2.0)):
-            store.region("weights", 1024, torch.float32).write(0, on_pages(torch.full((1024,), value))).wait()
+            store.region("weights", 1024, torch.float32).write(
+                0, on_pages(torch.full((1024,), value))
+            ).wait()
         assert a.folders != b.folders
         a.close()
         assert len(os.listdir(tmp_path)) == 1

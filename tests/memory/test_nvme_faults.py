@@ -1,4 +1,6 @@
-"""When a disk does not do what it was asked: an error in words on every wait, no hang, and the rest goes on."""
+"""When a disk does not do what it was asked: an error in words on every wait, no hang, and the rest
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def values(numel: int = 16 * PAGE) -> torch.Tensor:
     return on_pages(torch.arange(numel).remainder(251).to(torch.uint8))
 
 
-def failing(op: str, error: OSError | int, times: int = 1 << 30) -> Callable[[str, str, int, int], OSError | int | None]:
+def failing(
+    op: str, error: OSError | int, times: int = 1 << 30
+) -> Callable[[str, str, int, int], OSError | int | None]:
     left, lock = [times], threading.Lock()
 
     def fault(doing: str, region: str, offset: int, nbytes: int) -> OSError | int | None:
@@ -70,12 +74,17 @@ def test_short_reads_and_writes_are_continued_until_all_is_moved(data):
         found = blank(numel, torch.uint8)
         region.read(0, found).wait()
         assert torch.equal(found, expected)
-        assert store.read_bytes == store.written_bytes == region.capacity, "what was moved is counted once"
+        assert store.read_bytes == store.written_bytes == region.capacity, (
+            "what was moved is counted once"
+        )
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_an_error_says_which_file_and_region_and_what_to_do_on_every_wait(store: Nvme, op: str):
-    region, other = store.region("moments", 16 * PAGE, torch.uint8), store.region("masters", 16 * PAGE, torch.uint8)
+    region, other = (
+        store.region("moments", 16 * PAGE, torch.uint8),
+        store.region("masters", 16 * PAGE, torch.uint8),
+    )
     other.write(0, values()).wait()
     region.write(0, values()).wait()
     store.fault = failing(op, OSError(errno.EIO, os.strerror(errno.EIO)), times=1)
@@ -83,7 +92,13 @@ def test_an_error_says_which_file_and_region_and_what_to_do_on_every_wait(store:
     for _ in range(2):
         with pytest.raises(TierError) as caught:
             transfer.wait()
-    for part in (str(data_files(store)[0]), "'moments'", "Input/output error", "name another disk in nvme=", op.removesuffix("e")):
+    for part in (
+        str(data_files(store)[0]),
+        "'moments'",
+        "Input/output error",
+        "name another disk in nvme=",
+        op.removesuffix("e"),
+    ):
         assert part in str(caught.value)
     assert transfer.done()
     found = blank(16 * PAGE, torch.uint8)
@@ -102,7 +117,9 @@ def test_after_one_piece_has_failed_the_rest_of_the_transfer_is_left_out(tmp_pat
 
 @pytest.mark.parametrize("given", [0, 100])
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_transfer_that_moves_nothing_is_an_error_and_no_endless_loop(store: Nvme, op: str, given: int):
+def test_a_transfer_that_moves_nothing_is_an_error_and_no_endless_loop(
+    store: Nvme, op: str, given: int
+):
     region = store.region("stuck", 16 * PAGE, torch.uint8)
     store.fault = failing(op, given)
     with pytest.raises(TierError, match=r"ended after 0 of .* the file was cut short"):
@@ -111,17 +128,26 @@ def test_a_transfer_that_moves_nothing_is_an_error_and_no_endless_loop(store: Nv
 
 @pytest.mark.parametrize("size", [0, PAGE, 5 * PAGE + 100])
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_file_that_somebody_cuts_short_is_an_error_for_reads_and_writes(store: Nvme, op: str, size: int):
+def test_a_file_that_somebody_cuts_short_is_an_error_for_reads_and_writes(
+    store: Nvme, op: str, size: int
+):
     region = store.region("cut", 16 * PAGE, torch.uint8)
     region.write(0, values()).wait()
     [file] = data_files(store)
     os.truncate(file, size)
-    with pytest.raises(TierError, match=rf"was cut short to {size:,} bytes by somebody else while 65,536 are in use"):
+    with pytest.raises(
+        TierError,
+        match=rf"was cut short to {size:,} bytes by somebody else while 65,536 are in use",
+    ):
         getattr(region, op)(0, values()).wait()
-    assert file.stat().st_size == size, "a write must not make it grow again: what is missing would read as zeros"
+    assert file.stat().st_size == size, (
+        "a write must not make it grow again: what is missing would read as zeros"
+    )
 
 
-def test_a_file_that_somebody_removes_still_serves_and_is_mentioned_once(store: Nvme, caplog: pytest.LogCaptureFixture):
+def test_a_file_that_somebody_removes_still_serves_and_is_mentioned_once(
+    store: Nvme, caplog: pytest.LogCaptureFixture
+):
     region, found = store.region("removed", 16 * PAGE, torch.uint8), blank(16 * PAGE, torch.uint8)
     [file] = data_files(store)
     file.unlink()
@@ -185,12 +211,21 @@ def test_a_full_disk_shows_when_space_is_asked_for_and_all_of_it_is_given_back(t
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if len(calls) == 2 else None
 
         store.fault = fault
-        with pytest.raises(TierError, match=r"allocating 8,192 bytes for region 'does not' in .* No space left on device; free space"):
+        with pytest.raises(
+            TierError,
+            match=(
+                r"allocating 8,192 bytes for region 'does not' in .* No space left on device; free"
+                r" space"
+            ),
+        ):
             store.region("does not", 4 * PAGE, torch.uint8)
         assert calls == [("allocate", "does not")] * 2, "the second folder's disk was the full one"
         assert store.nbytes == 4 * PAGE
         assert [file.stat().st_size for file in data_files(store)] == [2 * PAGE, 2 * PAGE]
-        region, found = store.region("fits too", 4 * PAGE, torch.uint8), blank(4 * PAGE, torch.uint8)
+        region, found = (
+            store.region("fits too", 4 * PAGE, torch.uint8),
+            blank(4 * PAGE, torch.uint8),
+        )
         region.write(0, values(4 * PAGE)).wait()
         region.read(0, found).wait()
         assert torch.equal(found, values(4 * PAGE))
@@ -211,7 +246,11 @@ def test_the_systems_own_limit_on_files_is_a_full_disk_in_words(store: Nvme):
 def test_a_really_full_disk_refuses_a_region_and_serves_those_it_has(tmp_path: Path):
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)],
+        capture_output=True,
+        text=True,
+    )
     if mounted.returncode:
         pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
     try:

@@ -1,4 +1,6 @@
-"""A store's folder: one's own while the process lives, gone when it ends, reclaimed when it was killed."""
+"""A store's folder: one's own while the process lives, gone when it ends, reclaimed when it was
+killed.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_a_store_that_is_forgotten_takes_its_folder_with_it(tmp_path: Path):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("end", ["pass", "raise SystemExit(3)", "raise ValueError('a fault of the program')"])
+@pytest.mark.parametrize(
+    "end", ["pass", "raise SystemExit(3)", "raise ValueError('a fault of the program')"]
+)
 def test_a_program_that_never_closes_its_store_ends_and_leaves_nothing(tmp_path: Path, end: str):
     process = started(tmp_path, end)
     _, errors = process.communicate(timeout=300)
@@ -84,7 +88,9 @@ def test_after_a_kill_the_next_start_removes_what_was_left_and_only_that(tmp_pat
                 process.communicate()
 
 
-def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_when_its_parent_is_killed(tmp_path: Path):
+def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_when_its_parent_is_killed(
+    tmp_path: Path,
+):
     fork = """
     child = os.fork()
     if child == 0:
@@ -109,7 +115,10 @@ def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_when_its_parent_
         assert f"belongs to process {process.pid}" in refused, refused
         child = int(process.stdout.readline().split()[1])
         [folder] = tmp_path.iterdir()
-        assert sorted(os.listdir(folder)) == [DATA, LOCK], "the child has closed and ended, the parent lives"
+        assert sorted(os.listdir(folder)) == [
+            DATA,
+            LOCK,
+        ], "the child has closed and ended, the parent lives"
         assert reclaim(tmp_path) == []
         os.kill(process.pid, signal.SIGKILL)
         process.wait(300)
@@ -126,7 +135,12 @@ def test_many_starts_at_once_remove_all_that_is_dead_and_none_of_each_other(tmp_
         dead = [left_behind(tmp_path) for _ in range(6)]
         ready, stores, faults = threading.Barrier(8), [], []
 
-        def start(number: int, ready: threading.Barrier = ready, stores: list = stores, faults: list = faults) -> None:
+        def start(
+            number: int,
+            ready: threading.Barrier = ready,
+            stores: list = stores,
+            faults: list = faults,
+        ) -> None:
             ready.wait()
             try:
                 stores.append(Nvme([tmp_path], name=f"rank{number}"))
@@ -147,7 +161,9 @@ def test_many_starts_at_once_remove_all_that_is_dead_and_none_of_each_other(tmp_
 
 
 @pytest.mark.parametrize("so_far", ["the lock", "all of it"])
-def test_a_folder_that_another_start_takes_for_litter_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, so_far: str):
+def test_a_folder_that_another_start_takes_for_litter_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, so_far: str
+):
     lock, taken = files.fcntl.flock, []
 
     def flock(file: int, how: int) -> None:
@@ -166,7 +182,10 @@ def test_a_folder_that_another_start_takes_for_litter_is_made_anew(tmp_path: Pat
 
 
 def test_a_folder_that_is_being_made_is_left_alone_for_a_minute(tmp_path: Path):
-    unlocked, unmarked = left_behind(tmp_path, data=None), left_behind(tmp_path, mark=b"", data=None)
+    unlocked, unmarked = (
+        left_behind(tmp_path, data=None),
+        left_behind(tmp_path, mark=b"", data=None),
+    )
     (unlocked / LOCK).unlink()
     os.utime(unlocked)
     assert reclaim(tmp_path) == []
@@ -190,7 +209,10 @@ def test_nothing_is_removed_that_is_not_ours(tmp_path: Path):
     with_more = left_behind(tmp_path)
     (with_more / "thesis.txt").write_text("the only copy")
     assert reclaim(tmp_path) == []
-    assert [path.exists() for path in (other_mark / DATA, no_lock / DATA, other_name / DATA, link / DATA, a_file)] == [True] * 5
+    assert [
+        path.exists()
+        for path in (other_mark / DATA, no_lock / DATA, other_name / DATA, link / DATA, a_file)
+    ] == [True] * 5
     assert (with_more / "thesis.txt").read_text() == "the only copy"
 
 
@@ -201,7 +223,9 @@ def test_a_folder_that_is_not_there_is_refused_and_not_made(tmp_path: Path):
         Nvme([tmp_path, missing], name="refused")
     with pytest.raises(TierError, match="is a file"):
         Nvme([file], name="refused")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"], "nor is anything left on the path that was there"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"], (
+        "nor is anything left on the path that was there"
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_refused_in_a_sentence(tmp_path: Path):

@@ -20,7 +20,11 @@ def test_measuring_says_what_each_folder_gives_and_leaves_nothing(tmp_path: Path
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    threads, files, state = set(threading.enumerate()), len(os.listdir("/proc/self/fd")), torch.get_rng_state()
+    threads, files, state = (
+        set(threading.enumerate()),
+        len(os.listdir("/proc/self/fd")),
+        torch.get_rng_state(),
+    )
     rates = measure(paths, 8 * MIB)
     assert [rate.path for rate in rates] == [str(path) for path in paths]
     for rate in rates:
@@ -43,7 +47,13 @@ def test_measuring_a_folder_that_is_not_there_is_refused(tmp_path: Path):
 def test_what_does_not_fit_is_refused_with_what_is_needed_and_what_is_free(tmp_path: Path):
     free = shutil.disk_usage(tmp_path).free
     refuse_unless_fits([tmp_path], free // 2, "the optimizer's states")
-    with pytest.raises(TierError, match=rf"the optimizer's states: {4 * free:,} bytes are needed at {tmp_path}, where .* are free"):
+    with pytest.raises(
+        TierError,
+        match=(
+            rf"the optimizer's states: {4 * free:,} bytes are needed at {tmp_path}, where .* are"
+            r" free"
+        ),
+    ):
         refuse_unless_fits([tmp_path], 4 * free, "the optimizer's states")
     with pytest.raises(TierError, match="is not there"):
         refuse_unless_fits([tmp_path / "missing"], 1, "the optimizer's states")

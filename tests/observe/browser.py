@@ -1,6 +1,7 @@
 """A headless Chromium for tests of the report: the system's, or the one that playwright installed.
 
-`python tests/observe/browser.py RUN` writes the screenshots of a run's report that stand in the docs.
+`python tests/observe/browser.py RUN` writes the screenshots of a run's report that stand in the
+docs.
 """
 
 from __future__ import annotations
@@ -39,9 +40,13 @@ def chromium() -> Iterator[Any]:
         own = driver.chromium.executable_path
         path = own if Path(own).exists() else next(filter(None, map(shutil.which, NAMES)), None)
         if path is None:
-            raise NoBrowserError("no Chromium was found: apt-get install chromium, or playwright install chromium")
+            raise NoBrowserError(
+                "no Chromium was found: apt-get install chromium, or playwright install chromium"
+            )
         # In containers tests run as root, whom Chromium's sandbox refuses; the page is our own.
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = driver.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         try:
             yield browser
         finally:
@@ -60,13 +65,25 @@ class Opened:
 @contextlib.contextmanager
 def opened(browser: Any, path: Path, width: int, scheme: str = "light") -> Iterator[Opened]:
     """`path` in a window `width` pixels wide, without any network."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
+    )
     try:
         seen = Opened(context.new_page())
         seen.page.set_default_timeout(300_000)  # ms; it only bounds a hang
-        seen.page.on("console", lambda m: seen.problems.append(f"{m.type}: {m.text}") if m.type in ("error", "warning") else None)
+        seen.page.on(
+            "console",
+            lambda m: (
+                seen.problems.append(f"{m.type}: {m.text}")
+                if m.type in ("error", "warning")
+                else None
+            ),
+        )
         seen.page.on("pageerror", lambda error: seen.problems.append(f"uncaught: {error}"))
-        seen.page.on("request", lambda r: seen.requests.append(r.url) if not r.url.startswith("data:") else None)
+        seen.page.on(
+            "request",
+            lambda r: seen.requests.append(r.url) if not r.url.startswith("data:") else None,
+        )
         seen.page.goto(path.resolve().as_uri())
         seen.page.wait_for_selector(DRAWN, state="attached")
         yield seen
@@ -92,5 +109,7 @@ def screenshots(report: Path, folder: Path) -> list[Path]:
 if __name__ == "__main__":
     from onefold.observe import write_report
 
-    for path in screenshots(write_report(sys.argv[1]), Path(__file__).parents[2] / "docs" / "images"):
+    for path in screenshots(
+        write_report(sys.argv[1]), Path(__file__).parents[2] / "docs" / "images"
+    ):
         print(path)

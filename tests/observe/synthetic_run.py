@@ -1,4 +1,6 @@
-"""A run as a trainer would leave it, of figures that are made up but belong together: ZeRO-3 with twelve blocks on four ranks."""
+"""A run as a trainer would leave it, of figures that are made up but belong together: ZeRO-3 with
+twelve blocks on four ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,16 @@ def units() -> list[str]:
 
 
 class Clock:
-    """Builds a step along one clock: what is computed, gathered ahead, reduced behind, and waited for."""
+    """Builds a step along one clock: what is computed, gathered ahead, reduced behind, and waited
+    for.
+    """
 
     def __init__(self, rank: int) -> None:
         self.random = random.Random(rank)
-        self.now, self.step = 100.0, Recording(rank, RANKS, 100.0, 100.0, 1, activations_watched=True)
+        self.now, self.step = (
+            100.0,
+            Recording(rank, RANKS, 100.0, 100.0, 1, activations_watched=True),
+        )
         states = (ROOT + BLOCKS * BLOCK) // RANKS
         self.step.held = {schema.PARAMETERS: 0, schema.MASTERS: states, schema.MOMENTS: 2 * states}
         self.slow = 1.15 if rank == 2 else 1.0
@@ -37,10 +44,14 @@ class Clock:
     def change(self, at: float, category: str, unit: str, delta: int) -> None:
         self.step.changes.append((at, category, unit, delta))
 
-    def move(self, kind: str, unit: str, launched: float, size: int, exposed: float, phase: str) -> float:
+    def move(
+        self, kind: str, unit: str, launched: float, size: int, exposed: float, phase: str
+    ) -> float:
         landed = max(launched + size / (2e9 if kind == "all-gather" else 1.4e9), self.now)
         nbytes = size * (RANKS - 1) // RANKS
-        self.step.moves.append(Move(kind, unit, nbytes, "float32", phase, launched, landed + exposed, exposed))
+        self.step.moves.append(
+            Move(kind, unit, nbytes, "float32", phase, launched, landed + exposed, exposed)
+        )
         return landed + exposed
 
     def compute(self, unit: str, phase: str, seconds: float) -> None:
@@ -57,7 +68,9 @@ def recorded(rank: int = 0) -> Recording:
         begun, ahead = clock.now, clock.now
         for number, unit in enumerate(order):
             size = ROOT if unit == "(root)" else BLOCK
-            exposed = (0.030 if unit == "(root)" else 0.006 if number < 3 else 0.0) * clock.random.uniform(0.8, 1.2)
+            exposed = (
+                0.030 if unit == "(root)" else 0.006 if number < 3 else 0.0
+            ) * clock.random.uniform(0.8, 1.2)
             clock.change(ahead, schema.GATHERED, unit, size)
             clock.now = max(clock.now, clock.move("all-gather", unit, ahead, size, exposed, phase))
             ahead = clock.now
@@ -68,7 +81,9 @@ def recorded(rank: int = 0) -> Recording:
             if phase == "backward":
                 last = unit == "(root)"
                 clock.change(clock.now, schema.REDUCTION, unit, size)
-                landed = clock.move("reduce-scatter", unit, clock.now, size, 0.028 if last else 0.0, phase)
+                landed = clock.move(
+                    "reduce-scatter", unit, clock.now, size, 0.028 if last else 0.0, phase
+                )
                 clock.change(landed, schema.REDUCTION, unit, -size)
                 clock.change(landed, schema.GRADIENTS, unit, size // RANKS)
                 if last:
@@ -80,7 +95,9 @@ def recorded(rank: int = 0) -> Recording:
         assert clock.now > begun
     step = clock.step
     step.work.append(Work("optimizer", "", "optimizer", clock.now, clock.now + 0.055))
-    step.changes.append((clock.now + 0.056, schema.GRADIENTS, "", -(ROOT + BLOCKS * BLOCK) // RANKS))
+    step.changes.append(
+        (clock.now + 0.056, schema.GRADIENTS, "", -(ROOT + BLOCKS * BLOCK) // RANKS)
+    )
     step.end = clock.now + 0.062
     step.exposed = covered(step.waits())
     step.changes.sort(key=lambda change: change[0])
@@ -91,10 +108,22 @@ def recorded(rank: int = 0) -> Recording:
 def account(step: Recording) -> Account:
     """What was measured, made of the recorded step."""
     rest = {c: n for c, n in step.held.items() if n}
-    seconds = {"compute": step.compute, "exposed communication": step.exposed, "optimizer": step.optimizer, "step": step.seconds}
+    seconds = {
+        "compute": step.compute,
+        "exposed communication": step.exposed,
+        "optimizer": step.optimizer,
+        "step": step.seconds,
+    }
     wire = step.wire()
     links = {"inside": sum(wire.values())}
-    figures = {"rest": rest, "peak": step.peak(), "ledger": step.peak(schema.ENGINE), "wire": wire, "links": links, "seconds": seconds}
+    figures = {
+        "rest": rest,
+        "peak": step.peak(),
+        "ledger": step.peak(schema.ENGINE),
+        "wire": wire,
+        "links": links,
+        "seconds": seconds,
+    }
     return Account(**figures, tokens_per_s=5120.0, mfu=0.412)
 
 
@@ -102,7 +131,10 @@ def planned() -> Account:
     """A plan that is close in most lines and off in one."""
     real = account(recorded(0))
     peak = {c: int(n * 1.02) for c, n in real.peak.items()}
-    seconds = {name: s * f for (name, s), f in zip(real.seconds.items(), (0.93, 1.4, 1.0, 0.97), strict=True)}
+    seconds = {
+        name: s * f
+        for (name, s), f in zip(real.seconds.items(), (0.93, 1.4, 1.0, 0.97), strict=True)
+    }
     bound = int(sum(peak.values()) * 1.06)
     return replace(real, peak=peak, bound=bound, seconds=seconds, tokens_per_s=5300.0, mfu=0.43)
 
@@ -114,7 +146,14 @@ def write_metrics(folder: Path, steps: int = 200) -> None:
         for step in range(1, steps + 1):
             loss = 2.1 + 1.9 * math.exp(-step / 55) + made.gauss(0, 0.05)
             rate = (5100 if step > 3 else 2400) + made.gauss(0, 90)
-            row = {"step": step, "loss": loss, "tokens_per_s": rate, "step_ms": 8192e3 / rate, "lr": 3e-4, "memory_peak": 900 * MIB}
+            row = {
+                "step": step,
+                "loss": loss,
+                "tokens_per_s": rate,
+                "step_ms": 8192e3 / rate,
+                "lr": 3e-4,
+                "memory_peak": 900 * MIB,
+            }
             if step % 40 == 0:
                 row["eval_loss"] = loss + 0.08
             file.write(json.dumps(row) + "\n")
@@ -124,15 +163,32 @@ def write_metrics(folder: Path, steps: int = 200) -> None:
 def write_run(folder: Path, ranks: int = RANKS) -> Path:
     """A whole run folder."""
     write_metrics(folder)
-    facts = {"model": "SmolLM2-135M", "data": "python-reference", "global batch": 32, "sequence": 256, "backend": "gloo"}
+    facts = {
+        "model": "SmolLM2-135M",
+        "data": "python-reference",
+        "global batch": 32,
+        "sequence": 256,
+        "backend": "gloo",
+    }
     for rank in range(ranks):
         step = recorded(rank)
-        write_observed(folder, rank, ranks, account(step), recipe=Recipe.zero(3), plan=planned(), step=step, facts=facts)
+        write_observed(
+            folder,
+            rank,
+            ranks,
+            account(step),
+            recipe=Recipe.zero(3),
+            plan=planned(),
+            step=step,
+            facts=facts,
+        )
     return folder
 
 
 def beyond(step: Recording) -> Recording:
-    """The step with its optimizer states on the host and gradients read from and written to NVMe."""
+    """The step with its optimizer states on the host and gradients read from and written to
+    NVMe.
+    """
     states = step.held.pop(schema.MOMENTS)
     host, nvme = Held({schema.MOMENTS: states}), Held({schema.MASTERS: BLOCKS * BLOCK // RANKS})
     for number, unit in enumerate(units()[:0:-1]):
@@ -140,7 +196,9 @@ def beyond(step: Recording) -> Recording:
         for delta, moment in ((BLOCK // RANKS, at), (-BLOCK // RANKS, at + 0.01)):
             host.changes.append((moment, "staging buffers", unit, delta))
         for kind, move_at in (("down", at), ("written", at + 0.005)):
-            step.moves.append(Move(kind, unit, BLOCK // RANKS, "", "backward", move_at, move_at, 0.0))
+            step.moves.append(
+                Move(kind, unit, BLOCK // RANKS, "", "backward", move_at, move_at, 0.0)
+            )
     step.tiers, step.io = {"host": host, "nvme": nvme}, 0.012
     step.moves.sort(key=lambda move: move.launched)
     return step

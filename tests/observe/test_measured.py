@@ -1,4 +1,6 @@
-"""What is measured is what is there: bytes at rest tensor by tensor, the peak of a recorded step, and the machine's own books."""
+"""What is measured is what is there: bytes at rest tensor by tensor, the peak of a recorded step,
+and the machine's own books.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from onefold.plan.schema import ACTIVATIONS, ENGINE, MASTERS, MOMENTS, PARAMETER
 
 
 def storages(tensors: list[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (3, "bf16")])
@@ -24,7 +28,9 @@ def test_bytes_at_rest_are_the_bytes_of_the_tensors(stage: int, precision: str) 
     one_step(model, optimizer)
     account = measured(model, optimizer)
     own = storages([p.data for p in model.parameters()])
-    state = storages([t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)])
+    state = storages(
+        [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    )
     assert account.rest[MOMENTS] == moments_of(optimizer) == state
     masters = account.rest.get(MASTERS, 0) or account.rest[PARAMETERS]
     assert masters == own, f"the ledger says {account.rest}, the parameters hold {own} bytes"
@@ -55,9 +61,13 @@ def test_the_peak_of_a_recorded_step_holds_engine_moments_and_activations_at_one
     assert account.peak_bytes == highest >= account.rest_bytes
     assert account.peak[MOMENTS] == account.rest[MOMENTS]
     assert max(levels[ACTIVATIONS]) > 0
-    engine = [sum(levels[c][i] for c in ENGINE if c in levels) for i in range(len(levels[ACTIVATIONS]))]
+    engine = [
+        sum(levels[c][i] for c in ENGINE if c in levels) for i in range(len(levels[ACTIVATIONS]))
+    ]
     ledger = onefold.engine_of(model).memory.peak()
-    assert max(engine) == sum(ledger.values()), f"recorded {max(engine)}, the ledger's own peak is {ledger}"
+    assert max(engine) == sum(ledger.values()), (
+        f"recorded {max(engine)}, the ledger's own peak is {ledger}"
+    )
 
 
 def test_seconds_of_a_step_are_parts_of_it() -> None:
@@ -69,7 +79,11 @@ def test_seconds_of_a_step_are_parts_of_it() -> None:
     seconds = measured(model, optimizer, seen).seconds
     assert seen.steps == 2
     assert seconds["step"] == seen.seconds / 2
-    assert seconds["compute"] > 0 and seconds["optimizer"] > 0 and seconds["exposed communication"] == 0
+    assert (
+        seconds["compute"] > 0
+        and seconds["optimizer"] > 0
+        and seconds["exposed communication"] == 0
+    )
     assert seconds["compute"] + seconds["optimizer"] <= seconds["step"]
     assert measured(model, optimizer, seen, step_seconds=1.5).seconds["step"] == 1.5
 
@@ -82,7 +96,9 @@ def test_an_account_compares_with_itself_line_by_line() -> None:
     account = measured(model, optimizer, seen, tokens_per_s=10.0, mfu=0.5)
     lines = compare(account, account)
     assert {line.ratio for line in lines if line.predicted} == {1.0}
-    assert {"at rest: moments", "at peak: all", "time: optimizer", "tokens/s", "MFU"} <= {line.name for line in lines}
+    assert {"at rest: moments", "at peak: all", "time: optimizer", "tokens/s", "MFU"} <= {
+        line.name for line in lines
+    }
 
 
 def test_a_recording_without_a_whole_step_is_refused() -> None:
@@ -107,13 +123,18 @@ def test_on_a_cpu_the_ledger_lies_inside_the_resident_memory() -> None:
 
 def test_resident_memory_follows_what_is_allocated() -> None:
     before, _ = resident_memory()
-    block = torch.ones(96 << 20, dtype=torch.uint8)  # more than the C library would serve from memory that was freed before
+    # More than the C library would serve from memory that was freed before
+    block = torch.ones(96 << 20, dtype=torch.uint8)
     after, peak = resident_memory()
-    assert after - before >= block.numel() // 2, f"96 MiB were filled, resident memory went from {before} to {after}"
+    assert after - before >= block.numel() // 2, (
+        f"96 MiB were filled, resident memory went from {before} to {after}"
+    )
     assert peak >= after
 
 
-def test_without_proc_the_highest_resident_memory_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_without_proc_the_highest_resident_memory_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
     monkeypatch.setattr(process_module, "_STATUS", process_module.Path(str(tmp_path)) / "nothing")
     now, peak = resident_memory()
     assert now == peak > 10 << 20
@@ -121,7 +142,12 @@ def test_without_proc_the_highest_resident_memory_is_known(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("ranks", "per_node", "expected"),
-    [(4, 4, {"inside": 900}), (4, 2, {"inside": 300, "between": 600}), (4, 1, {"between": 900}), (4, 8, {"inside": 900})],
+    [
+        (4, 4, {"inside": 900}),
+        (4, 2, {"inside": 300, "between": 600}),
+        (4, 1, {"between": 900}),
+        (4, 8, {"inside": 900}),
+    ],
 )
 def test_links_share_the_wire_by_peers(ranks: int, per_node: int, expected: dict[str, int]) -> None:
     from onefold.observe.measure import _links

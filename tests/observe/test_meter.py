@@ -28,7 +28,12 @@ def test_a_row_holds_every_figure_as_a_plain_number() -> None:
     row = meter.step(loss=loss, tokens=24, grad_norm=norm)
     assert set(row) == KEYS
     assert (row["loss"], row["grad_norm"]) == (loss.item(), norm.item())
-    assert row["lr"] == 1e-3 and row["scale"] is None and row["skipped"] == 0 and row["host"] == row["nvme"] == row["io_ms"] == 0
+    assert (
+        row["lr"] == 1e-3
+        and row["scale"] is None
+        and row["skipped"] == 0
+        and row["host"] == row["nvme"] == row["io_ms"] == 0
+    )
     assert row["tokens_per_s"] == pytest.approx(24 / (row["step_ms"] / 1000))
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * 2e5 / 1e12)
     assert json.loads(json.dumps(row)) == row
@@ -37,7 +42,9 @@ def test_a_row_holds_every_figure_as_a_plain_number() -> None:
 def test_memory_is_the_ledgers_with_the_moments() -> None:
     model, optimizer = sharded(3, "bf16")
     meter = Meter(model, optimizer)
-    assert "moments" not in meter.step()["memory"]["now"], "before the first step the optimizer holds nothing"
+    assert "moments" not in meter.step()["memory"]["now"], (
+        "before the first step the optimizer holds nothing"
+    )
     one_step(model, optimizer)
     row = meter.step()
     ledger = onefold.engine_of(model).memory
@@ -105,7 +112,12 @@ def test_what_cannot_be_measured_is_refused_with_a_sentence() -> None:
 
 
 def test_flat_joins_names_and_leaves_out_what_is_not_known() -> None:
-    row = {"loss": 1.5, "mfu": None, "memory": {"now": {"moments": 3, "master weights": 4}}, "note": "text"}
+    row = {
+        "loss": 1.5,
+        "mfu": None,
+        "memory": {"now": {"moments": 3, "master weights": 4}},
+        "note": "text",
+    }
     assert flat(row) == {"loss": 1.5, "memory/now/moments": 3, "memory/now/master weights": 4}
     assert flat({"a": {"b": 1}}, ".") == {"a.b": 1}
 
@@ -116,14 +128,23 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
 
     with TensorBoard(tmp_path) as board:
         for step in (1, 2):
-            board.write({"step": step, "loss": 2.0 / step, "memory": {"now": {"master weights": 7}}, "mfu": None})
+            board.write(
+                {
+                    "step": step,
+                    "loss": 2.0 / step,
+                    "memory": {"now": {"master weights": 7}},
+                    "mfu": None,
+                }
+            )
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "memory/now/master_weights"}
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
 
 
-def test_without_tensorboard_a_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_tensorboard_a_sentence_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name="tensorboard")
 

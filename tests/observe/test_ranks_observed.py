@@ -1,4 +1,6 @@
-"""Two real ranks: what they record on the wire is what the formula says, and their files make one report."""
+"""Two real ranks: what they record on the wire is what the formula says, and their files make one
+report.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,15 @@ def rank_of_a_run(stage: int, folder: str) -> Seen:
     row = meter.step()
     account = measured(model, optimizer, seen, ranks_per_node=1)
     machine = reconciled(model, account)
-    write_observed(folder, engine.rank, engine.world_size, account, recipe=engine.recipe, step=seen, machine=machine)
+    write_observed(
+        folder,
+        engine.rank,
+        engine.world_size,
+        account,
+        recipe=engine.recipe,
+        step=seen,
+        machine=machine,
+    )
     seen.write_chrome(Path(folder) / f"trace-{engine.rank}.json")
     return Seen(
         seen.wire(), seen.by_unit(), row["wire_bytes"], row, sum(u.numel for u in engine.units),
@@ -74,22 +84,37 @@ def rank_of_a_run(stage: int, folder: str) -> Seen:
 
 def within(seen: Recording) -> bool:
     """Whether every move of the recording lies in its window, waits included."""
-    return all(seen.start <= m.launched <= m.landed <= seen.end and m.exposed <= m.landed - m.launched + 1e-6 for m in seen.moves)
+    return all(
+        seen.start <= m.launched <= m.landed <= seen.end
+        and m.exposed <= m.landed - m.launched + 1e-6
+        for m in seen.moves
+    )
 
 
 @pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_recorded_bytes_are_the_formulas(stage: int, factor: int, tmp_path: Path) -> None:
-    """2Ψ(N-1)/N at stages 0 to 2, 3Ψ(N-1)/N at stage 3 less a gather of the units at the turn, in bytes of fp32, padding included."""
+    """2Ψ(N-1)/N at stages 0 to 2, 3Ψ(N-1)/N at stage 3 less a gather of the units at the turn, in
+    bytes of fp32, padding included.
+    """
     for rank, seen in enumerate(run_ranks(2, rank_of_a_run, stage, str(tmp_path))):
         expected = (factor * seen.numel - (seen.turn if stage == 3 else 0)) * 4 // 2
-        assert sum(seen.wire.values()) == seen.sent == expected, f"rank {rank}: {seen.wire}, the formula says {expected}"
-        assert sum(sum(moves.values()) for moves in seen.by_unit.values()) == expected and set(seen.by_unit) == set(seen.units)
+        assert sum(seen.wire.values()) == seen.sent == expected, (
+            f"rank {rank}: {seen.wire}, the formula says {expected}"
+        )
+        assert sum(sum(moves.values()) for moves in seen.by_unit.values()) == expected and set(
+            seen.by_unit
+        ) == set(seen.units)
         assert seen.links == {"between": expected} and seen.groups == {"0-1"}
-        assert seen.inside and 0 <= seen.waits <= seen.exposed + 1e-6, f"rank {rank}: {seen.waits} of {seen.exposed} s in moves"
+        assert seen.inside and 0 <= seen.waits <= seen.exposed + 1e-6, (
+            f"rank {rank}: {seen.waits} of {seen.exposed} s in moves"
+        )
         assert seen.row["exposed_ms"] == pytest.approx(1000 * seen.exposed, abs=5)
         if stage == 3:
             for unit in seen.units:
-                assert seen.moves.count(("all-gather", unit)) == (1 if unit in TURN else 2), (unit, seen.moves)
+                assert seen.moves.count(("all-gather", unit)) == (1 if unit in TURN else 2), (
+                    unit,
+                    seen.moves,
+                )
                 assert seen.moves.count(("reduce-scatter", unit)) == 1, (unit, seen.moves)
 
 
@@ -103,8 +128,18 @@ def test_the_ranks_files_make_one_report(tmp_path: Path) -> None:
     assert set(report.figures["memory"]) == set(report.figures["timeline"]) == {"0", "1"}
     traffic: Any = report.figures["traffic"]
     assert {trace["name"] for trace in traffic["data"]} == {"all-gather", "reduce-scatter"}
-    names = {e["name"] for e in json.loads((tmp_path / "trace-1.json").read_text())["traceEvents"] if e["ph"] == "X"}
-    assert {"all-gather blocks.0", "reduce-scatter blocks.0", "blocks.0 forward", "blocks.0 backward", "optimizer"} <= names
+    names = {
+        e["name"]
+        for e in json.loads((tmp_path / "trace-1.json").read_text())["traceEvents"]
+        if e["ph"] == "X"
+    }
+    assert {
+        "all-gather blocks.0",
+        "reduce-scatter blocks.0",
+        "blocks.0 forward",
+        "blocks.0 backward",
+        "optimizer",
+    } <= names
 
 
 def mixed_precision(stage: int) -> tuple[dict[str, int], set[str]]:
@@ -113,8 +148,13 @@ def mixed_precision(stage: int) -> tuple[dict[str, int], set[str]]:
     with record(model, optimizer, activations=True) as seen:
         one_step(model, optimizer)
     held = {c: series[-1] for c, series in seen.levels()[1].items()}
-    assert {c: n for c, n in held.items() if n} == {**onefold.engine_of(model).memory.now(), "moments": held["moments"]}
-    assert min(min(series) for series in seen.levels()[1].values()) >= 0, "a category fell below nothing"
+    assert {c: n for c, n in held.items() if n} == {
+        **onefold.engine_of(model).memory.now(),
+        "moments": held["moments"],
+    }
+    assert min(min(series) for series in seen.levels()[1].values()) >= 0, (
+        "a category fell below nothing"
+    )
     return seen.peak(), {m.dtype for m in seen.moves}
 
 
@@ -138,4 +178,9 @@ def of_a_subset() -> set[str]:
 
 def test_a_move_says_among_which_ranks_it_was() -> None:
     assert run_ranks(3, of_a_subset) == [{"0,2"}, set(), {"0,2"}]
-    assert [format_ranks(ranks) for ranks in ([0], [0, 1, 2, 3], [0, 8, 16], [0, 1, 8, 9, 11])] == ["0", "0-3", "0,8,16", "0-1,8-9,11"]
+    assert [format_ranks(ranks) for ranks in ([0], [0, 1, 2, 3], [0, 8, 16], [0, 1, 8, 9, 11])] == [
+        "0",
+        "0-3",
+        "0,8,16",
+        "0-1,8-9,11",
+    ]

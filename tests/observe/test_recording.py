@@ -56,7 +56,9 @@ def test_what_was_held_and_the_changes_add_up_to_what_is_held() -> None:
     assert levels[MOMENTS][0] == 0 and max(levels[GRADIENTS]) > 0
     assert times == sorted(times) and times[0] == seen.start and times[-1] == seen.end
     assert all(n >= 0 for series in levels.values() for n in series)
-    assert sum(seen.peak().values()) == max(sum(level) for level in zip(*levels.values(), strict=True))
+    assert sum(seen.peak().values()) == max(
+        sum(level) for level in zip(*levels.values(), strict=True)
+    )
 
 
 def test_outside_of_a_window_nothing_is_kept() -> None:
@@ -68,7 +70,10 @@ def test_outside_of_a_window_nothing_is_kept() -> None:
     with pytest.raises(ZeroDivisionError), record(model, optimizer, activations=True):
         raise ZeroDivisionError
     assert not engine.memory.record
-    assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == hooks
+    assert (
+        len(optimizer._optimizer_step_pre_hooks),
+        len(optimizer._optimizer_step_post_hooks),
+    ) == hooks
     with record(model, optimizer) as second:
         one_step(model, optimizer)
     assert second.steps == 1
@@ -102,10 +107,15 @@ def test_moves_of_the_window_are_taken_over_with_their_waits() -> None:
         ("all-gather", "blocks.0", 1000, "bfloat16", "forward"),
         ("reduce-scatter", "blocks.0", 500, "float32", "backward"),
     ]
-    assert seen.wire() == {"all-gather": 1000, "reduce-scatter": 500}, "the state's bytes are no part of a step"
+    assert seen.wire() == {
+        "all-gather": 1000,
+        "reduce-scatter": 500,
+    }, "the state's bytes are no part of a step"
     assert seen.by_unit() == {"blocks.0": {"all-gather": 1000, "reduce-scatter": 500}}
     assert seen.exposed == seen.moves[0].exposed > 0
-    assert seen.moves[1].landed == seen.end, "what is under way when the window ends lands at its end"
+    assert seen.moves[1].landed == seen.end, (
+        "what is under way when the window ends lands at its end"
+    )
 
 
 def test_a_ring_that_is_too_short_is_said() -> None:
@@ -120,8 +130,15 @@ def test_a_ring_that_is_too_short_is_said() -> None:
 def test_seconds_count_once_however_many_spans_cover_them() -> None:
     assert covered([]) == 0
     assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
-    spans = [Work("compute", "(root)", "forward", 0, 10), Work("compute", "a", "forward", 2, 4), Work("optimizer", "", "optimizer", 10, 12)]
-    waits = [Move("all-gather", "a", 1, "float32", "forward", 0, 3, 1.0), Move("all-gather", "b", 1, "float32", "forward", 0, 3.5, 0.5)]
+    spans = [
+        Work("compute", "(root)", "forward", 0, 10),
+        Work("compute", "a", "forward", 2, 4),
+        Work("optimizer", "", "optimizer", 10, 12),
+    ]
+    waits = [
+        Move("all-gather", "a", 1, "float32", "forward", 0, 3, 1.0),
+        Move("all-gather", "b", 1, "float32", "forward", 0, 3.5, 0.5),
+    ]
     seen = Recording(0, 2, 0, 12, 1, moves=waits, work=spans)
     assert (seen.compute, seen.optimizer) == (8.5, 2)
 
@@ -133,12 +150,19 @@ def test_the_chrome_trace_names_every_gather_reduction_and_unit(tmp_path: Path, 
     rows = by_row(trace)
     gathers = [e for name, row in rows.items() if name.startswith("gathers") for e in row]
     reductions = [e for name, row in rows.items() if name.startswith("reductions") for e in row]
-    assert sorted(e["name"] for e in gathers) == sorted(f"all-gather {unit}" for unit in units() for _ in range(2))
-    assert sorted(e["name"] for e in reductions) == sorted(f"reduce-scatter {unit}" for unit in units())
+    assert sorted(e["name"] for e in gathers) == sorted(
+        f"all-gather {unit}" for unit in units() for _ in range(2)
+    )
+    assert sorted(e["name"] for e in reductions) == sorted(
+        f"reduce-scatter {unit}" for unit in units()
+    )
     assert sum(e["args"]["bytes"] for e in gathers + reductions) == sum(step.wire().values())
     assert len(rows["compute"]) == 2 * (BLOCKS + 1) + 1 and len(rows["optimizer"]) == 1
     assert sum(e["dur"] for e in rows["waiting"]) == pytest.approx(step.exposed * 1e6)
-    assert next(e for e in trace["traceEvents"] if e["name"] == "process_name")["args"]["name"] == f"Onefold rank {rank} of 4"
+    assert (
+        next(e for e in trace["traceEvents"] if e["name"] == "process_name")["args"]["name"]
+        == f"Onefold rank {rank} of 4"
+    )
 
 
 def test_spans_of_a_row_of_the_trace_never_overlap_partly(tmp_path: Path) -> None:
@@ -171,7 +195,9 @@ def test_torch_profilers_events_lie_beside_ours_on_one_clock(tmp_path: Path) -> 
     assert matrix, "torch.profiler saw no matrix product"
     begin, end = min(e["ts"] for e in ours), max(e["ts"] + e["dur"] for e in ours)
     outside = [e for e in matrix if not begin - 5000 <= e["ts"] <= end + 5000]
-    assert not outside, f"{len(outside)} of {len(matrix)} matrix products lie outside of {begin:.0f} to {end:.0f} µs"
+    assert not outside, (
+        f"{len(outside)} of {len(matrix)} matrix products lie outside of {begin:.0f} to {end:.0f} µs"
+    )
 
 
 def test_lanes_are_as_few_as_overlap_asks_for() -> None:
@@ -180,9 +206,20 @@ def test_lanes_are_as_few_as_overlap_asks_for() -> None:
     assert lanes([]) == []
 
 
-def test_the_chrome_trace_has_a_counter_for_each_tier_and_a_row_for_moves_between_them(tmp_path: Path) -> None:
+def test_the_chrome_trace_has_a_counter_for_each_tier_and_a_row_for_moves_between_them(
+    tmp_path: Path,
+) -> None:
     step = beyond(recorded())
     events = json.loads(step.write_chrome(tmp_path / "trace.json").read_text())["traceEvents"]
-    counted = {e["name"]: max(sum(c["args"].values()) for c in events if c["name"] == e["name"]) for e in events if e["ph"] == "C"}
-    assert counted == {"memory": sum(step.peak().values()), **{f"memory, {t}": sum(step.peak(tier=t).values()) for t in ("host", "nvme")}}
-    assert {e["name"].split()[0] for e in by_row({"traceEvents": events})["to and from host and NVMe"]} == {"down", "written"}
+    counted = {
+        e["name"]: max(sum(c["args"].values()) for c in events if c["name"] == e["name"])
+        for e in events
+        if e["ph"] == "C"
+    }
+    assert counted == {
+        "memory": sum(step.peak().values()),
+        **{f"memory, {t}": sum(step.peak(tier=t).values()) for t in ("host", "nvme")},
+    }
+    assert {
+        e["name"].split()[0] for e in by_row({"traceEvents": events})["to and from host and NVMe"]
+    } == {"down", "written"}

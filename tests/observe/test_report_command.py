@@ -22,12 +22,17 @@ def test_it_writes_the_page_and_says_where(tmp_path: Path) -> None:
     write_run(tmp_path)
     done = CliRunner().invoke(app, [str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert done.output == f"wrote {tmp_path / 'report.html'}\n" and (tmp_path / "report.html").stat().st_size > 1e6
+    assert (
+        done.output == f"wrote {tmp_path / 'report.html'}\n"
+        and (tmp_path / "report.html").stat().st_size > 1e6
+    )
 
 
 def test_it_says_what_the_run_left_out(tmp_path: Path) -> None:
     write_metrics(tmp_path, steps=3)
-    done = CliRunner().invoke(app, [str(tmp_path), "--output", str(tmp_path / "deep" / "page.html")])
+    done = CliRunner().invoke(
+        app, [str(tmp_path), "--output", str(tmp_path / "deep" / "page.html")]
+    )
     assert done.exit_code == 0 and (tmp_path / "deep" / "page.html").exists()
     assert "without memory: The run left no observed.json." in done.output
 

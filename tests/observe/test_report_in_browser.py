@@ -1,4 +1,6 @@
-"""The report in a real, headless Chromium: charts are drawn, nothing complains, nothing sticks out, at 1280 and at 400 pixels."""
+"""The report in a real, headless Chromium: charts are drawn, nothing complains, nothing sticks out,
+at 1280 and at 400 pixels.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from onefold.recipe import Recipe
 
 pytest.importorskip("plotly", reason="plotly is not installed")
 pytestmark = pytest.mark.slow
-TEXT = ("h1", "h2", ".headline", ".note", ".label", ".tile-note", "tbody td", "thead th", "footer p")
+TEXT = (
+    "h1",
+    "h2",
+    ".headline",
+    ".note",
+    ".label",
+    ".tile-note",
+    "tbody td",
+    "thead th",
+    "footer p",
+)
 CHARTS = ["loss", "throughput", "memory", "timeline", "traffic", "imbalance"]
 
 #: Of each chart: its name, how many marks with an extent it has drawn, and its size.
@@ -72,7 +84,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_fits(page: Any) -> None:
     width = page.evaluate("innerWidth")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width, f"the page scrolls sideways: {page.evaluate(OUTSIDE)}"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, (
+        f"the page scrolls sideways: {page.evaluate(OUTSIDE)}"
+    )
     assert page.evaluate(OUTSIDE) == []
     clipped, smallest = page.evaluate(TEXTS)
     assert clipped == [], "texts stick out of their chart"
@@ -81,16 +95,28 @@ def assert_fits(page: Any) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_chart_is_drawn_and_nothing_complains(browser: Any, report: Path, width: int, scheme: str) -> None:
+def test_every_chart_is_drawn_and_nothing_complains(
+    browser: Any, report: Path, width: int, scheme: str
+) -> None:
     with opened(browser, report, width, scheme) as seen:
-        drawn = {name: (marks, across, down) for name, marks, across, down in seen.page.evaluate(MARKS)}
+        drawn = {
+            name: (marks, across, down) for name, marks, across, down in seen.page.evaluate(MARKS)
+        }
         assert list(drawn) == CHARTS
         assert drawn["memory"][0] >= 7 + 2, "seven categories, the plan's peak and its bound"
-        assert drawn["timeline"][0] >= 5 * BLOCKS, "forward, backward, two gathers and a reduction of each block"
-        assert drawn["traffic"][0] >= 2 * BLOCKS and drawn["imbalance"][0] >= 4 * 3 and drawn["loss"][0] >= 3
-        assert all(0.6 * width <= across <= width and down >= 150 for _, across, down in drawn.values() if across > 600 or width == 400), (
-            drawn
+        assert drawn["timeline"][0] >= 5 * BLOCKS, (
+            "forward, backward, two gathers and a reduction of each block"
         )
+        assert (
+            drawn["traffic"][0] >= 2 * BLOCKS
+            and drawn["imbalance"][0] >= 4 * 3
+            and drawn["loss"][0] >= 3
+        )
+        assert all(
+            0.6 * width <= across <= width and down >= 150
+            for _, across, down in drawn.values()
+            if across > 600 or width == 400
+        ), drawn
         assert_fits(seen.page)
         assert seen.problems == []
         assert seen.requests == [report.resolve().as_uri()], "the page is to open offline"
@@ -106,7 +132,9 @@ def test_choosing_a_rank_shows_that_ranks_step(browser: Any, report: Path) -> No
         assert seen.problems == []
 
 
-def test_a_window_that_is_made_narrow_and_wide_again_keeps_fitting(browser: Any, report: Path) -> None:
+def test_a_window_that_is_made_narrow_and_wide_again_keeps_fitting(
+    browser: Any, report: Path
+) -> None:
     with opened(browser, report, 1280) as seen:
         for width in (400, 760, 1280):
             seen.page.set_viewport_size({"width": width, "height": 900})
@@ -120,20 +148,31 @@ def test_text_stands_out_from_its_ground(browser: Any, report: Path, scheme: str
     with opened(browser, report, 1280, scheme) as seen:
         for selector in (*TEXT, ".verdict.close", ".verdict.near", ".verdict.far"):
             contrast = seen.page.evaluate(CONTRAST, selector)
-            assert contrast >= 4.5, f"{selector} has a contrast of {contrast:.2f} in the {scheme} scheme"
-        shade = seen.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+            assert contrast >= 4.5, (
+                f"{selector} has a contrast of {contrast:.2f} in the {scheme} scheme"
+            )
+        shade = seen.page.evaluate(
+            "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
+        )
         assert (shade < 60) == (scheme == "dark")
 
 
 def test_headings_form_an_outline_and_charts_have_names(browser: Any, report: Path) -> None:
     with opened(browser, report, 1280) as seen:
-        headings = seen.page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map(h => h.tagName)")
+        headings = seen.page.evaluate(
+            "[...document.querySelectorAll('h1,h2,h3')].map(h => h.tagName)"
+        )
         assert headings == ["H1"] + ["H2"] * 8
-        named = seen.page.evaluate("[...document.querySelectorAll('.chart')].every(c => c.role === 'img' && c.ariaLabel)")
+        named = seen.page.evaluate(
+            "[...document.querySelectorAll('.chart')].every(c => c.role === 'img' && c.ariaLabel)"
+        )
         titled = """[...document.querySelectorAll('section')].every(
             s => s.ariaLabel || document.getElementById(s.getAttribute('aria-labelledby')))"""
         assert named and seen.page.evaluate(titled)
-        assert seen.page.evaluate("document.querySelector('label[for=rank]') !== null && document.documentElement.lang === 'en'")
+        assert seen.page.evaluate(
+            "document.querySelector('label[for=rank]') !== null && document.documentElement.lang"
+            " === 'en'"
+        )
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -154,21 +193,43 @@ def test_poor_and_crowded_runs_fit_too(browser: Any, tmp_path: Path, kind: str, 
         charts = ["memory", "timeline", "traffic", "imbalance"]
     with opened(browser, write_report(tmp_path), width) as seen:
         drawn = seen.page.evaluate(MARKS)
-        assert [name for name, *_ in drawn] == charts and all(marks for _, marks, *_ in drawn), drawn
-        assert seen.page.evaluate("document.documentElement.scrollWidth <= innerWidth") and seen.page.evaluate(OUTSIDE) == []
+        assert [name for name, *_ in drawn] == charts and all(marks for _, marks, *_ in drawn), (
+            drawn
+        )
+        assert (
+            seen.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            and seen.page.evaluate(OUTSIDE) == []
+        )
         assert seen.problems == []
 
 
 def crowd(folder: Path) -> None:
-    """Sixty ranks on two nodes, ninety units with long names, a recipe with all of ZeRO++, and a fact that is one long word."""
+    """Sixty ranks on two nodes, ninety units with long names, a recipe with all of ZeRO++, and a
+    fact that is one long word.
+    """
     base = recorded()
-    recipe = Recipe.zero(3, precision="bf16", second_copy=True, gather_codec="int8", reduce_codec="int4")
+    recipe = Recipe.zero(
+        3, precision="bf16", second_copy=True, gather_codec="int8", reduce_codec="int4"
+    )
     for rank in range(60):
         step = recorded(rank)
         step.moves = [
-            replace(m, unit=f"module.base_model.transformer.layers.{i % 90}", between=m.nbytes // 2, plain=2 * m.nbytes)
+            replace(
+                m,
+                unit=f"module.base_model.transformer.layers.{i % 90}",
+                between=m.nbytes // 2,
+                plain=2 * m.nbytes,
+            )
             for i, m in enumerate(base.moves * 8)
         ]
         step.borders = "2 nodes"
         facts = {"checkpoint": "x" * 300}
-        write_observed(folder, rank, 60, account(step), recipe=recipe, step=step if rank < 3 else None, facts=facts)
+        write_observed(
+            folder,
+            rank,
+            60,
+            account(step),
+            recipe=recipe,
+            step=step if rank < 3 else None,
+            facts=facts,
+        )

@@ -1,4 +1,6 @@
-"""The report without a browser: what is on the page, what is said to be missing, and that nothing of it can break out of its place."""
+"""The report without a browser: what is on the page, what is said to be missing, and that nothing
+of it can break out of its place.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_run import BLOCK, BLOCKS, RANKS, account, beyond, planned, recorded, write_metrics, write_run
+from synthetic_run import (
+    BLOCK,
+    BLOCKS,
+    RANKS,
+    account,
+    beyond,
+    planned,
+    recorded,
+    write_metrics,
+    write_run,
+)
 
 from onefold.observe import Reconciliation, RunFileError, write_observed, write_report
 from onefold.observe.report import build, figures
@@ -24,7 +36,16 @@ from onefold.plan.schema import ACTIVATIONS, ENGINE, LOGITS, MOMENTS, Account
 from onefold.recipe import Recipe
 
 pytest.importorskip("plotly", reason="plotly is not installed")
-SECTIONS = {"loss", "throughput", "memory", "timeline", "traffic", "comparison", "recipe", "imbalance"}
+SECTIONS = {
+    "loss",
+    "throughput",
+    "memory",
+    "timeline",
+    "traffic",
+    "comparison",
+    "recipe",
+    "imbalance",
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +66,11 @@ class Outline(HTMLParser):
         self.tags.append(tag)
         if re.fullmatch(r"h\d", tag):
             self.headings.append(tag)
-        self.loads += [value for name, value in attrs if name in ("src", "href") and value and not value.startswith("data:")]
+        self.loads += [
+            value
+            for name, value in attrs
+            if name in ("src", "href") and value and not value.startswith("data:")
+        ]
 
 
 def outline(path: Path) -> Outline:
@@ -72,7 +97,9 @@ def test_the_page_is_one_file_that_loads_nothing(run: Path) -> None:
     assert path == run / "report.html"
     page = outline(path)
     assert page.loads == [] and "link" in page.tags and "iframe" not in page.tags
-    assert page.headings == ["h1"] + ["h2"] * len(SECTIONS), "one title, and a heading for each section"
+    assert page.headings == ["h1"] + ["h2"] * len(SECTIONS), (
+        "one title, and a heading for each section"
+    )
 
 
 def test_memory_over_the_step_is_the_recordings(run: Path) -> None:
@@ -97,7 +124,9 @@ def test_without_activations_the_plans_line_leaves_them_out_too() -> None:
     assert "without activations" in name
     assert nbytes == sum(step.peak(ENGINE).values()) + plan.peak[MOMENTS] < plan.peak_bytes
     older = replace(plan, ledger={})
-    assert planned_peak(older, step)[1] == plan.peak_bytes - plan.peak.get(ACTIVATIONS, 0) - plan.peak.get(LOGITS, 0)
+    assert planned_peak(older, step)[1] == plan.peak_bytes - plan.peak.get(
+        ACTIVATIONS, 0
+    ) - plan.peak.get(LOGITS, 0)
 
 
 def test_the_timeline_draws_every_move_and_its_exposed_part(run: Path) -> None:
@@ -108,7 +137,11 @@ def test_the_timeline_draws_every_move_and_its_exposed_part(run: Path) -> None:
         bars.setdefault(trace["name"], []).append(trace)
     assert sum(len(t["x"]) for t in bars["all-gather"]) == 2 * (BLOCKS + 1)
     assert sum(len(t["x"]) for t in bars["reduce-scatter"]) == BLOCKS + 1
-    assert sum(len(t["x"]) for t in bars["forward"]) == sum(len(t["x"]) for t in bars["backward"]) == BLOCKS
+    assert (
+        sum(len(t["x"]) for t in bars["forward"])
+        == sum(len(t["x"]) for t in bars["backward"])
+        == BLOCKS
+    )
     waiting = [x for t in bars["waiting (exposed)"] for x in t["x"]]
     assert sum(waiting) == pytest.approx(1000 * step.exposed, abs=0.01)
     shaded = drawn["0"]["layout"]["shapes"]
@@ -117,7 +150,9 @@ def test_the_timeline_draws_every_move_and_its_exposed_part(run: Path) -> None:
 
 def test_traffic_by_unit_adds_up_to_the_wire(run: Path) -> None:
     drawn: Any = build(run).figures["traffic"]
-    assert sum(sum(t["x"]) for t in drawn["data"]) == pytest.approx(recorded().wire()["all-gather"] / 2**20 * 1.5)
+    assert sum(sum(t["x"]) for t in drawn["data"]) == pytest.approx(
+        recorded().wire()["all-gather"] / 2**20 * 1.5
+    )
     assert drawn["data"][0]["y"][0] == "(root)" and len(drawn["data"][0]["y"]) == BLOCKS + 1
 
 
@@ -185,7 +220,9 @@ def test_what_is_missing_is_named_with_how_to_get_it(tmp_path: Path, kept: str) 
         ),
     ],
 )
-def test_the_machines_own_books_stand_beside_the_ledgers(tmp_path: Path, machine: Reconciliation, said: str) -> None:
+def test_the_machines_own_books_stand_beside_the_ledgers(
+    tmp_path: Path, machine: Reconciliation, said: str
+) -> None:
     step = recorded()
     write_observed(tmp_path, 0, 4, account(step), step=step, machine=machine)
     assert said in build(tmp_path).said["memory"]
@@ -200,8 +237,13 @@ def test_ranks_that_left_no_file_are_named(tmp_path: Path) -> None:
 def test_names_of_a_run_are_text_on_the_page_and_never_markup(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><b>"
     step = recorded()
-    step.moves = [type(m)(m.move, evil, m.nbytes, m.dtype, m.phase, m.launched, m.landed, m.exposed) for m in step.moves]
-    write_observed(tmp_path, 0, 4, account(step), step=step, facts={evil: evil}, recipe=Recipe.zero(3))
+    step.moves = [
+        type(m)(m.move, evil, m.nbytes, m.dtype, m.phase, m.launched, m.landed, m.exposed)
+        for m in step.moves
+    ]
+    write_observed(
+        tmp_path, 0, 4, account(step), step=step, facts={evil: evil}, recipe=Recipe.zero(3)
+    )
     before = outline(write_report(write_run(tmp_path / "plain"))).tags.count("script")
     path = write_report(tmp_path)
     assert outline(path).tags.count("script") == before
@@ -214,14 +256,23 @@ def test_an_interrupted_metrics_file_is_read_to_its_last_whole_line(tmp_path: Pa
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:4]) + '\n{"step": 5, "lo')
     found = read_metrics(tmp_path)
-    assert found is not None and [row["step"] for row in found.rows] == [1, 2, 3, 4] and found.summary == {}
+    assert (
+        found is not None
+        and [row["step"] for row in found.rows] == [1, 2, 3, 4]
+        and found.summary == {}
+    )
     path.write_text("\n".join([lines[0], "{broken", lines[1]]))
     with pytest.raises(RunFileError, match=r"metrics\.jsonl, line 2, is not JSON"):
         read_metrics(tmp_path)
 
 
 def test_a_loss_that_is_no_number_leaves_a_gap_and_no_error(tmp_path: Path) -> None:
-    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan")}, {"step": 3, "loss": None}, {"step": 4, "loss": 1.0}]
+    rows = [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": float("nan")},
+        {"step": 3, "loss": None},
+        {"step": 4, "loss": 1.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     found = read_metrics(tmp_path)
     assert found is not None and found.series("loss") == ([1, 4], [2.0, 1.0])
@@ -231,7 +282,10 @@ def test_a_loss_that_is_no_number_leaves_a_gap_and_no_error(tmp_path: Path) -> N
 
 def test_thinning_keeps_every_peak_and_the_last_level() -> None:
     times = [float(i) for i in range(10_000)]
-    series = {"a": [i % 7 for i in range(10_000)], "b": [10_000 if i == 4321 else 0 for i in range(10_000)]}
+    series = {
+        "a": [i % 7 for i in range(10_000)],
+        "b": [10_000 if i == 4321 else 0 for i in range(10_000)],
+    }
     kept, levels = thinned(times, series, 500)
     assert len(kept) <= 504 and max(levels["b"]) == 10_000
     assert (kept[0], kept[-1]) == (0.0, 9999.0) and levels["a"][-1] == 9999 % 7
@@ -239,9 +293,24 @@ def test_thinning_keeps_every_peak_and_the_last_level() -> None:
 
 
 def test_figures_read_well() -> None:
-    assert [in_bytes(n) for n in (0, 512, 1536, 327_155_712, 1_632_087_572)] == ["0 B", "512 B", "1.5 KiB", "312 MiB", "1.52 GiB"]
-    assert [in_seconds(s) for s in (1.84, 0.312, 0.000045, 1234.5)] == ["1.84 s", "312 ms", "45 µs", "1,234 s"]
-    assert [in_unit(None, "s"), in_unit(0.4123, ""), in_unit(5120.4, "1/s")] == ["–", "41.2%", "5,120"]
+    assert [in_bytes(n) for n in (0, 512, 1536, 327_155_712, 1_632_087_572)] == [
+        "0 B",
+        "512 B",
+        "1.5 KiB",
+        "312 MiB",
+        "1.52 GiB",
+    ]
+    assert [in_seconds(s) for s in (1.84, 0.312, 0.000045, 1234.5)] == [
+        "1.84 s",
+        "312 ms",
+        "45 µs",
+        "1,234 s",
+    ]
+    assert [in_unit(None, "s"), in_unit(0.4123, ""), in_unit(5120.4, "1/s")] == [
+        "–",
+        "41.2%",
+        "5,120",
+    ]
 
 
 def test_what_is_no_run_is_refused_with_a_sentence(tmp_path: Path, run: Path) -> None:
@@ -253,8 +322,13 @@ def test_what_is_no_run_is_refused_with_a_sentence(tmp_path: Path, run: Path) ->
         write_report(run, tmp_path)
 
 
-@pytest.mark.parametrize(("module", "said"), [("plotly.graph_objects", "pip install plotly"), ("jinja2", "pip install jinja2")])
-def test_a_missing_library_is_named(module: str, said: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [("plotly.graph_objects", "pip install plotly"), ("jinja2", "pip install jinja2")],
+)
+def test_a_missing_library_is_named(
+    module: str, said: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from onefold.observe.report import page
 
     copy = shutil.copytree(run, tmp_path / "copy")
@@ -277,35 +351,79 @@ def test_a_missing_library_is_named(module: str, said: str, run: Path, tmp_path:
 def test_what_a_reader_sees_of_facts_windows_and_logits_is_in_words(tmp_path: Path) -> None:
     step = recorded(0)
     told, seen = planned(), account(step)
-    told = replace(told, peak={**told.peak, LOGITS: 3 * seen.peak.get(LOGITS, 1 << 20)}, seconds={**told.seconds, "io": 0.0})
-    facts = {"available": 10653308928, "epochs": 0.15737704918, "held_out": 16, "parameters": 110976, "model": "a_name"}
-    write_observed(tmp_path, 0, 1, seen, plan=told, step=replace(step, steps=2), facts=facts, recipe=Recipe.zero(3))
+    told = replace(
+        told,
+        peak={**told.peak, LOGITS: 3 * seen.peak.get(LOGITS, 1 << 20)},
+        seconds={**told.seconds, "io": 0.0},
+    )
+    facts = {
+        "available": 10653308928,
+        "epochs": 0.15737704918,
+        "held_out": 16,
+        "parameters": 110976,
+        "model": "a_name",
+    }
+    write_observed(
+        tmp_path,
+        0,
+        1,
+        seen,
+        plan=told,
+        step=replace(step, steps=2),
+        facts=facts,
+        recipe=Recipe.zero(3),
+    )
     report = build(tmp_path)
-    assert report.facts == {"available": "9.92 GiB", "epochs": "0.157", "held out": "16", "parameters": "110,976", "model": "a_name"}
+    assert report.facts == {
+        "available": "9.92 GiB",
+        "epochs": "0.157",
+        "held out": "16",
+        "parameters": "110,976",
+        "model": "a_name",
+    }
     assert report.window == "2 steps" and "logits with their fp32 copy" in report.said["comparison"]
     assert not [line for line in report.tables["comparison"] if line.name == "time: io"]
     text = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "Memory over 2 steps" in text and "Timeline of 2 steps" in text and "one step" not in text.split("<main>")[1].split("<script")[0]
+    assert (
+        "Memory over 2 steps" in text
+        and "Timeline of 2 steps" in text
+        and "one step" not in text.split("<main>")[1].split("<script")[0]
+    )
 
 
 def test_what_lies_off_the_device_has_charts_of_its_own_and_a_sentence(tmp_path: Path) -> None:
     step = beyond(recorded(0))
-    seen = replace(account(step), host=sum(step.peak(tier="host").values()), beyond={t: step.peak(tier=t) for t in ("host", "nvme")})
+    seen = replace(
+        account(step),
+        host=sum(step.peak(tier="host").values()),
+        beyond={t: step.peak(tier=t) for t in ("host", "nvme")},
+    )
     write_observed(tmp_path, 0, RANKS, seen, step=step, plan=replace(planned(), host=1 << 30))
     report = build(tmp_path)
     drawn: Any = report.figures["host"]
     stacked = {t["name"]: t["y"] for t in drawn["0"]["data"] if "stackgroup" in t}
-    assert set(stacked) == {MOMENTS, "staging buffers"} and max(stacked["staging buffers"]) == pytest.approx(BLOCK / RANKS / 2**30)
+    assert set(stacked) == {MOMENTS, "staging buffers"} and max(
+        stacked["staging buffers"]
+    ) == pytest.approx(BLOCK / RANKS / 2**30)
     assert next(t["y"] for t in drawn["0"]["data"] if t["name"] == "plan") == [1, 1]
     assert set(report.figures["nvme"]) == {"0"}  # type: ignore[arg-type]
     device: Any = report.figures["memory"]
-    assert MOMENTS not in {t["name"] for t in device["0"]["data"]}, "states on the host are not on the device"
+    assert MOMENTS not in {t["name"] for t in device["0"]["data"]}, (
+        "states on the host are not on the device"
+    )
     moved = in_bytes(BLOCKS * BLOCK / RANKS)
-    assert f"rank 0 moved {moved} to the host, {moved} written to NVMe, for which it waited 12 ms" in report.said["memory"]
+    assert (
+        f"rank 0 moved {moved} to the host, {moved} written to NVMe, for which it waited 12 ms"
+        in report.said["memory"]
+    )
     timeline: Any = report.figures["timeline"]
     assert not {"down", "written"} & {t["name"] for t in timeline["0"]["data"]}
     lines = {line.name: line for line in report.tables["comparison"]}
-    assert lines["host: all"].predicted == "1 GiB" and lines["host: moments"].measured == in_bytes(step.tiers["host"].held[MOMENTS])
+    assert lines["host: all"].predicted == "1 GiB" and lines["host: moments"].measured == in_bytes(
+        step.tiers["host"].held[MOMENTS]
+    )
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "Held on the host over the same time." in text and 'data-figure="nvme"' in text
-    assert "Held on the host" not in write_report(write_run(tmp_path / "plain")).read_text(encoding="utf-8")
+    assert "Held on the host" not in write_report(write_run(tmp_path / "plain")).read_text(
+        encoding="utf-8"
+    )

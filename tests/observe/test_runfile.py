@@ -1,4 +1,6 @@
-"""What a run leaves behind is read back as it was, and what cannot be read is named in a sentence."""
+"""What a run leaves behind is read back as it was, and what cannot be read is named in a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import pytest
 from observed_loops import one_step, sharded
 from synthetic_run import account, beyond, planned, recorded, write_run
 
-from onefold.observe import RunFileError, gather_ranks, measured, read_observed, reconciled, record, write_observed
+from onefold.observe import (
+    RunFileError,
+    gather_ranks,
+    measured,
+    read_observed,
+    reconciled,
+    record,
+    write_observed,
+)
 from onefold.plan.schema import Account
 from onefold.recipe import Recipe
 
@@ -34,7 +44,11 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_recipes_table_is_that_of_the_recipe(tmp_path: Path) -> None:
-    for stage, placements in {0: ["replicated"] * 3, 1: ["replicated", "replicated", "sharded"], 3: ["sharded"] * 3}.items():
+    for stage, placements in {
+        0: ["replicated"] * 3,
+        1: ["replicated", "replicated", "sharded"],
+        3: ["sharded"] * 3,
+    }.items():
         write_observed(tmp_path, 0, 1, Account(), recipe=Recipe.zero(stage, precision="bf16"))
         run = read_observed(tmp_path)
         assert [row.placement for row in run.recipe] == placements and run.stage == stage
@@ -49,10 +63,14 @@ def test_a_real_step_survives_the_file(tmp_path: Path) -> None:
     with record(model, optimizer, activations=True) as seen:
         one_step(model, optimizer)
     found = measured(model, optimizer, seen)
-    write_observed(tmp_path, 0, 1, found, recipe=Recipe.zero(3), step=seen, machine=reconciled(model, found))
+    write_observed(
+        tmp_path, 0, 1, found, recipe=Recipe.zero(3), step=seen, machine=reconciled(model, found)
+    )
     (rank,) = read_observed(tmp_path).ranks
     assert rank.measured == found
-    assert rank.step is not None and rank.step.peak() == seen.peak() and rank.step.activations_watched
+    assert (
+        rank.step is not None and rank.step.peak() == seen.peak() and rank.step.activations_watched
+    )
     assert rank.machine["resident"] > found.rest_bytes
 
 
@@ -77,7 +95,9 @@ def test_bytes_of_a_unit_are_those_of_one_step(tmp_path: Path) -> None:
     step = replace(recorded(), steps=2)
     write_observed(tmp_path, 0, 4, account(step), step=step)
     traffic = gather_ranks(tmp_path)[0].traffic
-    assert traffic == {unit: {m: n // 2 for m, n in moves.items()} for unit, moves in recorded().by_unit().items()}
+    assert traffic == {
+        unit: {m: n // 2 for m, n in moves.items()} for unit, moves in recorded().by_unit().items()
+    }
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
@@ -92,17 +112,39 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("file", "spoil", "said"),
     [
-        ("observed.json", lambda text: text[: len(text) // 2], "is not whole JSON .* delete it, or run again"),
-        ("observed.json", changed(lambda v: v.update(version=99)), "has version 99, this Onefold reads version 1"),
+        (
+            "observed.json",
+            lambda text: text[: len(text) // 2],
+            "is not whole JSON .* delete it, or run again",
+        ),
+        (
+            "observed.json",
+            changed(lambda v: v.update(version=99)),
+            "has version 99, this Onefold reads version 1",
+        ),
         ("observed.json", lambda text: "[1, 2]", "not a file that Onefold wrote"),
         ("observed.json", changed(lambda v: v.pop("recipe")), "'recipe' is missing"),
-        ("observed.json", changed(lambda v: v.update(plan=3)), "does not hold what its version promises"),
-        ("observed-rank1.json", changed(lambda v: v["step"]["moves"].append(["all-gather"])), "does not hold what its version promises"),
-        ("observed-rank1.json", changed(lambda v: v["measured"].pop("rest")), "an account without rest"),
+        (
+            "observed.json",
+            changed(lambda v: v.update(plan=3)),
+            "does not hold what its version promises",
+        ),
+        (
+            "observed-rank1.json",
+            changed(lambda v: v["step"]["moves"].append(["all-gather"])),
+            "does not hold what its version promises",
+        ),
+        (
+            "observed-rank1.json",
+            changed(lambda v: v["measured"].pop("rest")),
+            "an account without rest",
+        ),
         ("observed-rank1.json", lambda text: "", "is not whole JSON"),
     ],
 )
-def test_a_spoilt_file_is_named_with_what_is_wrong(tmp_path: Path, file: str, spoil: Callable[[str], str], said: str) -> None:
+def test_a_spoilt_file_is_named_with_what_is_wrong(
+    tmp_path: Path, file: str, spoil: Callable[[str], str], said: str
+) -> None:
     path = write_run(tmp_path, ranks=2) / file
     path.write_text(spoil(path.read_text()))
     with pytest.raises(RunFileError, match=said) as caught:
@@ -122,7 +164,9 @@ def test_a_folder_without_a_run_says_who_writes_one(tmp_path: Path) -> None:
     assert gather_ranks(tmp_path) == ()
 
 
-def test_what_lay_on_other_tiers_survives_the_file_and_older_files_have_none(tmp_path: Path) -> None:
+def test_what_lay_on_other_tiers_survives_the_file_and_older_files_have_none(
+    tmp_path: Path,
+) -> None:
     step = beyond(recorded())
     write_observed(tmp_path, 0, 1, account(step), step=step)
     found = read_observed(tmp_path).ranks[0].step
@@ -130,7 +174,18 @@ def test_what_lay_on_other_tiers_survives_the_file_and_older_files_have_none(tmp
     for tier in ("device", "host", "nvme"):
         assert found.peak(tier=tier) == step.peak(tier=tier)
     path = tmp_path / "observed-rank0.json"
-    older = changed(lambda v: (v["step"].pop("tiers"), v["step"].pop("io"), [move.pop() for move in v["step"]["moves"]]))
+    older = changed(
+        lambda v: (
+            v["step"].pop("tiers"),
+            v["step"].pop("io"),
+            [move.pop() for move in v["step"]["moves"]],
+        )
+    )
     path.write_text(older(path.read_text()))
     before = read_observed(tmp_path).ranks[0].step
-    assert before is not None and before.tiers == {} and before.io == 0 and {m.group for m in before.moves} == {""}
+    assert (
+        before is not None
+        and before.tiers == {}
+        and before.io == 0
+        and {m.group for m in before.moves} == {""}
+    )

@@ -1,4 +1,6 @@
-"""What autograd keeps is counted byte by byte, when it is kept and when it goes, and the counting changes nothing."""
+"""What autograd keeps is counted byte by byte, when it is kept and when it goes, and the counting
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Chain(nn.Module):
 
 
 def test_a_chain_keeps_its_input_and_the_output_of_tanh_once() -> None:
-    """(5, 8) for the first weight's gradient; tanh's output (5, 16), which the second weight's gradient reads too."""
+    """(5, 8) for the first weight's gradient; tanh's output (5, 16), which the second weight's
+    gradient reads too.
+    """
     model = Chain()
     with watch_activations(model) as saved:
         loss = model(torch.randn(5, 8))
@@ -51,7 +55,9 @@ def test_every_stage_keeps_the_same_activations(precision: str, checkpointing: s
             loss = model(tokens_of(0))
             before = saved.now()
             loss.backward()
-            assert saved.now() == {}, f"stage {stage}: {saved.now()} is still accounted for after backward"
+            assert saved.now() == {}, (
+                f"stage {stage}: {saved.now()} is still accounted for after backward"
+            )
         peaks[stage] = before, saved.peak()
     assert all(seen == peaks[0] for seen in peaks.values()), peaks
 
@@ -71,15 +77,21 @@ def test_a_checkpointed_model_keeps_less_and_its_recomputation_is_seen(checkpoin
     blocks = 3
     assert whole == whole_peak, "without checkpointing nothing is added in the backward pass"
     assert kept < peak < whole, f"kept {kept}, peak {peak}, without checkpointing {whole}"
-    assert peak - kept > (whole - kept) / (2 * blocks), f"the recomputed block adds only {peak - kept} bytes to {kept}"
+    assert peak - kept > (whole - kept) / (2 * blocks), (
+        f"the recomputed block adds only {peak - kept} bytes to {kept}"
+    )
 
 
 class Gated(nn.Module):
-    """A feed-forward whose last layer is all that saves its input, and saves it last: there a recomputation ends."""
+    """A feed-forward whose last layer is all that saves its input, and saves it last: there a
+    recomputation ends.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((8, 16), (8, 16), (16, 8)))
+        self.gate, self.up, self.down = (
+            nn.Linear(*shape, bias=False) for shape in ((8, 16), (8, 16), (16, 8))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate(x) * self.up(x))
@@ -107,7 +119,8 @@ def test_what_a_recomputation_saved_last_is_dropped_too() -> None:
             model(torch.randn(5, 8)).backward()
             assert saved.now() == {}, f"{saved.now()} is still accounted for after backward"
             peaks.append(saved.peak())
-    # The input of every block, and of one that runs again the outputs of gate and up, and their product.
+    # The input of every block, and of one that runs again the outputs of gate and up, and their
+    # product.
     assert peaks == [{ACTIVATIONS: (3 * 5 * 8 + 3 * 5 * 16) * 4}] * 3, peaks
 
 
@@ -118,7 +131,9 @@ def test_logits_are_told_from_other_activations() -> None:
         model(tokens)
         peak = saved.peak()
     predictions = tokens.shape[0] * (tokens.shape[1] - 1)
-    assert peak[LOGITS] == predictions * 61 * 4, f"{peak} for {predictions} predictions over 61 words"
+    assert peak[LOGITS] == predictions * 61 * 4, (
+        f"{peak} for {predictions} predictions over 61 words"
+    )
     with watch_activations(model) as unnamed:
         loss = model(tokens)
         assert loss.requires_grad
@@ -138,7 +153,9 @@ def test_watching_changes_no_loss_and_no_weight() -> None:
                 losses.append(one_step(model, optimizer, step)[0])
         curves.append((losses, onefold.full_state_dict(model)))
     (plain, weights), (seen, watched_weights) = curves
-    assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True)), f"{plain} became {seen}"
+    assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True)), (
+        f"{plain} became {seen}"
+    )
     assert all(torch.equal(weights[name], watched_weights[name]) for name in weights)
 
 
@@ -158,7 +175,12 @@ def test_an_outer_hook_of_the_user_still_works() -> None:
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t.clone(), lambda t: t), watch_activations(model) as saved:
+    with (
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: packed.append(1) or t.clone(), lambda t: t
+        ),
+        watch_activations(model) as saved,
+    ):
         model(x).backward()
     assert packed and saved.peak()
     found = [p.grad for p in model.parameters() if p.grad is not None]

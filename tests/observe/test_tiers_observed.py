@@ -1,4 +1,6 @@
-"""What rests on the host and on NVMe is seen there and not on the device: in rows of metrics, recordings and accounts."""
+"""What rests on the host and on NVMe is seen there and not on the device: in rows of metrics,
+recordings and accounts.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,21 @@ def offloaded(folder: Path, tier: str) -> tuple[nn.Module, torch.optim.Optimizer
     """A small GPT whose masters, gradients and states rest on `tier`."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"nvme": str(folder), "chunk": 65536} if tier == "nvme" else {}
-    recipe = onefold.Recipe.zero(3, precision="bf16", offload_optimizer="cpu" if tier == "host" else tier, **options)
+    recipe = onefold.Recipe.zero(
+        3, precision="bf16", offload_optimizer="cpu" if tier == "host" else tier, **options
+    )
     model = onefold.shard(TinyGPT(width=64, heads=4), recipe)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of memory of the optimizer's states."""
-    return sum(t.untyped_storage().nbytes() for s in optimizer.state.values() for t in s.values() if not t.is_meta)
+    return sum(
+        t.untyped_storage().nbytes()
+        for s in optimizer.state.values()
+        for t in s.values()
+        if not t.is_meta
+    )
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
@@ -40,19 +49,32 @@ def test_a_row_says_what_lies_where_and_what_moved(tmp_path: Path, tier: str) ->
     one_step(model, optimizer)
     row = meter.step()
     assert not {MASTERS, MOMENTS, GRADIENTS} & set(row["memory"]["now"]), row["memory"]
-    assert row["nvme"] == sum(beyond.disk.now().values()) and row["host"] == sum(beyond.host.now().values()) + state_bytes(optimizer)
+    assert row["nvme"] == sum(beyond.disk.now().values()) and row["host"] == sum(
+        beyond.host.now().values()
+    ) + state_bytes(optimizer)
     assert moments_of(optimizer) == state_bytes(optimizer)
     three = 3 * 4 * numel  # masters and both moments, in fp32
     assert three <= row["host" if tier == "host" else "nvme"] <= 1.2 * three + (16 << 20), row
-    assert first["moved_bytes"]["down"] == row["moved_bytes"]["down"] >= 2 * numel, "gradients go down in every step"
+    assert first["moved_bytes"]["down"] == row["moved_bytes"]["down"] >= 2 * numel, (
+        "gradients go down in every step"
+    )
     if tier == "nvme":
-        assert row["host"] < three and row["moved_bytes"]["read"] >= three and row["moved_bytes"]["written"] >= three and row["io_ms"] >= 0
+        assert (
+            row["host"] < three
+            and row["moved_bytes"]["read"] >= three
+            and row["moved_bytes"]["written"] >= three
+            and row["io_ms"] >= 0
+        )
     else:
-        assert row["nvme"] == row["io_ms"] == 0 and not {"read", "written"} & set(row["moved_bytes"])
+        assert row["nvme"] == row["io_ms"] == 0 and not {"read", "written"} & set(
+            row["moved_bytes"]
+        )
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_a_recorded_step_has_the_levels_of_each_tier_and_its_account_the_peaks(tmp_path: Path, tier: str) -> None:
+def test_a_recorded_step_has_the_levels_of_each_tier_and_its_account_the_peaks(
+    tmp_path: Path, tier: str
+) -> None:
     model, optimizer = offloaded(tmp_path, tier)
     beyond = onefold.engine_of(model).transfers
     with record(model, optimizer) as first:
@@ -65,16 +87,24 @@ def test_a_recorded_step_has_the_levels_of_each_tier_and_its_account_the_peaks(t
     assert {c: values[-1] for c, values in levels.items() if values[-1]} == {**ledger.now(), **own}
     assert all(min(values) >= 0 for values in levels.values())
     assert MOMENTS not in seen.levels()[1], "states off the device are not on it"
-    (before, after) = (first.levels(tier)[1][MOMENTS][i] for i in (0, -1))
+    before, after = (first.levels(tier)[1][MOMENTS][i] for i in (0, -1))
     assert before == 0 < after, "the first step makes the states"
-    assert seen.moved()["down"] > 0 and set(seen.moved()) <= {"up", "down", "read", "written"} and seen.io >= 0
+    assert (
+        seen.moved()["down"] > 0
+        and set(seen.moved()) <= {"up", "down", "read", "written"}
+        and seen.io >= 0
+    )
     account = measured(model, optimizer, seen)
-    assert account.beyond[tier] == seen.peak(tier=tier) and getattr(account, tier) == sum(account.beyond[tier].values())
+    assert account.beyond[tier] == seen.peak(tier=tier) and getattr(account, tier) == sum(
+        account.beyond[tier].values()
+    )
     assert account.beyond[tier][MASTERS] > 0 and not {MASTERS, MOMENTS} & set(account.rest)
     assert account.seconds["io"] == seen.io and account.seconds["optimizer"] > 0
     lines = {name for name, _, _ in account.lines()}
     assert {f"{tier}: all", f"{tier}: {MASTERS}", f"{tier}: {MOMENTS}", "time: io"} <= lines
-    assert not beyond.host.record and not beyond.moved.wanted(), "nothing is kept outside of a recording"
+    assert not beyond.host.record and not beyond.moved.wanted(), (
+        "nothing is kept outside of a recording"
+    )
 
 
 def test_stepping_what_is_away_counts_as_the_optimizers_time(tmp_path: Path) -> None:
@@ -84,9 +114,13 @@ def test_stepping_what_is_away_counts_as_the_optimizers_time(tmp_path: Path) -> 
     with record(model, optimizer) as seen:
         one_step(model, optimizer)
     (step,) = (w for w in seen.work if w.kind == "optimizer")
-    inside = sum(m.nbytes for m in seen.moves if m.move == "read" and step.start <= m.launched <= step.end)
+    inside = sum(
+        m.nbytes for m in seen.moves if m.move == "read" and step.start <= m.launched <= step.end
+    )
     states = sum(seen.peak(tier="nvme").get(c, 0) for c in (MASTERS, MOMENTS))
-    assert inside >= states > 0, f"{inside:,} bytes are read while the optimizer steps, masters and states are {states:,}"
+    assert inside >= states > 0, (
+        f"{inside:,} bytes are read while the optimizer steps, masters and states are {states:,}"
+    )
 
 
 def test_a_lone_rank_with_nothing_away_has_no_other_tiers() -> None:
@@ -96,5 +130,10 @@ def test_a_lone_rank_with_nothing_away_has_no_other_tiers() -> None:
     with record(model, optimizer) as seen:
         one_step(model, optimizer)
     account = measured(model, optimizer, seen)
-    assert seen.tiers == {} and seen.moved() == {} and account.beyond == {} and account.host == account.nvme == 0
+    assert (
+        seen.tiers == {}
+        and seen.moved() == {}
+        and account.beyond == {}
+        and account.host == account.nvme == 0
+    )
     assert "io" not in account.seconds

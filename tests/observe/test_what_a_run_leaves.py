@@ -1,4 +1,6 @@
-"""`onefold train` with everything that looks on, then `onefold report` on the folder it left: read back piece by piece."""
+"""`onefold train` with everything that looks on, then `onefold report` on the folder it left: read
+back piece by piece.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("plotly", reason="plotly is not installed")
 SOURCE = str(Path(__file__).parents[2] / "src")
 STEPS, RANKS = 3, 2
-#: Every figure of a step, as `onefold train` calls it: `held` is what the engine's ledger says, `memory` what the process has.
+#: Every figure of a step, as `onefold train` calls it: `held` is what the engine's ledger says,
+#: `memory` what the process has.
 FIGURES = {"step", "loss", "grad_norm", "lr", "skipped", "tokens", "tokens_per_s", "mfu", "step_ms", "exposed_ms", "wire_bytes", "held",
            "host", "nvme", "moved_bytes", "io_ms", "memory", "memory_peak"}  # fmt: skip
 
@@ -27,7 +30,11 @@ FIGURES = {"step", "loss", "grad_norm", "lr", "skipped", "tokens", "tokens_per_s
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, "-m", "onefold.cli", "train", "--model", "llama:tiny", "--tokenizer", "bytes", "--seq", "64", "--device", "cpu",
@@ -41,7 +48,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if not (row := json.loads(line)).get("done")]
+    return [
+        row
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if not (row := json.loads(line)).get("done")
+    ]
 
 
 def test_every_step_has_every_figure(run: Path) -> None:
@@ -59,24 +70,40 @@ def test_tensorboard_has_the_figures_of_every_step(run: Path) -> None:
 
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    assert {"loss", "grad_norm", "lr", "tokens_per_s", "wire_bytes", "held/now/moments"} <= set(events.Tags()["scalars"])
+    assert {"loss", "grad_norm", "lr", "tokens_per_s", "wire_bytes", "held/now/moments"} <= set(
+        events.Tags()["scalars"]
+    )
     for name in ("loss", "wire_bytes"):
         written = {e.step: e.value for e in events.Scalars(name)}
         assert written == pytest.approx({row["step"]: row[name] for row in rows(run)})
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_the_trace_holds_the_window_and_the_profilers_events_on_one_clock(run: Path, rank: int) -> None:
+def test_the_trace_holds_the_window_and_the_profilers_events_on_one_clock(
+    run: Path, rank: int
+) -> None:
     events = json.loads((run / f"trace-rank{rank}.json").read_text())["traceEvents"]
-    ours = [e for e in events if e.get("cat") in ("compute", "optimizer", "all-gather", "reduce-scatter") and e["pid"] >= 10_000_000]
+    ours = [
+        e
+        for e in events
+        if e.get("cat") in ("compute", "optimizer", "all-gather", "reduce-scatter")
+        and e["pid"] >= 10_000_000
+    ]
     names = [e["name"] for e in ours]
     assert names.count("optimizer") == 2, "steps 2 and 3"
-    assert names.count("model.layers.0 forward") == 2 and names.count("reduce-scatter model.layers.0") == 2
-    assert names.count("all-gather model.layers.0") == 4 and all(e["args"]["ranks"] == "0-1" for e in ours if e["cat"] == "all-gather")
+    assert (
+        names.count("model.layers.0 forward") == 2
+        and names.count("reduce-scatter model.layers.0") == 2
+    )
+    assert names.count("all-gather model.layers.0") == 4 and all(
+        e["args"]["ranks"] == "0-1" for e in ours if e["cat"] == "all-gather"
+    )
     products = [e["ts"] for e in events if e.get("cat") == "cpu_op" and e["name"] == "aten::mm"]
     begun, ended = min(e["ts"] for e in ours), max(e["ts"] + e["dur"] for e in ours)
     inside = [at for at in products if begun <= at <= ended]
-    assert len(inside) > 0.9 * len(products) > 0, f"{len(inside)} of {len(products)} products lie within the window"
+    assert len(inside) > 0.9 * len(products) > 0, (
+        f"{len(inside)} of {len(products)} products lie within the window"
+    )
 
 
 def test_the_report_of_a_real_run_has_every_section(run: Path) -> None:
@@ -85,7 +112,10 @@ def test_the_report_of_a_real_run_has_every_section(run: Path) -> None:
     said = json.loads(done.stdout)
     assert said["missing"] == {} and Path(said["report"]).stat().st_size > 1e6
     report = build(run)
-    assert set(report.figures) == {"loss", "throughput", "memory", "timeline", "traffic", "imbalance"} and report.window == "2 steps"
+    assert (
+        set(report.figures) == {"loss", "throughput", "memory", "timeline", "traffic", "imbalance"}
+        and report.window == "2 steps"
+    )
     lines = {line.name: line for line in report.tables["comparison"]}
     for name in ("at rest: all", "wire: all", "engine at its peak: all"):
         assert lines[name].ratio == "1.000", (name, lines[name])

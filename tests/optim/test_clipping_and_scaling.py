@@ -20,7 +20,9 @@ NORMS = [2.0, 1.0, 3.0, math.inf]
 
 
 def norms(stage: int | None, norm_type: float, max_norm: float) -> tuple[float, list[float]]:
-    """The norm before clipping and the norms of whole gradients after it (by an SGD step of lr 1 on zero momentum)."""
+    """The norm before clipping and the norms of whole gradients after it (by an SGD step of lr 1 on
+    zero momentum).
+    """
     import onefold
 
     case = MLPCase()
@@ -49,10 +51,18 @@ def compare_norms(norm_type: float, max_norm: float) -> list[str]:
         bits.add(norm)
         if not math.isclose(norm, expected, rel_tol=1e-5):
             problems.append(f"stage {stage}, norm {norm_type}: {norm!r}, expected {expected!r}")
-        if dist.get_rank() == 0 and any(not math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4) for a, b in zip(weights, moved, strict=True)):
-            problems.append(f"stage {stage}, norm {norm_type}: weights after the step {moved}, expected {weights}")
+        if dist.get_rank() == 0 and any(
+            not math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4)
+            for a, b in zip(weights, moved, strict=True)
+        ):
+            problems.append(
+                f"stage {stage}, norm {norm_type}: weights after the step {moved}, expected"
+                f" {weights}"
+            )
     if len(bits) != 1:
-        problems.append(f"norm {norm_type}: the stages give {len(bits)} different norms {sorted(bits)}")
+        problems.append(
+            f"norm {norm_type}: the stages give {len(bits)} different norms {sorted(bits)}"
+        )
     return problems
 
 
@@ -83,7 +93,11 @@ def passes_over_gradients(max_norm: float) -> int:
 
 
 def test_clipping_passes_over_gradients_on_the_host_only_to_make_them_smaller() -> None:
-    assert run_ranks(1, passes_over_gradients, 1e6) == [0] == run_ranks(1, passes_over_gradients, math.inf)
+    assert (
+        run_ranks(1, passes_over_gradients, 1e6)
+        == [0]
+        == run_ranks(1, passes_over_gradients, math.inf)
+    )
     assert run_ranks(1, passes_over_gradients, 1e-6) == [1]
 
 
@@ -97,7 +111,9 @@ def test_every_rank_gets_the_same_norm(stage: int) -> None:
 
 
 def clip_with_torch(stage: int, norm_type: float) -> list[str]:
-    """torch's own clipping at a stage against the same on whole gradients in DDP: where they differ."""
+    """torch's own clipping at a stage against the same on whole gradients in DDP: where they
+    differ.
+    """
     import onefold
 
     case = MLPCase()
@@ -110,7 +126,11 @@ def clip_with_torch(stage: int, norm_type: float) -> list[str]:
         found.append([norm, *(p.grad.norm() for p in m.parameters())])
         nn.utils.clip_grad_value_(m.parameters(), 1e-5)
         found[-1] += [p.grad.abs().max() for p in m.parameters()]
-    return [f"{a.item()} and {b.item()}" for a, b in zip(*found, strict=True) if not torch.allclose(a, b, rtol=1e-5)]
+    return [
+        f"{a.item()} and {b.item()}"
+        for a, b in zip(*found, strict=True)
+        if not torch.allclose(a, b, rtol=1e-5)
+    ]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -126,7 +146,9 @@ class Poisoned(MLPCase):
     poisoned_rank = 1
     options = {"precision": "fp16"}
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         import onefold
 
         if step == 0:
@@ -163,8 +185,17 @@ def overflow(stage: int, rank: int) -> tuple[list[float], list[bool]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_ranks_overflow_skips_the_step_on_all(stage: int, rank: int) -> None:
     for scales, changed in run_ranks(2, overflow, stage, rank):
-        assert scales == [1024.0, 512.0, 512.0, 512.0], f"stage {stage}, overflow on rank {rank}: scales {scales}"
-        assert changed == [False, True, True], f"stage {stage}, overflow on rank {rank}: weights changed in steps 1 to 3: {changed}"
+        assert scales == [
+            1024.0,
+            512.0,
+            512.0,
+            512.0,
+        ], f"stage {stage}, overflow on rank {rank}: scales {scales}"
+        assert changed == [
+            False,
+            True,
+            True,
+        ], f"stage {stage}, overflow on rank {rank}: weights changed in steps 1 to 3: {changed}"
 
 
 class Precise(MLPCase):
@@ -178,7 +209,9 @@ class Precise(MLPCase):
 
 
 def low_precision(precision: str) -> list[str]:
-    """16-bit compute follows the fp32 curve, with fp32 masters; the four stages are near one another."""
+    """16-bit compute follows the fp32 curve, with fp32 masters; the four stages are near one
+    another.
+    """
     import onefold
 
     reference = train_reference(Precise())
@@ -186,8 +219,12 @@ def low_precision(precision: str) -> list[str]:
     for stage in STAGES:
         curve = train_sharded(Precise(), stage, precision=precision)
         tolerance = 3e-2 if precision == "bf16" else 5e-3
-        problems += differences(f"stage {stage}, {precision}", reference, curve, tolerance, tolerance)
-        model = onefold.shard(fresh(Precise()), onefold.Recipe.zero(stage, precision=precision, stall_timeout=10.0))
+        problems += differences(
+            f"stage {stage}, {precision}", reference, curve, tolerance, tolerance
+        )
+        model = onefold.shard(
+            fresh(Precise()), onefold.Recipe.zero(stage, precision=precision, stall_timeout=10.0)
+        )
         kinds = {p.dtype for p in model.parameters()}
         if kinds != {torch.float32}:
             problems.append(f"stage {stage}, {precision}: masters are {kinds}, expected float32")
@@ -226,7 +263,9 @@ def accumulated_in_fp32(stage: int, reduce_at: str | None) -> float:
     import onefold
 
     model = nn.Linear(4, 4, bias=False)
-    onefold.shard(model, onefold.Recipe.zero(stage, precision="bf16", reduce_at=reduce_at, stall_timeout=10.0))
+    onefold.shard(
+        model, onefold.Recipe.zero(stage, precision="bf16", reduce_at=reduce_at, stall_timeout=10.0)
+    )
     for gradient in (256.0, *[1.0] * 43):
         with onefold.no_sync(model):
             model(torch.full((1, 4), gradient)).sum().backward()
@@ -235,7 +274,9 @@ def accumulated_in_fp32(stage: int, reduce_at: str | None) -> float:
     return grads[0].float().mean().item() if grads else 300.0
 
 
-@pytest.mark.parametrize(("stage", "reduce_at"), [(0, None), (1, None), (2, None), (3, None), (3, "boundary")])
+@pytest.mark.parametrize(
+    ("stage", "reduce_at"), [(0, None), (1, None), (2, None), (3, None), (3, "boundary")]
+)
 def test_gradients_accumulate_in_fp32(stage: int, reduce_at: str | None) -> None:
     assert run_ranks(2, accumulated_in_fp32, stage, reduce_at) == [300.0, 300.0]
 
@@ -246,7 +287,9 @@ def autocast_inside(stage: int) -> list[str]:
             with torch.autocast("cpu", torch.bfloat16):
                 return model(batch).float().square().mean()
 
-    return differences(f"stage {stage}", train_reference(Autocast()), train_sharded(Autocast(), stage), 1e-5, 1e-6)
+    return differences(
+        f"stage {stage}", train_reference(Autocast()), train_sharded(Autocast(), stage), 1e-5, 1e-6
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -266,7 +309,9 @@ def input_dtypes(stage: int, cast_inputs: bool) -> tuple[Any, ...]:
     import onefold
 
     model = RecordsInputs()
-    recipe = onefold.Recipe.zero(stage, precision="bf16", cast_inputs=cast_inputs, stall_timeout=10.0)
+    recipe = onefold.Recipe.zero(
+        stage, precision="bf16", cast_inputs=cast_inputs, stall_timeout=10.0
+    )
     onefold.shard(model, recipe)
     x = features_of(0, 4, 7)
     x = x if cast_inputs else x.bfloat16()
@@ -282,7 +327,13 @@ def test_inputs_are_cast_to_the_compute_dtype_integers_and_float64_not(stage: in
 
 
 def narrow_wire(stage: int) -> list[str]:
-    return differences(f"stage {stage}", train_reference(Precise()), train_sharded(Precise(), stage, wire=torch.bfloat16), 1e-2, 1e-2)
+    return differences(
+        f"stage {stage}",
+        train_reference(Precise()),
+        train_sharded(Precise(), stage, wire=torch.bfloat16),
+        1e-2,
+        1e-2,
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

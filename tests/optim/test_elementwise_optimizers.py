@@ -1,5 +1,7 @@
-"""Every optimizer whose update is element-wise trains on sharded parameters exactly as in DDP; the others are recognised and
-refused before they change a weight. An optimizer is never silently different."""
+"""Every optimizer whose update is element-wise trains on sharded parameters exactly as in DDP; the
+others are recognised and refused before they change a weight. An optimizer is never silently
+different.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from trials import STAGES, MLPCase, compare_case, fresh, train_reference, train_
 class Lion(Optimizer):
     """An optimizer of one's own, element-wise (Chen et al. 2023)."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        decay: float = 0.0,
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
 
     @torch.no_grad()
@@ -31,12 +39,16 @@ class Lion(Optimizer):
                 if p.grad is None:
                     continue
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                p.mul_(1 - lr * group["decay"]).sub_(torch.tanh(1e3 * (a * momentum + (1 - a) * p.grad)), alpha=lr)
+                p.mul_(1 - lr * group["decay"]).sub_(
+                    torch.tanh(1e3 * (a * momentum + (1 - a) * p.grad)), alpha=lr
+                )
                 momentum.lerp_(p.grad, 1 - b)
 
 
 class Lamb(Optimizer):
-    """An optimizer of one's own that scales each layer by a ratio of norms (You et al. 2020): not element-wise."""
+    """An optimizer of one's own that scales each layer by a ratio of norms (You et al. 2020): not
+    element-wise.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -81,7 +93,9 @@ class LayerNormOfMomentum(Optimizer):
 
 
 def packaged(package: str, name: str, **options: Any) -> Callable[[Any], Optimizer]:
-    """An optimizer of a library that people install; one with modes is put into the one for training."""
+    """An optimizer of a library that people install; one with modes is put into the one for
+    training.
+    """
 
     def make(params: Any) -> Optimizer:
         optimizer: Any = getattr(importlib.import_module(package), name)(params, **options)
@@ -95,9 +109,15 @@ def packaged(package: str, name: str, **options: Any) -> Callable[[Any], Optimiz
 Make = Callable[[Any], Optimizer]
 ELEMENTWISE: dict[str, Make] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD, Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "SGD, dampened, maximizing": lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.5, dampening=0.3, maximize=True),
-    "Adam, AMSGrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1, eps=1e-4),
+    "SGD, Nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "SGD, dampened, maximizing": lambda p: torch.optim.SGD(
+        p, lr=0.001, momentum=0.5, dampening=0.3, maximize=True
+    ),
+    "Adam, AMSGrad": lambda p: torch.optim.Adam(
+        p, lr=0.01, amsgrad=True, weight_decay=0.1, eps=1e-4
+    ),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4),
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, foreach=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, fused=True),
@@ -167,7 +187,11 @@ def refused(stage: int, name: str) -> tuple[str, str, float]:
             del loss
     except Exception as error:
         kind, message = type(error).__name__, str(error)
-    moved = max((a - b.detach()).abs().max().item() for a, b in zip(before, model.parameters(), strict=True) if a.numel())
+    moved = max(
+        (a - b.detach()).abs().max().item()
+        for a, b in zip(before, model.parameters(), strict=True)
+        if a.numel()
+    )
     return kind, message, moved
 
 
@@ -180,13 +204,17 @@ def test_other_optimizers_are_refused_before_they_change_a_weight(name: str, sta
         assert moved == 0.0, told
         assert name.split()[0] in message or name not in ("Adafactor", "Muon", "LBFGS"), told
         if name.startswith("Prodigy"):
-            assert "'d_numerator' of its groups" in message and "sums over all elements" in message, told
+            assert (
+                "'d_numerator' of its groups" in message and "sums over all elements" in message
+            ), told
         if name != "Muon":  # torch's own constructor refuses one-dimensional parameters
             assert "stage 0" in message and "elementwise_optimizer" in message, told
 
 
 def replicated(name: str, world_size_one: bool) -> list[str]:
-    """At stage 0 the optimizer has whole matrices: it trains as in DDP (biases left out where it takes matrices only)."""
+    """At stage 0 the optimizer has whole matrices: it trains as in DDP (biases left out where it
+    takes matrices only).
+    """
     from trials import differences
 
     class Whole(MLPCase):
@@ -239,7 +267,9 @@ def with_tensor_learning_rate(stage: int) -> list[str]:
 
             return optimizer.step(closure).item()
 
-    return differences("closure", train_reference(Scheduled()), train_sharded(Scheduled(), stage), 1e-5, 1e-6)
+    return differences(
+        "closure", train_reference(Scheduled()), train_sharded(Scheduled(), stage), 1e-5, 1e-6
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -266,7 +296,9 @@ def optimizer_made_before(stage: int) -> list[str]:
         def optimizer(self, model: nn.Module) -> Optimizer:
             return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
 
-    return differences("an optimizer from before shard()", train_sharded(Late(), stage), early, 0.0, 0.0)
+    return differences(
+        "an optimizer from before shard()", train_sharded(Late(), stage), early, 0.0, 0.0
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,4 +1,6 @@
-"""Averages of weights: `onefold.ema` is torch's AveragedModel under DDP, in 1/N of its memory; and AveragedModel itself beside shard()."""
+"""Averages of weights: `onefold.ema` is torch's AveragedModel under DDP, in 1/N of its memory; and
+AveragedModel itself beside shard().
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def built(seed: int = 0) -> Normed:
 def steps(model: nn.Module, update: Any, first: int = 0, count: int = 3) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(first, first + count):
-        (model(features_of(10 * step, 8, 19)) - features_of(5 + step, 8, 300)).square().mean().backward()
+        (
+            model(features_of(10 * step, 8, 19)) - features_of(5 + step, 8, 300)
+        ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         update()
@@ -58,14 +62,18 @@ def evaluated(model: nn.Module) -> float:
 
 
 def averages(folder: str) -> list[str]:
-    """All stages, tiers and dtypes: the state dict, what is computed inside, what is left behind; from DDP's dict and into it."""
+    """All stages, tiers and dtypes: the state dict, what is computed inside, what is left behind;
+    from DDP's dict and into it.
+    """
     stream.CHUNK = 5120  # elements: a weight takes several
     wrong: list[str] = []
     decays: tuple[float | None, ...] = (DECAY, None)
     theirs: dict[float | None, Any] = {}
     for decay in decays:
         plain = DistributedDataParallel(built())
-        average = AveragedModel(plain.module, multi_avg_fn=get_ema_multi_avg_fn(decay) if decay is not None else None)
+        average = AveragedModel(
+            plain.module, multi_avg_fn=get_ema_multi_avg_fn(decay) if decay is not None else None
+        )
         steps(plain, lambda average=average, plain=plain: average.update_parameters(plain.module))
         theirs[decay] = copy.deepcopy(average.state_dict()), evaluated(average), average
     kinds: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
@@ -76,36 +84,67 @@ def averages(folder: str) -> list[str]:
         "bf16 masters": {"stage": 1, "precision": "bf16", "master_dtype": torch.bfloat16},
     }  # fmt: skip
     if dist.get_world_size() == 4:
-        kinds = {"HSDP": {"stage": 3, "shard_group": 2}, "hybrid": {"stage": 3, "shard_group": 2, "optimizer_over": "all"}}
+        kinds = {
+            "HSDP": {"stage": 3, "shard_group": 2},
+            "hybrid": {"stage": 3, "shard_group": 2, "optimizer_over": "all"},
+        }
     first: dict[float | None, Any] = {}
     for name, recipe in kinds.items():
         for decay in decays if name in ("stage 0", "stage 3") else (DECAY,):
             model: Any = onefold.shard(built(), onefold.Recipe.zero(stall_timeout=20.0, **recipe))
             engine = onefold.engine_of(model)
             ema = onefold.ema.EMA(model, decay)
-            held = engine.memory.now().get("averages", 0) + engine.transfers.host.now().get("averages", 0)
-            numel = sum(flat.layout.shard_numel for unit in engine.units for flat in unit.flats if flat.dtypes.master.is_floating_point)
+            held = engine.memory.now().get("averages", 0) + engine.transfers.host.now().get(
+                "averages", 0
+            )
+            numel = sum(
+                flat.layout.shard_numel
+                for unit in engine.units
+                for flat in unit.flats
+                if flat.dtypes.master.is_floating_point
+            )
             share = 4 * numel  # at most: a frozen layer has no average
-            wrong += [f"{name}: {held} bytes for {share}"] * ("NVMe" not in name and dist.get_world_size() > 1 and not 0 < held <= share)
+            wrong += [f"{name}: {held} bytes for {share}"] * (
+                "NVMe" not in name and dist.get_world_size() > 1 and not 0 < held <= share
+            )
             steps(model, ema.update)
             weights, state = onefold.full_state_dict(model), ema.state_dict()
             rounded = "bf16" in name
             with ema.applied() as applied:
-                loss, inside, whole = evaluated(applied), ema.state_dict(), onefold.full_state_dict(model)
+                loss, inside, whole = (
+                    evaluated(applied),
+                    ema.state_dict(),
+                    onefold.full_state_dict(model),
+                )
             want, wants_loss, average = theirs[decay]
             if abs(loss - wants_loss) > (3e-2 if rounded else 1e-4) * abs(wants_loss):
                 wrong.append(f"{name}: evaluated to {loss}, AveragedModel to {wants_loss}")
             after = onefold.full_state_dict(model)
             wrong += [f"{name}, afterwards: {line}" for line in unlike(after, weights)]
             if dist.get_rank() == 0:
-                both = [{k: v for k, v in s.items() if not rounded or "blocks.1" not in k} for s in (state, want)]  # frozen: in bf16
-                wrong += [f"{name}: {line}" for line in unlike(*both, tolerance=3e-2 if rounded else 1e-5)]
+                # Frozen: in bf16
+                both = [
+                    {k: v for k, v in s.items() if not rounded or "blocks.1" not in k}
+                    for s in (state, want)
+                ]
+                wrong += [
+                    f"{name}: {line}" for line in unlike(*both, tolerance=3e-2 if rounded else 1e-5)
+                ]
                 wrong += [f"{name}, inside: {line}" for line in unlike(inside, state)]
                 if not rounded:
-                    named = {key.removeprefix("module."): value for key, value in state.items() if key != "n_averaged"}
-                    wrong += [f"{name}, full_state_dict inside: {line}" for line in unlike(whole, named)]
+                    named = {
+                        key.removeprefix("module."): value
+                        for key, value in state.items()
+                        if key != "n_averaged"
+                    }
+                    wrong += [
+                        f"{name}, full_state_dict inside: {line}" for line in unlike(whole, named)
+                    ]
                 if not rounded and "tiles" not in name:  # stages and tiers: the same bits
-                    wrong += [f"{name} for the first: {line}" for line in unlike(state, first.setdefault(decay, state))]
+                    wrong += [
+                        f"{name} for the first: {line}"
+                        for line in unlike(state, first.setdefault(decay, state))
+                    ]
                 average.load_state_dict(state)
             elif state or inside:
                 wrong.append(f"{name}: rank {dist.get_rank()} has {list(state)[:3]}")
@@ -125,7 +164,9 @@ def averages(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_average_is_averaged_models_at_every_stage_on_every_tier(ranks: int, tmp_path: Path) -> None:
+def test_the_average_is_averaged_models_at_every_stage_on_every_tier(
+    ranks: int, tmp_path: Path
+) -> None:
     assert run_ranks(ranks, averages, str(tmp_path), timeout=240) == [[]] * ranks
 
 
@@ -156,7 +197,11 @@ def refusals() -> list[str]:
     refusal(lambda: onefold.ema.EMA(model, 1.5))
     refusal(lambda: onefold.ema.EMA(nn.Linear(2, 2)))
     refusal(lambda: ema.load_state_dict(before))
-    refusal(lambda: ema.load_state_dict({"n_averaged": torch.tensor(1), "module.enter.weight": torch.ones(2)}))
+    refusal(
+        lambda: ema.load_state_dict(
+            {"n_averaged": torch.tensor(1), "module.enter.weight": torch.ones(2)}
+        )
+    )
     refusal(lambda: AveragedModel(model))
     return said
 
@@ -187,7 +232,9 @@ def test_a_state_of_an_average_on_rank_0_alone_is_an_error_that_names_the_call()
 
 
 def torchs_own_average(stage: int) -> list[str]:
-    """`AveragedModel` made before shard() is a whole copy; updated from the sharded model it is what it is under DDP."""
+    """`AveragedModel` made before shard() is a whole copy; updated from the sharded model it is
+    what it is under DDP.
+    """
     plain = DistributedDataParallel(built())
     theirs = AveragedModel(plain.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     steps(plain, lambda: theirs.update_parameters(plain.module))

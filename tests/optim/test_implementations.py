@@ -1,4 +1,6 @@
-"""Where the user has named none of torch's implementations, sharded parameters are stepped by the best: told by spies on torch's own."""
+"""Where the user has named none of torch's implementations, sharded parameters are stepped by the
+best: told by spies on torch's own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ LARGE, FEW = 192, 24  # 144 KiB a matrix, and 2 KiB
 
 
 def spy_on_adam() -> list[str]:
-    """The implementations of Adam that torch calls from now on in this process: "single", "multi" or "fused"."""
+    """The implementations of Adam that torch calls from now on in this process: "single", "multi"
+    or "fused".
+    """
     module: Any = sys.modules["torch.optim.adam"]
     seen: list[str] = []
 
@@ -30,9 +34,15 @@ def spy_on_adam() -> list[str]:
 
 
 def trained(
-    width: int, options: dict[str, Any], recipe: dict[str, Any], steps: int = 3, seen: list[str] | None = None
+    width: int,
+    options: dict[str, Any],
+    recipe: dict[str, Any],
+    steps: int = 3,
+    seen: list[str] | None = None,
 ) -> tuple[list[Any], Any, Any]:
-    """The whole parameters after some steps, the model and its optimizer; `seen` is emptied before the last step, behind all trials."""
+    """The whole parameters after some steps, the model and its optimizer; `seen` is emptied before
+    the last step, behind all trials.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
     onefold.shard(model, onefold.Recipe.zero(**recipe), units=(nn.Linear,))
@@ -48,16 +58,26 @@ def trained(
 
 
 def implementation_of(
-    width: int, options: dict[str, Any], recipe: dict[str, Any], fused_on: tuple[str, ...], foreach_on: tuple[str, ...]
+    width: int,
+    options: dict[str, Any],
+    recipe: dict[str, Any],
+    fused_on: tuple[str, ...],
+    foreach_on: tuple[str, ...],
 ) -> Any:
     implementations.FUSED_ON = frozenset(fused_on)
-    sys.modules["torch.optim.optimizer"]._get_foreach_kernels_supported_devices = lambda: list(foreach_on)
+    sys.modules["torch.optim.optimizer"]._get_foreach_kernels_supported_devices = lambda: list(
+        foreach_on
+    )
     seen = spy_on_adam()
     weights, _, optimizer = trained(width, options, recipe, seen=seen)
     used = set(seen)
     plain = trained(width, {**options, "foreach": False}, recipe)[0]
     difference = max(float((a - b).abs().max()) for a, b in zip(weights, plain, strict=True))
-    return used, difference, [(group["foreach"], group["fused"]) for group in optimizer.param_groups]
+    return (
+        used,
+        difference,
+        [(group["foreach"], group["fused"]) for group in optimizer.param_groups],
+    )
 
 
 HOST = {"stage": 2, "offload_optimizer": "host"}
@@ -66,18 +86,52 @@ HOST = {"stage": 2, "offload_optimizer": "host"}
 @pytest.mark.parametrize(
     ("width", "options", "recipe", "fused_on", "foreach_on", "expected"),
     [
-        pytest.param(LARGE, {}, {"stage": 3}, (), ("cpu",), "multi", id="torch's own default is foreach"),
+        pytest.param(
+            LARGE, {}, {"stage": 3}, (), ("cpu",), "multi", id="torch's own default is foreach"
+        ),
         pytest.param(LARGE, {}, {"stage": 3}, ("cpu",), (), "fused", id="on an accelerator: fused"),
-        pytest.param(LARGE, {}, HOST, ("cpu",), (), "fused", id="on the host of a model on an accelerator: fused"),
-        pytest.param(LARGE, {}, {"stage": 1}, (), (), "single", id="on the host, large: torch's loop"),
-        pytest.param(FEW, {}, {"stage": 1}, (), (), "multi", id="on the host, few and small: foreach"),
+        pytest.param(
+            LARGE,
+            {},
+            HOST,
+            ("cpu",),
+            (),
+            "fused",
+            id="on the host of a model on an accelerator: fused",
+        ),
+        pytest.param(
+            LARGE, {}, {"stage": 1}, (), (), "single", id="on the host, large: torch's loop"
+        ),
+        pytest.param(
+            FEW, {}, {"stage": 1}, (), (), "multi", id="on the host, few and small: foreach"
+        ),
         pytest.param(FEW, {}, HOST, (), (), "multi", id="offloaded, few and small: foreach"),
-        pytest.param(FEW, {"foreach": False}, {"stage": 3}, ("cpu",), ("cpu",), "single", id="what the user names is taken"),
-        pytest.param(FEW, {"lr": torch.tensor(1e-2)}, {"stage": 1}, (), (), "single", id="a rate that is a tensor: torch's own choice"),
+        pytest.param(
+            FEW,
+            {"foreach": False},
+            {"stage": 3},
+            ("cpu",),
+            ("cpu",),
+            "single",
+            id="what the user names is taken",
+        ),
+        pytest.param(
+            FEW,
+            {"lr": torch.tensor(1e-2)},
+            {"stage": 1},
+            (),
+            (),
+            "single",
+            id="a rate that is a tensor: torch's own choice",
+        ),
     ],
 )
-def test_the_best_implementation_steps(width: int, options: Any, recipe: Any, fused_on: Any, foreach_on: Any, expected: str) -> None:
-    for used, difference, groups in run_ranks(2, implementation_of, width, options, recipe, fused_on, foreach_on):
+def test_the_best_implementation_steps(
+    width: int, options: Any, recipe: Any, fused_on: Any, foreach_on: Any, expected: str
+) -> None:
+    for used, difference, groups in run_ranks(
+        2, implementation_of, width, options, recipe, fused_on, foreach_on
+    ):
         assert used == {expected}, used
         assert groups == [(options.get("foreach"), None)], groups
         assert difference == 0 if expected != "fused" else difference < 1e-5, difference
@@ -111,14 +165,22 @@ def overflow(fused: bool) -> Any:
     before = [p.onefold.gather().clone() for p in model.parameters()]
     found = []
     for bad in (True, False):
-        loss = model(torch.ones(4, FEW)).square().mean() * (float("inf") if bad and torch.distributed.get_rank() == 1 else 1.0)
+        loss = model(torch.ones(4, FEW)).square().mean() * (
+            float("inf") if bad and torch.distributed.get_rank() == 1 else 1.0
+        )
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         after = [p.onefold.gather().clone() for p in model.parameters()]
         found.append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-    return found, len(asked), scaler.get_scale(), hasattr(optimizer, "_step_supports_amp_scaling"), after
+    return (
+        found,
+        len(asked),
+        scaler.get_scale(),
+        hasattr(optimizer, "_step_supports_amp_scaling"),
+        after,
+    )
 
 
 def test_a_fused_step_skips_an_overflow_without_asking_the_host() -> None:

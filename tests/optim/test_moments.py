@@ -1,4 +1,6 @@
-"""Moments in bf16, 8 and 4 bits: the same bits of weights and moments on any number of ranks, at any stage, on any tier; close to fp32."""
+"""Moments in bf16, 8 and 4 bits: the same bits of weights and moments on any number of ranks, at
+any stage, on any tier; close to fp32.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,22 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "fp8, fused": ({"moments": "fp8"}, "fused"),
     "bf16": ({"moments": "bf16"}, "Adam"),
     "bf16, by chance": ({"moments": "bf16", "stochastic_rounding": True}, "AdamW"),
-    "bf16 masters too": ({"moments": "bf16", "stochastic_rounding": True, "master_dtype": torch.bfloat16}, "AdamW"),
+    "bf16 masters too": (
+        {"moments": "bf16", "stochastic_rounding": True, "master_dtype": torch.bfloat16},
+        "AdamW",
+    ),
     "AdamW8bit": ({"moments": "int8"}, "AdamW8bit"),
     "Adam4bit": ({"moments": "int4"}, "Adam4bit"),
 }
-LOOPS: dict[str, dict[str, Any]] = {"plain": {}, "two micro-batches, clipped": {"accumulate": 2, "clip": 0.5}}
+LOOPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two micro-batches, clipped": {"accumulate": 2, "clip": 0.5},
+}
 
 
-def cases(kinds: list[str], loop: str, places: list[tuple[int, dict[str, Any]]]) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
+def cases(
+    kinds: list[str], loop: str, places: list[tuple[int, dict[str, Any]]]
+) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
     """{case: (losses, what is left)} of each kind at each (stage, tiers)."""
     out = {}
     for kind in kinds:
@@ -46,9 +56,14 @@ def differing(found: dict[str, Any], want: dict[str, Any]) -> list[str]:
     """Cases that differ from the one of the same kind and loop in `want`."""
     wrong = []
     for case, (losses, left) in found.items():
-        reference = next(other for other in want if other.split(", stage")[0] == case.split(", stage")[0])
+        reference = next(
+            other for other in want if other.split(", stage")[0] == case.split(", stage")[0]
+        )
         if losses != want[reference][0] or (off := different(left, want[reference][1])):
-            wrong.append(f"{case}: {losses} for {want[reference][0]}, {off[:3] if losses == want[reference][0] else ''}")
+            wrong.append(
+                f"{case}: {losses} for {want[reference][0]},"
+                f" {off[:3] if losses == want[reference][0] else ''}"
+            )
     return wrong
 
 
@@ -63,20 +78,39 @@ def test_ranks_stages_and_tiers_change_no_bit_of_weights_or_moments(tmp_path: Pa
     want = run_ranks(2, cases, kinds, "plain", places(tmp_path))[0]
     assert differing(want, want) == []
     for ranks in (1, 4):
-        assert differing(run_ranks(ranks, cases, kinds, "plain", [(3, {})])[0], want) == [], f"{ranks} ranks"
+        assert differing(run_ranks(ranks, cases, kinds, "plain", [(3, {})])[0], want) == [], (
+            f"{ranks} ranks"
+        )
     left = want[next(iter(want))][1]
-    assert left["blocks.0.weight: exp_avg.int8"].dtype == torch.uint8 and left["leave.weight: exp_avg.int8.scale"].numel() == 83
-    assert left["enter.weight: exp_avg"].dtype == torch.float32, "a small parameter keeps fp32 moments"
+    assert (
+        left["blocks.0.weight: exp_avg.int8"].dtype == torch.uint8
+        and left["leave.weight: exp_avg.int8.scale"].numel() == 83
+    )
+    assert left["enter.weight: exp_avg"].dtype == torch.float32, (
+        "a small parameter keeps fp32 moments"
+    )
 
 
-def test_accumulation_and_clipping_are_the_same_at_every_stage_on_every_tier(tmp_path: Path) -> None:
-    """On these ranks: a norm is added up part by part, and comes out with other bits on another number of them."""
-    found = run_ranks(2, cases, ["int8", "bf16, by chance", "AdamW8bit"], "two micro-batches, clipped", places(tmp_path))[0]
+def test_accumulation_and_clipping_are_the_same_at_every_stage_on_every_tier(
+    tmp_path: Path,
+) -> None:
+    """On these ranks: a norm is added up part by part, and comes out with other bits on another
+    number of them.
+    """
+    found = run_ranks(
+        2,
+        cases,
+        ["int8", "bf16, by chance", "AdamW8bit"],
+        "two micro-batches, clipped",
+        places(tmp_path),
+    )[0]
     assert differing(found, found) == []
 
 
 def in_other_ways(nvme: str) -> list[str]:
-    """Ways of stepping that must change no bit: behind the backward pass, a share, no overlap, stage 2, a second time."""
+    """Ways of stepping that must change no bit: behind the backward pass, a share, no overlap,
+    stage 2, a second time.
+    """
     on_disk = {"offload_optimizer": "nvme", "nvme": nvme}
     ways: list[tuple[int, dict[str, Any]]] = [
         (3, {}),
@@ -97,7 +131,9 @@ def test_ways_of_stepping_change_no_bit(tmp_path: Path) -> None:
 
 
 def test_torchaos_optimizer_steps_as_the_recipes_format_does_up_to_its_own_rounding() -> None:
-    """One block of arithmetic differs in order (torchao divides both moments first), no format does."""
+    """One block of arithmetic differs in order (torchao divides both moments first), no format
+    does.
+    """
     losses = []
     for optimizer in ("AdamW", "AdamW8bit"):
         model, stepper = made(0, {"moments": "int8"}, optimizer)
@@ -119,7 +155,9 @@ def unasked_at_stage_0() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def test_losses_stay_close_to_those_of_fp32_moments() -> None:
-    """60 steps of a regression. int4 is told apart by more than int8 is: it is the coarser format, and both are really at work."""
+    """60 steps of a regression. int4 is told apart by more than int8 is: it is the coarser format,
+    and both are really at work.
+    """
     end = {}
     for kind in ("fp32", "bf16", "int8", "fp8", "int4"):
         model, stepper = made(0, {"moments": kind})
@@ -132,11 +170,18 @@ def test_losses_stay_close_to_those_of_fp32_moments() -> None:
         end[kind] = loss.item()
     start = 1.0
     apart = {kind: abs(loss - end["fp32"]) / start for kind, loss in end.items()}
-    assert 0 < apart["bf16"] < 0.02 and 0 < apart["int8"] < 0.02 and 0 < apart["fp8"] < 0.02 and 0 < apart["int4"] < 0.05, end
+    assert (
+        0 < apart["bf16"] < 0.02
+        and 0 < apart["int8"] < 0.02
+        and 0 < apart["fp8"] < 0.02
+        and 0 < apart["int4"] < 0.05
+    ), end
 
 
 def held(stage: int, recipe: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
-    """(bytes behind the optimizer's state without step counts, the same by the formula, the ledger of NVMe and the elements there)."""
+    """(bytes behind the optimizer's state without step counts, the same by the formula, the ledger
+    of NVMe and the elements there).
+    """
     import onefold
     from onefold.observe.tiers import moments_of
     from onefold.recipe.moments import bytes_of_moments
@@ -148,17 +193,31 @@ def held(stage: int, recipe: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
         counts = sum(4 for state in optimizer.state.values() if state)
         own = [(e.param.numel(), e.slot.numel) for e in engine.entries]
     expected = sum(bytes_of_moments(n, recipe["moments"], whole=whole) for n, whole in own)
-    owned = sum(f.offloaded.numel for f in engine.offloaded_flats if any(e.slot.numel >= 4096 for e in f.entries))
-    return moments_of(optimizer) - counts, expected, {**engine.transfers.disk.now(), "packed": owned}
+    owned = sum(
+        f.offloaded.numel
+        for f in engine.offloaded_flats
+        if any(e.slot.numel >= 4096 for e in f.entries)
+    )
+    return (
+        moments_of(optimizer) - counts,
+        expected,
+        {**engine.transfers.disk.now(), "packed": owned},
+    )
 
 
 def every_format_held(nvme: str) -> list[tuple[int, int, dict[str, int]]]:
-    out = [held(stage, {"moments": kind}) for kind in ("bf16", "int8", "fp8", "int4") for stage in (0, 3)]
+    out = [
+        held(stage, {"moments": kind})
+        for kind in ("bf16", "int8", "fp8", "int4")
+        for stage in (0, 3)
+    ]
     return [*out, held(3, {"moments": "int8", "offload_optimizer": "nvme", "nvme": nvme})]
 
 
 def test_moments_take_the_bytes_of_the_formula(tmp_path: Path) -> None:
-    """A packed moment takes 1 byte (int4: half a one) an element and 4 a block; small parameters 4 bytes an element."""
+    """A packed moment takes 1 byte (int4: half a one) an element and 4 a block; small parameters 4
+    bytes an element.
+    """
     large, small = 2 * 4900 + 21000, 19 * 70 + 70 + 2 * 70 + 300
     blocks = {256: 2 * 20 + 83, 128: 2 * 39 + 165}
     by_hand = {
@@ -188,7 +247,12 @@ def refusals() -> list[str]:
         ("AdamW8bit", {}, "give the recipe moments='int8'", {}),
         ("AdamW4bit", {"moments": "int8"}, "give the recipe moments='int4'", {}),
         ("AdamW8bit", {"moments": "int8"}, "blocks of 256: leave it out", {"block_size": 512}),
-        ("AdamW8bit", {"moments": "int8"}, "stochastic_rounding=True", {"bf16_stochastic_round": True}),
+        (
+            "AdamW8bit",
+            {"moments": "int8"},
+            "stochastic_rounding=True",
+            {"bf16_stochastic_round": True},
+        ),
     ]
     told = []
     for optimizer, recipe, pattern, options in wanted:
@@ -213,7 +277,9 @@ def test_a_step_that_a_gradient_scaler_skips_changes_no_code() -> None:
     for step in range(3):
         if step == 2:
             before = left_of(model, optimizer)
-        scaler.scale(model(features_of(step, 8, 19)).square().mean() * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.scale(
+            model(features_of(step, 8, 19)).square().mean() * (float("inf") if step == 2 else 1.0)
+        ).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

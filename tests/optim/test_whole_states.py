@@ -1,4 +1,6 @@
-"""`optimizer.state_dict()` and `load_state_dict()` are torch's own over whole parameters: saved anywhere, loaded anywhere, DDP included."""
+"""`optimizer.state_dict()` and `load_state_dict()` are torch's own over whole parameters: saved
+anywhere, loaded anywhere, DDP included.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def recipes(ranks: int, folder: str) -> dict[str, dict[str, Any]]:
         "on NVMe, stage 0": {**disk, "stage": 0, "offload_param": None},
     }  # fmt: skip
     if ranks == 4:
-        out |= {"HSDP": {"stage": 3, "shard_group": 2}, "hybrid": {"stage": 3, "shard_group": 2, "optimizer_over": "all"}}
+        out |= {
+            "HSDP": {"stage": 3, "shard_group": 2},
+            "hybrid": {"stage": 3, "shard_group": 2, "optimizer_over": "all"},
+        }
     return out
 
 
@@ -44,7 +49,9 @@ def sharded(recipe: dict[str, Any], seed: int = 0) -> Any:
 
 def optimizer_of(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
     named = list(model.named_parameters())
-    decayed, others = ([p for n, p in named if ("weight" in n) is wanted] for wanted in (True, False))
+    decayed, others = (
+        [p for n, p in named if ("weight" in n) is wanted] for wanted in (True, False)
+    )
     return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=lr)
 
 
@@ -54,10 +61,14 @@ def ddp() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     return model, optimizer_of(model)
 
 
-def train_ddp(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[float]:
+def train_ddp(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int
+) -> list[float]:
     losses = []
     for step in range(first, first + steps):
-        loss = (model(features_of(10 * step, 8, 19)) - features_of(5 + step, 8, 300)).square().mean()
+        loss = (
+            (model(features_of(10 * step, 8, 19)) - features_of(5 + step, 8, 300)).square().mean()
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -66,7 +77,9 @@ def train_ddp(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, st
 
 
 def saved_everywhere(folder: str) -> tuple[list[str], list[float]]:
-    """Train 3 steps under each recipe, save on rank 0 as a script does, go on for 3 steps. All must say and do the same."""
+    """Train 3 steps under each recipe, save on rank 0 as a script does, go on for 3 steps. All must
+    say and do the same.
+    """
     stream.CHUNK = 5120  # elements: a weight takes several
     wrong: list[str] = []
     torch_model, torch_optimizer = ddp()
@@ -106,11 +119,15 @@ def saved_everywhere(folder: str) -> tuple[list[str], list[float]]:
 
 
 def loaded_everywhere(folder: str, file: str, losses: list[float]) -> list[str]:
-    """Each recipe, and DDP, from the files that rank 0 wrote; and from what rank 0 alone has read."""
+    """Each recipe, and DDP, from the files that rank 0 wrote; and from what rank 0 alone has
+    read.
+    """
     stream.CHUNK = 5120
     wrong: list[str] = []
     everywhere = torch.load(f"{folder}/{file}.pt")
-    weights = torch.load(f"{folder}/{file.replace('ours', 'weights') if 'ours' in file else 'ddp-weights'}.pt")
+    weights = torch.load(
+        f"{folder}/{file.replace('ours', 'weights') if 'ours' in file else 'ddp-weights'}.pt"
+    )
     first_only = everywhere if dist.get_rank() == 0 else {**everywhere, "state": {}}
     exact = "ours" in file
     for number, (name, recipe) in enumerate(recipes(dist.get_world_size(), folder).items()):
@@ -124,8 +141,12 @@ def loaded_everywhere(folder: str, file: str, losses: list[float]) -> list[str]:
             if dist.get_rank() == 0:
                 wrong += [f"{name}: {line}" for line in unlike(again, everywhere)]
             found = train(model, optimizer, 3, 3)
-            if dist.get_world_size() > 1 and "stage 0" not in name:  # torch's own load takes the dict's tensors as they are
-                wrong += [f"{name}: the dict was changed by training: {line}" for line in unlike(given, before)]
+            # torch's own load takes the dict's tensors as they are
+            if dist.get_world_size() > 1 and "stage 0" not in name:
+                wrong += [
+                    f"{name}: the dict was changed by training: {line}"
+                    for line in unlike(given, before)
+                ]
             same = found == losses if exact else close(found, losses)
             wrong += [f"{name}: went on with {found} for {losses}"] * (not same)
     model, optimizer = ddp()
@@ -137,16 +158,23 @@ def loaded_everywhere(folder: str, file: str, losses: list[float]) -> list[str]:
 
 
 def test_what_rank_0_saves_goes_on_everywhere_and_so_does_what_ddp_saved(tmp_path: Path) -> None:
-    """Stages, tiers and numbers of ranks, HSDP, DDP: equal states, and equal losses afterwards (DDP's within rounding)."""
+    """Stages, tiers and numbers of ranks, HSDP, DDP: equal states, and equal losses afterwards
+    (DDP's within rounding).
+    """
     saved = run_ranks(2, saved_everywhere, str(tmp_path))
     assert [wrong for wrong, _ in saved] == [[], []]
     losses = saved[0][1]
     for ranks, file in ((1, "ours-2"), (4, "ours-2"), (2, "ddp")):
-        assert run_ranks(ranks, loaded_everywhere, str(tmp_path), file, losses, timeout=240) == [[]] * ranks, (ranks, file)
+        assert (
+            run_ranks(ranks, loaded_everywhere, str(tmp_path), file, losses, timeout=240)
+            == [[]] * ranks
+        ), (ranks, file)
 
 
 class Odd(nn.Module):
-    """A number, an empty parameter, one that no gradient reaches, a frozen one, and more ranks than some have elements."""
+    """A number, an empty parameter, one that no gradient reaches, a frozen one, and more ranks than
+    some have elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +200,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def odd_round_trips() -> list[str]:
-    """Every optimizer of torch over odd parameters, made before and after shard(): DDP's dict, key by key, there and back."""
+    """Every optimizer of torch over odd parameters, made before and after shard(): DDP's dict, key
+    by key, there and back.
+    """
     wrong: list[str] = []
 
     def run(model: Any, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[float]:
@@ -195,21 +225,31 @@ def odd_round_trips() -> list[str]:
         model: Any = Odd()
         early = make(model.parameters()) if before else None
         onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=20.0))
-        optimizer = early if early is not None else make(model.named_parameters() if number == 0 else model.parameters())
+        optimizer = (
+            early
+            if early is not None
+            else make(model.named_parameters() if number == 0 else model.parameters())
+        )
         run(model, optimizer, 0, 2)
         state, want = optimizer.state_dict(), theirs.state_dict()
         if dist.get_rank() == 0:
             for group in state["param_groups"]:
                 names = group.pop("param_names", None)
-                wrong += [f"{name}: names {names}"] * (number == 0 and names != [n for n, _ in plain.module.named_parameters()])
-            wrong += [f"{name}, stage {stage}: {line}" for line in unlike(state, want, tolerance=1e-4)]
+                wrong += [f"{name}: names {names}"] * (
+                    number == 0 and names != [n for n, _ in plain.module.named_parameters()]
+                )
+            wrong += [
+                f"{name}, stage {stage}: {line}" for line in unlike(state, want, tolerance=1e-4)
+            ]
             theirs.load_state_dict(copy.deepcopy(state))
         weights = onefold.full_state_dict(model)
         went_on = run(model, optimizer, 2, 2)
         onefold.load_full_state_dict(model, weights)
         optimizer.load_state_dict(state)  # rolled back: rank 0 has the whole, the others nothing
         again = run(model, optimizer, 2, 2)
-        wrong += [f"{name}, stage {stage}: rolled back to {again}, before {went_on}"] * (again != went_on)
+        wrong += [f"{name}, stage {stage}: rolled back to {again}, before {went_on}"] * (
+            again != went_on
+        )
         optimizer.load_state_dict(copy.deepcopy(want))  # DDP's, on every rank
         theirs.load_state_dict(copy.deepcopy(want))  # which gives numbers the parameter's dtype
         back, want = optimizer.state_dict(), theirs.state_dict()
@@ -225,7 +265,9 @@ def test_every_optimizer_of_torch_says_what_it_says_under_ddp_of_odd_parameters_
 
 
 def formats(folder: str) -> list[str]:
-    """Moments at rest in few bits, weights in tiles, masters in 16 bits: torch's names and dtypes come out, the same training goes on."""
+    """Moments at rest in few bits, weights in tiles, masters in 16 bits: torch's names and dtypes
+    come out, the same training goes on.
+    """
     stream.CHUNK = 5120
     wrong: list[str] = []
     kinds: dict[str, dict[str, Any]] = {
@@ -234,7 +276,10 @@ def formats(folder: str) -> list[str]:
         "tiles on NVMe": {"tile": TILE, "offload_optimizer": "nvme", "nvme": folder},
         "bf16 compute": {"precision": "bf16"}, "bf16 masters": {"precision": "bf16", "master_dtype": torch.bfloat16},
     }  # fmt: skip
-    whole = {n: {"step": torch.Size([]), "exp_avg": p.shape, "exp_avg_sq": p.shape} for n, p in enumerate(Net().parameters())}
+    whole = {
+        n: {"step": torch.Size([]), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+        for n, p in enumerate(Net().parameters())
+    }
     for name, recipe in kinds.items():
         states: list[Any] = []
         for stage in (0, 1, 3) if name in ("int8", "tiles") else (0, 3):
@@ -245,11 +290,23 @@ def formats(folder: str) -> list[str]:
             went_on = train(model, optimizer, 2, 2)
             if dist.get_rank() == 0:
                 low = torch.bfloat16 if name == "bf16 masters" else torch.float32
-                shapes = {n: {key: value.shape for key, value in found.items()} for n, found in state["state"].items()}
-                dtypes = {v.dtype for found in state["state"].values() for k, v in found.items() if k != "step"}
+                shapes = {
+                    n: {key: value.shape for key, value in found.items()}
+                    for n, found in state["state"].items()
+                }
+                dtypes = {
+                    v.dtype
+                    for found in state["state"].values()
+                    for k, v in found.items()
+                    if k != "step"
+                }
                 states.append(copy.deepcopy(state))
-                lines = unlike(shapes, whole) + unlike(state, states[0], tolerance=1e-4 * ("tiles" in name))
-                lines += unlike(state["param_groups"][0]["params"], list(whole)) + [f"{dtypes}"] * (dtypes != {low})
+                lines = unlike(shapes, whole) + unlike(
+                    state, states[0], tolerance=1e-4 * ("tiles" in name)
+                )
+                lines += unlike(state["param_groups"][0]["params"], list(whole)) + [f"{dtypes}"] * (
+                    dtypes != {low}
+                )
                 wrong += [f"{name}, stage {stage}: {line}" for line in lines]
             model = sharded({**recipe, "stage": stage}, seed=1)
             onefold.load_full_state_dict(model, weights)
@@ -259,17 +316,23 @@ def formats(folder: str) -> list[str]:
                 dist.broadcast_object_list(objects)  # every rank has read the file
             optimizer.load_state_dict(copy.deepcopy(objects[0]))
             found = train(model, optimizer, 2, 2)
-            wrong += [f"{name}, stage {stage}: went on with {found} for {went_on}"] * (found != went_on)
+            wrong += [f"{name}, stage {stage}: went on with {found} for {went_on}"] * (
+                found != went_on
+            )
     return wrong
 
 
-def test_few_bits_tiles_and_16_bits_come_out_as_torchs_own_states_and_go_back_bit_by_bit(tmp_path: Path) -> None:
+def test_few_bits_tiles_and_16_bits_come_out_as_torchs_own_states_and_go_back_bit_by_bit(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
     assert run_ranks(2, formats, str(tmp_path), timeout=240) == [[], []]
 
 
 class Uneven(nn.Module):
-    """A unit of weights of these sizes, of the last of which one of two ranks has nothing. Those below 4096 elements are not packed."""
+    """A unit of weights of these sizes, of the last of which one of two ranks has nothing. Those
+    below 4096 elements are not packed.
+    """
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -279,9 +342,15 @@ class Uneven(nn.Module):
         return torch.stack([weight.square().sum() for weight in self.weights]).sum()
 
 
-def looked_at_and_saved(folder: str, sizes: tuple[int, ...], **options: Any) -> tuple[set[int], list[set[str]]]:
-    """(weights that this rank has nothing of, the keys of each one's state), after a look at them and a save."""
-    model = onefold.shard(Uneven(*sizes), onefold.Recipe.zero(3, moments="int8", stall_timeout=20.0, **options))
+def looked_at_and_saved(
+    folder: str, sizes: tuple[int, ...], **options: Any
+) -> tuple[set[int], list[set[str]]]:
+    """(weights that this rank has nothing of, the keys of each one's state), after a look at them
+    and a save.
+    """
+    model = onefold.shard(
+        Uneven(*sizes), onefold.Recipe.zero(3, moments="int8", stall_timeout=20.0, **options)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model().backward()
     optimizer.step()
@@ -297,8 +366,13 @@ def test_looking_at_packed_states_gives_a_rank_without_elements_the_keys_of_the_
     tmp_path: Path, sizes: tuple[int, ...], tier: str | None
 ) -> None:
     pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
-    options = {"offload_optimizer": tier, **({"nvme": str(tmp_path), "chunk": 262144} if tier == "nvme" else {})}
-    (without, keys), (_, others) = run_ranks(2, looked_at_and_saved, str(tmp_path), sizes, **options)
+    options = {
+        "offload_optimizer": tier,
+        **({"nvme": str(tmp_path), "chunk": 262144} if tier == "nvme" else {}),
+    }
+    (without, keys), (_, others) = run_ranks(
+        2, looked_at_and_saved, str(tmp_path), sizes, **options
+    )
     assert without == {len(sizes) - 1}
     assert keys == others
     assert [("exp_avg" in each) for each in keys] == [size < 4096 for size in sizes], keys
@@ -334,7 +408,11 @@ def sentences() -> list[str]:
         other["state"][n] = {"step": torch.tensor(2.0)}
     refusal(lambda: optimizer.load_state_dict(other))
     refusal(lambda: onefold.optim.load_local_state_dict(optimizer, whole))
-    refusal(lambda: onefold.optim.load_local_state_dict(optimizer, {**part, "onefold_local": {"rank": 5, "ranks": 8}}))
+    refusal(
+        lambda: onefold.optim.load_local_state_dict(
+            optimizer, {**part, "onefold_local": {"rank": 5, "ranks": 8}}
+        )
+    )
     went_on = train(model, optimizer, 1, 1)
     again = sharded({"stage": 3})
     its = torch.optim.AdamW(again.parameters())
@@ -348,15 +426,23 @@ def sentences() -> list[str]:
     return said
 
 
-def test_what_cannot_be_loaded_is_said_on_every_rank_and_a_ranks_own_part_has_a_name_of_its_own() -> None:
+def test_what_cannot_be_loaded_is_said_on_every_rank_and_a_ranks_own_part_has_a_name_of_its_own() -> (
+    None
+):
     for rank, said in enumerate(run_ranks(2, sentences)):
         for text, expected in zip(
             said,
             (
                 "[]",
-                "this is the part of rank 0 of 2, as local_state_dict() returned it. Give it to onefold.optim.load_local_state_dict",
+                (
+                    "this is the part of rank 0 of 2, as local_state_dict() returned it. Give it to"
+                    " onefold.optim.load_local_state_dict"
+                ),
                 "has shape",
-                "the dict has 2 parameter groups of 4, 4, this AdamW has one parameter group of 8. Make the groups as they were",
+                (
+                    "the dict has 2 parameter groups of 4, 4, this AdamW has one parameter group of"
+                    " 8. Make the groups as they were"
+                ),
                 "has neither 'state' nor 'param_groups'",
                 "rank 0 and rank 1 were given different dicts",
                 "give a whole state dict to optimizer.load_state_dict()",
@@ -382,8 +468,13 @@ def on_rank_0_alone(call: str) -> None:
 def test_a_state_dict_on_rank_0_alone_is_an_error_that_names_the_call(call: str) -> None:
     first, second = outcomes_of(2, on_rank_0_alone, call, timeout=60)
     assert first.error == second.error == "StallError", (first, second)
-    assert f"optimizer.{call}() is a collective on this model: call it on every rank" in first.message, first.message
-    assert f"rank 0: waiting in control of unit '(optimizer.{call}(), which every rank must call)'" in second.message, second.message
+    assert (
+        f"optimizer.{call}() is a collective on this model: call it on every rank" in first.message
+    ), first.message
+    assert (
+        f"rank 0: waiting in control of unit '(optimizer.{call}(), which every rank must call)'"
+        in second.message
+    ), second.message
 
 
 def test_an_optimizer_is_found_when_it_is_made_or_by_shard_and_nothing_keeps_it() -> None:
@@ -392,9 +483,13 @@ def test_an_optimizer_is_found_when_it_is_made_or_by_shard_and_nothing_keeps_it(
     for optimizer, model in ((None, Net()), (early, plain)):
         onefold.shard(model, onefold.Recipe.zero(1, precision="bf16"))
         optimizer = optimizer or torch.optim.AdamW(model.parameters())
-        assert optimizer._optimizer_load_state_dict_pre_hooks.values(), "found before its first step"
+        assert optimizer._optimizer_load_state_dict_pre_hooks.values(), (
+            "found before its first step"
+        )
         seen: list[Any] = []
-        optimizer.register_load_state_dict_pre_hook(lambda _, state, seen=seen: seen.append(state["param_groups"]))
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, state, seen=seen: seen.append(state["param_groups"])
+        )
         optimizer.load_state_dict(optimizer.state_dict())
         assert len(seen) == 1
     gone = weakref.ref(early)
@@ -412,9 +507,16 @@ def several_models() -> list[str]:
         one, two, plain = Net(), nn.Linear(300, 7), nn.Parameter(torch.ones(7))
         for model, stage in ((one, 3), (two, 1)):
             onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=20.0))
-        return one, two, plain, torch.optim.Adam([*one.parameters(), plain, *two.parameters()], lr=1e-2)
+        return (
+            one,
+            two,
+            plain,
+            torch.optim.Adam([*one.parameters(), plain, *two.parameters()], lr=1e-2),
+        )
 
-    def run(one: Any, two: Any, plain: nn.Parameter, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
+    def run(
+        one: Any, two: Any, plain: nn.Parameter, optimizer: torch.optim.Optimizer, first: int
+    ) -> list[float]:
         losses = []
         for step in range(first, first + 2):
             loss = (two(one(features_of(step, 8, 19))) * plain).square().mean()
@@ -427,10 +529,18 @@ def several_models() -> list[str]:
     one, two, plain, optimizer = made()
     run(one, two, plain, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())
-    weights, kept = [onefold.full_state_dict(one), onefold.full_state_dict(two)], plain.detach().clone()
+    weights, kept = (
+        [
+            onefold.full_state_dict(one),
+            onefold.full_state_dict(two),
+        ],
+        plain.detach().clone(),
+    )
     if dist.get_rank() == 0:
         shapes = [tuple(state["state"][n]["exp_avg"].shape) for n in range(11)]
-        wrong += [f"{shapes}"] * (shapes != [tuple(p.shape) for p in Net().parameters()] + [(7,), (7, 300), (7,)])
+        wrong += [f"{shapes}"] * (
+            shapes != [tuple(p.shape) for p in Net().parameters()] + [(7,), (7, 300), (7,)]
+        )
     want = run(one, two, plain, optimizer, 2)
     one, two, plain, optimizer = made()
     onefold.load_full_state_dict(one, weights[0])
@@ -446,7 +556,9 @@ def test_one_optimizer_may_step_two_sharded_models_and_a_plain_parameter() -> No
 
 
 def looked_at_by_hand(folder: str) -> list[str]:
-    """`optimizer.state[p]` between steps has the face of the whole; looking changes neither steps nor what is saved."""
+    """`optimizer.state[p]` between steps has the face of the whole; looking changes neither steps
+    nor what is saved.
+    """
     import io
 
     wrong: list[str] = []
@@ -460,24 +572,34 @@ def looked_at_by_hand(folder: str) -> list[str]:
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             mine, want = optimizer.state[p], theirs.state[q]
             wrong += [f"stage {stage}: keys {list(mine)}"] * (list(mine) != list(want))
-            wrong += [f"stage {stage}: {mine['exp_avg'].shape}"] * (mine["exp_avg"].shape != q.shape or mine["step"].ndim != 0)
+            wrong += [f"stage {stage}: {mine['exp_avg'].shape}"] * (
+                mine["exp_avg"].shape != q.shape or mine["step"].ndim != 0
+            )
             norms = mine["exp_avg"].norm().item(), want["exp_avg"].norm().item()
             wrong += [f"stage {stage}: norms {norms}"] * (not close([norms[0]], [norms[1]]))
         torch.save(onefold.optim.local_state_dict(optimizer), io.BytesIO())
-        assert sum(v["exp_avg"].numel() for v in optimizer.state.values()) == sum(p.numel() for p in Net().parameters())
+        assert sum(v["exp_avg"].numel() for v in optimizer.state.values()) == sum(
+            p.numel() for p in Net().parameters()
+        )
         state, its = optimizer.state_dict(), twins.state_dict()
         wrong += [f"stage {stage}: {line}" for line in unlike(state, its)]
         onefold.save(f"{folder}/{stage}", model=model, optimizer=optimizer)
-        wrong += [f"stage {stage}: other steps"] * (train(model, optimizer, 2, 2) != train(twin, twins, 2, 2))
+        wrong += [f"stage {stage}: other steps"] * (
+            train(model, optimizer, 2, 2) != train(twin, twins, 2, 2)
+        )
         for each in (optimizer, twins):
             for state in each.state.values():
                 state["exp_avg"].zero_()
-        wrong += [f"stage {stage}: other steps from zero"] * (train(model, optimizer, 4, 1) != train(twin, twins, 4, 1))
+        wrong += [f"stage {stage}: other steps from zero"] * (
+            train(model, optimizer, 4, 1) != train(twin, twins, 4, 1)
+        )
         state = optimizer.state_dict()
         onefold.load(f"{folder}/{stage}", model=model, optimizer=optimizer)
         wrong += [f"stage {stage}, loaded: {line}" for line in unlike(optimizer.state_dict(), its)]
     return wrong
 
 
-def test_states_looked_at_by_hand_have_the_face_of_the_whole_and_looking_changes_nothing(tmp_path: Path) -> None:
+def test_states_looked_at_by_hand_have_the_face_of_the_whole_and_looking_changes_nothing(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(3, looked_at_by_hand, str(tmp_path)) == [[]] * 3

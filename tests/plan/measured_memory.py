@@ -1,4 +1,6 @@
-"""What a real training step on the CPU keeps and holds, measured apart from the tracer: by autograd's hooks and by torch's allocator."""
+"""What a real training step on the CPU keeps and holds, measured apart from the tracer: by
+autograd's hooks and by torch's allocator.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Batch = Mapping[str, Any] | tuple[Tensor, ...]
 
 
 class RealStep:
-    """Forward and backward of a real module; gradients are dropped as they are complete, as the engine does."""
+    """Forward and backward of a real module; gradients are dropped as they are complete, as the
+    engine does.
+    """
 
     def __init__(self, module: nn.Module, batch: Batch, precision: str) -> None:
         self.module, self.autocast = module.train(), precision == "autocast-bf16"
@@ -31,19 +35,34 @@ class RealStep:
                 p.register_post_accumulate_grad_hook(_drop)
         seen = {id(t): t.to(dtype) if t.is_floating_point() else t for t in _tensors(batch)}
         self.batch: Any = (
-            {k: seen.get(id(t), t) for k, t in batch.items()} if isinstance(batch, Mapping) else tuple(seen[id(t)] for t in batch)
+            {k: seen.get(id(t), t) for k, t in batch.items()}
+            if isinstance(batch, Mapping)
+            else tuple(seen[id(t)] for t in batch)
         )
-        self.inputs = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in seen.values()}.values())
+        self.inputs = sum(
+            {t.data_ptr(): t.untyped_storage().nbytes() for t in seen.values()}.values()
+        )
 
     def forward(self) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
-            out = self.module(**self.batch) if isinstance(self.batch, dict) else self.module(*self.batch)
+            out = (
+                self.module(**self.batch)
+                if isinstance(self.batch, dict)
+                else self.module(*self.batch)
+            )
             return loss_of(out)
 
     def saved(self) -> int:
-        """Bytes of the storages that autograd saves, parameters, buffers and constants of modules left out."""
-        constants = [v for m in self.module.modules() for v in m.__dict__.values() if isinstance(v, Tensor)]
-        known = {t.untyped_storage().data_ptr() for t in (*self.module.parameters(), *self.module.buffers(), *constants)}
+        """Bytes of the storages that autograd saves, parameters, buffers and constants of modules
+        left out.
+        """
+        constants = [
+            v for m in self.module.modules() for v in m.__dict__.values() if isinstance(v, Tensor)
+        ]
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in (*self.module.parameters(), *self.module.buffers(), *constants)
+        }
         storages = {}
 
         def pack(t: Tensor) -> Tensor:
@@ -58,16 +77,20 @@ class RealStep:
         return total
 
     def allocated(self) -> int:
-        """The most that torch's allocator had handed out during a step, in bytes, the batch included.
+        """The most that torch's allocator had handed out during a step, in bytes, the batch
+        included.
 
-        The random state that checkpointing copies for each block (5 kB on the CPU whatever the model's size) is left out.
+        The random state that checkpointing copies for each block (5 kB on the CPU whatever the
+        model's size) is left out.
         """
         self.forward().backward()
         state = torch.get_rng_state().nbytes
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             self.forward().backward()
         results: Any = prof.profiler.kineto_results  # type: ignore[union-attr]
-        events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+        events = sorted(
+            (e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
+        )
         now = peak = 0
         for event in events:
             if abs(event.nbytes()) != state:
@@ -77,9 +100,14 @@ class RealStep:
         return peak + self.inputs
 
     def tensors(self) -> int:
-        """The most bytes of live tensors during a step: as `allocated`, but for what kernels take for themselves."""
+        """The most bytes of live tensors during a step: as `allocated`, but for what kernels take
+        for themselves.
+        """
         self.forward().backward()
-        known = {t.untyped_storage()._cdata for t in (*self.module.parameters(), *self.module.buffers(), *_tensors(self.batch))}
+        known = {
+            t.untyped_storage()._cdata
+            for t in (*self.module.parameters(), *self.module.buffers(), *_tensors(self.batch))
+        }
         live = _Live(known)
         with live:
             self.forward().backward()
@@ -113,7 +141,11 @@ def _drop(p: Tensor) -> None:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    return [t for t in (batch.values() if isinstance(batch, Mapping) else batch) if isinstance(t, Tensor)]
+    return [
+        t
+        for t in (batch.values() if isinstance(batch, Mapping) else batch)
+        if isinstance(t, Tensor)
+    ]
 
 
 @contextmanager

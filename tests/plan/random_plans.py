@@ -26,15 +26,23 @@ def gpus(ranks: int, capacity: float = 80 * GIB) -> Machine:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> ModelShape:
-    """An embedding, blocks of a few parameters of any size, a root with or without parameters of its own."""
+    """An embedding, blocks of a few parameters of any size, a root with or without parameters of
+    its own.
+    """
     sizes = st.tuples(st.integers(1, 300), st.integers(1, 300))
     block = draw(st.lists(sizes, min_size=1, max_size=4))
     frozen = draw(st.booleans())
     root = [Parameter("head", draw(sizes))] if draw(st.booleans()) else []
-    units = [UnitShape("(root)", tuple(root)), UnitShape("embed", (Parameter("embed.weight", draw(sizes)),), looks_up_only=True)]
+    units = [
+        UnitShape("(root)", tuple(root)),
+        UnitShape("embed", (Parameter("embed.weight", draw(sizes)),), looks_up_only=True),
+    ]
     for i in range(draw(st.integers(1, 6))):
         first = len(block) > 1 and frozen
-        named = [Parameter(f"blocks.{i}.p{k}", shape, trainable=k > 0 or not first) for k, shape in enumerate(block)]
+        named = [
+            Parameter(f"blocks.{i}.p{k}", shape, trainable=k > 0 or not first)
+            for k, shape in enumerate(block)
+        ]
         units.append(UnitShape(f"blocks.{i}", tuple(named)))
     return ModelShape("random", tuple(units))
 
@@ -88,6 +96,10 @@ def padding(shape: ModelShape, ranks: int) -> int:
 
 
 def more_padding(shape: ModelShape, few: int, more: int) -> int:
-    """Elements by which buffers of `more` ranks are padded more than those of `few`, one by one: a buffer that is padded less counts 0."""
-    low, high = ([f for u in units_of(shape, Recipe.zero(0), n) for f in u.flats] for n in (few, more))
+    """Elements by which buffers of `more` ranks are padded more than those of `few`, one by one: a
+    buffer that is padded less counts 0.
+    """
+    low, high = (
+        [f for u in units_of(shape, Recipe.zero(0), n) for f in u.flats] for n in (few, more)
+    )
     return sum(max(0, b.numel - a.numel) for a, b in zip(low, high, strict=True))

@@ -14,9 +14,10 @@ import onefold
 
 def test_the_room_answers_a_call_before_and_after_its_modules_are_imported() -> None:
     code = (
-        "import onefold, sys; assert 'onefold.plan' not in sys.modules; "
-        "a = onefold.plan('gpt2', gpus=8, largest=False); import onefold.plan.states; "
-        "b = onefold.plan('gpt2', gpus=8, largest=False); assert a.recommended.scheme == b.recommended.scheme; print(a.recipe.stage)"
+        "import onefold, sys; assert 'onefold.plan' not in sys.modules; a = onefold.plan('gpt2',"
+        " gpus=8, largest=False); import onefold.plan.states; b = onefold.plan('gpt2', gpus=8,"
+        " largest=False); assert a.recommended.scheme == b.recommended.scheme;"
+        " print(a.recipe.stage)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.strip() == "1", done.stderr
@@ -25,7 +26,9 @@ def test_the_room_answers_a_call_before_and_after_its_modules_are_imported() -> 
 def test_the_recipe_of_a_plan_for_this_machine_shards_the_module() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    found = onefold.plan(model, precision="fp32", batch=lambda n: (torch.randn(n, 8),), largest=False)
+    found = onefold.plan(
+        model, precision="fp32", batch=lambda n: (torch.randn(n, 8),), largest=False
+    )
     assert found.recommended is not None and found.recommended.fits
     sharded = onefold.shard(model, found.recipe)
     sharded(torch.randn(2, 8)).sum().backward()

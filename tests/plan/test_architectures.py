@@ -1,4 +1,6 @@
-"""The table of public architectures: published sizes, and the very parameters of transformers' modules."""
+"""The table of public architectures: published sizes, and the very parameters of transformers'
+modules.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,26 @@ from onefold.plan.architectures import ARCHITECTURES, architecture, model_of
 from onefold.plan.formulas import compute
 from onefold.plan.shapes import Transformer
 
-with_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+with_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_has_the_published_number_of_parameters(name: str) -> None:
     row, model = ARCHITECTURES[name], architecture(name)
     off = model.numel / row.published - 1
-    assert abs(off) <= row.tolerance, f"{name}: {model.numel:,} against {row.published:.6g} ({off:+.2%}); {row.source}"
+    assert abs(off) <= row.tolerance, (
+        f"{name}: {model.numel:,} against {row.published:.6g} ({off:+.2%}); {row.source}"
+    )
     assert model.units[0].name == "(root)"
     names = [p.name for u in model.units for p in u.parameters]
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", [n for n, a in ARCHITECTURES.items() if a.family in ("gpt", "gpt2")])
+@pytest.mark.parametrize(
+    "name", [n for n, a in ARCHITECTURES.items() if a.family in ("gpt", "gpt2")]
+)
 def test_a_gpt_has_megatrons_number_of_parameters(name: str) -> None:
     dims = ARCHITECTURES[name].dims
     expected = compute.megatron_parameters(dims.layers, dims.hidden, dims.vocab, dims.seq)
@@ -40,7 +48,10 @@ def test_a_token_passes_two_of_eight_experts() -> None:
     assert architecture("llama-3-8b").active_numel == architecture("llama-3-8b").numel
 
 
-@pytest.mark.parametrize(("given", "meant"), [("GPT2-XL", "gpt2-xl"), ("meta-llama/Llama-2-7b-hf", "llama-2-7b"), ("gpt3", "gpt3-175b")])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("GPT2-XL", "gpt2-xl"), ("meta-llama/Llama-2-7b-hf", "llama-2-7b"), ("gpt3", "gpt3-175b")],
+)
 def test_other_spellings_are_understood(given: str, meant: str) -> None:
     assert architectures.known(given)
     assert architecture(given).name == meant
@@ -69,16 +80,37 @@ def _config(family: str, dims: Transformer) -> Any:
     if family == "llama":
         return transformers.LlamaConfig(**llama)
     if family == "mixtral":
-        return transformers.MixtralConfig(**llama, num_local_experts=dims.experts, num_experts_per_tok=dims.active)
+        return transformers.MixtralConfig(
+            **llama, num_local_experts=dims.experts, num_experts_per_tok=dims.active
+        )
     if family == "bloom":
-        return transformers.BloomConfig(vocab_size=dims.vocab, hidden_size=dims.hidden, n_layer=dims.layers, n_head=dims.heads)
+        return transformers.BloomConfig(
+            vocab_size=dims.vocab, hidden_size=dims.hidden, n_layer=dims.layers, n_head=dims.heads
+        )
     return transformers.GPT2Config(
-        vocab_size=dims.vocab, n_embd=dims.hidden, n_layer=dims.layers, n_head=dims.heads, n_positions=dims.seq, n_inner=dims.ffn
+        vocab_size=dims.vocab,
+        n_embd=dims.hidden,
+        n_layer=dims.layers,
+        n_head=dims.heads,
+        n_positions=dims.seq,
+        n_inner=dims.ffn,
     )
 
 
 @with_transformers
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "llama-2-7b", "llama-2-70b", "llama-3-8b", "llama-3.2-1b", "mixtral-8x7b", "bloom"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "gpt2-xl",
+        "llama-2-7b",
+        "llama-2-70b",
+        "llama-3-8b",
+        "llama-3.2-1b",
+        "mixtral-8x7b",
+        "bloom",
+    ],
+)
 def test_the_parameters_are_those_of_the_real_module_unit_by_unit(name: str) -> None:
     import transformers
 
@@ -90,9 +122,16 @@ def test_the_parameters_are_those_of_the_real_module_unit_by_unit(name: str) -> 
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         module = transformers.AutoModelForCausalLM.from_config(_config(row.family, row.dims))
-    real = {spec.name or "(root)": sorted((f.names[0], tuple(f.param.shape)) for f in spec.found) for spec in find_units(module, None)}
-    ours = {u.name: sorted((p.name, p.shape) for p in u.parameters) for u in architecture(name).units}
+    real = {
+        spec.name or "(root)": sorted((f.names[0], tuple(f.param.shape)) for f in spec.found)
+        for spec in find_units(module, None)
+    }
+    ours = {
+        u.name: sorted((p.name, p.shape) for p in u.parameters) for u in architecture(name).units
+    }
     assert list(ours) == list(real)
     assert ours == real
     embedding = {u.name for u in architecture(name).units if u.looks_up_only}
-    assert embedding == {n for n in real if n != "(root)" and type(module.get_submodule(n)) is torch.nn.Embedding}
+    assert embedding == {
+        n for n in real if n != "(root)" and type(module.get_submodule(n)) is torch.nn.Embedding
+    }

@@ -1,4 +1,6 @@
-"""A plan answers what it was asked: the recipe's own options, the optimizer, adapters of experts, positions, depth, odd modules."""
+"""A plan answers what it was asked: the recipe's own options, the optimizer, adapters of experts,
+positions, depth, odd modules.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def here(ranks: int, capacity: float = 1 << 34) -> Machine:
     return replace(found, gpu=replace(found.gpu, capacity=int(capacity)))
 
 
-# -- the recipe that is planned is the recipe that runs ------------------------------------------------------------------------------
+# -- the recipe that is planned is the recipe that runs --------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -59,27 +61,51 @@ def here(ranks: int, capacity: float = 1 << 34) -> Machine:
     ],
     ids=str,
 )
-def test_the_plan_follows_every_option_of_the_recipe_to_the_byte(stage: int, options: dict[str, Any]) -> None:
-    job = Job.of({"seq": 16, "global_batch": 4, "precision": "bf16", "checkpointing": "none", "offload": "none", **options}, "the test")
-    on_gloo = replace(here(2), shared=True)  # whose buffers a simulation has; NCCL's are in test_sums_planned.py
+def test_the_plan_follows_every_option_of_the_recipe_to_the_byte(
+    stage: int, options: dict[str, Any]
+) -> None:
+    job = Job.of(
+        {
+            "seq": 16,
+            "global_batch": 4,
+            "precision": "bf16",
+            "checkpointing": "none",
+            "offload": "none",
+            **options,
+        },
+        "the test",
+    )
+    # Whose buffers a simulation has; NCCL's are in test_sums_planned.py
+    on_gloo = replace(here(2), shared=True)
     found = plan(Language(), on_gloo, job, stages=(stage,), largest=False)
     ran = simulate(Language(), found.recipe, 2, micro_batches=2, seq=16)
     assert found.stages[stage].accumulation == 2
     assert found.stages[stage].account.wire == ran.account.wire
     assert found.stages[stage].account.rest == ran.account.rest
     assert sum(found.stages[stage].account.ledger.values()) == sum(ran.account.ledger.values())
-    usual = plan(Language(), on_gloo, replace(job, options=()), stages=(stage,), largest=False).stages[stage].account
-    assert usual.ledger != found.stages[stage].account.ledger or usual.wire != found.stages[stage].account.wire
+    usual = (
+        plan(Language(), on_gloo, replace(job, options=()), stages=(stage,), largest=False)
+        .stages[stage]
+        .account
+    )
+    assert (
+        usual.ledger != found.stages[stage].account.ledger
+        or usual.wire != found.stages[stage].account.wire
+    )
 
 
 def test_recipe_auto_plans_with_the_options_it_hands_on_and_says_the_micro_batch() -> None:
-    recipe = onefold.plan.recipe_for(Language(), seq=16, micro_batch=0, global_batch=8, units=["inner.blocks.1"], prefetch=0)
+    recipe = onefold.plan.recipe_for(
+        Language(), seq=16, micro_batch=0, global_batch=8, units=["inner.blocks.1"], prefetch=0
+    )
     assert recipe.units == ("inner.blocks.1",) and recipe.prefetch == 0
     assert "micro-batch 8 on 1 ranks" in recipe.notes[-1], recipe.notes
     assert onefold.plan.recipe_for("gpt2", seq=16).stage == 0
     with pytest.raises(ValueError, match=r"chooses the stage; for stage 1 write Recipe\.zero\(1"):
         onefold.plan.recipe_for(Language(), stage=1)
-    with pytest.raises(ValueError, match=r"recipe_for does not know prefetsch. Did you mean 'prefetch'"):
+    with pytest.raises(
+        ValueError, match=r"recipe_for does not know prefetsch. Did you mean 'prefetch'"
+    ):
         onefold.plan.recipe_for(Language(), prefetsch=1)
     with pytest.raises(ValueError, match="reduce_at='later'"):
         onefold.plan(Language(), seq=16, reduce_at="later")
@@ -88,26 +114,43 @@ def test_recipe_auto_plans_with_the_options_it_hands_on_and_says_the_micro_batch
 
 
 def test_the_recipe_in_json_is_that_of_the_plan() -> None:
-    found = onefold.plan("gpt2", gpus=2, per_node=2, seq=512, stage=2, reduce_at="boundary", micro_batch=2, largest=False)
+    found = onefold.plan(
+        "gpt2",
+        gpus=2,
+        per_node=2,
+        seq=512,
+        stage=2,
+        reduce_at="boundary",
+        micro_batch=2,
+        largest=False,
+    )
     said = json.loads(json.dumps(found.to_json()))["recipe"]
     sums = getattr(torch, said.pop("accumulate_dtype"))
     assert onefold.Recipe.zero(**said, accumulate_dtype=sums) == found.recipe
 
 
-# -- figures ---------------------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def test_each_optimizer_moves_its_own_bytes_in_its_own_time() -> None:
     seconds = {
-        name: plan("llama-3-8b", machine(8, 8, "h100-80"), Job(optimizer=name), largest=False).stages[1].account.seconds["optimizer"]
+        name: (
+            plan("llama-3-8b", machine(8, 8, "h100-80"), Job(optimizer=name), largest=False)
+            .stages[1]
+            .account.seconds["optimizer"]
+        )
         for name in ("adamw", "lion", "sgd")
     }
     assert seconds["lion"] / seconds["adamw"] == pytest.approx(20 / 28)
     assert seconds["sgd"] / seconds["adamw"] == pytest.approx(12 / 28)
 
 
-@pytest.mark.parametrize(("job", "total"), [(Job(), 18), (Job(precision="fp32"), 16), (Job(optimizer="lion"), 14)])
-def test_states_are_those_of_the_papers_formula_at_the_bytes_that_the_first_note_states(job: Job, total: int) -> None:
+@pytest.mark.parametrize(
+    ("job", "total"), [(Job(), 18), (Job(precision="fp32"), 16), (Job(optimizer="lion"), 14)]
+)
+def test_states_are_those_of_the_papers_formula_at_the_bytes_that_the_first_note_states(
+    job: Job, total: int
+) -> None:
     found = plan(1e9, machine(8, 8, "a100-80"), job, largest=False)
     assert f"= {total};" in found.notes[0]
     assert found.stages[0].states == total * 10**9
@@ -117,26 +160,37 @@ def test_states_are_those_of_the_papers_formula_at_the_bytes_that_the_first_note
 
 
 def test_gradients_that_are_summed_in_16_bits_weigh_2_bytes() -> None:
-    found = plan(1e8, machine(2, 2, "a100-80"), Job.of({"accumulate_dtype": torch.bfloat16}, "the test"), largest=False)
+    found = plan(
+        1e8,
+        machine(2, 2, "a100-80"),
+        Job.of({"accumulate_dtype": torch.bfloat16}, "the test"),
+        largest=False,
+    )
     assert "2 gradients (bf16)" in found.notes[0] and "= 16;" in found.notes[0]
     assert found.stages[0].states == 16 * 10**8
 
 
-# -- depth -----------------------------------------------------------------------------------------------------------------------
+# -- depth -----------------------------------------------------------------------------------------
 
 
 def traced(depth: int, checkpointing: Any = "none") -> Activity:
     ids = torch.zeros((2, 16), dtype=torch.long)
-    return Activity.from_trace(trace(Language(depth), {"input_ids": ids}, checkpointing=checkpointing))
+    return Activity.from_trace(
+        trace(Language(depth), {"input_ids": ids}, checkpointing=checkpointing)
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("other", [5, 6, 9, 12])
-def test_a_trace_stretched_to_another_depth_is_that_of_the_deeper_module(checkpointing: str, other: int) -> None:
+def test_a_trace_stretched_to_another_depth_is_that_of_the_deeper_module(
+    checkpointing: str, other: int
+) -> None:
     own, names = (tuple(f"inner.blocks.{i}" for i in range(n)) for n in (6, other))
     made, real = stretched(traced(6, checkpointing), own, names), traced(other, checkpointing)
     assert {s.unit for s in made.slots} == {s.unit for s in real.slots}
-    assert max(s.peak for s in made.slots) == pytest.approx(max(s.peak for s in real.slots), rel=0.03)
+    assert max(s.peak for s in made.slots) == pytest.approx(
+        max(s.peak for s in real.slots), rel=0.03
+    )
     if checkpointing != "selective" or other % 2 == 0:
         assert made.saved == pytest.approx(real.saved, rel=0.03)
 
@@ -147,22 +201,31 @@ SUBJECT = cache(lambda: subject_of(Language(), JOB, None, None, here(2)))  # tra
 
 @given(st.integers(1, 60), st.sampled_from((1, 2, 4)), st.sampled_from((0, 1, 2, 3)))
 @settings(max_examples=40, deadline=None)
-def test_the_largest_model_is_at_least_this_one_if_and_only_if_this_one_fits(tenths: int, micro: int, stage: int) -> None:
+def test_the_largest_model_is_at_least_this_one_if_and_only_if_this_one_fits(
+    tenths: int, micro: int, stage: int
+) -> None:
     asked = Question(SUBJECT().shape, SUBJECT().activities, here(2, (1 << 30) + tenths * 1e5), JOB)
     scheme = Scheme(stage, micro_batch=micro)
     largest = largest_model(asked, scheme, SUBJECT().another)
-    assert (largest >= asked.model.numel) == asked.answer(scheme).fits, (scheme, largest, asked.model.numel)
+    assert (largest >= asked.model.numel) == asked.answer(scheme).fits, (
+        scheme,
+        largest,
+        asked.model.numel,
+    )
 
 
 def test_the_search_for_the_largest_ends_and_says_so() -> None:
     found = plan(5.0, machine(8, 8, "h100-80"), Job())
     assert any("is looked for up to 1,024 blocks" in note for note in found.notes)
-    assert any("is looked for up to 4,096 samples" in note for note in plan("gpt2", machine(1, 1, "h200"), Job(seq=1)).notes)
+    assert any(
+        "is looked for up to 4,096 samples" in note
+        for note in plan("gpt2", machine(1, 1, "h200"), Job(seq=1)).notes
+    )
     with pytest.raises(ValueError, match="at most 1e\\+15"):
         plan(1e30, machine(8))
 
 
-# -- what a run could not do -----------------------------------------------------------------------------------------------------
+# -- what a run could not do -----------------------------------------------------------------------
 
 
 class Positions(nn.Module):
@@ -170,10 +233,16 @@ class Positions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions, self.head = nn.Embedding(100, 8), nn.Embedding(64, 8), nn.Linear(8, 100)
+        self.tokens, self.positions, self.head = (
+            nn.Embedding(100, 8),
+            nn.Embedding(64, 8),
+            nn.Linear(8, 100),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1])))
+        out: torch.Tensor = self.head(
+            self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        )
         return out
 
 
@@ -183,14 +252,24 @@ def test_a_sample_longer_than_the_positions_is_refused_or_noted() -> None:
     assert plan(Positions(), here(2), Job(seq=64), largest=False).recommended is not None
     long, short = (plan("gpt2", machine(8), Job(seq=s), largest=False).notes for s in (2048, 1024))
     assert any("gpt2 has 1,024 learned positions" in note for note in long)
-    assert not any("positions" in note for note in (*short, *plan("llama-2-7b", machine(8), Job(seq=8192), largest=False).notes))
+    assert not any(
+        "positions" in note
+        for note in (*short, *plan("llama-2-7b", machine(8), Job(seq=8192), largest=False).notes)
+    )
 
 
 def test_a_precision_that_the_gpu_has_no_units_for_is_noted() -> None:
     notes = plan("gpt2", machine(8, 8, "v100-32"), Job(seq=512), largest=False).notes
-    assert any("has no bf16: seconds are at its fp32 rate; --precision fp16" in note for note in notes), notes
+    assert any(
+        "has no bf16: seconds are at its fp32 rate; --precision fp16" in note for note in notes
+    ), notes
     for gpu, precision in (("v100-32", "fp16"), ("a100-80", "bf16")):
-        assert not any("has no" in n for n in plan("gpt2", machine(8, 8, gpu), Job(seq=512, precision=precision), largest=False).notes)
+        assert not any(
+            "has no" in n
+            for n in plan(
+                "gpt2", machine(8, 8, gpu), Job(seq=512, precision=precision), largest=False
+            ).notes
+        )
 
 
 def test_adapters_larger_than_what_they_adapt_are_refused() -> None:
@@ -199,29 +278,53 @@ def test_adapters_larger_than_what_they_adapt_are_refused() -> None:
 
 
 def test_a_plan_states_what_its_seconds_assume_of_software() -> None:
-    assumed = [n for n in plan("gpt2", machine(64, 8, "h100-80"), Job(seq=512), largest=False).notes if n.startswith("seconds assume")]
+    assumed = [
+        n
+        for n in plan("gpt2", machine(64, 8, "h100-80"), Job(seq=512), largest=False).notes
+        if n.startswith("seconds assume")
+    ]
     hops = "7 µs × up to 7 hops"
-    for figure in ("77% of the rate", "80% of the links'", "90% of the compute", hops, "2.9% waiting for the slowest of 64"):
+    for figure in (
+        "77% of the rate",
+        "80% of the links'",
+        "90% of the compute",
+        hops,
+        "2.9% waiting for the slowest of 64",
+    ):
         assert len(assumed) == 1 and figure in assumed[0], assumed
-    (alone,) = (n for n in plan("gpt2", machine(1, 1, "h100-80"), Job(seq=512), largest=False).notes if n.startswith("seconds assume"))
+    (alone,) = (
+        n
+        for n in plan("gpt2", machine(1, 1, "h100-80"), Job(seq=512), largest=False).notes
+        if n.startswith("seconds assume")
+    )
     assert "hops" not in alone and "77%" in alone
     unknown = replace(here(2), gpu=replace(here(2).gpu, name="here"))
-    assert not any("seconds assume" in note for note in plan("gpt2", unknown, Job(seq=512), largest=False).notes)
+    assert not any(
+        "seconds assume" in note
+        for note in plan("gpt2", unknown, Job(seq=512), largest=False).notes
+    )
 
 
-# -- what is printed -------------------------------------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
-def test_a_plan_prints_as_the_command_does_and_has_a_short_repr(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_prints_as_the_command_does_and_has_a_short_repr(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = onefold.plan("gpt2", gpus=8, seq=512, largest=False)
     shown = str(found)
-    assert "use stage 1" in shown and "all states, papers' way" in shown and "\n" in shown and "Candidate(" not in shown
+    assert (
+        "use stage 1" in shown
+        and "all states, papers' way" in shown
+        and "\n" in shown
+        and "Candidate(" not in shown
+    )
     assert repr(found) == "Plan(gpt2 on 8 × h100-80: stage 1, micro-batch 1)"
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert json.loads(str(found))["schema"] == 1
 
 
-# -- odd modules -----------------------------------------------------------------------------------------------------------------
+# -- odd modules -----------------------------------------------------------------------------------
 
 
 class Raising(Language):
@@ -252,7 +355,13 @@ class Lazy(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Raising, "Raising failed in the trace of its forward and backward pass: RuntimeError: broken at x=3"),
+        (
+            Raising,
+            (
+                "Raising failed in the trace of its forward and backward pass: RuntimeError: broken"
+                " at x=3"
+            ),
+        ),
         (Needing, "attention_mask.*batch=function"),
         (Numpy, "Numpy failed in the trace"),
         (Lazy, "lazy parameters .head.weight.*run one batch"),
@@ -263,7 +372,9 @@ def test_whatever_a_module_raises_is_a_sentence(kind: type[nn.Module], words: st
         plan(kind(), here(2), Job(seq=16), largest=False)
 
 
-def test_whatever_a_factory_raises_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_factory_raises_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = ModuleType("onefold_tests_odd")
     made.value = 3  # type: ignore[attr-defined]
     made.raises = lambda: {}["HOME_OF_DATA"]  # type: ignore[attr-defined]
@@ -291,7 +402,9 @@ def test_whatever_a_factory_raises_is_a_sentence(tmp_path: Path, monkeypatch: py
     ],
     ids=str,
 )
-def test_a_machine_that_cannot_be_is_refused_in_a_sentence(options: dict[str, Any], words: str) -> None:
+def test_a_machine_that_cannot_be_is_refused_in_a_sentence(
+    options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         onefold.plan("gpt2", **options)
     for nothing in ("", Path("")):

@@ -1,4 +1,6 @@
-"""A calibration answers as it was measured, comes back from its file, and refuses what it does not know."""
+"""A calibration answers as it was measured, comes back from its file, and refuses what it does not
+know.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from typing import Any
 import pytest
 
 from calibrations import BANDWIDTH, LATENCY, calibration, elsewhere
-from onefold.plan.calibrate import FRESH_DAYS, AtRanks, Calibration, CalibrationError, Overlap, default_path
+from onefold.plan.calibrate import (
+    FRESH_DAYS,
+    AtRanks,
+    Calibration,
+    CalibrationError,
+    Overlap,
+    default_path,
+)
 from onefold.plan.schema import MOVES
 
 
@@ -22,7 +31,9 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["doctor.json"]
 
 
-def test_the_file_is_in_the_cache_folder_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_in_the_cache_folder_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert calibration().save() == default_path() == tmp_path / "onefold" / "doctor.json"
     assert Calibration.load().measured_ranks == (1, 2, 4)
@@ -48,16 +59,23 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 def test_a_file_from_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
     found = elsewhere(calibration())
     path = found.save(tmp_path / "doctor.json")
-    with pytest.raises(CalibrationError, match="measured on another machine: a processor 'Abacus 3000'"):
+    with pytest.raises(
+        CalibrationError, match="measured on another machine: a processor 'Abacus 3000'"
+    ):
         Calibration.load(path)
     assert Calibration.load(path, anywhere=True) == found
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"cores": 4096}, "4096 cores where"), ({"gpus": ("Slide Rule", "Slide Rule")}, "2 × Slide Rule were where no GPU")],
+    [
+        ({"cores": 4096}, "4096 cores where"),
+        ({"gpus": ("Slide Rule", "Slide Rule")}, "2 × Slide Rule were where no GPU"),
+    ],
 )
-def test_other_cores_or_gpus_are_another_machine(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_other_cores_or_gpus_are_another_machine(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     here = calibration()
     here = replace(here, identity=replace(here.identity, gpus=()))
     other = replace(here, identity=replace(here.identity, **change))
@@ -68,9 +86,15 @@ def test_another_torch_or_an_old_date_makes_it_stale_but_not_foreign(tmp_path: P
     found = calibration()
     assert found.stale() == ""
     old = replace(found, identity=replace(found.identity, torch="1.0"))
-    assert Calibration.load(old.save(tmp_path / "doctor.json")).stale().startswith("The machine was measured with torch 1.0")
+    assert (
+        Calibration.load(old.save(tmp_path / "doctor.json"))
+        .stale()
+        .startswith("The machine was measured with torch 1.0")
+    )
     later = datetime.now(UTC) + timedelta(days=FRESH_DAYS + 2)
-    assert f"{FRESH_DAYS + 2} days ago" in found.stale(later) or f"{FRESH_DAYS + 1} days ago" in found.stale(later)
+    assert f"{FRESH_DAYS + 2} days ago" in found.stale(
+        later
+    ) or f"{FRESH_DAYS + 1} days ago" in found.stale(later)
     assert "other programs took 60%" in replace(found, busy=0.6).stale()
 
 
@@ -101,8 +125,16 @@ def spoil(values: dict[str, Any], *path: str | int, to: Any = None) -> dict[str,
         (("backend",), 7, "backend: expected a text, found 7"),
         (("colour",), "red", "colour: unknown key"),
         (("at",), [], "at least one number of ranks"),
-        (("at", 1, "matrices", 0, "flops_per_s"), "fast", r"at\[1\].matrices\[0\].flops_per_s: expected a number, found 'fast'"),
-        (("at", 1, "matrices", 0, "flops_per_s"), -1.0, r"at\[1\].matrices\[0\]: flops_per_s is -1.0"),
+        (
+            ("at", 1, "matrices", 0, "flops_per_s"),
+            "fast",
+            r"at\[1\].matrices\[0\].flops_per_s: expected a number, found 'fast'",
+        ),
+        (
+            ("at", 1, "matrices", 0, "flops_per_s"),
+            -1.0,
+            r"at\[1\].matrices\[0\]: flops_per_s is -1.0",
+        ),
         (("at", 0, "ranks"), 1.5, r"at\[0\].ranks: expected a whole number"),
         (("at", 2, "ranks"), 2, "ascending"),
         (("at", 1, "moves", "all-reduce"), None, "moves of 2 ranks"),
@@ -115,7 +147,9 @@ def spoil(values: dict[str, Any], *path: str | int, to: Any = None) -> dict[str,
         (("measured_at",), "2026-01-01T00:00:00", "measured_at: expected a time"),
     ],
 )
-def test_a_wrong_file_names_the_key(tmp_path: Path, path: tuple[str | int, ...], to: Any, said: str) -> None:
+def test_a_wrong_file_names_the_key(
+    tmp_path: Path, path: tuple[str | int, ...], to: Any, said: str
+) -> None:
     file = tmp_path / "doctor.json"
     file.write_text(json.dumps(spoil(calibration().to_json(), *path, to=to)))
     with pytest.raises(CalibrationError, match=said):
@@ -123,7 +157,13 @@ def test_a_wrong_file_names_the_key(tmp_path: Path, path: tuple[str | int, ...],
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"{", "not JSON"), (b"\xff\xfe\x00", "no text"), (b"[1, 2]", "no calibration"), (b"", "not JSON")]
+    ("content", "said"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe\x00", "no text"),
+        (b"[1, 2]", "no calibration"),
+        (b"", "not JSON"),
+    ],
 )
 def test_what_is_no_calibration_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     file = tmp_path / "doctor.json"
@@ -134,7 +174,7 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, content: bytes, said:
         Calibration.load(tmp_path)
 
 
-# -- questions -----------------------------------------------------------------------------------------------------------------------
+# -- questions -------------------------------------------------------------------------------------
 
 
 def test_rates_are_those_measured_at_measured_places() -> None:
@@ -154,7 +194,9 @@ def test_a_shape_between_has_a_rate_between() -> None:
 def test_a_move_takes_latency_and_bytes_over_bandwidth(move: str) -> None:
     found = calibration()
     for nbytes in (1e5, 3e6, 5e7):
-        assert found.seconds_for(move, nbytes, 2) == pytest.approx(LATENCY + nbytes / (BANDWIDTH / 2), rel=1e-6)
+        assert found.seconds_for(move, nbytes, 2) == pytest.approx(
+            LATENCY + nbytes / (BANDWIDTH / 2), rel=1e-6
+        )
     assert found.fit(move, 2).latency_s == pytest.approx(LATENCY, rel=1e-6)
     assert found.fit(move, 2).bytes_per_s == pytest.approx(BANDWIDTH / 2, rel=1e-6)
 
@@ -177,7 +219,10 @@ def test_numbers_of_ranks_between_are_interpolated() -> None:
 
 
 def test_numbers_of_ranks_beyond_say_what_to_measure() -> None:
-    with pytest.raises(CalibrationError, match=r"8 ranks: this machine was measured with 1,2,4\. .* --ranks 1,2,4,8"):
+    with pytest.raises(
+        CalibrationError,
+        match=r"8 ranks: this machine was measured with 1,2,4\. .* --ranks 1,2,4,8",
+    ):
         calibration().matrix_rate(64, 64, 64, ranks=8)
     with pytest.raises(CalibrationError, match="measured with none"):
         calibration(1).seconds_for("all-gather", 1, 2)
@@ -199,9 +244,17 @@ def test_an_unknown_dtype_or_move_says_what_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("compute", "gather", "together", "hidden"),
-    [(1.0, 0.5, 1.0, 1.0), (1.0, 0.5, 1.5, 0.0), (1.0, 0.5, 1.25, 0.5), (1.0, 0.5, 2.0, 0.0), (0.5, 1.0, 0.9, 1.0)],
+    [
+        (1.0, 0.5, 1.0, 1.0),
+        (1.0, 0.5, 1.5, 0.0),
+        (1.0, 0.5, 1.25, 0.5),
+        (1.0, 0.5, 2.0, 0.0),
+        (0.5, 1.0, 0.9, 1.0),
+    ],
 )
-def test_hidden_is_the_share_of_the_shorter_that_vanished(compute: float, gather: float, together: float, hidden: float) -> None:
+def test_hidden_is_the_share_of_the_shorter_that_vanished(
+    compute: float, gather: float, together: float, hidden: float
+) -> None:
     assert Overlap(compute, gather, together, compute).hidden == pytest.approx(hidden)
 
 
@@ -215,4 +268,6 @@ def test_several_ranks_without_their_moves_are_incomplete() -> None:
     with pytest.raises(ValueError, match="overlap of 2 ranks"):
         replace(whole, overlap=None)
     with pytest.raises(ValueError, match="moves of 2 ranks"):
-        AtRanks(2, 1, whole.matrices, whole.blocks, whole.copies, whole.optimizer, {}, whole.overlap)
+        AtRanks(
+            2, 1, whole.matrices, whole.blocks, whole.copies, whole.optimizer, {}, whole.overlap
+        )

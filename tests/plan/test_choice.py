@@ -1,4 +1,6 @@
-"""The choice: the lowest stage that fits, then what slows least; the largest that fits; what to do where nothing does."""
+"""The choice: the lowest stage that fits, then what slows least; the largest that fits; what to do
+where nothing does.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from random_plans import GIB, activity, gpus
 from onefold.plan import choose
 from onefold.plan.activity import Activity, assumed_dims, blocks_of
 from onefold.plan.architectures import architecture
-from onefold.plan.choose import Question, deeper, ladder, largest_micro_batch, largest_model, recommend, rungs, slowdown
+from onefold.plan.choose import (
+    Question,
+    deeper,
+    ladder,
+    largest_micro_batch,
+    largest_model,
+    recommend,
+    rungs,
+    slowdown,
+)
 from onefold.plan.evaluate import Candidate, usable_bytes
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
@@ -35,9 +46,15 @@ def test_the_ladder_has_every_stage_recomputation_and_place_that_the_job_leaves_
         *[(stage, how, "optimizer-nvme") for how in CHECKPOINTING for stage in (2, 3)],
         *[(3, how, where) for where in ("parameters-nvme", "nvme") for how in CHECKPOINTING],
     ]
-    assert [[s.stage for s in rung] for rung in rungs(Job(offload="none", checkpointing="none"), 1)] == [[0]]
-    assert [rung[0].checkpointing for rung in rungs(Job(offload="optimizer"), 8)] == list(CHECKPOINTING)
-    at_2 = [(s.stage, s.offload) for rung in rungs(Job(checkpointing="full"), 4, (2,)) for s in rung]
+    assert [
+        [s.stage for s in rung] for rung in rungs(Job(offload="none", checkpointing="none"), 1)
+    ] == [[0]]
+    assert [rung[0].checkpointing for rung in rungs(Job(offload="optimizer"), 8)] == list(
+        CHECKPOINTING
+    )
+    at_2 = [
+        (s.stage, s.offload) for rung in rungs(Job(checkpointing="full"), 4, (2,)) for s in rung
+    ]
     assert at_2 == [(2, "none"), (2, "optimizer"), (2, "optimizer-nvme")]
     with pytest.raises(ValueError, match="use stage 3"):
         rungs(Job(offload="nvme"), 4, (1,))
@@ -48,36 +65,64 @@ def climbed(asked: Question) -> list[list[Candidate]]:
     found: dict[tuple[str, str, bool], list[Candidate]] = {}
     for candidate in ladder(asked):
         scheme = candidate.scheme
-        found.setdefault((scheme.checkpointing, scheme.offload, scheme.share < 1), []).append(candidate)
+        found.setdefault((scheme.checkpointing, scheme.offload, scheme.share < 1), []).append(
+            candidate
+        )
     return list(found.values())
 
 
-NAMES, GPUS = ("gpt2-xl", "llama-3-8b", "gpt3-13b", "mixtral-8x7b", "gpt3-175b"), ("v100-32", "a100-40", "h100-80", "rtx4090")
+NAMES, GPUS = (
+    ("gpt2-xl", "llama-3-8b", "gpt3-13b", "mixtral-8x7b", "gpt3-175b"),
+    (
+        "v100-32",
+        "a100-40",
+        "h100-80",
+        "rtx4090",
+    ),
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("gpu", "ranks"), [(gpu, 8) for gpu in GPUS] + [("h100-80", 64)])
-def test_behind_the_stages_every_rung_is_slower_than_the_one_before(name: str, gpu: str, ranks: int) -> None:
+def test_behind_the_stages_every_rung_is_slower_than_the_one_before(
+    name: str, gpu: str, ranks: int
+) -> None:
     shape, job = architecture(name), Job(seq=1024, precision="fp16")
     assert shape.transformer is not None
     dims = shape.transformer
-    asked = Question(shape, lambda m, c: Activity.from_dims(shape, dims, m, job.seq, 2, c), machine(ranks, 8, gpu), job)
+    asked = Question(
+        shape,
+        lambda m, c: Activity.from_dims(shape, dims, m, job.seq, 2, c),
+        machine(ranks, 8, gpu),
+        job,
+    )
     first, *others = climbed(asked)
-    assert [c.scheme.stage for c in first] == [1, 2, 3] and {c.scheme.checkpointing for c in first} == {"none"}
+    assert [c.scheme.stage for c in first] == [1, 2, 3] and {
+        c.scheme.checkpointing for c in first
+    } == {"none"}
     seconds = [slowdown(rung) for rung in others]
     assert seconds == sorted(seconds), seconds
     assert len([rung for rung in others if rung[0].scheme.share == 1]) == 17
     best = recommend(asked)
-    if best is not None and best.scheme not in [c.scheme for c in first]:  # nothing else that fits is faster
+    # Nothing else that fits is faster
+    if best is not None and best.scheme not in [c.scheme for c in first]:
         fitting = [next((c for c in rung if c.fits), None) for rung in others]
-        faster = [c for c in fitting if c is not None and c.account.seconds["step"] < best.account.seconds["step"]]
+        faster = [
+            c
+            for c in fitting
+            if c is not None and c.account.seconds["step"] < best.account.seconds["step"]
+        ]
         assert not faster, (best, faster)
 
 
 @given(st.floats(1.2, 40), st.sampled_from((1, 2, 4, 8)), st.sampled_from((0, 1, 4)))
 @settings(max_examples=60)
-def test_what_is_recommended_is_the_first_of_the_ladder_that_fits(capacity: float, ranks: int, micro: int) -> None:
-    asked = question(ModelShape.of_size(300_000_000), ranks, capacity * GIB, Job(seq=256, micro_batch=micro))
+def test_what_is_recommended_is_the_first_of_the_ladder_that_fits(
+    capacity: float, ranks: int, micro: int
+) -> None:
+    asked = question(
+        ModelShape.of_size(300_000_000), ranks, capacity * GIB, Job(seq=256, micro_batch=micro)
+    )
     best = recommend(asked)
     found = next((c for c in ladder(asked) if c.fits), None)
     if best is None or found is None:
@@ -104,7 +149,9 @@ def test_where_no_speed_is_known_the_rungs_come_in_the_order_of_the_picture() ->
 
 @given(st.floats(3, 30), st.sampled_from((0, 96, 120)), st.sampled_from(CHECKPOINTING))
 @settings(max_examples=40)
-def test_the_largest_micro_batch_fits_and_the_next_does_not(capacity: float, global_batch: int, checkpointing: str) -> None:
+def test_the_largest_micro_batch_fits_and_the_next_does_not(
+    capacity: float, global_batch: int, checkpointing: str
+) -> None:
     job = Job(seq=128, micro_batch=0, global_batch=global_batch)
     asked = question(ModelShape.of_size(100_000_000), 4, capacity * GIB, job)
     found = largest_micro_batch(asked, Scheme(1, checkpointing))
@@ -145,8 +192,17 @@ def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:
     shape = ModelShape.of_size(300_000_000)
     fixed = plan(shape, gpus(4, 3.6 * GIB), Job(seq=32), stages=(1,), largest=False)
     assert fixed.recommended is not None
-    wide = plan(shape, gpus(2, 4 * GIB), Job(seq=256, micro_batch=64, checkpointing="none", offload="none"), largest=False)
-    assert wide.recommended is None and "exceeds" in wide.why_not and "micro-batch 1 would fit" in wide.why_not
+    wide = plan(
+        shape,
+        gpus(2, 4 * GIB),
+        Job(seq=256, micro_batch=64, checkpointing="none", offload="none"),
+        largest=False,
+    )
+    assert (
+        wide.recommended is None
+        and "exceeds" in wide.why_not
+        and "micro-batch 1 would fit" in wide.why_not
+    )
     more = plan(shape, gpus(2, 2.2 * GIB), Job(seq=256, offload="none"), largest=False)
     assert more.recommended is None and " devices stage 3" in more.why_not, more.why_not
     ranks = int(more.why_not.split(" devices")[0].rsplit(" ", 1)[1])
@@ -160,8 +216,13 @@ def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:
 def test_next_steps_save_more_and_more_behind_the_recommendation() -> None:
     found = plan("llama-3-8b", machine(8, 8, "h100-80"), Job(seq=2048), largest=False)
     assert found.recommended is not None and found.next_steps
-    peaks = [found.recommended.account.peak_bytes, *(c.account.peak_bytes for c in found.next_steps)]
+    peaks = [
+        found.recommended.account.peak_bytes,
+        *(c.account.peak_bytes for c in found.next_steps),
+    ]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
     every = [s for rung in rungs(found.job, 8) for s in rung]
     further = {c.scheme.with_(share=1.0) for c in found.next_steps}
-    assert further <= set(every) and found.recommended.scheme not in {c.scheme for c in found.next_steps}
+    assert further <= set(every) and found.recommended.scheme not in {
+        c.scheme for c in found.next_steps
+    }

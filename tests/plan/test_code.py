@@ -1,4 +1,6 @@
-"""Activations from dimensions are those of the code: transformers' families and plain PyTorch, held against the tracer."""
+"""Activations from dimensions are those of the code: transformers' families and plain PyTorch, held
+against the tracer.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.peers.model import GPT, Shape
 
-needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 LENGTH = 256
 DIMS = {
     "": Transformer(4, 256, 8, 1024, 1000, LENGTH),
     "gpt2": Transformer(4, 256, 8, 1024, 1000, LENGTH),
     "llama": Transformer(4, 256, 8, 688, 1000, LENGTH, kv_heads=4, gated=True, tied=False),
-    "mixtral": Transformer(4, 256, 8, 448, 1000, LENGTH, kv_heads=4, gated=True, experts=8, active=2, tied=False),
+    "mixtral": Transformer(
+        4, 256, 8, 448, 1000, LENGTH, kv_heads=4, gated=True, experts=8, active=2, tied=False
+    ),
     "bloom": Transformer(4, 256, 8, 1024, 1000, LENGTH),
 }
 
@@ -64,62 +70,99 @@ def module(code: str) -> nn.Module:
     return made
 
 
-every = pytest.mark.parametrize("code", [pytest.param(c, id=c or "plain", marks=needs_transformers if c else ()) for c in CODES])
+every = pytest.mark.parametrize(
+    "code", [pytest.param(c, id=c or "plain", marks=needs_transformers if c else ()) for c in CODES]
+)
 
 
 @every
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_activations_from_dimensions_are_the_traces_and_never_less(code: str, precision: Any, checkpointing: Any) -> None:
+def test_activations_from_dimensions_are_the_traces_and_never_less(
+    code: str, precision: Any, checkpointing: Any
+) -> None:
     dims, element = DIMS[code], 2 if precision == "bf16" else 4
     shape = model_of("test", code or "gpt", dims)
     for samples, length in ((2, LENGTH), (8, 128)):
         ids = torch.zeros(samples, length, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
-        said = Activity.from_trace(trace(module(code), batch, precision=precision, device="cuda", checkpointing=checkpointing))
+        said = Activity.from_trace(
+            trace(
+                module(code), batch, precision=precision, device="cuda", checkpointing=checkpointing
+            )
+        )
         found = Activity.from_dims(shape, dims, samples, length, element, checkpointing, code)
-        told = f"{samples} × {length}: kept {said.saved:,} and {found.saved:,} by the formula, logits {said.logits:,} and {found.logits:,}"
-        assert said.saved - 128 <= found.saved <= 1.10 * said.saved and said.logits == found.logits, told
+        told = (
+            f"{samples} × {length}: kept {said.saved:,} and {found.saved:,} by the formula, logits"
+            f" {said.logits:,} and {found.logits:,}"
+        )
+        assert (
+            said.saved - 128 <= found.saved <= 1.10 * said.saved and said.logits == found.logits
+        ), told
         real, planned = (max(s.peak for s in a.slots) for a in (said, found))
-        # The gradient of the largest parameter need not meet the highest moment: the fewer the tokens, the more that is worth.
-        assert real <= planned <= 1.15 * real, f"{samples} × {length}: a peak of {real:,}, by the formula {planned:,}"
+        # The gradient of the largest parameter need not meet the highest moment: the fewer the
+        # tokens, the more that is worth.
+        assert real <= planned <= 1.15 * real, (
+            f"{samples} × {length}: a peak of {real:,}, by the formula {planned:,}"
+        )
 
 
 @every
 def test_a_block_keeps_what_its_terms_say_to_the_byte(code: str) -> None:
-    """A block in the middle of the trace, less the constants of a whole step (a generator's state, an expert's offsets)."""
+    """A block in the middle of the trace, less the constants of a whole step (a generator's state,
+    an expert's offsets).
+    """
     from onefold.plan.formulas.activations import block_bytes
     from onefold.plan.formulas.code import kept_beyond
 
     dims = DIMS[code]
     for precision, element in (("bf16", 2), ("fp32", 4)):
         ids = torch.zeros(2, LENGTH, dtype=torch.long, device="meta")
-        said = trace(module(code), {"input_ids": ids, "labels": ids}, precision=precision, device="cuda")  # type: ignore[arg-type]
+        said = trace(
+            module(code), {"input_ids": ids, "labels": ids}, precision=precision, device="cuda"
+        )  # type: ignore[arg-type]
         traced = next(u.saved for u in said.units if u.name.endswith(".1"))
-        formula = block_bytes(dims, 2, LENGTH, element_bytes=element) + 2 * LENGTH * kept_beyond(code, dims, LENGTH, element)
-        assert 0 <= traced - formula <= 64, f"{precision}: traced {traced:,}, by its terms {formula:,}"
+        formula = block_bytes(dims, 2, LENGTH, element_bytes=element) + 2 * LENGTH * kept_beyond(
+            code, dims, LENGTH, element
+        )
+        assert 0 <= traced - formula <= 64, (
+            f"{precision}: traced {traced:,}, by its terms {formula:,}"
+        )
 
 
 @needs_transformers
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
 def test_a_plan_by_name_fits_where_the_traced_code_fits(name: str) -> None:
-    """The same question asked of a name and of transformers' code for it: peaks within 5 %, the name's never below."""
+    """The same question asked of a name and of transformers' code for it: peaks within 5 %, the
+    name's never below.
+    """
     from onefold.plan.stand_in import code_of
 
-    there, job = machine(8, 8, "h100-80"), Job(seq=1024, micro_batch=4, checkpointing="none", offload="none")
+    there, job = (
+        machine(8, 8, "h100-80"),
+        Job(seq=1024, micro_batch=4, checkpointing="none", offload="none"),
+    )
     real = code_of(name)
     assert real is not None
     real.config.use_cache = False  # as a folder's model is traced
     said, traced = (plan(m, there, job, largest=False).stages[3].account for m in (name, real))
-    assert traced.peak_bytes <= said.peak_bytes <= 1.05 * traced.peak_bytes, (traced.peak, said.peak)
+    assert traced.peak_bytes <= said.peak_bytes <= 1.05 * traced.peak_bytes, (
+        traced.peak,
+        said.peak,
+    )
     assert said.rest == traced.rest and said.wire == traced.wire
 
 
 def test_a_plan_says_how_its_activations_were_counted() -> None:
     there, job = machine(8, 8, "h100-80"), Job(seq=1024)
-    assert any("as transformers' code for llama keeps them" in note for note in plan("llama-3-8b", there, job, largest=False).notes)
+    assert any(
+        "as transformers' code for llama keeps them" in note
+        for note in plan("llama-3-8b", there, job, largest=False).notes
+    )
     for model in ("gpt3-13b", 13e9):
         notes = plan(model, there, job, largest=False).notes
-        assert any("as fused kernels keep them" in note and "GPT-2 1.8 times" in note for note in notes), notes
+        assert any(
+            "as fused kernels keep them" in note and "GPT-2 1.8 times" in note for note in notes
+        ), notes
     with pytest.raises(ValueError, match="code='falcon'"):
         check("falcon")

@@ -23,7 +23,9 @@ cost = st.floats(0.1, 10)
 
 
 @given(cost, cost, cost, cost, cost)
-def test_passes_that_follow_a_price_list_give_it_back(a: float, b: float, c: float, d: float, e: float) -> None:
+def test_passes_that_follow_a_price_list_give_it_back(
+    a: float, b: float, c: float, d: float, e: float
+) -> None:
     true = Costs(a * 1e-11, b * 1e-5, c * 1e-10, d * 1e-6, e * 1e-10)
     found = fit([(k, true.seconds(k)) for k in RAN])
     other = Kernels(5 * 10**8, 30, 2 * 10**6, 70, 10**6)
@@ -65,7 +67,9 @@ def test_a_backward_pass_is_counted_too() -> None:
 
 def test_picking_rows_reads_only_them() -> None:
     table, rows = torch.ones(1000, 8), torch.tensor([1, 2, 3])
-    assert count(lambda: F.embedding(rows, table)) == Kernels(others=1, other_bytes=2 * 4 * 24 + 8 * 3)
+    assert count(lambda: F.embedding(rows, table)) == Kernels(
+        others=1, other_bytes=2 * 4 * 24 + 8 * 3
+    )
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")

@@ -15,8 +15,14 @@ SECONDS = st.floats(1e-7, 1e3)
 POINTS = st.lists(st.tuples(SIZE, SECONDS), min_size=1, max_size=8)
 
 
-@given(st.floats(0, 1e-2), st.floats(1e6, 1e12), st.lists(st.floats(1e3, 1e9), min_size=2, max_size=6, unique=True))
-def test_a_fit_finds_the_latency_and_the_bandwidth_that_made_the_points(latency: float, bandwidth: float, sizes: list[float]) -> None:
+@given(
+    st.floats(0, 1e-2),
+    st.floats(1e6, 1e12),
+    st.lists(st.floats(1e3, 1e9), min_size=2, max_size=6, unique=True),
+)
+def test_a_fit_finds_the_latency_and_the_bandwidth_that_made_the_points(
+    latency: float, bandwidth: float, sizes: list[float]
+) -> None:
     if max(sizes) < 2 * min(sizes):
         sizes = [*sizes, 4 * min(sizes)]
     points = [(x, latency + x / bandwidth) for x in sizes]
@@ -33,7 +39,8 @@ def test_a_fit_is_never_negative(points: list[tuple[float, float]]) -> None:
 
 
 def test_a_fit_weighs_the_relative_error() -> None:
-    # Off by a factor at 1 GB and exact at small sizes: the absolute error would let the large one decide alone.
+    # Off by a factor at 1 GB and exact at small sizes: the absolute error would let the large one
+    # decide alone.
     points = [(1e3, 1e-4 + 1e3 / 1e9), (1e4, 1e-4 + 1e4 / 1e9), (1e9, 1.5)]
     assert fit(points).latency_s == pytest.approx(1e-4, rel=0.1)
 
@@ -48,7 +55,9 @@ def test_one_point_is_all_bandwidth() -> None:
 
 
 @given(POINTS, SIZE, SIZE)
-def test_more_bytes_never_take_less_time(points: list[tuple[float, float]], a: float, b: float) -> None:
+def test_more_bytes_never_take_less_time(
+    points: list[tuple[float, float]], a: float, b: float
+) -> None:
     curve = Curve(tuple(points))
     assert curve.seconds(min(a, b)) <= curve.seconds(max(a, b)) * (1 + 1e-9)
 
@@ -77,7 +86,10 @@ def test_beyond_the_last_point_the_bandwidth_goes_on() -> None:
     assert curve.seconds(5e6) == pytest.approx(1e-4 + 5e6 / 1e9, rel=1e-6)
 
 
-@pytest.mark.parametrize("points", [(), ((0.0, 1.0),), ((1.0, 0.0),), ((1.0, math.nan),), ((-1.0, 1.0),), ((1.0, math.inf),)])
+@pytest.mark.parametrize(
+    "points",
+    [(), ((0.0, 1.0),), ((1.0, 0.0),), ((1.0, math.nan),), ((-1.0, 1.0),), ((1.0, math.inf),)],
+)
 def test_what_is_no_measurement_is_refused(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ValueError, match="expected"):
         Curve(points)
@@ -90,11 +102,17 @@ def test_a_negative_size_is_refused() -> None:
         Curve(((1.0, 1.0),)).seconds(-1)
 
 
-KNOWN = st.lists(st.tuples(st.tuples(st.floats(1, 1e5), st.floats(1, 1e5)), st.floats(1e6, 1e15)), min_size=1, max_size=6)
+KNOWN = st.lists(
+    st.tuples(st.tuples(st.floats(1, 1e5), st.floats(1, 1e5)), st.floats(1e6, 1e15)),
+    min_size=1,
+    max_size=6,
+)
 
 
 @given(KNOWN, st.tuples(st.floats(1, 1e5), st.floats(1, 1e5)))
-def test_a_rate_between_places_stays_between_their_rates(known: list[tuple[tuple[float, ...], float]], at: tuple[float, float]) -> None:
+def test_a_rate_between_places_stays_between_their_rates(
+    known: list[tuple[tuple[float, ...], float]], at: tuple[float, float]
+) -> None:
     found = nearest_mean(known, at)
     assert min(v for _, v in known) <= found <= max(v for _, v in known)
 

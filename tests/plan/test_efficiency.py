@@ -1,4 +1,6 @@
-"""The software's efficiency of a calibrated machine: what reference steps say of it, and what the time model makes of that."""
+"""The software's efficiency of a calibrated machine: what reference steps say of it, and what the
+time model makes of that.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,17 @@ def test_moves_that_are_slower_in_a_step_are_noticed() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.4, 1.3), st.floats(0.4, 1.3), st.floats(0.3, 12))
-def test_the_plan_then_says_of_those_steps_what_was_measured(step: float, move: float, copies: float) -> None:
+def test_the_plan_then_says_of_those_steps_what_was_measured(
+    step: float, move: float, copies: float
+) -> None:
     found = with_steps(without_steps(1, 2), step, move, copies)
     for at in found.at:
         there = calibrated(found, at.ranks)
         for point in at.steps:
             for traced in (True, False):
-                assert step_times(work_of(point, there, traced), there).step == pytest.approx(point.seconds, rel=0.06)
+                assert step_times(work_of(point, there, traced), there).step == pytest.approx(
+                    point.seconds, rel=0.06
+                )
 
 
 def test_a_step_that_is_the_sum_of_its_parts_has_shares_of_one() -> None:
@@ -78,7 +84,9 @@ def test_a_file_older_than_passes_is_planned_by_its_blocks_rate() -> None:
     new = without_steps(1)
     old = replace(new, at=tuple(replace(a, passes=()) for a in new.at))
     work = work_of(with_steps(new).at[0].steps[0], calibrated(new, 1))
-    assert step_times(work, calibrated(old, 1)) == step_times(replace(work, kernels=None), calibrated(new, 1))
+    assert step_times(work, calibrated(old, 1)) == step_times(
+        replace(work, kernels=None), calibrated(new, 1)
+    )
     assert not old.knows_passes("float32") and new.knows_passes("float32")
     with pytest.raises(CalibrationError, match="no pass in float32 was measured"):
         old.pass_seconds(Kernels(1, 1, 1, 1, 1))
@@ -106,7 +114,9 @@ def test_rounds_become_their_medians() -> None:
             blocks=tuple(replace(p, flops_per_s=p.flops_per_s / factor) for p in at.blocks),
             moves={m: tuple((x, y * factor) for x, y in points) for m, points in at.moves.items()},
             optimizer=tuple((x, y * factor) for x, y in at.optimizer),
-            overlap=replace(at.overlap, together=at.overlap.together * factor) if at.overlap else None,
+            overlap=(
+                replace(at.overlap, together=at.overlap.together * factor) if at.overlap else None
+            ),
             passes=tuple(replace(p, seconds=p.seconds * factor) for p in at.passes),
             steps=tuple(replace(s, seconds=s.seconds * factor) for s in at.steps),
         )

@@ -17,7 +17,9 @@ from models import TinyGPT, TinyMLP
 from onefold.plan.from_module import model_shape, module_of, transformer_of
 from onefold.plan.trace import trace
 
-needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 LLAMA_70B = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
@@ -36,7 +38,10 @@ def folder_with(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("make", [lambda: TinyGPT(tied=True), lambda: TinyGPT(tied=False), TinyMLP, lambda: nn.Linear(3, 2)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: TinyGPT(tied=True), lambda: TinyGPT(tied=False), TinyMLP, lambda: nn.Linear(3, 2)],
+)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_shape_has_the_units_and_parameters_that_shard_binds(make: Any, stage: int) -> None:
     shape = model_shape(make())
@@ -44,7 +49,9 @@ def test_a_shape_has_the_units_and_parameters_that_shard_binds(make: Any, stage:
     engine = onefold.engine_of(module)
     assert [u.name for u in shape.units] == [u.name for u in engine.units]
     for said, bound in zip(shape.units, engine.units, strict=True):
-        assert [(p.name, p.shape) for p in said.parameters] == [(e.slot.name, tuple(e.slot.shape)) for e in bound.entries]
+        assert [(p.name, p.shape) for p in said.parameters] == [
+            (e.slot.name, tuple(e.slot.shape)) for e in bound.entries
+        ]
         assert said.looks_up_only == bound.looks_up_only
 
 
@@ -62,7 +69,11 @@ def test_dtypes_are_those_the_parameters_come_in() -> None:
     module.enter.to(torch.float64)
     module.leave.to(torch.bfloat16)
     found = {p.name: p.dtype for u in model_shape(module).units for p in u.parameters}
-    assert found["enter.weight"] == "float64" and found["leave.weight"] == "bfloat16" and found["blocks.0.up.weight"] == "float32"
+    assert (
+        found["enter.weight"] == "float64"
+        and found["leave.weight"] == "bfloat16"
+        and found["blocks.0.up.weight"] == "float32"
+    )
 
 
 @needs_transformers
@@ -72,29 +83,57 @@ def test_a_model_of_70_billion_parameters_is_read_and_traced_without_memory(tmp_
     module = module_of(folder_with(tmp_path / "llama", LLAMA_70B))
     shape = model_shape(module)
     assert shape.numel == shape.active_numel == 70_553_706_496
-    assert len(shape.units) == 1 + 80 + 2 and shape.units[1].name == "model.embed_tokens" and shape.units[1].looks_up_only
+    assert (
+        len(shape.units) == 1 + 80 + 2
+        and shape.units[1].name == "model.embed_tokens"
+        and shape.units[1].looks_up_only
+    )
     assert shape.transformer is not None
-    assert (shape.transformer.layers, shape.transformer.kv_heads, shape.transformer.gated, shape.transformer.tied) == (80, 8, True, False)
+    assert (
+        shape.transformer.layers,
+        shape.transformer.kv_heads,
+        shape.transformer.gated,
+        shape.transformer.tied,
+    ) == (80, 8, True, False)
     ids = torch.zeros(1, 8192, dtype=torch.long)
-    said = trace(module, {"input_ids": ids, "labels": ids}, precision="bf16", device="cuda", checkpointing="full")
+    said = trace(
+        module,
+        {"input_ids": ids, "labels": ids},
+        precision="bf16",
+        device="cuda",
+        checkpointing="full",
+    )
     blocks = [u for u in said.units if u.name.startswith("model.layers.")]
-    assert len(blocks) == 80 and {u.saved for u in blocks[1:]} == {8192 * 8192 * 2}  # the input of each block and nothing else
+    # The input of each block and nothing else
+    assert len(blocks) == 80 and {u.saved for u in blocks[1:]} == {8192 * 8192 * 2}
     assert all(p.is_meta for p in module.parameters())
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
-    assert grown < 2**30, f"{grown / 2**20:.0f} MiB for a model of {shape.numel * 2 / 2**30:.0f} GiB"
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    assert grown < 2**30, (
+        f"{grown / 2**20:.0f} MiB for a model of {shape.numel * 2 / 2**30:.0f} GiB"
+    )
 
 
 @needs_transformers
-def test_a_config_is_built_as_the_class_it_names_with_its_own_names_and_shapes(tmp_path: Path) -> None:
+def test_a_config_is_built_as_the_class_it_names_with_its_own_names_and_shapes(
+    tmp_path: Path,
+) -> None:
     import transformers
 
     folder = folder_with(tmp_path / "moe", MIXTRAL)
     for source in (folder, folder / "config.json", str(folder)):
         shape = model_shape(module_of(source))
         real = transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL))
-        assert {p.name: p.shape for u in shape.units for p in u.parameters} == {n: tuple(p.shape) for n, p in real.named_parameters()}
+        assert {p.name: p.shape for u in shape.units for p in u.parameters} == {
+            n: tuple(p.shape) for n, p in real.named_parameters()
+        }
     assert shape.transformer is not None
-    assert (shape.transformer.experts, shape.transformer.active, shape.transformer.gated) == (4, 2, True)
+    assert (shape.transformer.experts, shape.transformer.active, shape.transformer.gated) == (
+        4,
+        2,
+        True,
+    )
     routed = sum(p.numel() for n, p in real.named_parameters() if ".experts." in n)
     assert shape.active_numel == shape.numel - routed // 2
 
@@ -106,11 +145,20 @@ def test_without_a_class_a_config_is_built_as_a_language_model(tmp_path: Path) -
     assert type(module).__name__ == "GPT2LMHeadModel"
     dims = transformer_of(module, seq=128)
     assert dims is not None
-    assert (dims.layers, dims.hidden, dims.heads, dims.ffn, dims.vocab, dims.seq) == (2, 32, 4, 128, 97, 128)
+    assert (dims.layers, dims.hidden, dims.heads, dims.ffn, dims.vocab, dims.seq) == (
+        2,
+        32,
+        4,
+        128,
+        97,
+        128,
+    )
     assert dims.tied and not dims.gated and module.lm_head.weight is module.transformer.wte.weight
 
 
-def test_a_factory_is_called_on_the_meta_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_is_called_on_the_meta_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "factories_here.py").write_text(
         "from torch import nn\n"
         "def big(): return nn.Sequential(*[nn.Linear(50_000, 50_000) for _ in range(8)])\n"
@@ -145,7 +193,9 @@ def test_what_is_no_model_gets_a_sentence(tmp_path: Path) -> None:
         tmp_path / "notes.txt": "expected a config.json",
         tmp_path / "other.json": 'has no "model_type"',
         folder_with(tmp_path / "typo", {"model_type": "lama"}): "Did you mean .*llama",
-        folder_with(tmp_path / "odd", {**LLAMA_70B, "num_attention_heads": 0}): "could not build this model",
+        folder_with(
+            tmp_path / "odd", {**LLAMA_70B, "num_attention_heads": 0}
+        ): "could not build this model",
     }
     for source, sentence in cases.items():
         with pytest.raises(ValueError, match=sentence):

@@ -1,4 +1,6 @@
-"""What the plan says of groups, codecs and frozen weights is what engines do on four ranks of two nodes: by link, at rest, at peak."""
+"""What the plan says of groups, codecs and frozen weights is what engines do on four ranks of two
+nodes: by link, at rest, at peak.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from onefold.recipe import Recipe
 from ranks import run_ranks
 
 ALL_PARTS = {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}
-#: (stage, precision, micro-batches, options of Recipe.zero). Nodes have two ranks; groups of one rank and of all are no groups.
+#: (stage, precision, micro-batches, options of Recipe.zero). Nodes have two ranks; groups of one
+#: rank and of all are no groups.
 RECIPES: list[tuple[int, str, int, dict[str, Any]]] = [
     (0, "fp32", 2, {}),
     (0, "bf16", 2, {"in_flight": 0}),
@@ -61,8 +64,23 @@ RECIPES: list[tuple[int, str, int, dict[str, Any]]] = [
     (3, "bf16", 2, {"second_copy": True, "offload_optimizer": "cpu", "offload_param": "cpu"}),
     (3, "bf16", 2, {"shard_group": 2, "offload_optimizer": "cpu"}),
     (3, "bf16", 2, {**ALL_PARTS, "offload_optimizer": 0.6}),
-    (3, "bf16", 2, {"second_copy": True, "offload_optimizer": "nvme", "offload_param": "nvme", "chunk": 65536}),
-    (3, "fp32", 1, {"gather_codec": "int8", "offload_optimizer": "nvme", "offload_param": "nvme", "chunk": 65536}),
+    (
+        3,
+        "bf16",
+        2,
+        {"second_copy": True, "offload_optimizer": "nvme", "offload_param": "nvme", "chunk": 65536},
+    ),
+    (
+        3,
+        "fp32",
+        1,
+        {
+            "gather_codec": "int8",
+            "offload_optimizer": "nvme",
+            "offload_param": "nvme",
+            "chunk": 65536,
+        },
+    ),
 ]
 
 
@@ -92,7 +110,11 @@ def observed(recipe: Recipe, micro_batches: int) -> dict[str, Any]:
     moments = moments_by_tier(optimizer, engine)
     links = engine.traffic.by_link()
     return {
-        "at rest": {k: v for k, v in (engine.memory.now() | {MOMENTS: moments.get("device", 0)}).items() if v},
+        "at rest": {
+            k: v
+            for k, v in (engine.memory.now() | {MOMENTS: moments.get("device", 0)}).items()
+            if v
+        },
         "by move": engine.traffic.by_move(),
         "by link": links,
         "between by move": engine.traffic.between_by_move(),
@@ -101,11 +123,16 @@ def observed(recipe: Recipe, micro_batches: int) -> dict[str, Any]:
     }
 
 
-def planned(recipe: Recipe, micro_batches: int, ranks: int, rank: int, per_node: int) -> dict[str, Any]:
+def planned(
+    recipe: Recipe, micro_batches: int, ranks: int, rank: int, per_node: int
+) -> dict[str, Any]:
     units = units_of(model_shape(model()), recipe, ranks, rank, per_node)
     legs, topology = legs_of(units, recipe, micro_batches), topology_of(recipe, ranks, per_node)
     moves = {leg.move: [other for other in legs if other.move == leg.move] for leg in legs}
-    between = {move: by_link(by_level(some), topology, per_node, rank)["between"] for move, some in moves.items()}
+    between = {
+        move: by_link(by_level(some), topology, per_node, rank)["between"]
+        for move, some in moves.items()
+    }
     return {
         "at rest": at_rest(units),
         "by move": wire(units, recipe, micro_batches),
@@ -127,7 +154,11 @@ def differing(folder: str) -> list[str]:
         recipe = Recipe.zero(stage, precision=precision, stall_timeout=30.0, **options, **places)
         told, seen = planned(recipe, micro_batches, ranks, rank, 2), observed(recipe, micro_batches)
         name = f"stage {stage}, {precision}, {micro_batches} micro-batches, {options}"
-        wrong += [f"{name}: {key} {seen[key]}, planned {told[key]}" for key in seen if seen[key] != told[key]]
+        wrong += [
+            f"{name}: {key} {seen[key]}, planned {told[key]}"
+            for key in seen
+            if seen[key] != told[key]
+        ]
         if seen["peak"] > told["bound"]:
             wrong.append(f"{name}: a peak of {seen['peak']} above its bound of {told['bound']}")
     return wrong
@@ -138,14 +169,21 @@ def test_a_plan_of_groups_and_codecs_in_integers_equals_the_ledgers(tmp_path: Pa
         assert wrong == [], "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("ranks", "inner", "per_node"), [(8, 4, 4), (8, 2, 4), (8, 4, 2), (12, 3, 4), (6, 6, 3), (6, 1, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "inner", "per_node"),
+    [(8, 4, 4), (8, 2, 4), (8, 4, 2), (12, 3, 4), (6, 6, 3), (6, 1, 2)],
+)
 def test_who_is_on_which_node_is_what_groups_say(ranks: int, inner: int, per_node: int) -> None:
     """Against the lists of the engine's topology, by number."""
     topology = topology_of(Recipe.zero(3, group=inner), ranks)
     for rank in range(ranks):
         at = position_of(topology, rank)
         assert topology.order[at] == rank
-        for level, positions in (("inside", topology.intra_group(at)), ("across", topology.inter_group(at)), ("all", list(range(ranks)))):
+        for level, positions in (
+            ("inside", topology.intra_group(at)),
+            ("across", topology.inter_group(at)),
+            ("all", list(range(ranks))),
+        ):
             numbers = [topology.order[p] for p in positions]
             far = sum(n // per_node != rank // per_node for n in numbers)
             assert elsewhere(topology, per_node, rank, level) == (len(numbers) - 1, far)  # type: ignore[arg-type]

@@ -19,7 +19,13 @@ def test_every_gpu_of_the_table_is_plausible(name: str) -> None:
     assert 10e9 < found.capacity < 300e9
     assert found.rates["fp16"] >= found.rates["fp32"] >= 5e12
     assert 0.4 < found.attainable < 0.95
-    assert 10e9 <= min(found.host_link, found.link) <= max(found.host_link, found.link) < found.memory_bandwidth < 10e12
+    assert (
+        10e9
+        <= min(found.host_link, found.link)
+        <= max(found.host_link, found.link)
+        < found.memory_bandwidth
+        < 10e12
+    )
 
 
 def test_an_unknown_gpu_or_link_gets_the_nearest() -> None:
@@ -31,7 +37,14 @@ def test_an_unknown_gpu_or_link_gets_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("link", "bandwidth"),
-    [("100g", 12.5e9), ("8x200g", 200e9), ("25GB/s", 25e9), ("4x12.5GB/s", 50e9), ("ib-ndr", 400e9), ("10Gbps", 1.25e9)],
+    [
+        ("100g", 12.5e9),
+        ("8x200g", 200e9),
+        ("25GB/s", 25e9),
+        ("4x12.5GB/s", 50e9),
+        ("ib-ndr", 400e9),
+        ("10Gbps", 1.25e9),
+    ],
 )
 def test_a_link_is_a_name_or_a_rate(link: str, bandwidth: float) -> None:
     between = machine(16, 8, "a100-80", link).between
@@ -62,7 +75,8 @@ def test_a_precision_that_the_gpu_lacks_runs_at_its_fp32_rate() -> None:
 def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
-        "[gpu.mine]\ncapacity = 48e9\nbf16 = 150e12\nmemory_bandwidth = 1e12\n[gpu.h100-80]\nlink = 900e9\n[host.default]\nmemory = 1e11\n"
+        "[gpu.mine]\ncapacity = 48e9\nbf16 = 150e12\nmemory_bandwidth = 1e12\n[gpu.h100-80]\nlink ="
+        " 900e9\n[host.default]\nmemory = 1e11\n"
     )
     read = catalogue(file)
     assert read.gpu("mine").capacity == 48_000_000_000
@@ -88,7 +102,9 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
         ("not toml", "not a TOML file"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_key_and_what_was_expected(tmp_path: Path, text: str, says: str) -> None:
+def test_a_wrong_file_is_refused_with_the_key_and_what_was_expected(
+    tmp_path: Path, text: str, says: str
+) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text(text)
     with pytest.raises(ValueError) as error:
@@ -115,10 +131,19 @@ def test_a_calibrated_machine_has_the_measured_figures() -> None:
 def test_a_step_on_a_calibrated_machine_takes_the_measured_block_rate_and_moves() -> None:
     calibration = made_up()
     here = calibrated(calibration, 2)
-    task = replace(work(1e8, 4, 1e12, here, "zero-3", precision="fp32"), hidden=512, micro_tokens=1024, optimizer_numel=5e7)
+    task = replace(
+        work(1e8, 4, 1e12, here, "zero-3", precision="fp32"),
+        hidden=512,
+        micro_tokens=1024,
+        optimizer_numel=5e7,
+    )
     times = step_times(task, here)
-    assert times.seconds["compute"] == pytest.approx(1e12 / calibration.block_rate(512, 1024, "float32", 2))
+    assert times.seconds["compute"] == pytest.approx(
+        1e12 / calibration.block_rate(512, 1024, "float32", 2)
+    )
     assert times.seconds["optimizer"] == pytest.approx(calibration.optimizer_seconds(50_000_000, 2))
-    expected = sum(t.calls * calibration.seconds_for(t.move, -(-t.nbytes // t.calls), 2) for t in task.traffic)
+    expected = sum(
+        t.calls * calibration.seconds_for(t.move, -(-t.nbytes // t.calls), 2) for t in task.traffic
+    )
     assert times.communication == pytest.approx(expected)
     assert 0 < times.seconds["exposed communication"] <= times.communication

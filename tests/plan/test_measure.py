@@ -1,4 +1,6 @@
-"""The measurement itself, at sizes that take a moment: everything asked for is there, positive, and leaves nothing behind."""
+"""The measurement itself, at sizes that take a moment: everything asked for is there, positive, and
+leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,11 @@ def moved_on_a_rank() -> dict[str, Any]:
         moves.full.copy_(torch.arange(moves.full.numel()) * (group.rank + 1))
         group.ledger.reset()
         result = moves.call(move)()
-        out[move] = (group.ledger.by_move(), moves.payload(move), moves.full.clone() if result is None else result)
+        out[move] = (
+            group.ledger.by_move(),
+            moves.payload(move),
+            moves.full.clone() if result is None else result,
+        )
     group.close()
     return out
 
@@ -96,9 +102,15 @@ def test_moves_do_what_the_engine_does_and_count_as_the_ledger_does() -> None:
     gathered = torch.cat([place[r * shard : (r + 1) * shard] * (r + 1) for r in range(3)])
     for rank, result in enumerate(results):
         for move, (ledger, payload, _) in result.items():
-            assert ledger == {move: payload} == {move: 4 * numel * 2 // 3 * (2 if move == "all-reduce" else 1)}
+            assert (
+                ledger
+                == {move: payload}
+                == {move: 4 * numel * 2 // 3 * (2 if move == "all-reduce" else 1)}
+            )
         assert torch.equal(result["all-gather"][2], gathered)
-        assert torch.equal(result["reduce-scatter"][2], place[rank * shard : (rank + 1) * shard] * 6)
+        assert torch.equal(
+            result["reduce-scatter"][2], place[rank * shard : (rank + 1) * shard] * 6
+        )
         assert torch.equal(result["all-reduce"][2], place * 6)
 
 
@@ -122,7 +134,9 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_measured_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="there is no such folder"):
         measure_disk(tmp_path / "nowhere", MIB)
 
@@ -159,5 +173,10 @@ def test_sizes_ascend_and_fit_the_memory(device: str, quick: bool) -> None:
 def test_without_memory_the_smallest_sizes_stay() -> None:
     least = TINY.within(0)
     assert least == replace(
-        TINY, matrices=((8, 8, 8),), move_bytes=(1024,), copy_bytes=(1024,), optimizer_numels=(256,), overlap_bytes=1024
+        TINY,
+        matrices=((8, 8, 8),),
+        move_bytes=(1024,),
+        copy_bytes=(1024,),
+        optimizer_numels=(256,),
+        overlap_bytes=1024,
     )

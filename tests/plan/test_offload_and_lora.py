@@ -35,56 +35,89 @@ def test_offload_moves_every_state_once_and_none_is_lost() -> None:
     own = activity(shape, job, 1)
 
     def account(stage: int, offload: str, share: float = 1.0) -> Account:
-        return evaluate(shape, own, gpus(ranks), job, Scheme(stage, "none", offload, 1, share)).account
+        return evaluate(
+            shape, own, gpus(ranks), job, Scheme(stage, "none", offload, 1, share)
+        ).account
 
     each = shape.numel / ranks
-    kept, optimizer, every, disk = (account(3, o) for o in ("none", "optimizer", "parameters", "nvme"))
+    kept, optimizer, every, disk = (
+        account(3, o) for o in ("none", "optimizer", "parameters", "nvme")
+    )
     assert optimizer.rest == {PARAMETERS: pytest.approx(2 * each, rel=0.01)}
     assert optimizer.host == pytest.approx(16 * each, rel=0.01)  # masters, two moments, gradients
     assert every.rest == {} and every.host == pytest.approx(18 * each, rel=0.01)
     assert disk.nvme == pytest.approx(18 * each, rel=0.01) and disk.host < every.host / 3
-    assert kept.host == kept.nvme == 0 and kept.beyond == kept.moved == {} and kept.rest_bytes == pytest.approx(12 * each, rel=0.01)
+    assert (
+        kept.host == kept.nvme == 0
+        and kept.beyond == kept.moved == {}
+        and kept.rest_bytes == pytest.approx(12 * each, rel=0.01)
+    )
     assert kept.peak_bytes > optimizer.peak_bytes
-    assert not {MASTERS, MOMENTS} & set(optimizer.peak) and optimizer.peak.get(GRADIENTS, 0) < each / 3
+    assert (
+        not {MASTERS, MOMENTS} & set(optimizer.peak) and optimizer.peak.get(GRADIENTS, 0) < each / 3
+    )
     assert every.peak[GATHERED] > 0
     two = account(2, "optimizer")
-    assert two.rest == {PARAMETERS: pytest.approx(2 * shape.numel, rel=0.01)} and two.host == optimizer.host
+    assert (
+        two.rest == {PARAMETERS: pytest.approx(2 * shape.numel, rel=0.01)}
+        and two.host == optimizer.host
+    )
     assert optimizer.seconds["step"] >= kept.seconds["step"]
     part = account(3, "optimizer", 0.5)
-    assert kept.rest_bytes > part.rest_bytes > optimizer.rest_bytes and part.host == pytest.approx(optimizer.host / 2, rel=0.1)
+    assert kept.rest_bytes > part.rest_bytes > optimizer.rest_bytes and part.host == pytest.approx(
+        optimizer.host / 2, rel=0.1
+    )
     assert part.moved["down"] == pytest.approx(optimizer.moved["down"] / 2, rel=0.1)
 
 
 def test_what_moves_between_tiers_takes_its_time_and_hides_as_far_as_compute_leaves_room() -> None:
     shape, job = ModelShape.of_size(400_000_000), Job(seq=8192)
     own, there = activity(shape, job, 1), gpus(1)
-    found = {o: evaluate(shape, own, there, job, Scheme(3, "none", o)).account for o in ("optimizer", "parameters", "nvme")}
+    found = {
+        o: evaluate(shape, own, there, job, Scheme(3, "none", o)).account
+        for o in ("optimizer", "parameters", "nvme")
+    }
     numel, link = shape.numel, there.host_link()
-    assert found["optimizer"].moved == {"up": pytest.approx(2 * numel, rel=0.01), "down": pytest.approx(2 * numel, rel=0.01)}
-    # Gathered in both passes, but for what the forward pass ends with and the backward pass begins with; and not after the step.
+    assert found["optimizer"].moved == {
+        "up": pytest.approx(2 * numel, rel=0.01),
+        "down": pytest.approx(2 * numel, rel=0.01),
+    }
+    # Gathered in both passes, but for what the forward pass ends with and the backward pass begins
+    # with; and not after the step.
     once = 4 * numel - found["parameters"].moved["up"]
     assert 0 < once < 2 * max(unit.numel for unit in shape.units) * 1.1
     assert found["nvme"].moved["written"] == pytest.approx(18 * numel, rel=0.01)
     for account in found.values():
         hidden = sum(v for k, v in account.tiers.items() if k.startswith("hidden"))
         moving = account.tiers["link"] + account.tiers.get("disk", 0.0)
-        assert 0 < hidden <= moving + account.tiers["host update"] and account.seconds["io"] <= moving - hidden + 1e-9
+        assert (
+            0 < hidden <= moving + account.tiers["host update"]
+            and account.seconds["io"] <= moving - hidden + 1e-9
+        )
     assert found["optimizer"].tiers["link"] == pytest.approx(4 * numel / link, rel=0.01)
     behind = Job(seq=8192, options=(("offload_optimizer", "cpu"), ("step_in_backward", True)))
     later = evaluate(shape, own, there, behind, Scheme(3)).account
-    assert later.seconds["step"] < found["optimizer"].seconds["step"] and later.tiers["hidden behind backward"] > 0
+    assert (
+        later.seconds["step"] < found["optimizer"].seconds["step"]
+        and later.tiers["hidden behind backward"] > 0
+    )
 
 
 def test_what_is_offloaded_never_hides_a_moment_that_is_larger_without_it() -> None:
-    """Where gradients make the highest moment on the device, activations make it once they are gone."""
+    """Where gradients make the highest moment on the device, activations make it once they are
+    gone.
+    """
     shape, job = ModelShape.of_size(2_000_000), Job(seq=512, micro_batch=4)
     own = activity(shape, job, 4)
     top = max(s.peak for s in own.slots)
     for offload in ("optimizer", "parameters", "nvme"):
-        assert evaluate(shape, own, gpus(2), job, Scheme(3, "none", offload, 4)).account.peak_bytes >= top
+        assert (
+            evaluate(shape, own, gpus(2), job, Scheme(3, "none", offload, 4)).account.peak_bytes
+            >= top
+        )
 
 
-# -- as little as need be ----------------------------------------------------------------------------------------------------------
+# -- as little as need be --------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=60).filter(any))
@@ -103,10 +136,15 @@ def test_the_smallest_share_of_the_optimizer_leaves_that_lets_the_rest_fit(capac
     found = plan(shape, gpus(2, capacity * GIB), job, stages=(3,), largest=False)
     best = found.recommended
     assert best is not None and best.scheme.offload == "optimizer" and best.scheme.share < 1, best
-    assert found.recipe.offload_share == best.scheme.share and found.recipe.optimizer.tier is Tier.HOST
+    assert (
+        found.recipe.offload_share == best.scheme.share and found.recipe.optimizer.tier is Tier.HOST
+    )
     fewer = [s for s in shares_of([u.numel for u in shape.units]) if s < best.scheme.share]
     own = activity(shape, job, 1)
-    assert all(not evaluate(shape, own, found.machine, job, best.scheme.with_(share=s)).fits for s in fewer[-1:])
+    assert all(
+        not evaluate(shape, own, found.machine, job, best.scheme.with_(share=s)).fits
+        for s in fewer[-1:]
+    )
 
 
 def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) -> None:
@@ -115,11 +153,21 @@ def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) ->
     found = plan(shape, tight, Job(seq=32, offload="nvme"), largest=False)
     with pytest.raises(ValueError, match="give nvme='/path/on/the/disk'"):
         _ = found.recipe
-    assert found.to_json()["recipe"] | {"offload_optimizer": "nvme", "offload_param": "nvme"} == found.to_json()["recipe"]
-    named = plan(shape, tight, Job.of({"seq": 32, "offload": "nvme", "nvme": str(tmp_path)}, "the test"), largest=False)
+    assert (
+        found.to_json()["recipe"] | {"offload_optimizer": "nvme", "offload_param": "nvme"}
+        == found.to_json()["recipe"]
+    )
+    named = plan(
+        shape,
+        tight,
+        Job.of({"seq": 32, "offload": "nvme", "nvme": str(tmp_path)}, "the test"),
+        largest=False,
+    )
     assert named.recipe.nvme == (str(tmp_path),) and named.recipe.parameters.tier is Tier.NVME
     host = plan(shape, tight, Job.of({"seq": 32, "nvme": str(tmp_path)}, "the test"), largest=False)
-    assert host.recipe.nvme == () and host.recipe.optimizer.tier is Tier.HOST, "a folder is used where something goes there"
+    assert host.recipe.nvme == () and host.recipe.optimizer.tier is Tier.HOST, (
+        "a folder is used where something goes there"
+    )
     with pytest.raises(ValueError, match="both say where states rest"):
         Job.of({"offload": "nvme", "offload_optimizer": "cpu"}, "the test")
 
@@ -131,20 +179,44 @@ def test_on_a_cpu_the_host_holds_nothing_that_the_device_does_not_and_a_disk_doe
         "none", "optimizer-nvme", "nvme",
     }  # fmt: skip
     best = plan(shape, cpu, job, largest=False).recommended
-    assert best is not None and best.account.nvme > 0 and best.needed == best.account.peak_bytes + best.account.host <= best.usable
+    assert (
+        best is not None
+        and best.account.nvme > 0
+        and best.needed == best.account.peak_bytes + best.account.host <= best.usable
+    )
     without = replace(cpu, host=replace(cpu.host, nvme=0))
     assert plan(shape, without, job, largest=False).recommended is None
 
 
-def test_recipe_auto_goes_to_a_disk_where_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_auto_goes_to_a_disk_where_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, seq = Language(), {"seq": 16, "micro_batch": 1}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    whole = onefold.plan(model, gpus=1, precision="fp32", checkpointing="none", offload="none", largest=False, **seq).stages[0].account
-    monkeypatch.setattr(auto, "free_host_memory", lambda: int(0.75 * whole.peak_bytes / auto.USABLE))
+    whole = (
+        onefold.plan(
+            model,
+            gpus=1,
+            precision="fp32",
+            checkpointing="none",
+            offload="none",
+            largest=False,
+            **seq,
+        )
+        .stages[0]
+        .account
+    )
+    monkeypatch.setattr(
+        auto, "free_host_memory", lambda: int(0.75 * whole.peak_bytes / auto.USABLE)
+    )
     with pytest.raises(ValueError, match="does not fit"):
         onefold.plan.recipe_for(model, **seq)
     recipe = onefold.plan.recipe_for(model, nvme=str(tmp_path), chunk=65536, **seq)
-    assert recipe.optimizer.tier is Tier.NVME and recipe.nvme == (str(tmp_path),) and recipe.offload_share < 1
+    assert (
+        recipe.optimizer.tier is Tier.NVME
+        and recipe.nvme == (str(tmp_path),)
+        and recipe.offload_share < 1
+    )
     assert "on NVMe" in recipe.notes[-1] and "MiB at peak" not in recipe.notes[-1]
     with pytest.raises(ValueError, match="there is no such folder"):
         onefold.plan.recipe_for(model, nvme=str(tmp_path / "nowhere"), **seq)
@@ -165,11 +237,16 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
     found = plan("llama-3-8b", machine(8, 8, "h100-80"), Job(lora_rank=16), largest=False)
     full = plan("llama-3-8b", machine(8, 8, "h100-80"), Job(), largest=False)
     adapters = found.model.trainable
-    assert 0 < adapters < full.model.numel / 100 and found.model.numel == full.model.numel + adapters
+    assert (
+        0 < adapters < full.model.numel / 100 and found.model.numel == full.model.numel + adapters
+    )
     assert found.stages[0].account.rest[MOMENTS] == pytest.approx(8 * adapters, rel=0.01)
-    assert found.stages[0].account.rest[PARAMETERS] == pytest.approx(2 * found.model.numel, rel=0.01)
+    assert found.stages[0].account.rest[PARAMETERS] == pytest.approx(
+        2 * found.model.numel, rel=0.01
+    )
     assert found.stages[1].account.wire_bytes < full.stages[1].account.wire_bytes / 100
-    # Frozen matrices have no gradient of their own: two thirds of the products, and next to no sums over the ranks and copies of gradients.
+    # Frozen matrices have no gradient of their own: two thirds of the products, and next to no sums
+    # over the ranks and copies of gradients.
     ratio = found.stages[1].account.seconds["compute"] / full.stages[1].account.seconds["compute"]
     assert 0.5 < ratio < 0.68
 
@@ -177,8 +254,13 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
 def test_lora_counts_the_experts_that_a_token_passes() -> None:
     mixtral = plan("mixtral-8x7b", machine(8, 8, "h100-80"), Job(), largest=False).model
     adapted = with_lora(mixtral, 8)
-    dense, routed = 8 * (4096 + 4096) * 2 + 8 * (4096 + 1024) * 2 + 8 * (4096 + 8), 8 * (2 * 4096 + 3 * 14_336)
-    assert adapted.numel - mixtral.numel == 32 * (dense + 8 * routed), "every expert has adapters of its own"
+    dense, routed = (
+        8 * (4096 + 4096) * 2 + 8 * (4096 + 1024) * 2 + 8 * (4096 + 8),
+        8 * (2 * 4096 + 3 * 14_336),
+    )
+    assert adapted.numel - mixtral.numel == 32 * (dense + 8 * routed), (
+        "every expert has adapters of its own"
+    )
     assert adapted.active_numel - mixtral.active_numel == 32 * (dense + 2 * routed)
     assert frozen_active(adapted) == mixtral.active_numel
 

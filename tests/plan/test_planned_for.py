@@ -1,4 +1,6 @@
-"""Each kind of model that a plan takes, what it refuses, and what comes out: JSON, a recipe, the convention."""
+"""Each kind of model that a plan takes, what it refuses, and what comes out: JSON, a recipe, the
+convention.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +56,16 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
     }
     sys.modules["onefold_tests_factory"] = sys.modules[__name__]
     try:
-        found = {kind: plan(model, gpus(2), Job(seq=12), largest=False) for kind, model in asked.items()}
+        found = {
+            kind: plan(model, gpus(2), Job(seq=12), largest=False) for kind, model in asked.items()
+        }
     finally:
         del sys.modules["onefold_tests_factory"]
     for kind, one in found.items():
         assert one.recommended is not None and one.recommended.scheme.stage == 1, kind
-        assert one.source == ("from dimensions" if kind in ("number", "name") else "traced from the module")
+        assert one.source == (
+            "from dimensions" if kind in ("number", "name") else "traced from the module"
+        )
         assert [c.scheme.stage for c in one.stages] == [0, 1, 2, 3]
     assert found["folder"].model.numel == found["file"].model.numel
     assert found["factory"].stages[1].account == found["module"].stages[1].account
@@ -87,8 +93,13 @@ def test_a_module_that_is_no_language_model_needs_a_batch() -> None:
     module = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
     with pytest.raises(ValueError, match=r"give onefold\.plan a batch in Python"):
         plan(module, gpus(2))
-    found = plan(module, gpus(2), Job(precision="fp32"), batch=lambda n: (torch.zeros(n, 16),), largest=False)
-    assert found.recommended is not None and found.stages[0].account.rest[PARAMETERS] >= 4 * found.model.numel
+    found = plan(
+        module, gpus(2), Job(precision="fp32"), batch=lambda n: (torch.zeros(n, 16),), largest=False
+    )
+    assert (
+        found.recommended is not None
+        and found.stages[0].account.rest[PARAMETERS] >= 4 * found.model.numel
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +125,7 @@ def test_a_global_batch_that_does_not_divide_names_one_that_does() -> None:
         plan("gpt2", gpus(8), Job(global_batch=15, micro_batch=0))
 
 
-# -- what comes out ----------------------------------------------------------------------------------------------------------------
+# -- what comes out --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +135,9 @@ def small() -> Plan:
 
 def test_a_plan_goes_through_json_and_comes_back(small: Plan) -> None:
     said = json.loads(json.dumps(small.to_json(), allow_nan=False))
-    assert [Account.from_json(c["account"]) for c in said["stages"]] == [c.account for c in small.stages]
+    assert [Account.from_json(c["account"]) for c in said["stages"]] == [
+        c.account for c in small.stages
+    ]
     assert Account.from_json(said["recommended"]["account"]) == small.stages[1].account
     assert said["largest_micro_batch"].keys() == {"0", "1", "2", "3"}
     assert said["model"]["parameters"] == sum(p.numel() for p in TokenModel().parameters())
@@ -149,4 +162,6 @@ def test_the_convention_is_that_of_the_recipe(job: Job, total: int) -> None:
     found = plan(1e8, gpus(1), job, largest=False)
     assert f"= {total}; gradients are gone between steps" in found.notes[0]
     gradients = {"fp32": 4, "fp16": 2}[job.accumulate]
-    assert found.stages[0].account.rest_bytes == pytest.approx((total - gradients) * found.model.numel, rel=0.01)
+    assert found.stages[0].account.rest_bytes == pytest.approx(
+        (total - gradients) * found.model.numel, rel=0.01
+    )

@@ -7,7 +7,18 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import activity, gpus, more_padding, options, padding, precisions, recipe_of, shapes, stages, wires
+from random_plans import (
+    activity,
+    gpus,
+    more_padding,
+    options,
+    padding,
+    precisions,
+    recipe_of,
+    shapes,
+    stages,
+    wires,
+)
 
 from onefold.plan.evaluate import FRAGMENTED, bound_of, evaluate
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
@@ -20,22 +31,39 @@ from onefold.recipe import Recipe
 
 FRAGMENTED_FACTOR = 1 + FRAGMENTED
 
+
 @given(shapes(), stages, precisions, st.integers(1, 9), st.integers(1, 3), options, wires)
 @settings(max_examples=200)
 def test_the_replay_of_the_engine_never_exceeds_its_bound(
-    shape: ModelShape, stage: int, precision: str, ranks: int, micro_batches: int, given: dict[str, Any], over: dict[str, Any]
+    shape: ModelShape,
+    stage: int,
+    precision: str,
+    ranks: int,
+    micro_batches: int,
+    given: dict[str, Any],
+    over: dict[str, Any],
 ) -> None:
     recipe = recipe_of(stage, precision, given | over)
     if recipe is None:
         return
     units = units_of(shape, recipe, ranks * 2 if over else ranks)
     replay = Replay(units, recipe).run(micro_batches)
-    assert replay.best_total <= bound_of(units, recipe, micro_batches), (recipe.describe(), replay.peak)
+    assert replay.best_total <= bound_of(units, recipe, micro_batches), (
+        recipe.describe(),
+        replay.peak,
+    )
     at_end = {k: v for k, v in replay.now.items() if v}
     assert at_end == {k: v for k, v in at_rest(units).items() if k != MOMENTS}
 
 
-@given(shapes(), stages, precisions, st.integers(1, 9), st.sampled_from(("", "boundary", "micro-batch")), wires)
+@given(
+    shapes(),
+    stages,
+    precisions,
+    st.integers(1, 9),
+    st.sampled_from(("", "boundary", "micro-batch")),
+    wires,
+)
 @settings(max_examples=60)
 def test_two_micro_batches_peak_as_high_as_five(
     shape: ModelShape, stage: int, precision: str, ranks: int, when: str, over: dict[str, Any]
@@ -43,29 +71,57 @@ def test_two_micro_batches_peak_as_high_as_five(
     recipe = recipe_of(stage, precision, over | ({"reduce_at": when} if when else {}))
     if recipe is None:
         return
-    two, five = (Replay(units_of(shape, recipe, ranks * 2 if over else ranks), recipe).run(m).best_total for m in (2, 5))
+    two, five = (
+        Replay(units_of(shape, recipe, ranks * 2 if over else ranks), recipe).run(m).best_total
+        for m in (2, 5)
+    )
     assert two == five
 
 
-@given(shapes(), stages, precisions, st.integers(1, 9), st.integers(1, 3), st.sampled_from(CHECKPOINTING), st.booleans())
+@given(
+    shapes(),
+    stages,
+    precisions,
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from(CHECKPOINTING),
+    st.booleans(),
+)
 @settings(max_examples=100)
 def test_a_peak_never_exceeds_the_bound_that_is_printed(
-    shape: ModelShape, stage: int, precision: str, ranks: int, micro: int, checkpointing: str, offload: bool
+    shape: ModelShape,
+    stage: int,
+    precision: str,
+    ranks: int,
+    micro: int,
+    checkpointing: str,
+    offload: bool,
 ) -> None:
     job = Job(seq=16, micro_batch=micro, precision=precision)
     for where in ("optimizer", "parameters", "nvme") if offload and stage == 3 else ("none",):
         scheme = Scheme(stage, checkpointing, where, micro)
-        found = evaluate(shape, activity(shape, job, micro, checkpointing), gpus(ranks), job, scheme).account
-        assert bool(found.rest_bytes) == (where in ("none", "optimizer")) and found.rest_bytes <= found.peak_bytes
+        found = evaluate(
+            shape, activity(shape, job, micro, checkpointing), gpus(ranks), job, scheme
+        ).account
+        assert (
+            bool(found.rest_bytes) == (where in ("none", "optimizer"))
+            and found.rest_bytes <= found.peak_bytes
+        )
         assert found.peak_bytes <= found.bound, (scheme, found)
         assert min(found.peak.values()) > 0 and min((*found.rest.values(), 1)) > 0
 
 
 @given(shapes(), precisions, st.integers(1, 9))
 @settings(max_examples=100)
-def test_a_higher_stage_never_holds_more_at_rest(shape: ModelShape, precision: str, ranks: int) -> None:
-    rests = [sum(at_rest(units_of(shape, Recipe.zero(s, precision=precision), ranks)).values()) for s in (0, 1, 2, 3)]
-    # Stage 3 in fp32 drops the kept copy and stores its slice as masters: on one rank there is nothing to drop.
+def test_a_higher_stage_never_holds_more_at_rest(
+    shape: ModelShape, precision: str, ranks: int
+) -> None:
+    rests = [
+        sum(at_rest(units_of(shape, Recipe.zero(s, precision=precision), ranks)).values())
+        for s in (0, 1, 2, 3)
+    ]
+    # Stage 3 in fp32 drops the kept copy and stores its slice as masters: on one rank there is
+    # nothing to drop.
     assert rests[0] >= rests[1] == rests[2] >= rests[3], rests
 
 
@@ -74,37 +130,60 @@ def test_a_higher_stage_never_holds_more_at_rest(shape: ModelShape, precision: s
 def test_more_ranks_never_hold_more_at_rest_beyond_their_padding(
     shape: ModelShape, stage: int, precision: str, few: int, more: int
 ) -> None:
-    """What is divided shrinks with every rank. What is replicated is as long as the layout, whose end is padded to whole intervals."""
+    """What is divided shrinks with every rank. What is replicated is as long as the layout, whose
+    end is padded to whole intervals.
+    """
     few, more = sorted((few, more))
     recipe = Recipe.zero(stage, precision=precision)
     low, high = (sum(at_rest(units_of(shape, recipe, n)).values()) for n in (few, more))
-    # Bytes of an element that rests replicated: parameters at stages 1 and 2; parameters, masters and moments at stage 0. A cut may
-    # also end later for the first rank, by less than one interval's alignment, which padding counts too; 4 bytes a parameter are counts.
+    # Bytes of an element that rests replicated: parameters at stages 1 and 2; parameters, masters
+    # and moments at stage 0. A cut may also end later for the first rank, by less than one
+    # interval's alignment, which padding counts too; 4 bytes a parameter are counts.
     replicated = {0: 18, 1: 18, 2: 18, 3: 16}[stage]
     slack = replicated * padding(shape, more) + 4 * sum(len(u.parameters) for u in shape.units)
     assert high <= low + slack, (low, high, slack)
 
 
-@given(shapes(), st.sampled_from(("fp32", "bf16")), st.integers(2, 64), st.integers(2, 64), st.integers(1, 3), st.booleans())
+@given(
+    shapes(),
+    st.sampled_from(("fp32", "bf16")),
+    st.integers(2, 64),
+    st.integers(2, 64),
+    st.integers(1, 3),
+    st.booleans(),
+)
 @settings(max_examples=50)
 def test_more_ranks_never_need_a_higher_peak_beyond_their_padding(
     shape: ModelShape, precision: str, few: int, more: int, accumulated: int, nodes: bool
 ) -> None:
-    """From two ranks on: a lone one reduces nothing, hence has no buffers for it. On one node, or on nodes of eight: sums of two hops have
-    buffers on each."""
+    """From two ranks on: a lone one reduces nothing, hence has no buffers for it. On one node, or
+    on nodes of eight: sums of two hops have buffers on each.
+    """
     few, more = sorted((8 * few, 8 * more) if nodes else (few, more))
     asked = Job(seq=16, precision=precision, checkpointing="none", offload="none")
     machines = [replace(gpus(n), per_node=8 if nodes else n) for n in (few, more)]
-    low, high = (plan(shape, on, replace(asked, global_batch=on.ranks * accumulated), largest=False).stages for on in machines)
-    # An element of padding may lie in every buffer that an element has: states, gathered, reduced, received, summed.
+    low, high = (
+        plan(shape, on, replace(asked, global_batch=on.ranks * accumulated), largest=False).stages
+        for on in machines
+    )
+    # An element of padding may lie in every buffer that an element has: states, gathered, reduced,
+    # received, summed.
     padded = FRAGMENTED_FACTOR * 36 * more_padding(shape, few, more)
-    # Stage 0 divides nothing, and what a reduction receives grows: (N - 1)/N of each unit that is under way, and of one that lies idle.
+    # Stage 0 divides nothing, and what a reduction receives grows: (N - 1)/N of each unit that is
+    # under way, and of one that lies idle.
     recipe = Recipe.zero(0, precision=precision)
     received = (recipe.in_flight + 3) * max(u.numel for u in shape.units) * 4 * (1 / few - 1 / more)
     for stage in (0, 1, 2, 3):
         before, after = low[stage].account, high[stage].account
         slack = padded + (FRAGMENTED_FACTOR * received if stage == 0 else 0)
-        assert after.peak_bytes <= before.peak_bytes + slack, (stage, few, more, slack, before.peak, after.peak)
+        assert after.peak_bytes <= before.peak_bytes + slack, (
+            stage,
+            few,
+            more,
+            slack,
+            before.peak,
+            after.peak,
+        )
 
 
 @given(st.integers(1, 5), st.sampled_from((0, 1, 2, 3)), st.sampled_from(CHECKPOINTING))
@@ -112,7 +191,13 @@ def test_more_ranks_never_need_a_higher_peak_beyond_their_padding(
 def test_a_larger_micro_batch_never_needs_less(micro: int, stage: int, checkpointing: str) -> None:
     shape, job = ModelShape.of_size(5_000_000), Job(seq=128)
     one, more = (
-        evaluate(shape, activity(shape, job, m, checkpointing), gpus(4), job, Scheme(stage, checkpointing, "none", m)).account.peak_bytes
+        evaluate(
+            shape,
+            activity(shape, job, m, checkpointing),
+            gpus(4),
+            job,
+            Scheme(stage, checkpointing, "none", m),
+        ).account.peak_bytes
         for m in (micro, micro + 1)
     )
     assert one <= more
@@ -120,5 +205,12 @@ def test_a_larger_micro_batch_never_needs_less(micro: int, stage: int, checkpoin
 
 def test_stage_1_holds_whole_gradients_between_micro_batches_and_stage_2_does_not() -> None:
     shape, job = ModelShape.of_size(20_000_000), Job(seq=16, global_batch=16)
-    one, two = (sum(evaluate(shape, activity(shape, job, 1), gpus(4), job, Scheme(s)).account.ledger.values()) for s in (1, 2))
+    one, two = (
+        sum(
+            evaluate(
+                shape, activity(shape, job, 1), gpus(4), job, Scheme(s)
+            ).account.ledger.values()
+        )
+        for s in (1, 2)
+    )
     assert one - two > 3 * shape.numel

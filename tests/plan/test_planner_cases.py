@@ -1,7 +1,9 @@
 """Every row of data/planner_cases.csv is answered within its tolerance.
 
-The file holds questions with inputs, published or computed values, tolerances and, in its last column, the source of each. Nothing of what
-is expected stands here: `ANSWERS` maps a question's id to the code that answers it from the row's inputs.
+The file holds questions with inputs, published or computed values, tolerances and, in its last
+column, the source of each. Nothing of what
+is expected stands here: `ANSWERS` maps a question's id to the code that answers it from the row's
+inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ import pytest
 from onefold.plan.formulas import activations, compute, estimators, states, streaming, traffic
 from onefold.plan.systems import SYSTEMS, blocks_of
 
-ROWS = list(csv.DictReader((Path(__file__).parent / "data" / "planner_cases.csv").read_text(encoding="utf-8").splitlines()))
+ROWS = list(
+    csv.DictReader(
+        (Path(__file__).parent / "data" / "planner_cases.csv")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
+)
 GB, TB, GIB, TIB, BILLION = 1e9, 1e12, 2**30, 2**40, 1e9
 ADAM = states.CONVENTIONS["16"]
 GPT3 = {"layers": 96, "hidden": 12_288}
@@ -29,7 +37,9 @@ def states_gb(i: Inputs) -> float:
 
 
 def smallest_degree(i: Inputs) -> float:
-    return states.smallest_degree(i["P"], ADAM, i["stage"], i["capacity_GB"] * GB, (1, 4, 16, 64, 256, 1024))
+    return states.smallest_degree(
+        i["P"], ADAM, i["stage"], i["capacity_GB"] * GB, (1, 4, 16, 64, 256, 1024)
+    )
 
 
 def largest_by_states(i: Inputs) -> float:
@@ -41,7 +51,12 @@ def relative_traffic(i: Inputs) -> float:
 
 
 def infinity_efficiency(i: Inputs) -> float:
-    given = {"batch": i.get("bsz", 1), "seq": i.get("seq", 1024), "hidden": i.get("hidden", 0), "interval": i.get("ci", 1)}
+    given = {
+        "batch": i.get("bsz", 1),
+        "seq": i.get("seq", 1024),
+        "hidden": i.get("hidden", 0),
+        "interval": i.get("ci", 1),
+    }
     return streaming.efficiency(streaming.intensity(i["component"], **given), i["bw"] * GB)
 
 
@@ -59,7 +74,12 @@ def estimator(i: Inputs) -> float:
 
 
 def estimator_host(i: Inputs) -> float:
-    return estimators.zero3_estimate(i["P"], 0, 1, i["nodes"], offload_optimizer=True, offload_parameters=True).host / GIB
+    return (
+        estimators.zero3_estimate(
+            i["P"], 0, 1, i["nodes"], offload_optimizer=True, offload_parameters=True
+        ).host
+        / GIB
+    )
 
 
 def flops_rate(system: str, numel: float, micro_batch: int, seq: int, gpus: int) -> float:
@@ -70,7 +90,10 @@ def flops_rate(system: str, numel: float, micro_batch: int, seq: int, gpus: int)
 
 
 def megatron_comparison(i: Inputs) -> float:
-    few, many = (flops_rate("megatron-zero3", i["P"], b, i["seq"], n) for b, n in zip(i["micro_batch"], i["gpus"], strict=True))
+    few, many = (
+        flops_rate("megatron-zero3", i["P"], b, i["seq"], n)
+        for b, n in zip(i["micro_batch"], i["gpus"], strict=True)
+    )
     return many / few
 
 
@@ -83,7 +106,10 @@ def zeropp_speedup(i: Inputs) -> float:
     system = SYSTEMS["zero++"]
     machine = system.machine(i["gpus"], f"{i['node_bw_Gbps']}g")
     flops = compute.infinity_flops(i["P"], 1, i["tokens"])
-    plain, better = (system.run(i["P"], blocks_of(i["P"]), flops, machine, scheme) for scheme in ("zero-3", "zero++"))
+    plain, better = (
+        system.run(i["P"], blocks_of(i["P"]), flops, machine, scheme)
+        for scheme in ("zero-3", "zero++")
+    )
     return plain.step / better.step
 
 
@@ -95,7 +121,9 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
     "E06": lambda i: states.reduction_factor(ADAM, i["stage"], i["N"]),
     "E07": largest_by_states,
     "E09": lambda i: states.USABLE * largest_by_states(i),
-    "E10": lambda i: 2 * activations.zero_elements(i["layers"], i["hidden"], i["batch"], i["seq"]) / GB,
+    "E10": (
+        lambda i: 2 * activations.zero_elements(i["layers"], i["hidden"], i["batch"], i["seq"]) / GB
+    ),
     "E11": relative_traffic,
     "E12": lambda i: traffic.wire_bytes(i["P"], "zero-3", i["N"], i["bytes"]) / GB,
     "E13": lambda i: traffic.zeropp_bytes(i["P"])["between"] / GB,
@@ -103,7 +131,13 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
     "E15": lambda i: traffic.offload_bytes(i["P"], i["N"]) / GB,
     "E16": lambda i: traffic.tensor_parallel_elements(i["b"], i["s"], i["h"], i["t"]),
     "E17": lambda i: streaming.model_states(i["layers"], i["hidden"], i["bytes_per_param"]) / TIB,
-    "E20": lambda i: 2 * activations.checkpoint_elements(i["layers"], i["hidden"], i["batch"], i["seq"]) / TIB,
+    "E20": (
+        lambda i: (
+            2
+            * activations.checkpoint_elements(i["layers"], i["hidden"], i["batch"], i["seq"])
+            / TIB
+        )
+    ),
     "E21": infinity_efficiency,
     "E22": infinity_efficiency,
     "E24": infinity_efficiency,
@@ -112,7 +146,14 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
     "E27": largest_with_host_optimizer,
     "E28": estimator,
     "E29": estimator_host,
-    "E33": lambda i: states.freed_by_more_ranks(i["P"], states.CONVENTIONS["fp32"], i["stage"], i["N1"], i["N2"]) / GIB,
+    "E33": (
+        lambda i: (
+            states.freed_by_more_ranks(
+                i["P"], states.CONVENTIONS["fp32"], i["stage"], i["N1"], i["N2"]
+            )
+            / GIB
+        )
+    ),
     "E35": lambda i: states.checkpoint_bytes(i["P"]) / GIB,
     "E36": lambda i: states.model_states(1, states.CONVENTIONS["18"], 1, i["d"]),
     "E37": lambda i: states.model_states(i["P"], states.CONVENTIONS["20"], 0, 1) / GB,
@@ -139,16 +180,21 @@ def test_the_answer_lies_within_the_tolerance(row: dict[str, str]) -> None:
     if row["tolerance_type"] == "range":
         low, high = map(float, row["tolerance"].split(".."))
     elif row["tolerance_type"] == "rel":
-        low, high = sorted((expected * (1 - float(row["tolerance"])), expected * (1 + float(row["tolerance"]))))
+        low, high = sorted(
+            (expected * (1 - float(row["tolerance"])), expected * (1 + float(row["tolerance"])))
+        )
     else:
         assert row["tolerance_type"] == "abs"
         low, high = expected - float(row["tolerance"]), expected + float(row["tolerance"])
     assert low <= answer <= high, (
-        f"{row['question']} {row['inputs_json']}: {answer:.6g} {row['unit']}, expected {expected:g} ({low:g} to {high:g}; {row['source']})"
+        f"{row['question']} {row['inputs_json']}: {answer:.6g} {row['unit']}, expected {expected:g}"
+        f" ({low:g} to {high:g}; {row['source']})"
     )
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if r["reference_formula_value"]], ids=lambda r: r["id"])
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r["reference_formula_value"]], ids=lambda r: r["id"]
+)
 def test_the_answer_is_the_formulas_value_where_one_is_given(row: dict[str, str]) -> None:
     answer = ANSWERS[row["id"]](json.loads(row["inputs_json"]))
     assert answer == pytest.approx(float(row["reference_formula_value"]), rel=2e-4), row["question"]

@@ -1,4 +1,6 @@
-"""What a plan computes in integers is what the engine's ledgers say: at rest, on the wire, and at peak."""
+"""What a plan computes in integers is what the engine's ledgers say: at rest, on the wire, and at
+peak.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def model_of(kind: str) -> nn.Module:
 
 
 class Routed(nn.Module):
-    """Blocks with two experts each that every sample sees both of: units of several small parameters, and a norm behind them."""
+    """Blocks with two experts each that every sample sees both of: units of several small
+    parameters, and a norm behind them.
+    """
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -65,7 +69,11 @@ class Headed(nn.Module):
 class Expert(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate, self.one, self.two = nn.Linear(width, 2), nn.Linear(width, width), nn.Linear(width, width)
+        self.gate, self.one, self.two = (
+            nn.Linear(width, 2),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.gate(x).softmax(-1)
@@ -78,27 +86,40 @@ def batch_of(kind: str, seed: int) -> torch.Tensor:
     return features_of(seed, 4, 16)
 
 
-def step_of(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, seed: int) -> None:
+def step_of(
+    kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, seed: int
+) -> None:
     import onefold
 
     for k in range(micro_batches):
         last = k + 1 == micro_batches
         with contextlib.nullcontext() if last else onefold.no_sync(model):
-            out = model(batch_of(kind, 100 * seed + 10 * k + (dist.get_rank() if dist.is_initialized() else 0)))
+            out = model(
+                batch_of(
+                    kind, 100 * seed + 10 * k + (dist.get_rank() if dist.is_initialized() else 0)
+                )
+            )
             out.float().square().mean().backward()
-    onefold.engine_of(model).memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
+    # One rank has no hooks: its ledger sees gradients when it is asked
+    onefold.engine_of(model).memory.now()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def observed_all(kind: str, precision: str) -> list[dict[str, Any]]:
-    """All stages, one and three micro-batches, in one go: starting ranks costs more than training them."""
+    """All stages, one and three micro-batches, in one go: starting ranks costs more than training
+    them.
+    """
     return [
-        {"setting": f"stage {stage}, {m} micro-batches"} | observed(kind, stage, precision, m, {}) for stage in (0, 1, 2, 3) for m in (1, 3)
+        {"setting": f"stage {stage}, {m} micro-batches"} | observed(kind, stage, precision, m, {})
+        for stage in (0, 1, 2, 3)
+        for m in (1, 3)
     ]
 
 
-def observed(kind: str, stage: int, precision: str, micro_batches: int, options: dict[str, Any]) -> dict[str, Any]:
+def observed(
+    kind: str, stage: int, precision: str, micro_batches: int, options: dict[str, Any]
+) -> dict[str, Any]:
     """What the ledgers of a real engine say of a step in the steady state."""
     import onefold
     from onefold.plan.from_module import model_shape
@@ -132,7 +153,12 @@ def observed(kind: str, stage: int, precision: str, micro_batches: int, options:
 @pytest.mark.parametrize(
     ("kind", "ranks", "precision"),
     [
-        *((kind, ranks, precision) for kind in ("mlp", "gpt", "routed") for ranks in (1, 2) for precision in ("fp32", "bf16")),
+        *(
+            (kind, ranks, precision)
+            for kind in ("mlp", "gpt", "routed")
+            for ranks in (1, 2)
+            for precision in ("fp32", "bf16")
+        ),
         *(("headed", 2, "fp32"), ("headed", 2, "bf16")),
         *(("mlp", 3, "bf16"), ("gpt", 3, "fp32"), ("routed", 3, "bf16")),
     ],
@@ -168,9 +194,13 @@ def test_the_options_of_a_recipe_are_in_the_plan(options: dict[str, Any]) -> Non
         assert sum(seen["peak"].values()) == sum(seen["planned peak"].values()), seen
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"precision": "bf16"}, {"gather_codec": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 0}, {"precision": "bf16"}, {"gather_codec": "int8"}], ids=str
+)
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
-def test_units_at_the_turn_leave_the_engines_peak_as_it_is_and_save_a_gather(name: str, options: dict[str, Any]) -> None:
+def test_units_at_the_turn_leave_the_engines_peak_as_it_is_and_save_a_gather(
+    name: str, options: dict[str, Any]
+) -> None:
     """Every forward pass ends with them, and every backward pass begins with them."""
     from onefold.plan.architectures import architecture
     from onefold.plan.replay import Replay

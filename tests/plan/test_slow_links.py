@@ -1,4 +1,6 @@
-"""Where nodes hang on slow links: what the plan takes, what it only names, and that both are what the formulas say."""
+"""Where nodes hang on slow links: what the plan takes, what it only names, and that both are what
+the formulas say.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +33,36 @@ def of(link: str, ranks: int = 16, name: str = "gpt2-medium", **job: Any) -> Pla
 
 @pytest.mark.parametrize(("link", "stages"), [("100g", ()), ("10g", (2,)), ("1g", (3,))])
 def test_what_rounds_is_named_and_never_taken(link: str, stages: tuple[int, ...]) -> None:
-    found = plan("gpt2-medium", machine(16, 8, "a100-80", link), Job(seq=512), stages=stages, largest=False)
+    found = plan(
+        "gpt2-medium", machine(16, 8, "a100-80", link), Job(seq=512), stages=stages, largest=False
+    )
     assert found.slow_links is not None and found.recommended is not None
     slow, best = found.slow_links, found.recommended
     plain = next(c for c in slow.rows if c.scheme == best.scheme.with_(wires=""))
-    assert not WIRES[best.scheme.wires].lossy and best.scheme.stage == plain.scheme.stage and best.fits
+    assert (
+        not WIRES[best.scheme.wires].lossy and best.scheme.stage == plain.scheme.stage and best.fits
+    )
     flat = next(c for c in slow.rows if c.scheme == best.scheme.with_(wires="flat"))
-    assert best.account.seconds["step"] <= plain.account.seconds["step"] < flat.account.seconds["step"]
-    assert found.recipe.parameters.codec is found.recipe.gradients.codec is None and found.recipe.group in (None, "node")
+    assert (
+        best.account.seconds["step"] <= plain.account.seconds["step"] < flat.account.seconds["step"]
+    )
+    assert (
+        found.recipe.parameters.codec is found.recipe.gradients.codec is None
+        and found.recipe.group in (None, "node")
+    )
     assert slow.named is not None and WIRES[slow.named.scheme.wires].lossy
-    assert "yours to ask for: Recipe.zero(" in slow.why[-1] and "--reduce-codec int4" in slow.why[-1]
+    assert (
+        "yours to ask for: Recipe.zero(" in slow.why[-1] and "--reduce-codec int4" in slow.why[-1]
+    )
     said = slow.why[-1].split("Recipe.zero(")[1].split(")")[0]
     asked = eval(f"dict(stage={said})")  # the line is Python
     assert Recipe.zero(**asked).gradients.codec == "int4"
 
 
 @pytest.mark.parametrize("link", ["100g", "1g"])
-def test_every_part_sends_less_between_nodes_than_none_of_it_and_all_of_them_least(link: str) -> None:
+def test_every_part_sends_less_between_nodes_than_none_of_it_and_all_of_them_least(
+    link: str,
+) -> None:
     slow = of(link).slow_links
     assert slow is not None
     at_3 = {c.scheme.wires: c.account for c in slow.rows if c.scheme.stage == 3}
@@ -59,35 +74,75 @@ def test_every_part_sends_less_between_nodes_than_none_of_it_and_all_of_them_lea
     assert at_3["hpZ"].rest_bytes > at_3["flat"].rest_bytes == at_3[""].rest_bytes
 
 
-def test_where_links_are_fast_or_there_is_one_node_or_the_job_says_what_to_do_nothing_is_proposed() -> None:
-    fast = plan("gpt2-medium", machine(16, 8, "t4", "8x400g"), Job(seq=8192, micro_batch=4, precision="fp16"), largest=False)
-    for found in (fast, plan("gpt2-medium", machine(8, 8, "a100-80"), Job(seq=512), largest=False), of("1g", options=(("group", 4),))):
+def test_where_links_are_fast_or_there_is_one_node_or_the_job_says_what_to_do_nothing_is_proposed() -> (
+    None
+):
+    fast = plan(
+        "gpt2-medium",
+        machine(16, 8, "t4", "8x400g"),
+        Job(seq=8192, micro_batch=4, precision="fp16"),
+        largest=False,
+    )
+    for found in (
+        fast,
+        plan("gpt2-medium", machine(8, 8, "a100-80"), Job(seq=512), largest=False),
+        of("1g", options=(("group", 4),)),
+    ):
         assert found.slow_links is None and found.to_json()["slow_links"] is None
         assert found.recommended is None or found.recommended.scheme.wires == ""
     assert fast.recommended is None or waiting(fast.recommended) < 0.05
 
 
-def test_where_nobody_knows_how_fast_nodes_are_linked_the_bytes_are_said_and_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_knows_how_fast_nodes_are_linked_the_bytes_are_said_and_nothing_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    found = plan_here("gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu", stages=(3,))
-    assert found.slow_links is None and found.recommended is not None and found.recommended.scheme.wires == ""
+    found = plan_here(
+        "gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu", stages=(3,)
+    )
+    assert (
+        found.slow_links is None
+        and found.recommended is not None
+        and found.recommended.scheme.wires == ""
+    )
     (said,) = (n for n in found.notes if n.startswith("a node sends"))
-    assert f"{found.recommended.account.node_links['between'] / 1e9:.2f} GB" in said and "Recipe.zero(3, second_copy=True)" in said
-    lower = plan_here("gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu", stages=(1,))
-    assert not any(n.startswith("a node sends") for n in lower.notes)  # two levels are all that rounds nothing there
+    assert (
+        f"{found.recommended.account.node_links['between'] / 1e9:.2f} GB" in said
+        and "Recipe.zero(3, second_copy=True)" in said
+    )
+    lower = plan_here(
+        "gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu", stages=(1,)
+    )
+    # Two levels are all that rounds nothing there
+    assert not any(n.startswith("a node sends") for n in lower.notes)
 
 
 def test_the_ways_are_in_the_json() -> None:
-    found = plan("gpt2-medium", machine(16, 8, "a100-80", "10g"), Job(seq=512), stages=(3,), largest=False)
+    found = plan(
+        "gpt2-medium", machine(16, 8, "a100-80", "10g"), Job(seq=512), stages=(3,), largest=False
+    )
     said = json.loads(json.dumps(found.to_json(), allow_nan=False))
     rows = {(r["stage"], r["wires"]): r for r in said["slow_links"]["rows"]}
-    assert said["recommended"]["wires"] == said["slow_links"]["recommended"] == "hpZ" and rows[3, "hpZ"]["recommended"]
+    assert (
+        said["recommended"]["wires"] == said["slow_links"]["recommended"] == "hpZ"
+        and rows[3, "hpZ"]["recommended"]
+    )
     assert rows[3, "flat"]["options"] == {"group": "flat"} and rows[3, ""]["options"] == {}
     assert said["recipe"]["second_copy"] is True and said["slow_links"]["lossy"] == "ZeRO++"
-    assert rows[3, "ZeRO++"]["options"] == {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}
+    assert rows[3, "ZeRO++"]["options"] == {
+        "second_copy": True,
+        "gather_codec": "int8",
+        "reduce_codec": "int4",
+    }
     assert rows[3, "HSDP"]["node_links"]["between"] == 8 * rows[3, "HSDP"]["links"]["between"]
     assert Account.from_json(said["recommended"]["account"]) == found.recommended.account  # type: ignore[union-attr]
-    for words in ("on slow links", "hpZ: a second copy in each node", "rounds, to ask for", "yours to ask for", "of a node, to others"):
+    for words in (
+        "on slow links",
+        "hpZ: a second copy in each node",
+        "rounds, to ask for",
+        "yours to ask for",
+        "of a node, to others",
+    ):
         assert words in str(found), words
 
 
@@ -103,28 +158,53 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("gathered", [None, "int8"])
 @pytest.mark.parametrize("reduced", [None, "int4"])
-def test_what_crosses_a_nodes_border_is_the_formula(way: str, gathered: str | None, reduced: str | None) -> None:
-    """All ranks of a node of eight together, three nodes, three micro-batches; every unit of a GPT that is gathered in both passes,
-    less a gather of those at the turn, which the backward pass finds gathered."""
+def test_what_crosses_a_nodes_border_is_the_formula(
+    way: str, gathered: str | None, reduced: str | None
+) -> None:
+    """All ranks of a node of eight together, three nodes, three micro-batches; every unit of a GPT
+    that is gathered in both passes, less a gather of those at the turn, which the backward pass
+    finds gathered.
+    """
     shape, per_node, nodes, micro = architecture("gpt2"), 8, 3, 3
-    recipe = Recipe.zero(3, precision="bf16", gather_codec=gathered, reduce_codec=reduced, **WAYS[way])
+    recipe = Recipe.zero(
+        3, precision="bf16", gather_codec=gathered, reduce_codec=reduced, **WAYS[way]
+    )
     topology = topology_of(recipe, per_node * nodes, per_node)
-    units = [u for u in units_of(shape, recipe, per_node * nodes, per_node=per_node) if not u.looks_up_only]
+    units = [
+        u
+        for u in units_of(shape, recipe, per_node * nodes, per_node=per_node)
+        if not u.looks_up_only
+    ]
     legs = by_level(legs_of(units, recipe, micro))
     sent = sum(by_link(legs, topology, per_node, rank)["between"] for rank in range(per_node))
-    e, r = (codec(name).encoded_bytes(1 << 16) / (2 << 16) if name else 1.0 for name in (gathered, reduced))
+    e, r = (
+        codec(name).encoded_bytes(1 << 16) / (2 << 16) if name else 1.0
+        for name in (gathered, reduced)
+    )
     numel = sum(f.numel for u in units for f in u.flats)
     told = traffic.border_bytes(numel, way, per_node, nodes, 2, micro, gathered=e, reduced=r)
     turn = sum(f.numel for u in units if u.name in ("(root)", "transformer.h.11") for f in u.flats)
-    told -= micro * {"pairwise": per_node, "groups": 1}.get(way, 0) * e * turn * 2 * (nodes - 1) / nodes
+    told -= (
+        micro * {"pairwise": per_node, "groups": 1}.get(way, 0) * e * turn * 2 * (nodes - 1) / nodes
+    )
     assert sent == pytest.approx(told, rel=2e-3 if gathered or reduced else 1e-9)
 
 
-def test_zeropp_between_nodes_is_three_quarters_of_a_pass_and_less_than_3_percent_of_scales() -> None:
+def test_zeropp_between_nodes_is_three_quarters_of_a_pass_and_less_than_3_percent_of_scales() -> (
+    None
+):
     whole = traffic.border_bytes(1e9, "second copy", 8, 2, gathered=0.5, reduced=0.25)
     assert whole == pytest.approx(0.75 * 2e9 / 2)
     found = onefold.plan(
-        "llama-3-8b", gpus=16, link="10g", stage=3, seq=512, largest=False, second_copy=True, gather_codec="int8", reduce_codec="int4"
+        "llama-3-8b",
+        gpus=16,
+        link="10g",
+        stage=3,
+        seq=512,
+        largest=False,
+        second_copy=True,
+        gather_codec="int8",
+        reduce_codec="int4",
     )
     between = found.stages[0].account.node_links["between"]
     assert 1 < between / (0.75 * 2 * found.model.numel / 2) < 1.03
@@ -132,7 +212,9 @@ def test_zeropp_between_nodes_is_three_quarters_of_a_pass_and_less_than_3_percen
 
 
 def test_what_the_job_asks_for_is_what_is_planned() -> None:
-    plain, copy = (of("10g", checkpointing="none", options=o) for o in ((), (("second_copy", True),)))
+    plain, copy = (
+        of("10g", checkpointing="none", options=o) for o in ((), (("second_copy", True),))
+    )
     three = plain.stages[3].account
     (only,) = copy.stages
     assert only.scheme.stage == 3 and copy.recipe.parameters.over == "group"
@@ -147,22 +229,46 @@ def test_what_the_job_asks_for_is_what_is_planned() -> None:
 def test_what_fits_nowhere_in_groups_is_told_where_it_fits_without_them() -> None:
     asked = Job(seq=64, checkpointing="none", offload="none", options=(("shard_group", 1),))
     found = plan(1e8, gpus(8, 1.7 * GIB), asked, largest=False)
-    assert found.recommended is None and ", without shard_group, would fit" in found.why_not, found.why_not
+    assert found.recommended is None and ", without shard_group, would fit" in found.why_not, (
+        found.why_not
+    )
 
 
 def test_what_changes_nothing_is_said() -> None:
-    notes = plan("gpt2", machine(8, 8), Job(seq=64, options=(("error_feedback", True), ("group", "node"))), largest=False).notes
+    notes = plan(
+        "gpt2",
+        machine(8, 8),
+        Job(seq=64, options=(("error_feedback", True), ("group", "node"))),
+        largest=False,
+    ).notes
     assert any(n.startswith("error_feedback=True has no effect") for n in notes), notes
     assert any("makes one group of the 8 ranks (they are on one node)" in n for n in notes), notes
-    (note,) = (n for n in plan("gpt2", gpus(2), Job(seq=64, options=(("frozen", "nf4"),)), largest=False).notes if "frozen" in n)
+    (note,) = (
+        n
+        for n in plan(
+            "gpt2", gpus(2), Job(seq=64, options=(("frozen", "nf4"),)), largest=False
+        ).notes
+        if "frozen" in n
+    )
     assert "no matrix but embeddings is frozen" in note
-    adapted = plan("llama-3-8b", machine(16, 8), Job(seq=64, lora_rank=8, options=(("frozen", "nf4"),)), largest=False)
+    adapted = plan(
+        "llama-3-8b",
+        machine(16, 8),
+        Job(seq=64, lora_rank=8, options=(("frozen", "nf4"),)),
+        largest=False,
+    )
     assert not any("frozen=" in n for n in adapted.notes)
-    whole = plan("llama-3-8b", machine(16, 8), Job(seq=64, lora_rank=8), largest=False).stages[3].account.rest_bytes
+    whole = (
+        plan("llama-3-8b", machine(16, 8), Job(seq=64, lora_rank=8), largest=False)
+        .stages[3]
+        .account.rest_bytes
+    )
     assert adapted.stages[0].account.rest_bytes < 0.5 * whole
 
 
 def test_a_codec_costs_what_it_reads_and_writes() -> None:
     copy = (("second_copy", True),)
-    plain, coded = (of("8x400g", options=o).stages[0].account for o in (copy, (*copy, ("gather_codec", "int8"))))
+    plain, coded = (
+        of("8x400g", options=o).stages[0].account for o in (copy, (*copy, ("gather_codec", "int8")))
+    )
     assert coded.seconds["compute"] > plain.seconds["compute"]

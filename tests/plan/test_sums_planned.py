@@ -1,4 +1,6 @@
-"""What the plan says of sums on NCCL, in rank order and NCCL's own, is what engines do over its stand-in; and which is faster when."""
+"""What the plan says of sums on NCCL, in rank order and NCCL's own, is what engines do over its
+stand-in; and which is faster when.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,11 @@ def differing() -> list[str]:
         }
         seen = observed(onefold.shard(made, recipe, group=group), micro_batches)
         name = f"stage {stage}, {precision}, {micro_batches} micro-batches, {options}"
-        wrong += [f"{name}: {key} {seen[key]}, planned {told[key]}" for key in told if seen[key] != told[key]]
+        wrong += [
+            f"{name}: {key} {seen[key]}, planned {told[key]}"
+            for key in told
+            if seen[key] != told[key]
+        ]
         if seen["peak"] > (bound := bound_of(units, recipe, micro_batches)):
             wrong.append(f"{name}: a peak of {seen['peak']} above its bound of {bound}")
     return wrong
@@ -89,7 +95,11 @@ def observed(model: torch.nn.Module, micro_batches: int) -> dict[str, Any]:
                 model(tokens_of(10 * step + k)).float().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"by move": engine.traffic.by_move(), "by link": engine.traffic.by_link(), "peak": sum(engine.memory.peak().values())}
+    return {
+        "by move": engine.traffic.by_move(),
+        "by link": engine.traffic.by_link(),
+        "peak": sum(engine.memory.peak().values()),
+    }
 
 
 def test_a_plan_of_sums_on_a_native_backend_equals_the_ledgers() -> None:
@@ -106,28 +116,43 @@ def of(gpus: int = 16, name: str = "gpt2-xl", **options: Any) -> Plan:
 def test_the_plan_says_where_native_sums_are_faster_and_they_are(gpus: int) -> None:
     found = of(gpus).sums
     assert found is not None and found.asked == "ordered" and 0 < found.faster_from < math.inf
-    recipe, there, soft = found.ordered.scheme.recipe(Job()), machine(gpus, 8, "h100-80"), Software()
+    recipe, there, soft = (
+        found.ordered.scheme.recipe(Job()),
+        machine(gpus, 8, "h100-80"),
+        Software(),
+    )
     for size, native_wins in ((found.faster_from * 0.9, False), (found.faster_from * 1.1, True)):
-        ordered, native = (reduction_seconds(replace(recipe, reduce=way), there, soft, size, 2, 4) for way in ("ordered", "native"))
+        ordered, native = (
+            reduction_seconds(replace(recipe, reduce=way), there, soft, size, 2, 4)
+            for way in ("ordered", "native")
+        )
         assert (native < ordered) == native_wins, (size, ordered, native)
 
 
 def test_on_one_node_native_sums_are_faster_from_the_size_of_the_formula() -> None:
     """(N − 2)·α·M·N/(N − 1), by hand."""
     found, memory = of(8).sums, machine(8, 8, "h100-80").gpu.memory_bandwidth * SUMMING_ON_A_GPU
-    assert found is not None and found.faster_from == pytest.approx(6 * Software().hop_seconds * memory * 8 / 7, rel=1e-3)
+    assert found is not None and found.faster_from == pytest.approx(
+        6 * Software().hop_seconds * memory * 8 / 7, rel=1e-3
+    )
 
 
 def test_flat_over_nodes_native_sums_cross_borders_as_rings_do() -> None:
     flat, levels = of(64, group="flat").sums, of(64).sums
     assert flat is not None and levels is not None and flat.faster_from < levels.faster_from
-    saved = [s.ordered.account.seconds["step"] - s.native.account.seconds["step"] for s in (flat, levels)]
+    saved = [
+        s.ordered.account.seconds["step"] - s.native.account.seconds["step"] for s in (flat, levels)
+    ]
     assert saved[0] > 2 * abs(saved[1])
 
 
 def test_native_sums_receive_no_parts_and_send_as_much() -> None:
     found = of(8, name="llama-3-8b").sums
-    assert found is not None and found.saved > 0.5 * found.largest and (found.dtype, found.sums_dtype) == ("bfloat16", "float32")
+    assert (
+        found is not None
+        and found.saved > 0.5 * found.largest
+        and (found.dtype, found.sums_dtype) == ("bfloat16", "float32")
+    )
     assert found.ordered.account.wire == found.native.account.wire
 
 
@@ -136,7 +161,9 @@ def test_adding_up_reads_every_part_and_writes_the_sum() -> None:
     for stage, written in ((1, 4), (0, 2)):  # stage 0 sends its sums on, in 16 bits
         units = units_of(shape, Recipe.zero(stage, precision="bf16"), 4, nccl=True)
         own = sum(f.layout.shard_numel for u in units for f in u.flats)
-        assert summed_bytes(units, Recipe.zero(stage, precision="bf16"), 3) == own * (4 * 2 + written)
+        assert summed_bytes(units, Recipe.zero(stage, precision="bf16"), 3) == own * (
+            4 * 2 + written
+        )
     gloo = units_of(shape, Recipe.zero(1), 4)
     assert summed_bytes(gloo, Recipe.zero(1)) == 0
 
@@ -144,13 +171,27 @@ def test_adding_up_reads_every_part_and_writes_the_sum() -> None:
 def test_both_are_in_the_json_and_in_the_words() -> None:
     found = of()
     said = json.loads(json.dumps(found.to_json(), allow_nan=False))["sums"]
-    assert found.sums is not None and said["asked"] == "ordered" and said["faster_from"] == found.sums.faster_from
+    assert (
+        found.sums is not None
+        and said["asked"] == "ordered"
+        and said["faster_from"] == found.sums.faster_from
+    )
     assert said["ordered"]["peak_bytes"] - said["native"]["peak_bytes"] == found.sums.saved
-    for words in ("the same bits at every stage", "added by NCCL, in bfloat16", "NCCL's sums are the faster from"):
+    for words in (
+        "the same bits at every stage",
+        "added by NCCL, in bfloat16",
+        "NCCL's sums are the faster from",
+    ):
         assert words in str(found), words
     asked = of(reduce="native")
-    assert asked.sums is not None and asked.sums.asked == "native" and asked.recommended == asked.sums.native
-    assert asked.sums.ordered.account == found.sums.ordered.account and asked.recipe.reduce == "native"
+    assert (
+        asked.sums is not None
+        and asked.sums.asked == "native"
+        and asked.recommended == asked.sums.native
+    )
+    assert (
+        asked.sums.ordered.account == found.sums.ordered.account and asked.recipe.reduce == "native"
+    )
     assert "gradients are added by NCCL" in str(asked)
 
 
@@ -159,7 +200,11 @@ def test_where_there_is_no_choice_nothing_is_said(monkeypatch: pytest.MonkeyPatc
     alone, encoded = of(1, name="gpt2"), of(reduce_codec="int4")
     here = plan_here("gpt2", Job(seq=64), ranks=4, local_ranks=4, free=16 << 30, device="cpu")
     for found in (alone, encoded, here):
-        assert found.sums is None and found.to_json()["sums"] is None and "NCCL's sums" not in str(found)
+        assert (
+            found.sums is None
+            and found.to_json()["sums"] is None
+            and "NCCL's sums" not in str(found)
+        )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -178,4 +223,10 @@ def test_a_window_of_gradients_on_their_way_to_the_host_is_counted(stage: int) -
     asked = Job(seq=16, offload="optimizer", checkpointing="none")
     found = plan(ModelShape.of_size(400_000_000), there, asked, stages=(stage,), largest=False)
     assert found.recommended is not None and found.recommended.account.rest.get(MOMENTS, 0) == 0
-    assert max(found.recommended.account.peak.get(LEAVING, 0), found.recommended.account.ledger.get(LEAVING, 0)) > 0.5 * WINDOW
+    assert (
+        max(
+            found.recommended.account.peak.get(LEAVING, 0),
+            found.recommended.account.ledger.get(LEAVING, 0),
+        )
+        > 0.5 * WINDOW
+    )

@@ -1,4 +1,6 @@
-"""The constants fitted to published systems are what their rows say, and docs/validation.md is what the code says."""
+"""The constants fitted to published systems are what their rows say, and docs/validation.md is what
+the code says.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def test_every_system_has_rows_it_was_not_fitted_to(name: str) -> None:
 
 def test_zeropp_puts_a_quarter_of_the_bytes_between_nodes() -> None:
     machine = SYSTEMS["zero++"].machine(384)
-    plain, better = (sum(t.between for t in work(1e9, 10, 0.0, machine, scheme).traffic) for scheme in ("zero-3", "zero++"))  # type: ignore[arg-type]
+    plain, better = (
+        sum(t.between for t in work(1e9, 10, 0.0, machine, scheme).traffic)
+        for scheme in ("zero-3", "zero++")
+    )  # type: ignore[arg-type]
     assert better / plain == pytest.approx(0.25, rel=0.01)
 
 
@@ -59,7 +64,11 @@ def test_zeropp_helps_more_the_slower_the_link(link: str) -> None:
     def speedup(bandwidth: str) -> float:
         machine = system.machine(384, bandwidth)
         plain, better = (
-            step_times(work(1e11, 80, 1e15, machine, scheme, system.messages, "fp16"), machine, system.software).step  # type: ignore[arg-type]
+            step_times(
+                work(1e11, 80, 1e15, machine, scheme, system.messages, "fp16"),
+                machine,
+                system.software,
+            ).step  # type: ignore[arg-type]
             for scheme in ("zero-3", "zero++")
         )
         return plain / better
@@ -91,12 +100,16 @@ def test_every_published_table_is_compared_or_said_not_to_be() -> None:
     text = page.page()
     used = {file for table in page.all_tables() for file in table.files}
     for path in tables.DATA.glob("*.csv"):
-        assert path.stem in used or f"`{path.stem}`" in page.not_compared(), f"{path.name} is in benchmarks/data and on no page"
+        assert path.stem in used or f"`{path.stem}`" in page.not_compared(), (
+            f"{path.name} is in benchmarks/data and on no page"
+        )
     assert all(f"`{file}.csv`" in text for file in used)
 
 
 def test_a_formula_that_its_row_does_not_print_is_refused() -> None:
-    assert printed.evaluate("2(P/G)(1-G/W)", {"P": 1.0, "G": 8.0, "W": 64.0}) == 2 / 8 * (1 - 8 / 64)
+    assert printed.evaluate("2(P/G)(1-G/W)", {"P": 1.0, "G": 8.0, "W": 64.0}) == 2 / 8 * (
+        1 - 8 / 64
+    )
     assert printed.evaluate("24*hd*ci", {"hd": 10, "ci": 2}) == 480
     wrong = printed.Printed("ZeRO-3", "assumption", "5P", lambda s: 5.0)
     with pytest.raises(ValueError, match="which has no '5P'"):

@@ -1,4 +1,6 @@
-"""What the plan says of tiers is what engines do: bytes at rest on each of them, bytes moved in a step, peaks under their bounds."""
+"""What the plan says of tiers is what engines do: bytes at rest on each of them, bytes moved in a
+step, peaks under their bounds.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,37 @@ STATES: dict[str, dict[str, Any]] = {
     "a share of it": {"offload_optimizer": 0.6},
     "a budget": {"offload_optimizer": 9_000_000},
     "optimizer on NVMe": {"offload_optimizer": "nvme", "chunk": 65536},
-    "a share of it on NVMe, gradients on the host": {"offload_optimizer": ("nvme", 0.6), "offload_gradients": "cpu"},
+    "a share of it on NVMe, gradients on the host": {
+        "offload_optimizer": ("nvme", 0.6),
+        "offload_gradients": "cpu",
+    },
     "half of it on the host, moments in bf16": {"offload_optimizer": 0.5, "moments": "bf16"},
     "stepped behind": {"offload_optimizer": "nvme", "step_in_backward": True},
 }
 if find_spec("torchao") is not None:
-    STATES["optimizer on NVMe, moments in 8 bits"] = {"offload_optimizer": "nvme", "moments": "int8", "chunk": 262144}
+    STATES["optimizer on NVMe, moments in 8 bits"] = {
+        "offload_optimizer": "nvme",
+        "moments": "int8",
+        "chunk": 262144,
+    }
 AT_STAGE_3: dict[str, dict[str, Any]] = {
     "parameters on the host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
-    "parameters on the host, optimizer on NVMe": {"offload_optimizer": "nvme", "offload_param": "cpu"},
+    "parameters on the host, optimizer on NVMe": {
+        "offload_optimizer": "nvme",
+        "offload_param": "cpu",
+    },
     "all on NVMe": {"offload_optimizer": "nvme", "offload_param": "nvme"},
-    "all on the host, in tiles": {"offload_optimizer": "cpu", "offload_param": "cpu", "tile": 100_000},
+    "all on the host, in tiles": {
+        "offload_optimizer": "cpu",
+        "offload_param": "cpu",
+        "tile": 100_000,
+    },
     "in tiles": {"tile": 100_000},
-    "half of all on NVMe, further ahead": {"offload_optimizer": ("nvme", 0.5), "offload_param": "nvme", "prefetch": 2},
+    "half of all on NVMe, further ahead": {
+        "offload_optimizer": ("nvme", 0.5),
+        "offload_param": "nvme",
+        "prefetch": 2,
+    },
 }
 
 
@@ -62,11 +82,13 @@ def model() -> nn.Module:
 
 def observed(recipe: Recipe, micro_batches: int) -> dict[str, Any]:
     """What the ledgers say of a step in the steady state."""
-    preflight.measure = lambda *_, **__: []  # a rank of its own: the disk's speed is of no interest here
+    # A rank of its own: the disk's speed is of no interest here
+    preflight.measure = lambda *_, **__: []
     module = onefold.shard(model(), recipe)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
     engine = onefold.engine_of(module)
-    engine.transfers.host.reset_peak()  # from the first step on, which may take more than the others
+    # From the first step on, which may take more than the others
+    engine.transfers.host.reset_peak()
     for step in range(3):
         if step == 2:
             engine.memory.reset_peak()
@@ -80,7 +102,11 @@ def observed(recipe: Recipe, micro_batches: int) -> dict[str, Any]:
     moments = moments_by_tier(optimizer, engine)
     on_host = engine.transfers.host.now() | {MOMENTS: moments.get("host", 0)}
     return {
-        "device": {k: v for k, v in (engine.memory.now() | {MOMENTS: moments.get("device", 0)}).items() if v},
+        "device": {
+            k: v
+            for k, v in (engine.memory.now() | {MOMENTS: moments.get("device", 0)}).items()
+            if v
+        },
         "host": {k: v for k, v in on_host.items() if v},
         "nvme": engine.transfers.disk.now(),
         "moved": engine.transfers.moved.by_move(),
@@ -90,23 +116,46 @@ def observed(recipe: Recipe, micro_batches: int) -> dict[str, Any]:
     }
 
 
-def differing(stage: int, precision: str, which: dict[str, dict[str, Any]], folder: str, micro_batches: int) -> list[str]:
+def differing(
+    stage: int, precision: str, which: dict[str, dict[str, Any]], folder: str, micro_batches: int
+) -> list[str]:
     """What a plan says otherwise than an engine."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     wrong = []
     for name, tiers in which.items():
-        recipe = Recipe.zero(stage, precision=precision, **tiers, **({"nvme": folder} if "nvme" in str(tiers) else {}))
+        recipe = Recipe.zero(
+            stage,
+            precision=precision,
+            **tiers,
+            **({"nvme": folder} if "nvme" in str(tiers) else {}),
+        )
         seen = observed(recipe, micro_batches)
         made = model()
         with in_tiles(made, recipe):
             units = units_of(model_shape(made), recipe, ranks, rank)
-        beyond, replay = beyond_of(units, recipe, micro_batches), Replay(units, recipe).run(micro_batches)
+        beyond, replay = (
+            beyond_of(units, recipe, micro_batches),
+            Replay(units, recipe).run(micro_batches),
+        )
         bounds = {"peak": bound_of(units, recipe, micro_batches), "host peak": beyond.host}
-        told = {"device": at_rest(units), **beyond.rest, "moved": beyond.moved, "wire": wire(units, recipe, micro_batches)}
-        wrong += [f"{name}: {key} {seen[key]}, planned {value}" for key, value in told.items() if seen[key] != value]
+        told = {
+            "device": at_rest(units),
+            **beyond.rest,
+            "moved": beyond.moved,
+            "wire": wire(units, recipe, micro_batches),
+        }
+        wrong += [
+            f"{name}: {key} {seen[key]}, planned {value}"
+            for key, value in told.items()
+            if seen[key] != value
+        ]
         if recipe.tile is None and seen["peak"] != sum(replay.peak.values()):
             wrong.append(f"{name}: {seen['peak']} on the device at its peak, planned {replay.peak}")
-        wrong += [f"{name}: {key} {seen[key]} above {bound}" for key, bound in bounds.items() if seen[key] > bound]
+        wrong += [
+            f"{name}: {key} {seen[key]} above {bound}"
+            for key, bound in bounds.items()
+            if seen[key] > bound
+        ]
         if seen["host peak"] < 0.5 * beyond.host:
             wrong.append(f"{name}: {beyond.host} planned on the host, {seen['host peak']} taken")
     return wrong
@@ -117,11 +166,18 @@ def all_differing(folder: str) -> list[str]:
     alone, wrong = not dist.is_initialized() or dist.get_world_size() == 1, []
     names = list(STATES)
     at_3 = list(AT_STAGE_3)
-    asked = [(0, "fp32", 1, [names[1], names[3]]), (2, "bf16", 2, names), (3, "fp32", 1, [names[3], *at_3[2:]]), (3, "bf16", 2, at_3)]
+    asked = [
+        (0, "fp32", 1, [names[1], names[3]]),
+        (2, "bf16", 2, names),
+        (3, "fp32", 1, [names[3], *at_3[2:]]),
+        (3, "bf16", 2, at_3),
+    ]
     for stage, precision, micro_batches, chosen in asked[::3] if alone else asked:
         which = {name: (STATES | AT_STAGE_3)[name] for name in chosen}
         found = differing(stage, precision, which, folder, micro_batches)
-        wrong += [f"stage {stage}, {precision}, {micro_batches} micro-batches, {one}" for one in found]
+        wrong += [
+            f"stage {stage}, {precision}, {micro_batches} micro-batches, {one}" for one in found
+        ]
     return wrong
 
 
@@ -131,9 +187,13 @@ def test_a_plan_of_tiers_in_integers_equals_the_ledgers(ranks: int, tmp_path: Pa
         assert wrong == [], "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("checkpointing", "budget"), [("none", 1 << 62), ("none", 40 << 20), ("non-reentrant", 1 << 62)])
+@pytest.mark.parametrize(
+    ("checkpointing", "budget"), [("none", 1 << 62), ("none", 40 << 20), ("non-reentrant", 1 << 62)]
+)
 def test_activations_that_are_planned_to_go_to_the_host_do(checkpointing: Any, budget: int) -> None:
-    """Bytes that go down and come up in a step, to a few of a tensor's: which of them are large enough is the trace's."""
+    """Bytes that go down and come up in a step, to a few of a tensor's: which of them are large
+    enough is the trace's.
+    """
     batch = torch.randint(0, 61, (64, 64), generator=torch.Generator().manual_seed(0))
 
     def made() -> nn.Module:
@@ -150,14 +210,20 @@ def test_activations_that_are_planned_to_go_to_the_host_do(checkpointing: Any, b
     assert set(moved) == set(told) == {"up", "down"}
     for move in told:
         assert moved[move] == pytest.approx(told[move], abs=4 << 20), (moved, told)
-    assert sum(beyond.host.peak().values()) == pytest.approx(planned.nbytes, abs=4 << 20), (beyond.host.peak(), planned.nbytes)
+    assert sum(beyond.host.peak().values()) == pytest.approx(planned.nbytes, abs=4 << 20), (
+        beyond.host.peak(),
+        planned.nbytes,
+    )
 
 
 def test_activations_on_the_host_leave_the_device_what_runs_and_what_is_on_its_way() -> None:
     shape = architecture("llama-3-8b")
     assert shape.transformer is not None
     whole = Activity.from_dims(shape, shape.transformer, 1, 2048, 2, "none", "llama")
-    peaks = {budget: max(s.peak for s in on_host(whole, budget, shared=False).activity.slots) for budget in (1 << 32, 1 << 62)}
+    peaks = {
+        budget: max(s.peak for s in on_host(whole, budget, shared=False).activity.slots)
+        for budget in (1 << 32, 1 << 62)
+    }
     kept = max(s.peak for s in whole.slots)
     assert kept - (1 << 32) <= peaks[1 << 32] <= kept - (1 << 32) + 2 * NEAR, (kept, peaks)
     one = whole.saved // shape.transformer.layers

@@ -22,8 +22,17 @@ def plain(n: int = 64, link: str = "8x200g") -> Machine:
     return machine(n, 8, "a100-80", link)
 
 
-@given(gpus, links, sizes, st.floats(1e9, 1e18), st.floats(1e6, 1e13), st.sampled_from(["zero-2", "zero-3"]))
-def test_a_step_is_the_sum_of_its_parts(gpu: str, link: str, n: int, flops: float, numel: float, scheme: str) -> None:
+@given(
+    gpus,
+    links,
+    sizes,
+    st.floats(1e9, 1e18),
+    st.floats(1e6, 1e13),
+    st.sampled_from(["zero-2", "zero-3"]),
+)
+def test_a_step_is_the_sum_of_its_parts(
+    gpu: str, link: str, n: int, flops: float, numel: float, scheme: str
+) -> None:
     there = machine(n, 8, gpu, link)
     times = step_times(work(numel, 24, flops, there, scheme), there)  # type: ignore[arg-type]
     assert tuple(times.seconds) == SECONDS
@@ -36,15 +45,22 @@ def test_a_step_is_the_sum_of_its_parts(gpu: str, link: str, n: int, flops: floa
 @given(sizes, st.floats(1e9, 1e18), st.floats(1e6, 1e12))
 def test_stage_3_is_never_faster_than_stage_2(n: int, flops: float, numel: float) -> None:
     there = plain(n)
-    two, three = (step_times(work(numel, 24, flops, there, scheme), there).step for scheme in ("zero-2", "zero-3"))  # type: ignore[arg-type]
+    two, three = (
+        step_times(work(numel, 24, flops, there, scheme), there).step
+        for scheme in ("zero-2", "zero-3")
+    )  # type: ignore[arg-type]
     assert two <= three * (1 + 1e-9)
 
 
 @given(st.floats(1e12, 1e17), st.floats(1e8, 1e12), st.sampled_from([8, 16, 64, 512]))
-def test_a_step_is_never_faster_on_more_ranks_with_the_same_work_each(flops: float, numel: float, n: int) -> None:
+def test_a_step_is_never_faster_on_more_ranks_with_the_same_work_each(
+    flops: float, numel: float, n: int
+) -> None:
     def step(ranks: int) -> float:
         there = plain(ranks)
-        return step_times(replace(work(numel, 24, flops, there, "zero-3"), optimizer_bytes=0), there).step
+        return step_times(
+            replace(work(numel, 24, flops, there, "zero-3"), optimizer_bytes=0), there
+        ).step
 
     assert step(n) <= step(2 * n) * (1 + 1e-9)
 
@@ -52,7 +68,10 @@ def test_a_step_is_never_faster_on_more_ranks_with_the_same_work_each(flops: flo
 @given(st.floats(1e12, 1e17), st.floats(1e8, 1e12), st.floats(0, 1), st.floats(0, 1))
 def test_more_overlap_is_never_slower(flops: float, numel: float, a: float, b: float) -> None:
     there = plain()
-    less, more = (step_times(work(numel, 24, flops, there, "zero-3"), there, Software(overlap=o)).step for o in sorted((a, b)))
+    less, more = (
+        step_times(work(numel, 24, flops, there, "zero-3"), there, Software(overlap=o)).step
+        for o in sorted((a, b))
+    )
     assert more <= less * (1 + 1e-9)
 
 
@@ -64,7 +83,9 @@ def test_a_ring_over_nodes_takes_the_nodes_bandwidth() -> None:
     assert ring.seconds(there, soft) == pytest.approx(63e9 / 200e9)
 
 
-def test_pairwise_messages_put_as_many_times_a_rings_bytes_between_nodes_as_a_node_has_ranks() -> None:
+def test_pairwise_messages_put_as_many_times_a_rings_bytes_between_nodes_as_a_node_has_ranks() -> (
+    None
+):
     there, soft = plain(64), Software(link_share=1, hop_seconds=0)
     ring, pairwise = (way("all-gather", 63e9, 1, there) for way in (Traffic.ring, Traffic.pairwise))
     assert pairwise.nbytes == pytest.approx(ring.nbytes)
@@ -79,19 +100,26 @@ def test_inside_one_node_nothing_travels_between() -> None:
 
 def test_the_first_gather_and_the_last_reduction_stay_exposed() -> None:
     there, soft = plain(8), Software(overlap=1, straggler=0)
-    moves = [Traffic.ring("all-gather", 7e9, 20, there), Traffic.ring("reduce-scatter", 7e9, 20, there)]
+    moves = [
+        Traffic.ring("all-gather", 7e9, 20, there),
+        Traffic.ring("reduce-scatter", 7e9, 20, there),
+    ]
     times = step_times(Work(1e18, moves), there, soft)
     assert times.seconds["exposed communication"] == pytest.approx(times.communication * 2 / 40)
 
 
 def test_a_gather_hides_behind_its_own_phase_only() -> None:
-    """All the room of the backward pass does not help a forward gather; "both" may use what every phase leaves."""
+    """All the room of the backward pass does not help a forward gather; "both" may use what every
+    phase leaves.
+    """
     there, soft = plain(16, "1g"), Software(overlap=1, straggler=0)
     gather = Traffic.ring("all-gather", 1e9, 1000, there, "forward")
     compute = 2 * gather.seconds(there, soft)
     flops = compute * there.matrix_rate("bf16") * soft.kernel_share
     forward, both, boundary = (
-        step_times(Work(flops, [replace(gather, phase=p)]), there, soft).seconds["exposed communication"]  # type: ignore[arg-type]
+        step_times(Work(flops, [replace(gather, phase=p)]), there, soft).seconds[
+            "exposed communication"
+        ]  # type: ignore[arg-type]
         for p in ("forward", "both", "boundary")
     )
     assert both < forward < boundary
@@ -102,7 +130,9 @@ def test_on_shared_cores_a_hidden_second_costs_compute() -> None:
     alone = plain(8)
     shared = replace(alone, contention=1.0)
     task = work(1e9, 24, 1e15, alone, "zero-3")
-    assert step_times(task, shared).seconds["exposed communication"] == pytest.approx(step_times(task, shared).communication)
+    assert step_times(task, shared).seconds["exposed communication"] == pytest.approx(
+        step_times(task, shared).communication
+    )
     assert step_times(task, alone).step < step_times(task, shared).step
 
 
@@ -113,7 +143,10 @@ def test_the_wait_for_the_slowest_grows_with_the_ranks(n: int) -> None:
 
 def test_the_host_and_the_disk_are_hidden_as_far_as_compute_leaves_room() -> None:
     there, soft = plain(8), Software(overlap=1)
-    idle, busy = (step_times(Work(flops, host_bytes=100e9), there, soft).seconds["io"] for flops in (0.0, 1e18))
+    idle, busy = (
+        step_times(Work(flops, host_bytes=100e9), there, soft).seconds["io"]
+        for flops in (0.0, 1e18)
+    )
     assert idle == pytest.approx(100e9 / there.host_link())
     assert busy == 0
     slow = step_times(Work(0.0, host_bytes=1e9, nvme_bytes=100e9), there, soft).seconds["io"]
@@ -123,10 +156,14 @@ def test_the_host_and_the_disk_are_hidden_as_far_as_compute_leaves_room() -> Non
 def test_an_update_on_the_host_takes_the_hosts_memory_bandwidth() -> None:
     """ZeRO-Offload Table 4: CPU-Adam steps 10e9 parameters in 2.57 s."""
     there = machine(1, 1, "v100-32")
-    assert step_times(Work(0.0, host_optimizer_bytes=28 * 10e9), there).step == pytest.approx(2.57, rel=0.02)
+    assert step_times(Work(0.0, host_optimizer_bytes=28 * 10e9), there).step == pytest.approx(
+        2.57, rel=0.02
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"kernel_share": 0}, {"link_share": 1.5}, {"overlap": -0.1}, {"hop_seconds": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"kernel_share": 0}, {"link_share": 1.5}, {"overlap": -0.1}, {"hop_seconds": -1}]
+)
 def test_constants_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Software(**wrong)
@@ -148,12 +185,22 @@ class Clock:
 def test_a_calibrated_machine_is_believed() -> None:
     there = replace(plain(2), measured=Clock())
     moves = [Traffic.pairwise("all-gather", 1e9, 10, there, "boundary")]
-    task = Work(2e10, moves, precision="fp32", optimizer_numel=5e8, optimizer_bytes=1e30, hidden=64, micro_tokens=128)
+    task = Work(
+        2e10,
+        moves,
+        precision="fp32",
+        optimizer_numel=5e8,
+        optimizer_bytes=1e30,
+        hidden=64,
+        micro_tokens=128,
+    )
     seconds = step_times(task, there).seconds
     assert seconds["compute"] == pytest.approx(2.0)
     assert seconds["exposed communication"] == pytest.approx(10 * 1e-3 + 1.0)
     assert seconds["optimizer"] == pytest.approx(0.5)
-    assert step_times(replace(task, precision="bf16"), there).seconds["compute"] == pytest.approx(4.0)
+    assert step_times(replace(task, precision="bf16"), there).seconds["compute"] == pytest.approx(
+        4.0
+    )
 
 
 def test_what_is_reduced_at_the_boundary_hides_behind_one_micro_batch() -> None:
@@ -162,7 +209,9 @@ def test_what_is_reduced_at_the_boundary_hides_behind_one_micro_batch() -> None:
     flops = compute * there.matrix_rate("bf16") * soft.kernel_share
     reduction = Traffic.ring("reduce-scatter", 10e9, 10_000, there, "last backward")
     exposed = [
-        step_times(Work(flops, [replace(reduction, phase=phase)], micro_batches=4), there, soft).seconds["exposed communication"]  # type: ignore[arg-type]
+        step_times(
+            Work(flops, [replace(reduction, phase=phase)], micro_batches=4), there, soft
+        ).seconds["exposed communication"]  # type: ignore[arg-type]
         for phase in ("backward", "last backward")
     ]
     assert exposed[1] - exposed[0] == pytest.approx(compute * 2 / 3 * 3 / 4, rel=0.01)
@@ -175,11 +224,21 @@ def test_a_wide_room_is_not_used_twice() -> None:
     one = Traffic.ring("all-gather", 10e9, 10_000, there, "both")
     two = [replace(one, phase="first forward"), replace(one, phase="backward"), one]
     times = step_times(Work(flops, two), there, soft)
-    assert times.communication - times.seconds["exposed communication"] == pytest.approx(1.0, rel=1e-6)
+    assert times.communication - times.seconds["exposed communication"] == pytest.approx(
+        1.0, rel=1e-6
+    )
 
 
-@given(st.sampled_from([8, 64, 512]), st.booleans(), st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(1e6, 1e12))
-def test_the_links_of_onefolds_moves_carry_the_ledgers_bytes(n: int, nccl: bool, gathered: float, reduced: float, both: float) -> None:
+@given(
+    st.sampled_from([8, 64, 512]),
+    st.booleans(),
+    st.floats(1e6, 1e12),
+    st.floats(1e6, 1e12),
+    st.floats(1e6, 1e12),
+)
+def test_the_links_of_onefolds_moves_carry_the_ledgers_bytes(
+    n: int, nccl: bool, gathered: float, reduced: float, both: float
+) -> None:
     wire = {"all-gather": gathered, "reduce-scatter": reduced, "all-reduce": both}
     moves = traffic_of(wire, dict.fromkeys(wire, 10), plain(n), nccl=nccl)
     links = links_of(moves)
@@ -194,9 +253,14 @@ def test_what_is_not_sent_is_no_move() -> None:
 
 def test_moves_inside_nodes_and_between_them_run_beside_each_other() -> None:
     there, soft = machine(16, 8, "h100-80"), Software(overlap=0, straggler=0, hop_seconds=0)
-    levels = [Traffic.within_nodes("all-gather", 50e9, 1000, there), Traffic.across_nodes("all-gather", 50e9, 1000, there)]
+    levels = [
+        Traffic.within_nodes("all-gather", 50e9, 1000, there),
+        Traffic.across_nodes("all-gather", 50e9, 1000, there),
+    ]
     inside, between = (t.seconds(there, soft) for t in levels)
     found = step_times(Work(1e15, levels), there, soft)
     ends = 2 / 1000 * (inside + between)  # one behind the other
-    assert found.seconds["exposed communication"] == pytest.approx(max(inside, between) * (1 - 2 / 1000) + ends)
+    assert found.seconds["exposed communication"] == pytest.approx(
+        max(inside, between) * (1 - 2 / 1000) + ends
+    )
     assert found.communication == pytest.approx(inside + between)

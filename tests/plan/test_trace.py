@@ -17,7 +17,9 @@ from models import TinyGPT, TinyMLP, features_of, tokens_of
 from onefold.plan.recompute import checkpointed
 from onefold.plan.trace import trace
 
-needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 TEXT = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
         "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -47,7 +49,9 @@ def build(name: str, **changes: Any) -> nn.Module:
 
     transformers.logging.set_verbosity_error()
     model_class, config_class, arguments = ARCHITECTURES[name]
-    return getattr(transformers, model_class)(getattr(transformers, config_class)(**{**arguments, **changes}))
+    return getattr(transformers, model_class)(
+        getattr(transformers, config_class)(**{**arguments, **changes})
+    )
 
 
 def batch_of(name: str, samples: int = 2) -> Any:
@@ -58,13 +62,23 @@ def batch_of(name: str, samples: int = 2) -> Any:
 
 
 everywhere = pytest.mark.parametrize(
-    "name", [*HERE, *(pytest.param(n, marks=needs_transformers) for n in ARCHITECTURES if n != "Mixtral, a loop")]
+    "name",
+    [
+        *HERE,
+        *(
+            pytest.param(n, marks=needs_transformers)
+            for n in ARCHITECTURES
+            if n != "Mixtral, a loop"
+        ),
+    ],
 )
 
 
 @everywhere
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_saved_bytes_and_peak_in_fp32_are_those_of_a_real_step(name: str, checkpointing: Any) -> None:
+def test_saved_bytes_and_peak_in_fp32_are_those_of_a_real_step(
+    name: str, checkpointing: Any
+) -> None:
     with seeded():
         module = build(name)
         said = trace(module, batch_of(name), checkpointing=checkpointing)
@@ -73,29 +87,39 @@ def test_saved_bytes_and_peak_in_fp32_are_those_of_a_real_step(name: str, checkp
             assert said.saved == step.saved()
             allocated = step.allocated()
     # Scratch memory of kernels (a few hundred bytes here) is the allocator's alone.
-    assert said.peak <= allocated <= 1.002 * said.peak, f"traced {said.peak:,}, allocated {allocated:,}"
+    assert said.peak <= allocated <= 1.002 * said.peak, (
+        f"traced {said.peak:,}, allocated {allocated:,}"
+    )
 
 
 @everywhere
 @pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_saved_bytes_and_peak_in_bf16_are_those_of_a_real_step(name: str, precision: Any, checkpointing: Any) -> None:
+def test_saved_bytes_and_peak_in_bf16_are_those_of_a_real_step(
+    name: str, precision: Any, checkpointing: Any
+) -> None:
     with seeded():
         module = build(name)
         said = trace(module, batch_of(name), precision=precision, checkpointing=checkpointing)
         with checkpointed(module, checkpointing):
             step = RealStep(module, batch_of(name), precision)
-            # Under autocast torch's fake layer norm says 16 bits of the two statistics of a row that are kept in 32.
-            assert said.saved == pytest.approx(step.saved(), rel=0 if precision == "bf16" else 0.003)
+            # Under autocast torch's fake layer norm says 16 bits of the two statistics of a row
+            # that are kept in 32.
+            assert said.saved == pytest.approx(
+                step.saved(), rel=0 if precision == "bf16" else 0.003
+            )
             held = step.tensors()
-    # Tensors, since the CPU's kernels for 16 bits take scratch memory that an accelerator's do not. The mode that counts them
-    # makes autograd add gradients out of place, which the tracer corrects: up to one tensor more.
+    # Tensors, since the CPU's kernels for 16 bits take scratch memory that an accelerator's do not.
+    # The mode that counts them makes autograd add gradients out of place, which the tracer
+    # corrects: up to one tensor more.
     assert said.peak <= held <= 1.05 * said.peak, f"traced {said.peak:,}, held {held:,}"
 
 
 @needs_transformers
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_experts_in_a_loop_save_what_a_real_step_saves_however_it_routes(checkpointing: Any) -> None:
+def test_experts_in_a_loop_save_what_a_real_step_saves_however_it_routes(
+    checkpointing: Any,
+) -> None:
     name = "Mixtral, a loop"
     with seeded():
         module = build(name)
@@ -105,7 +129,8 @@ def test_experts_in_a_loop_save_what_a_real_step_saves_however_it_routes(checkpo
             assert said.saved == step.saved()
             allocated = step.allocated()
     assert any("balanced" in note for note in said.notes)
-    # The peak is that of the expert with most tokens, and a real router is not balanced: within 5 % at 4 experts and 48 tokens.
+    # The peak is that of the expert with most tokens, and a real router is not balanced: within 5 %
+    # at 4 experts and 48 tokens.
     assert abs(said.peak / allocated - 1) < 0.05, f"traced {said.peak:,}, allocated {allocated:,}"
 
 
@@ -120,7 +145,9 @@ def test_a_model_that_checkpoints_by_itself_is_traced_as_it_does(how: Any) -> No
         assert said.saved == step.saved()
         allocated = step.allocated()
     assert said.saved < trace(TinyGPT(width=32, heads=4), (tokens_of(0),)).saved
-    assert said.peak <= allocated <= 1.002 * said.peak, f"traced {said.peak:,}, allocated {allocated:,}"
+    assert said.peak <= allocated <= 1.002 * said.peak, (
+        f"traced {said.peak:,}, allocated {allocated:,}"
+    )
 
 
 @dataclass
@@ -130,7 +157,9 @@ class Answer:
 
 
 class Odd(nn.Module):
-    """A block used three times, an output that is a dataclass, a buffer, a view that is saved, an in-place change."""
+    """A block used three times, an output that is a dataclass, a buffer, a view that is saved, an
+    in-place change.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,13 +191,23 @@ class Frozen(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 4),
+    )
 
 
 ODD: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "reused block": (Odd, (features_of(0, 10, 12),)),
     "frozen half": (Frozen, (features_of(0, 9, 16), torch.tensor([1, 4, 4]))),
-    "encoder layer": (lambda: nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), (features_of(0, 3, 7, 16),)),
+    "encoder layer": (
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True),
+        (features_of(0, 3, 7, 16),),
+    ),
 }
 
 
@@ -179,7 +218,9 @@ def test_odd_modules_are_traced_to_the_byte(name: str) -> None:
         said, step = trace(make(), batch), RealStep(make(), batch, "fp32")
         assert said.saved == step.saved()
         allocated = step.allocated()
-    assert said.peak <= allocated <= 1.002 * said.peak, f"traced {said.peak:,}, allocated {allocated:,}"
+    assert said.peak <= allocated <= 1.002 * said.peak, (
+        f"traced {said.peak:,}, allocated {allocated:,}"
+    )
 
 
 def test_a_convolution_saves_what_it_saves_and_its_kernels_scratch_memory_is_left_out() -> None:
@@ -197,14 +238,16 @@ def test_padding_costs_a_mask_and_an_unpadded_mask_costs_nothing() -> None:
     masks["padded"][0, 15:] = 0
     said = {}
     for name, mask in masks.items():
-        batch = {"input_ids": ids, "labels": ids} | ({} if mask is None else {"attention_mask": mask})
+        batch = {"input_ids": ids, "labels": ids} | (
+            {} if mask is None else {"attention_mask": mask}
+        )
         said[name] = trace(module, batch).saved
         with seeded():
             assert said[name] == RealStep(build("Llama"), batch, "fp32").saved(), name
     assert said["none"] == said["ones"] < said["padded"]
 
 
-# -- what a trace says besides sums ------------------------------------------------------------------------------------------------
+# -- what a trace says besides sums ----------------------------------------------------------------
 
 
 def test_spans_follow_each_other_and_hand_over_every_gradient_once() -> None:
@@ -216,8 +259,12 @@ def test_spans_follow_each_other_and_hand_over_every_gradient_once() -> None:
         assert max(before.begin, before.end) <= before.peak
         assert before.arrives or before.end == after.begin, (before, after)
         assert 0 <= before.gradients <= before.peak and 0 <= before.logits <= before.peak
-    owners = [s.unit for s in said.spans if s.phase == "backward" and s.arrives.startswith("blocks.")]
-    assert owners == [".".join(s.arrives.split(".")[:2]) for s in said.spans if s.arrives.startswith("blocks.")]
+    owners = [
+        s.unit for s in said.spans if s.phase == "backward" and s.arrives.startswith("blocks.")
+    ]
+    assert owners == [
+        ".".join(s.arrives.split(".")[:2]) for s in said.spans if s.arrives.startswith("blocks.")
+    ]
 
 
 def test_a_gradient_of_a_parameter_is_dropped_where_it_arrives() -> None:
@@ -244,14 +291,18 @@ def test_logits_are_what_is_as_wide_as_the_vocabulary() -> None:
     batch, length, vocabulary = 2, 12, 61
     said = trace(TinyGPT(vocabulary), (tokens_of(0),))
     rows = batch * (length - 1)
-    assert said.logits == rows * vocabulary * 4  # cross-entropy keeps log-probabilities, and not the logits
+    # cross-entropy keeps log-probabilities, and not the logits
+    assert said.logits == rows * vocabulary * 4
     assert max(s.logits for s in said.spans) >= 2 * rows * vocabulary * 4  # both of them at a time
     assert trace(TinyMLP(), (features_of(0, 4, 7),)).logits == 0
 
 
 def test_flops_are_those_of_the_matrix_products() -> None:
     batch, length, width, heads, depth, vocabulary = 2, 12, 32, 4, 3, 61
-    said = {how: trace(TinyGPT(vocabulary, width, heads, depth), (tokens_of(0),), checkpointing=how) for how in ("none", "full")}
+    said = {
+        how: trace(TinyGPT(vocabulary, width, heads, depth), (tokens_of(0),), checkpointing=how)
+        for how in ("none", "full")
+    }
     tokens = batch * length
     attention = 2 * 2 * batch * length * length * width  # scores and their product with the values
     block = 2 * tokens * 12 * width * width + attention
@@ -260,17 +311,24 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     assert forward == {"(root)": head} | {f"blocks.{i}": block for i in range(depth)}
     backward = {u.name: u.backward_flops for u in said["none"].units}
     assert backward["(root)"] == 2 * head
-    assert backward["blocks.1"] == 2 * (block - attention) + attention // 2 * 5  # the kernel computes the scores again
+    # The kernel computes the scores again
+    assert backward["blocks.1"] == 2 * (block - attention) + attention // 2 * 5
     again = {u.name: u.backward_flops - backward[u.name] for u in said["full"].units}
-    # Recomputation stops at the last tensor that was saved: the last linear layer is not run again, being no input of anything.
+    # Recomputation stops at the last tensor that was saved: the last linear layer is not run again,
+    # being no input of anything.
     last = 2 * tokens * 4 * width * width
     assert again == {"(root)": 0} | {f"blocks.{i}": block - last for i in range(depth)}
 
 
 def test_checkpointing_keeps_less_and_every_second_block_keeps_half_of_the_rest() -> None:
-    said = {how: trace(TinyGPT(width=32, depth=4), (tokens_of(0),), checkpointing=how) for how in ("none", "selective", "full")}
+    said = {
+        how: trace(TinyGPT(width=32, depth=4), (tokens_of(0),), checkpointing=how)
+        for how in ("none", "selective", "full")
+    }
     assert said["full"].saved < said["selective"].saved < said["none"].saved
-    assert said["none"].saved - said["selective"].saved == said["selective"].saved - said["full"].saved
+    assert (
+        said["none"].saved - said["selective"].saved == said["selective"].saved - said["full"].saved
+    )
     assert said["full"].peak < said["none"].peak
 
 
@@ -284,9 +342,17 @@ def test_a_trace_leaves_the_module_and_the_random_numbers_as_they_were() -> None
     trace(module, (tokens_of(0),), checkpointing="full", precision="bf16")
     for name, param, address, values, grad in before:
         now = module.get_parameter(name)
-        assert now is param and now.data_ptr() == address and torch.equal(now, values) and now.grad is grad
+        assert (
+            now is param
+            and now.data_ptr() == address
+            and torch.equal(now, values)
+            and now.grad is grad
+        )
     assert [m.training for m in module.modules()] == modes
-    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in module.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__
+        for m in module.modules()
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -307,7 +373,7 @@ def test_a_module_on_the_meta_device_is_traced_like_a_real_one() -> None:
     assert all(p.is_meta for p in empty.parameters())
 
 
-# -- an accelerator's kernels ------------------------------------------------------------------------------------------------------
+# -- an accelerator's kernels ----------------------------------------------------------------------
 
 
 class Dropped(nn.Module):
@@ -333,17 +399,26 @@ class Attends(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.masked else None
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout, is_causal=mask is None)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p=self.dropout, is_causal=mask is None
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_fused_attention_never_keeps_scores_on_cuda(precision: Any, dropout: float) -> None:
     length = 512
-    said = trace(Attends(False, dropout), (features_of(0, 1, length, 64),), device="cuda", precision=precision)
+    said = trace(
+        Attends(False, dropout),
+        (features_of(0, 1, length, 64),),
+        device="cuda",
+        precision=precision,
+    )
     scores = 4 * length * length * (4 if precision == "fp32" else 2)
     assert said.peak < scores
-    masked = trace(Attends(True, dropout), (features_of(0, 1, length, 64),), device="cuda", precision=precision)
+    masked = trace(
+        Attends(True, dropout), (features_of(0, 1, length, 64),), device="cuda", precision=precision
+    )
     assert masked.saved - said.saved < scores / 2  # the mask once, as numbers, for all heads
 
 
@@ -351,5 +426,3 @@ def test_checkpointing_recomputes_with_the_kernels_of_the_device() -> None:
     said = {how: trace(TinyGPT(width=32, heads=4, dropout=0.1), (tokens_of(0),), checkpointing=how, device="cuda", precision="bf16")
             for how in ("none", "full")}  # fmt: skip
     assert said["full"].saved < said["none"].saved
-
-

@@ -33,7 +33,9 @@ def model(name: str) -> nn.Module:
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER, **COMMON))
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, **experts, **COMMON))
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**DECODER, **experts, **COMMON)
+    )
 
 
 def batch(samples: int) -> dict[str, torch.Tensor]:
@@ -59,12 +61,19 @@ def test_a_larger_micro_batch_is_counted_without_tracing_it() -> None:
 def test_a_calibrated_plan_prices_operations_and_says_how_steps_compare() -> None:
     found = calibration(1, 2)
     there = calibrated(found, 2)
-    shape, job = model_shape(model("llama"), seq=16), Job(seq=16, micro_batch=2, global_batch=12, precision="fp32")
+    shape, job = (
+        model_shape(model("llama"), seq=16),
+        Job(seq=16, micro_batch=2, global_batch=12, precision="fp32"),
+    )
     traced = Activity.from_trace(trace(model("llama"), batch(2)))
 
     def seconds(activity: Activity) -> float:
-        candidate = Question(shape, lambda micro, how: activity, there, job).answer(Scheme(1, "none", "none", 2))
-        assert any("training steps measured on this machine reach" in note for note in candidate.notes)
+        candidate = Question(shape, lambda micro, how: activity, there, job).answer(
+            Scheme(1, "none", "none", 2)
+        )
+        assert any(
+            "training steps measured on this machine reach" in note for note in candidate.notes
+        )
         return candidate.account.seconds["compute"]
 
     assert traced.kernels is not None
@@ -72,5 +81,6 @@ def test_a_calibrated_plan_prices_operations_and_says_how_steps_compare() -> Non
     passes = 3 * found.pass_seconds(traced.kernels, ranks=2) / found.shares(ranks=2).step
     assert seconds(traced) == pytest.approx(passes + handed, rel=1e-6)
     assert seconds(replace(traced, kernels=None)) != pytest.approx(passes + handed, rel=1e-3)
-    fewer = replace(traced, flops=traced.flops / 2)  # of frozen parameters there are no gradients: what was traced does not hold
+    # Of frozen parameters there are no gradients: what was traced does not hold
+    fewer = replace(traced, flops=traced.flops / 2)
     assert seconds(fewer) == pytest.approx(seconds(replace(fewer, kernels=None)))

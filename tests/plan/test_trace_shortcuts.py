@@ -1,4 +1,6 @@
-"""What the tracer leaves out without a difference, how it asks for what it needs, and what it refuses."""
+"""What the tracer leaves out without a difference, how it asks for what it needs, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from models import TinyGPT, TinyMLP, features_of, tokens_of
 from onefold.plan.trace import ActivationTrace, trace, trace_at
 
-# -- shortcuts ---------------------------------------------------------------------------------------------------------------------
+# -- shortcuts -------------------------------------------------------------------------------------
 
 
-def whole_trace(module: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ActivationTrace:
+def whole_trace(
+    module: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> ActivationTrace:
     """A trace in which every block runs."""
     with monkeypatch.context() as patch:
         patch.setattr("onefold.plan.trace.repetition_in", lambda _: None)
@@ -25,10 +29,15 @@ def whole_trace(module: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("depth", [12, 13])
-def test_equal_blocks_left_out_of_a_trace_change_nothing_in_it(depth: int, checkpointing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_blocks_left_out_of_a_trace_change_nothing_in_it(
+    depth: int, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = TinyGPT(width=32, heads=4, depth=depth, tied=True)
     ran: list[int] = []
-    handles = [block.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, block in enumerate(module.blocks)]
+    handles = [
+        block.register_forward_hook(lambda *_, i=i: ran.append(i))
+        for i, block in enumerate(module.blocks)
+    ]
     short = trace(module, (tokens_of(0),), checkpointing=checkpointing)
     assert len(set(ran)) < depth
     for handle in handles:
@@ -55,12 +64,16 @@ def test_equal_layers_of_transformers_are_left_out_without_a_difference(
 
 
 @needs_transformers
-def test_layers_that_alternate_are_traced_with_their_period(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_alternate_are_traced_with_their_period(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import transformers
 
     own = {"num_hidden_layers": 13, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
     module = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GROUPED | own))
-    assert trace(module, batch_of("Gemma 2")) == whole_trace(module, batch_of("Gemma 2"), monkeypatch)
+    assert trace(module, batch_of("Gemma 2")) == whole_trace(
+        module, batch_of("Gemma 2"), monkeypatch
+    )
 
 
 def test_blocks_that_differ_are_all_run() -> None:
@@ -88,16 +101,27 @@ class LooksAlike(nn.Module):
 def test_blocks_that_are_equal_and_do_not_do_the_same_are_all_run() -> None:
     with seeded():
         module = LooksAlike()
-        assert trace(module, (features_of(0, 8, 8),)).saved == RealStep(module, (features_of(0, 8, 8),), "fp32").saved()
+        assert (
+            trace(module, (features_of(0, 8, 8),)).saved
+            == RealStep(module, (features_of(0, 8, 8),), "fp32").saved()
+        )
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_larger_micro_batches_follow_from_small_ones(checkpointing: Any) -> None:
     module = TinyGPT(width=32, heads=4, depth=8)
     sizes = (1, 2, 3, 5, 16)
-    said = trace_at(module, lambda b: (tokens_of(0, batch=b),), sizes, checkpointing=checkpointing, precision="bf16")
+    said = trace_at(
+        module,
+        lambda b: (tokens_of(0, batch=b),),
+        sizes,
+        checkpointing=checkpointing,
+        precision="bf16",
+    )
     for b in sizes:
-        assert said[b] == trace(module, (tokens_of(0, batch=b),), checkpointing=checkpointing, precision="bf16"), b
+        assert said[b] == trace(
+            module, (tokens_of(0, batch=b),), checkpointing=checkpointing, precision="bf16"
+        ), b
 
 
 @needs_transformers
@@ -109,7 +133,7 @@ def test_larger_micro_batches_of_transformers_follow_from_small_ones(name: str) 
         assert found == trace(module, batch_of(name, b)), b
 
 
-# -- sentences ---------------------------------------------------------------------------------------------------------------------
+# -- sentences -------------------------------------------------------------------------------------
 
 
 class Picky(nn.Module):

@@ -1,4 +1,6 @@
-"""The reader of DeepSpeed configurations: what it reads, what it lists, what it refuses, and with which sentence."""
+"""The reader of DeepSpeed configurations: what it reads, what it lists, what it refuses, and with
+which sentence.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,17 @@ import pytest
 import torch
 
 from onefold.integrations.deepspeed import recipe_from
-from onefold.integrations.deepspeed.config import BatchSizes, LossScaling, OptimizerSpec, read_deepspeed
+from onefold.integrations.deepspeed.config import (
+    BatchSizes,
+    LossScaling,
+    OptimizerSpec,
+    read_deepspeed,
+)
 from onefold.integrations.deepspeed.config.keys import SECTIONS, TOP
 from onefold.recipe import Recipe
 
-# The shape of the files found in public projects: everything "auto", floats for integers, blocks that are switched off.
+# The shape of the files found in public projects: everything "auto", floats for integers, blocks
+# that are switched off.
 HUGGING_FACE = {
     "fp16": {
         "enabled": "auto",
@@ -28,7 +36,10 @@ HUGGING_FACE = {
         "min_loss_scale": 1,
     },
     "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
@@ -56,7 +67,9 @@ HUGGING_FACE = {
 }
 
 
-def refused(config: Any, pattern: str, error: type[Exception] = ValueError, world_size: int | None = None) -> None:
+def refused(
+    config: Any, pattern: str, error: type[Exception] = ValueError, world_size: int | None = None
+) -> None:
     with pytest.raises(error, match=pattern):
         read_deepspeed(config, world_size)
 
@@ -65,7 +78,11 @@ def test_a_hugging_face_file_is_read_and_every_key_without_effect_is_listed() ->
     config = read_deepspeed(HUGGING_FACE, world_size=4)
     assert config.recipe_arguments == {"stage": 3, "precision": "bf16", "overlap": True}
     assert config.batch == BatchSizes(None, None, None)
-    assert config.steps_per_print is None and config.gradient_clipping == 0.0 and config.loss_scaling is None
+    assert (
+        config.steps_per_print is None
+        and config.gradient_clipping == 0.0
+        and config.loss_scaling is None
+    )
     assert {path.removeprefix("zero_optimization.") for path, _ in config.without_effect} == {
         "contiguous_gradients",
         "sub_group_size",
@@ -94,7 +111,9 @@ def test_a_recipe_comes_out_of_a_dict_a_file_and_base64(tmp_path: Path) -> None:
 
 
 def test_no_file_no_json_and_doubled_keys_are_said(tmp_path: Path) -> None:
-    refused(str(tmp_path / "absent.json"), "there is no DeepSpeed configuration at", FileNotFoundError)
+    refused(
+        str(tmp_path / "absent.json"), "there is no DeepSpeed configuration at", FileNotFoundError
+    )
     path = tmp_path / "a.json"
     path.write_text('{\n  "fp16": {"enabled": true},\n}')
     refused(path, "not JSON.*line 3")
@@ -140,24 +159,41 @@ def test_values_take_the_forms_that_users_write() -> None:
         ({"zero_optimization": {"gradient_clipping": 1.0}}, "belongs at the top level"),
         ({"fp16": {"enabeld": True}}, "did you mean 'enabled'"),
         ({"optimizer": {"type": "AdmW"}}, "did you mean 'AdamW'"),
-        ({"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0.1}}}, "did you mean 'weight_decay'"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0.1}}},
+            "did you mean 'weight_decay'",
+        ),
         ({"scheduler": {"type": "WarmUpDecayLr", "params": {}}}, "did you mean 'WarmupDecayLR'"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "did you mean 'warmup_num_steps'"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
+            "did you mean 'warmup_num_steps'",
+        ),
     ],
 )
-def test_a_misspelt_or_misplaced_key_raises_with_the_right_one(config: dict[str, Any], pattern: str) -> None:
+def test_a_misspelt_or_misplaced_key_raises_with_the_right_one(
+    config: dict[str, Any], pattern: str
+) -> None:
     refused(config, pattern)
 
 
 @pytest.mark.parametrize(
     ("config", "pattern"),
     [
-        ({"zero_optimization": {"stage": 4}}, r"zero_optimization.stage=4: expected a whole number from 0 to 3"),
-        ({"zero_optimization": {"stage": "2"}}, "expected a whole number from 0 to 3; write 2 without quotes"),
+        (
+            {"zero_optimization": {"stage": 4}},
+            r"zero_optimization.stage=4: expected a whole number from 0 to 3",
+        ),
+        (
+            {"zero_optimization": {"stage": "2"}},
+            "expected a whole number from 0 to 3; write 2 without quotes",
+        ),
         ({"zero_optimization": {"stage": True}}, "stage=True: expected a whole number"),
         ({"zero_optimization": {"stage": 1.5}}, "did you mean 2"),
         ({"zero_optimization": 2}, "zero_optimization=2: expected an object"),
-        ({"zero_optimization": {"overlap_comm": "true"}}, "expected true or false; write true without quotes"),
+        (
+            {"zero_optimization": {"overlap_comm": "true"}},
+            "expected true or false; write true without quotes",
+        ),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "expected a whole number above 0"),
         ({"gradient_clipping": -1}, "gradient_clipping=-1: expected a number, 0 or more"),
         ({"gradient_clipping": math.inf}, "gradient_clipping=inf"),
@@ -169,7 +205,10 @@ def test_a_misspelt_or_misplaced_key_raises_with_the_right_one(config: dict[str,
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, "x"]}}}, r"betas\[1\]='x'"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "whole matrices"),
         ({"optimizer": {"type": "Lion", "params": {}}}, "pass it to initialize"),
-        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}, "total_num_steps is not set"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            "total_num_steps is not set",
+        ),
         ({"zero_optimization.stage": 2, "zero_optimization": {"stage": 1}}, "given twice"),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "set twice"),
         ({"fp16.enabled": True, "fp16": 3}, "not an object that could hold"),
@@ -190,7 +229,9 @@ LATER: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "pattern"), LATER)
-def test_a_key_of_a_later_capability_raises_if_it_asks(config: dict[str, Any], pattern: str) -> None:
+def test_a_key_of_a_later_capability_raises_if_it_asks(
+    config: dict[str, Any], pattern: str
+) -> None:
     refused(config, pattern, NotImplementedError)
 
 
@@ -214,8 +255,12 @@ def test_the_keys_of_zeropp_become_groups_and_codecs() -> None:
         "zero_quantized_nontrainable_weights": True,
     }  # fmt: skip
     recipe = recipe_from({"zero_optimization": zero})
-    assert recipe == Recipe.zero(3, second_copy=True, group=2, gather_codec="int8", reduce_codec="int4", frozen="int8")
-    assert recipe_from({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}) == Recipe.zero(3, gather_codec="int8")
+    assert recipe == Recipe.zero(
+        3, second_copy=True, group=2, gather_codec="int8", reduce_codec="int4", frozen="int8"
+    )
+    assert recipe_from(
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+    ) == Recipe.zero(3, gather_codec="int8")
     below = read_deepspeed({"zero_optimization": {**zero, "stage": 2}})
     assert len(below.without_effect) == 4 and "stage 3 only" in below.without_effect[0][1]
     assert recipe_from({"zero_optimization": {**zero, "stage": 2}}) == Recipe.zero(2)
@@ -224,13 +269,31 @@ def test_the_keys_of_zeropp_become_groups_and_codecs() -> None:
 @pytest.mark.parametrize(
     ("zero", "more", "pattern"),
     [
-        ({"zero_hpz_partition_size": 3}, {}, r"zero_hpz_partition_size=3 does not divide 4 ranks: choose 1, 2, 4\."),
-        ({"zero_hpz_partition_size": math.inf}, {}, "zero_hpz_partition_size=inf: expected a whole number"),
-        ({"zero_quantized_gradients": True}, {"data_types": {"grad_accum_dtype": "bf16"}}, "leave grad_accum_dtype out"),
-        ({"zero_quantized_nontrainable_weights": True, "offload_param": {"device": "cpu"}}, {}, "leave one of them out"),
+        (
+            {"zero_hpz_partition_size": 3},
+            {},
+            r"zero_hpz_partition_size=3 does not divide 4 ranks: choose 1, 2, 4\.",
+        ),
+        (
+            {"zero_hpz_partition_size": math.inf},
+            {},
+            "zero_hpz_partition_size=inf: expected a whole number",
+        ),
+        (
+            {"zero_quantized_gradients": True},
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "leave grad_accum_dtype out",
+        ),
+        (
+            {"zero_quantized_nontrainable_weights": True, "offload_param": {"device": "cpu"}},
+            {},
+            "leave one of them out",
+        ),
     ],
 )
-def test_keys_of_zeropp_that_cannot_be_are_refused_in_the_files_words(zero: dict[str, Any], more: dict[str, Any], pattern: str) -> None:
+def test_keys_of_zeropp_that_cannot_be_are_refused_in_the_files_words(
+    zero: dict[str, Any], more: dict[str, Any], pattern: str
+) -> None:
     with pytest.raises(ValueError, match=pattern):
         read_deepspeed({"zero_optimization": {"stage": 3, **zero}, **more}, world_size=4)
     below = {**zero, "stage": 2, "zero_hpz_partition_size": 3}  # where they do nothing
@@ -238,7 +301,9 @@ def test_keys_of_zeropp_that_cannot_be_are_refused_in_the_files_words(zero: dict
 
 
 def test_unknown_keys_are_listed_and_comments_are_no_misspellings() -> None:
-    config = read_deepspeed({"my_project": {"x": 1}, "comment": "c", "_stage": 1, "zero_optimization": {"speed": 9}})
+    config = read_deepspeed(
+        {"my_project": {"x": 1}, "comment": "c", "_stage": 1, "zero_optimization": {"speed": 9}}
+    )
     assert config.unknown == ("my_project", "comment", "_stage", "zero_optimization.speed")
     assert any(note.startswith("unknown, without effect: my_project") for note in config.notes)
 
@@ -255,18 +320,32 @@ def test_unknown_keys_are_listed_and_comments_are_no_misspellings() -> None:
         ((None, None, 2), (None, None, 2)),
     ],
 )
-def test_batch_sizes_fill_each_other_in(given: tuple[int | None, ...], expected: tuple[int | None, ...]) -> None:
+def test_batch_sizes_fill_each_other_in(
+    given: tuple[int | None, ...], expected: tuple[int | None, ...]
+) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    config = {name: value if value is not None else "auto" for name, value in zip(names, given, strict=True)}
+    config = {
+        name: value if value is not None else "auto"
+        for name, value in zip(names, given, strict=True)
+    }
     assert read_deepspeed(config, world_size=4).batch == BatchSizes(*expected)
-    assert read_deepspeed(config).batch == BatchSizes(*given), "without a world size nothing may be derived"
+    assert read_deepspeed(config).batch == BatchSizes(*given), (
+        "without a world size nothing may be derived"
+    )
 
 
 @pytest.mark.parametrize(
-    ("train", "micro", "steps"), [(33, 4, 2), (33, 4, None), (33, None, 2), (2, None, None), (2, 4, None)]
+    ("train", "micro", "steps"),
+    [(33, 4, 2), (33, 4, None), (33, None, 2), (2, None, None), (2, 4, None)],
 )
-def test_batch_sizes_that_do_not_fit_raise_with_the_rule(train: int, micro: int | None, steps: int | None) -> None:
-    config = {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+def test_batch_sizes_that_do_not_fit_raise_with_the_rule(
+    train: int, micro: int | None, steps: int | None
+) -> None:
+    config = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
     refused(config, re.escape("x gradient_accumulation_steps x 4 ranks"), world_size=4)
 
 
@@ -274,11 +353,21 @@ def test_batch_sizes_that_do_not_fit_raise_with_the_rule(train: int, micro: int 
     ("type_", "params", "name", "expected"),
     [
         ("Adam", {}, "AdamW", {"weight_decay": 0.0, "fused": True}),
-        ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", {"weight_decay": 0.1, "fused": True}),
+        (
+            "Adam",
+            {"adam_w_mode": False, "weight_decay": 0.1},
+            "Adam",
+            {"weight_decay": 0.1, "fused": True},
+        ),
         ("AdamW", {"adam_w_mode": False}, "AdamW", {"weight_decay": 0.0, "fused": True}),
         ("AdamW", {"torch_adam": True, "lr": 1e-3}, "AdamW", {"lr": 1e-3, "foreach": None}),
         ("AdamW", {"foreach": True}, "AdamW", {"foreach": True, "weight_decay": 0.0}),
-        ("Adam", {"betas": [0.9, 0.95], "bias_correction": True}, "AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}),
+        (
+            "Adam",
+            {"betas": [0.9, 0.95], "bias_correction": True},
+            "AdamW",
+            {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True},
+        ),
         ("SGD", {"lr": 1, "momentum": 0.9}, "SGD", {"lr": 1.0, "momentum": 0.9}),
         ("adagrad", {"lr": 0.1}, "Adagrad", {"lr": 0.1}),
     ],
@@ -291,7 +380,9 @@ def test_adam_means_adamw_as_in_deepspeed(
 
 
 def test_loss_scaling_has_deepspeeds_defaults_and_counts_only_under_fp16() -> None:
-    assert read_deepspeed({"fp16": {"enabled": True}}).loss_scaling == LossScaling(0.0, 16, 1000, 2, False, 1.0)
+    assert read_deepspeed({"fp16": {"enabled": True}}).loss_scaling == LossScaling(
+        0.0, 16, 1000, 2, False, 1.0
+    )
     given = {
         "enabled": True,
         "loss_scale": 128,
@@ -304,7 +395,9 @@ def test_loss_scaling_has_deepspeeds_defaults_and_counts_only_under_fp16() -> No
     assert config.loss_scaling == LossScaling(128.0, 8, 1000, 1, False, 4.0)
     assert config.recipe_arguments["cast_inputs"] is False and config.skip_nonfinite
     assert read_deepspeed({"fp16": {"enabled": False, "loss_scale": 128}}).loss_scaling is None
-    assert not read_deepspeed({"bf16": {"enabled": True, "check_grad_overflow": False}}).skip_nonfinite
+    assert not read_deepspeed(
+        {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    ).skip_nonfinite
 
 
 def test_a_recipe_says_what_of_the_file_is_not_part_of_it() -> None:

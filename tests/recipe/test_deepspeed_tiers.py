@@ -1,4 +1,6 @@
-"""Offloading as DeepSpeed's files write it: what becomes of each key, what is listed, what is refused."""
+"""Offloading as DeepSpeed's files write it: what becomes of each key, what is listed, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ EVERY_KEY: dict[str, Any] = {
 
 def zero(stage: int = 3, **keys: Any) -> DeepSpeedConfig:
     aio = keys.pop("aio", None)
-    return read_deepspeed({"zero_optimization": {"stage": stage, **keys}, "aio": aio, "gradient_clipping": 1.0})
+    return read_deepspeed(
+        {"zero_optimization": {"stage": stage, **keys}, "aio": aio, "gradient_clipping": 1.0}
+    )
 
 
 def arguments(stage: int = 3, **keys: Any) -> dict[str, Any]:
@@ -77,8 +81,14 @@ def test_sections_become_tiers(keys: dict[str, Any], expected: dict[str, Any]) -
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_optimizer_states_leave_the_device_at_every_stage(stage: int) -> None:
-    recipe = Recipe.zero(**zero(stage, offload_optimizer={"device": "cpu", "ratio": 0.5}).recipe_arguments)
-    assert (recipe.optimizer.tier, recipe.gradients.tier, recipe.offload_share) == (Tier.HOST, Tier.HOST, 0.5)
+    recipe = Recipe.zero(
+        **zero(stage, offload_optimizer={"device": "cpu", "ratio": 0.5}).recipe_arguments
+    )
+    assert (recipe.optimizer.tier, recipe.gradients.tier, recipe.offload_share) == (
+        Tier.HOST,
+        Tier.HOST,
+        0.5,
+    )
     assert recipe.notes == ()
 
 
@@ -90,7 +100,10 @@ def test_every_key_of_the_sections_is_read_or_listed_with_its_reason() -> None:
         "zero_optimization.offload_param": {"device", "nvme_path"},
         "aio": {"queue_depth", "intra_op_parallelism", "use_gds"},
     }
-    for section, keys in (*((f"zero_optimization.{n}", k) for n, k in OFFLOAD.items()), ("aio", AIO)):
+    for section, keys in (
+        *((f"zero_optimization.{n}", k) for n, k in OFFLOAD.items()),
+        ("aio", AIO),
+    ):
         for name in keys:
             assert (f"{section}.{name}" in listed) == (name not in read[section]), name
     assert all(len(reason) > 30 for reason in listed.values())
@@ -103,7 +116,16 @@ def test_every_key_of_the_sections_is_read_or_listed_with_its_reason() -> None:
 
 
 def test_a_section_that_is_off_is_no_matter_but_its_keys_are_checked() -> None:
-    config = zero(2, offload_optimizer={"device": "none", "pin_memory": True, "buffer_count": 4, "nvme_path": "/nvme"}, offload_param={})
+    config = zero(
+        2,
+        offload_optimizer={
+            "device": "none",
+            "pin_memory": True,
+            "buffer_count": 4,
+            "nvme_path": "/nvme",
+        },
+        offload_param={},
+    )
     assert config.without_effect == () and config.notes == ()
     refused("did you mean 'pin_memory'", offload_optimizer={"device": "none", "pin_memry": True})
     refused("expected true or false", offload_param={"pin_memory": 1})
@@ -118,7 +140,9 @@ def test_the_size_of_a_sub_group_becomes_the_chunk_that_is_stepped_on_nvme() -> 
 
 
 @given(st.integers(0, 10**9 - 1))
-def test_a_rounded_chunk_is_one_that_a_recipe_takes_and_never_much_larger_than_asked(size: int) -> None:
+def test_a_rounded_chunk_is_one_that_a_recipe_takes_and_never_much_larger_than_asked(
+    size: int,
+) -> None:
     config = zero(offload_optimizer=NVME, sub_group_size=size)
     chunk = config.recipe_arguments["chunk"]
     assert Recipe.zero(**config.recipe_arguments).chunk == chunk
@@ -130,14 +154,24 @@ def test_a_rounded_chunk_is_one_that_a_recipe_takes_and_never_much_larger_than_a
 def test_the_size_that_divides_nothing_leaves_the_chunk_as_it_is(size: float) -> None:
     config = zero(offload_optimizer=NVME, sub_group_size=size)
     assert "chunk" not in config.recipe_arguments
-    assert [path for path, reason in config.without_effect if "divides nothing" in reason] == ["zero_optimization.sub_group_size"]
+    assert [path for path, reason in config.without_effect if "divides nothing" in reason] == [
+        "zero_optimization.sub_group_size"
+    ]
 
 
 def test_what_is_about_nvme_alone_is_listed_where_nothing_rests_there() -> None:
-    config = zero(offload_optimizer={"device": "cpu", "nvme_path": "/nvme"}, sub_group_size=1e8, aio={"queue_depth": 16, "use_gds": True})
+    config = zero(
+        offload_optimizer={"device": "cpu", "nvme_path": "/nvme"},
+        sub_group_size=1e8,
+        aio={"queue_depth": 16, "use_gds": True},
+    )
     assert config.recipe_arguments == {"stage": 3, "precision": None, "offload_optimizer": "cpu"}
     paths = {path for path, _ in config.without_effect}
-    assert paths == {"zero_optimization.offload_optimizer.nvme_path", "zero_optimization.sub_group_size", "aio"}
+    assert paths == {
+        "zero_optimization.offload_optimizer.nvme_path",
+        "zero_optimization.sub_group_size",
+        "aio",
+    }
     refused("did you mean 'queue_depth'", aio={"queue_dept": 16})
 
 
@@ -152,7 +186,9 @@ def test_what_is_about_nvme_alone_is_listed_where_nothing_rests_there() -> None:
         ({}, None),
     ],
 )
-def test_transfers_at_a_time_are_the_queue_of_each_thread(aio: dict[str, Any], threads: int | None) -> None:
+def test_transfers_at_a_time_are_the_queue_of_each_thread(
+    aio: dict[str, Any], threads: int | None
+) -> None:
     config = zero(offload_optimizer=NVME, aio=aio)
     assert config.recipe_arguments.get("nvme_threads") == threads
     assert any("64 are made" in note for note in config.notes) == (threads == 64)
@@ -167,7 +203,9 @@ def test_two_folders_are_striped_over_and_one_is_enough_for_both() -> None:
 
 
 def test_parameters_are_kept_below_stage_3_and_that_is_listed() -> None:
-    config = zero(2, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu", "pin_memory": True})
+    config = zero(
+        2, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu", "pin_memory": True}
+    )
     assert "offload_param" not in config.recipe_arguments
     assert [path for path, _ in config.without_effect] == ["zero_optimization.offload_param"]
 
@@ -205,19 +243,28 @@ def test_what_cannot_be_is_refused_with_the_key(keys: dict[str, Any], pattern: s
 
 
 def test_direct_storage_is_refused_only_where_it_would_be_used() -> None:
-    refused("aio.use_gds=True.*passes through host memory", error=NotImplementedError, offload_optimizer=NVME, aio={"use_gds": True})
+    refused(
+        "aio.use_gds=True.*passes through host memory",
+        error=NotImplementedError,
+        offload_optimizer=NVME,
+        aio={"use_gds": True},
+    )
     assert arguments(offload_optimizer=NVME, aio={"use_gds": False})["offload_optimizer"] == "nvme"
 
 
 def test_what_of_adam_has_no_effect_is_listed_and_states_of_16_bits_are_refused() -> None:
     optimizer = {"type": "Adam", "params": {"set_grad_none": True, "fp32_optimizer_states": True}}
-    assert [path for path, _ in read_deepspeed({"optimizer": optimizer}).without_effect] == ["optimizer.params.set_grad_none"]
+    assert [path for path, _ in read_deepspeed({"optimizer": optimizer}).without_effect] == [
+        "optimizer.params.set_grad_none"
+    ]
     with pytest.raises(NotImplementedError, match=re.escape("fp32_optimizer_states=false")):
         read_deepspeed({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}})
 
 
 def test_a_recipe_from_a_file_has_the_tiers_of_the_file() -> None:
     recipe = recipe_from(EVERY_KEY)
-    assert (recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier) == (Tier.NVME,) * 3
+    assert (recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier) == (
+        Tier.NVME,
+    ) * 3
     assert (recipe.nvme, recipe.nvme_threads, recipe.offload_share) == (("/nvme",), 32, 0.5)
     assert any("pin_memory" in note for note in recipe.notes)

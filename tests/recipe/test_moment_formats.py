@@ -1,4 +1,6 @@
-"""What moments rest in: the recipe's words, their sizes and names, each refusal in its sentence, each note."""
+"""What moments rest in: the recipe's words, their sizes and names, each refusal in its sentence,
+each note.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from onefold.recipe.moments import FORMATS, bytes_of_moments, grain_of, items_of
         ("bf16", 7, 2 * 14),
     ],
 )
-def test_two_moments_take_the_bytes_of_codes_and_scales(format: str | None, numel: int, nbytes: int) -> None:
+def test_two_moments_take_the_bytes_of_codes_and_scales(
+    format: str | None, numel: int, nbytes: int
+) -> None:
     assert bytes_of_moments(numel, format) == nbytes
 
 
@@ -36,8 +40,14 @@ def test_the_size_of_the_whole_parameter_decides_whether_a_part_is_packed() -> N
         bytes_of_moments(512, "int2")
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(0, 255), st.sampled_from([1, 2, 128, 256]))
-def test_the_items_of_parts_that_end_with_blocks_tile_the_items_of_the_whole(blocks: list[int], rest: int, grain: int) -> None:
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    st.integers(0, 255),
+    st.sampled_from([1, 2, 128, 256]),
+)
+def test_the_items_of_parts_that_end_with_blocks_tile_the_items_of_the_whole(
+    blocks: list[int], rest: int, grain: int
+) -> None:
     ends = [256 * sum(blocks[:i]) for i in range(len(blocks) + 1)]
     ends[-1] += rest
     found = [items_of(a, b, grain) for a, b in zip(ends, ends[1:], strict=False)]
@@ -47,9 +57,27 @@ def test_the_items_of_parts_that_end_with_blocks_tile_the_items_of_the_whole(blo
 def test_keys_of_packed_moments_tell_what_they_are() -> None:
     for name in ("int8", "fp8", "int4"):
         codes, scales = (packed(key) for key in FORMATS[name].keys("exp_avg_sq"))
-        assert codes is not None and (codes.key, codes.format.name, codes.scale) == ("exp_avg_sq", name, False)
-        assert scales is not None and scales.scale and scales.grain == FORMATS[name].block and scales.dtype == torch.float32
-    for other in ("exp_avg", "step", "momentum.int8", "exp_avg.int9", "exp_avg.bf16", "exp_avg.int8.zero", 3, None):
+        assert codes is not None and (codes.key, codes.format.name, codes.scale) == (
+            "exp_avg_sq",
+            name,
+            False,
+        )
+        assert (
+            scales is not None
+            and scales.scale
+            and scales.grain == FORMATS[name].block
+            and scales.dtype == torch.float32
+        )
+    for other in (
+        "exp_avg",
+        "step",
+        "momentum.int8",
+        "exp_avg.int9",
+        "exp_avg.bf16",
+        "exp_avg.int8.zero",
+        3,
+        None,
+    ):
         assert packed(other) is None and grain_of(other) == 1, other
 
 
@@ -63,13 +91,22 @@ def test_only_recipes_that_pack_ask_for_whole_blocks() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"moments": "int2"}, "moments='int2': expected one of 'fp32', 'bf16', 'int8', 'fp8', 'int4', or None."),
+        (
+            {"moments": "int2"},
+            "moments='int2': expected one of 'fp32', 'bf16', 'int8', 'fp8', 'int4', or None.",
+        ),
         ({"moments": torch.bfloat16}, "moments=torch.bfloat16: expected one of 'fp32'"),
         ({"stochastic_rounding": 1}, "stochastic_rounding=1: expected True or False."),
         ({"rounding_seed": 0.5}, "rounding_seed=0.5: expected a whole number."),
         ({"moment": "int8"}, "Did you mean 'moments'?"),
-        ({"moments": "int8", "offload_optimizer": "nvme", "nvme": "/a", "chunk": 65536}, "it has to be a multiple of 262144 elements"),
-        ({"moments": "int4", "offload_optimizer": "nvme", "nvme": "/a", "chunk": 65536}, "it has to be a multiple of 131072 elements"),
+        (
+            {"moments": "int8", "offload_optimizer": "nvme", "nvme": "/a", "chunk": 65536},
+            "it has to be a multiple of 262144 elements",
+        ),
+        (
+            {"moments": "int4", "offload_optimizer": "nvme", "nvme": "/a", "chunk": 65536},
+            "it has to be a multiple of 131072 elements",
+        ),
     ],
     ids=str,
 )
@@ -81,16 +118,29 @@ def test_a_wrong_value_is_refused_in_a_sentence(options: dict[str, object], sent
 
 def test_rounding_that_rounds_nothing_is_noted() -> None:
     (note,) = Recipe.zero(3, stochastic_rounding=True).notes
-    assert note.startswith("stochastic_rounding=True has no effect where nothing is rounded to bf16")
+    assert note.startswith(
+        "stochastic_rounding=True has no effect where nothing is rounded to bf16"
+    )
     assert Recipe.zero(3, moments="int8", stochastic_rounding=True).notes == (note,)
-    for effective in ({"moments": "bf16"}, {"master_dtype": torch.bfloat16}, {"moments": "int8", "master_dtype": torch.bfloat16}):
+    for effective in (
+        {"moments": "bf16"},
+        {"master_dtype": torch.bfloat16},
+        {"moments": "int8", "master_dtype": torch.bfloat16},
+    ):
         assert Recipe.zero(3, stochastic_rounding=True, **effective).notes == ()  # type: ignore[arg-type]
     (note,) = Recipe.zero(3, moments="bf16", rounding_seed=4).notes
     assert note == "rounding_seed=4 has no effect without stochastic_rounding=True."
 
 
 def test_deepspeeds_bf16_optimizer_states_become_bf16_moments() -> None:
-    read = read_deepspeed({"bf16": {"enabled": True, "bf16_optimizer_states": True}, "zero_optimization": {"stage": 2}})
+    read = read_deepspeed(
+        {
+            "bf16": {"enabled": True, "bf16_optimizer_states": True},
+            "zero_optimization": {"stage": 2},
+        }
+    )
     assert Recipe.zero(**read.recipe_arguments).moments == "bf16" and read.without_effect == ()
     read = read_deepspeed({"bf16": {"enabled": False, "bf16_optimizer_states": True}})
-    assert "moments" not in read.recipe_arguments and [path for path, _ in read.without_effect] == ["bf16.bf16_optimizer_states"]
+    assert "moments" not in read.recipe_arguments and [path for path, _ in read.without_effect] == [
+        "bf16.bf16_optimizer_states"
+    ]

@@ -1,4 +1,6 @@
-"""The recipe refuses, when it is built, what no run could mean, and lists what has no effect: each in a sentence."""
+"""The recipe refuses, when it is built, what no run could mean, and lists what has no effect: each
+in a sentence.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,23 @@ def test_a_stage_is_one_of_four_whole_numbers(stage: Any) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_four_stages_are_three_placements(stage: int) -> None:
     recipe = Recipe.zero(stage)
-    placements = (recipe.parameters.placement, recipe.gradients.placement, recipe.optimizer.placement)
+    placements = (
+        recipe.parameters.placement,
+        recipe.gradients.placement,
+        recipe.optimizer.placement,
+    )
     assert placements == (R,) * (3 - stage) + (S,) * stage
     assert recipe.stage == stage
 
 
-@pytest.mark.parametrize("precision", ["fp8", "bfloat16", "FP32", torch.bfloat16, 16, True], ids=repr)
+@pytest.mark.parametrize(
+    "precision", ["fp8", "bfloat16", "FP32", torch.bfloat16, 16, True], ids=repr
+)
 def test_an_unknown_precision_is_told_the_known_ones(precision: Any) -> None:
     said = refusal(stage=2, precision=precision)
-    assert f"precision={precision!r}" in said and all(known in said for known in ("fp32", "bf16", "fp16"))
+    assert f"precision={precision!r}" in said and all(
+        known in said for known in ("fp32", "bf16", "fp16")
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +71,11 @@ def test_a_misspelt_option_is_told_the_right_one(given: str, meant: str) -> None
 
 def test_an_option_like_no_other_is_told_all_that_there_are() -> None:
     said = refusal(stage=3, wibble=1, quux=2)
-    assert "quux" in said and "wibble" in said and all(known in said for known in (*SWITCHES, *COUNTS, "stall_timeout", "units"))
+    assert (
+        "quux" in said
+        and "wibble" in said
+        and all(known in said for known in (*SWITCHES, *COUNTS, "stall_timeout", "units"))
+    )
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -120,13 +134,18 @@ COMBINATIONS = list(itertools.product((R, S), repeat=3))
 POSSIBLE = [(R,) * (3 - stage) + (S,) * stage for stage in range(4)]
 
 
-@pytest.mark.parametrize("placements", COMBINATIONS, ids=lambda rows: "-".join(p.value for p in rows))
+@pytest.mark.parametrize(
+    "placements", COMBINATIONS, ids=lambda rows: "-".join(p.value for p in rows)
+)
 def test_rows_combine_to_the_four_stages_or_say_why_not(placements: tuple[Placement, ...]) -> None:
     rows = [Row(placement, torch.float32, torch.float32) for placement in placements]
     if placements in POSSIBLE:
         assert Recipe(*rows).stage == POSSIBLE.index(placements)
         return
-    with pytest.raises(ValueError, match=r"replicates the optimizer states.*Shard|keeps gradients replicated.*Shard"):
+    with pytest.raises(
+        ValueError,
+        match=r"replicates the optimizer states.*Shard|keeps gradients replicated.*Shard",
+    ):
         Recipe(*rows)
 
 
@@ -152,22 +171,48 @@ def test_a_changed_copy_is_checked_again(changes: dict[str, Any], said: str) -> 
 
 WITHOUT_EFFECT: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
     *((stage, {"prefetch": 2}, ("prefetch=2", f"stage {stage}")) for stage in (0, 1, 2)),
-    *((stage, {"reshard_after_forward": False}, ("reshard_after_forward=False", f"stage {stage}")) for stage in (0, 1, 2)),
+    *(
+        (stage, {"reshard_after_forward": False}, ("reshard_after_forward=False", f"stage {stage}"))
+        for stage in (0, 1, 2)
+    ),
     (3, {"overlap": False, "prefetch": 4}, ("prefetch=4", "overlap=False")),
     (2, {"overlap": False, "in_flight": 4}, ("in_flight=4", "overlap=False")),
 ]
 
 
 @pytest.mark.parametrize(("stage", "options", "words"), WITHOUT_EFFECT, ids=str)
-def test_an_option_without_effect_ends_in_one_note(stage: int, options: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_an_option_without_effect_ends_in_one_note(
+    stage: int, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
     notes = Recipe.zero(stage, **options).notes
-    assert len(notes) == 1 and all(word in notes[0] for word in words) and "no effect" in notes[0], notes
+    assert (
+        len(notes) == 1 and all(word in notes[0] for word in words) and "no effect" in notes[0]
+    ), notes
 
 
 def test_options_that_apply_end_in_no_note() -> None:
-    options = {"prefetch": 2, "reshard_after_forward": False, "in_flight": 3, "units": ["blocks.0"], "stall_timeout": 5}
-    assert Recipe.zero(3, precision="bf16", reduce_at="boundary", wire=torch.float32, sync_buffers=False, **options).notes == ()
-    assert Recipe.zero(1, precision="bf16", in_flight=1, cast_inputs=True, wire=torch.bfloat16).notes == ()
+    options = {
+        "prefetch": 2,
+        "reshard_after_forward": False,
+        "in_flight": 3,
+        "units": ["blocks.0"],
+        "stall_timeout": 5,
+    }
+    assert (
+        Recipe.zero(
+            3,
+            precision="bf16",
+            reduce_at="boundary",
+            wire=torch.float32,
+            sync_buffers=False,
+            **options,
+        ).notes
+        == ()
+    )
+    assert (
+        Recipe.zero(1, precision="bf16", in_flight=1, cast_inputs=True, wire=torch.bfloat16).notes
+        == ()
+    )
 
 
 def test_notes_are_logged_once_and_shown_with_the_recipe(caplog: pytest.LogCaptureFixture) -> None:
@@ -221,11 +266,21 @@ def test_only_the_wire_may_have_no_dtype(name: str) -> None:
     assert Recipe.zero(3, precision="bf16", wire=None).gradients.wire == torch.bfloat16
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", torch.bfloat16, ["bf16"], "float16", torch.float32, ""], ids=repr)
+@pytest.mark.parametrize(
+    "precision", ["bfloat16", torch.bfloat16, ["bf16"], "float16", torch.float32, ""], ids=repr
+)
 def test_a_precision_by_another_name_is_told_its_own(precision: Any) -> None:
     said = refusal(stage=2, precision=precision)
-    meant = {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float16": "fp16", "torch.float32": "fp32"}.get(str(precision))
-    assert f"precision={precision!r}" in said and (f"Did you mean {meant!r}?" if meant else "of fp32, bf16, fp16, or None") in said
+    meant = {
+        "bfloat16": "bf16",
+        "torch.bfloat16": "bf16",
+        "float16": "fp16",
+        "torch.float32": "fp32",
+    }.get(str(precision))
+    assert (
+        f"precision={precision!r}" in said
+        and (f"Did you mean {meant!r}?" if meant else "of fp32, bf16, fp16, or None") in said
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -237,7 +292,10 @@ def test_without_a_precision_the_recipe_names_no_dtype_to_compute_in(stage: int)
     rows = {line.split()[0]: line.split()[1:] for line in recipe.describe().splitlines()[1:4]}
     placement = {3: "sharded"}.get(stage, "replicated")
     assert rows["parameters"] == [placement, "device", "model's", "-" if stage == 0 else "model's"]
-    assert rows["gradients"][2:] == ["float32", "model's"] and rows["optimizer"][2:] == ["float32", "-"]
+    assert rows["gradients"][2:] == ["float32", "model's"] and rows["optimizer"][2:] == [
+        "float32",
+        "-",
+    ]
     assert Recipe.zero(stage, wire=torch.float32).in_words("gradients") == ("float32", "float32")
 
 
@@ -251,7 +309,10 @@ def test_casting_inputs_means_nothing_where_the_model_computes_as_it_is(value: b
 def test_only_parameters_may_have_no_dtype_of_the_recipe() -> None:
     row = Row(S, torch.float32)
     assert Recipe(Row(S, None), row, row).compute_dtype is None
-    for name, rows in (("gradients", (row, Row(S, None), row)), ("optimizer", (row, row, Row(S, None)))):
+    for name, rows in (
+        ("gradients", (row, Row(S, None), row)),
+        ("optimizer", (row, row, Row(S, None))),
+    ):
         with pytest.raises(ValueError, match=f"{name}.dtype=None"):
             Recipe(*rows)
 
@@ -259,8 +320,12 @@ def test_only_parameters_may_have_no_dtype_of_the_recipe() -> None:
 @pytest.mark.parametrize("value", [1, 0, "yes", "all", "Norms", None], ids=repr)
 def test_buffers_follow_all_or_those_of_norms_or_not(value: Any) -> None:
     said = refusal(stage=3, sync_buffers=value)
-    assert f"sync_buffers={value!r}" in said and all(word in said for word in ("True", "'norms'", "False"))
-    assert [Recipe.zero(3, sync_buffers=known).sync_buffers for known in (True, "norms", False)] == [True, "norms", False]
+    assert f"sync_buffers={value!r}" in said and all(
+        word in said for word in ("True", "'norms'", "False")
+    )
+    assert [
+        Recipe.zero(3, sync_buffers=known).sync_buffers for known in (True, "norms", False)
+    ] == [True, "norms", False]
 
 
 def test_rows_and_what_they_are_made_of_are_checked() -> None:
@@ -283,7 +348,9 @@ def test_a_changed_copy_knows_its_fields() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_gradients_that_stay_whole_cannot_be_reduced_earlier_by_a_changed_copy_or_by_rows(stage: int) -> None:
+def test_gradients_that_stay_whole_cannot_be_reduced_earlier_by_a_changed_copy_or_by_rows(
+    stage: int,
+) -> None:
     recipe = Recipe.zero(stage)
     with pytest.raises(ValueError, match=r"reduce_at='micro-batch' cannot apply"):
         recipe.replace(reduce_at="micro-batch")
@@ -294,28 +361,54 @@ def test_gradients_that_stay_whole_cannot_be_reduced_earlier_by_a_changed_copy_o
 
 def test_the_usual_time_of_reducing_follows_the_gradient_row() -> None:
     one, two = Recipe.zero(1), Recipe.zero(2)
-    assert one.replace(gradients=two.gradients) == two and two.replace(gradients=one.gradients) == one
+    assert (
+        one.replace(gradients=two.gradients) == two and two.replace(gradients=one.gradients) == one
+    )
     at_boundary = Recipe.zero(2, reduce_at="boundary")
     assert at_boundary.replace(prefetch=0).reduce_at == "boundary"
 
 
 LATER: list[tuple[Recipe, str, tuple[str, ...]]] = [
-    (Recipe.zero(3).replace(overlap=False, prefetch=4), "replaced", ("prefetch=4", "overlap=False")),
+    (
+        Recipe.zero(3).replace(overlap=False, prefetch=4),
+        "replaced",
+        ("prefetch=4", "overlap=False"),
+    ),
     (Recipe.zero(1).replace(prefetch=1), "replaced by what it was", ("prefetch=1", "stage 1")),
-    (Recipe(Row(R, torch.float32), *[Row(S, torch.float32)] * 2, prefetch=3), "by rows", ("prefetch=3", "stage 2")),
+    (
+        Recipe(Row(R, torch.float32), *[Row(S, torch.float32)] * 2, prefetch=3),
+        "by rows",
+        ("prefetch=3", "stage 2"),
+    ),
     (Recipe.zero(2, overlap=False, prefetch=2), "for two reasons", ("prefetch=2", "stage 2")),
-    (Recipe.zero(3, precision="fp32", cast_inputs=False), "without casts", ("cast_inputs=False", "fp32")),
-    (Recipe.zero(0, elementwise_optimizer=True), "with whole parameters", ("elementwise_optimizer=True", "stage 0")),
+    (
+        Recipe.zero(3, precision="fp32", cast_inputs=False),
+        "without casts",
+        ("cast_inputs=False", "fp32"),
+    ),
+    (
+        Recipe.zero(0, elementwise_optimizer=True),
+        "with whole parameters",
+        ("elementwise_optimizer=True", "stage 0"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("recipe", "how", "words"), LATER, ids=[how for _, how, _ in LATER])
-def test_an_option_without_effect_is_noted_however_the_recipe_was_made(recipe: Recipe, how: str, words: tuple[str, ...]) -> None:
-    assert len(recipe.notes) == 1 and all(word in recipe.notes[0] for word in words) and "no effect" in recipe.notes[0], recipe.notes
+def test_an_option_without_effect_is_noted_however_the_recipe_was_made(
+    recipe: Recipe, how: str, words: tuple[str, ...]
+) -> None:
+    assert (
+        len(recipe.notes) == 1
+        and all(word in recipe.notes[0] for word in words)
+        and "no effect" in recipe.notes[0]
+    ), recipe.notes
 
 
 def test_a_note_goes_with_what_it_was_about() -> None:
     recipe = Recipe.zero(2, prefetch=2, reshard_after_forward=False)
     assert len(recipe.notes) == 2
-    assert len(recipe.replace(prefetch=1, reshard_after_forward=True).replace(in_flight=1).notes) == 0
+    assert (
+        len(recipe.replace(prefetch=1, reshard_after_forward=True).replace(in_flight=1).notes) == 0
+    )
     assert recipe.replace(notes=("mine",)).notes[0] == "mine"

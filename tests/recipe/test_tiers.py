@@ -1,4 +1,6 @@
-"""Where state rests: each row of the table of recipe/tiers.py, each refusal in its sentence, each note."""
+"""Where state rests: each row of the table of recipe/tiers.py, each refusal in its sentence, each
+note.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,20 @@ def tiers(recipe: Recipe) -> tuple[Tier, Tier, Tier]:
     return recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier
 
 
-# -- the rows of the table -------------------------------------------------------------------------------------------------------
+# -- the rows of the table -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_everything_stays_on_the_device_unless_told_otherwise(stage: int) -> None:
     recipe = Recipe.zero(stage)
     assert tiers(recipe) == (D, D, D) and recipe.notes == ()
-    assert (recipe.offload_share, recipe.offload_bytes, recipe.activations, recipe.tile, recipe.nvme) == (1.0, None, None, None, ())
+    assert (
+        recipe.offload_share,
+        recipe.offload_bytes,
+        recipe.activations,
+        recipe.tile,
+        recipe.nvme,
+    ) == (1.0, None, None, None, ())
     assert not recipe.step_in_backward
 
 
@@ -75,7 +83,9 @@ def test_a_tier_goes_by_any_of_its_names(name: Any) -> None:
     ],
     ids=repr,
 )
-def test_optimizer_states_leave_whole_in_part_or_up_to_a_budget(value: Any, tier: Tier, share: float, budget: int | None) -> None:
+def test_optimizer_states_leave_whole_in_part_or_up_to_a_budget(
+    value: Any, tier: Tier, share: float, budget: int | None
+) -> None:
     recipe = zero(1, offload_optimizer=value)
     assert (recipe.optimizer.tier, recipe.gradients.tier) == (tier, tier)
     assert (recipe.offload_share, recipe.offload_bytes) == (share, budget)
@@ -88,33 +98,57 @@ def test_gradients_follow_the_optimizer_unless_they_are_told_to_wait_on_the_host
     assert tiers(zero(offload_optimizer="cpu", offload_gradients="cpu")) == (D, H, H)
 
 
-#: (parameters, gradients, optimizer) that some run can mean; parameters leave the device at stage 3 alone.
+#: (parameters, gradients, optimizer) that some run can mean; parameters leave the device at stage 3
+#: alone.
 STATES = {(D, D, D), (D, H, H), (D, N, N), (D, H, N)}
 PARAMETERS = {(H, D, D), (H, H, H), (H, N, N), (H, H, N), (N, N, N), (N, H, N)}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("rows", list(itertools.product(Tier, repeat=3)), ids=lambda rows: "-".join(t.value for t in rows))
-def test_a_combination_of_tiers_is_built_or_refused_and_options_and_rows_agree(stage: int, rows: tuple[Tier, Tier, Tier]) -> None:
-    options = dict(zip(("offload_param", "offload_gradients", "offload_optimizer"), rows, strict=True))
+@pytest.mark.parametrize(
+    "rows",
+    list(itertools.product(Tier, repeat=3)),
+    ids=lambda rows: "-".join(t.value for t in rows),
+)
+def test_a_combination_of_tiers_is_built_or_refused_and_options_and_rows_agree(
+    stage: int, rows: tuple[Tier, Tier, Tier]
+) -> None:
+    options = dict(
+        zip(("offload_param", "offload_gradients", "offload_optimizer"), rows, strict=True)
+    )
     plain = Recipe.zero(stage)
-    by_row = {name: replace(getattr(plain, name), tier=tier) for name, tier in zip(ROWS, rows, strict=True)}
+    by_row = {
+        name: replace(getattr(plain, name), tier=tier)
+        for name, tier in zip(ROWS, rows, strict=True)
+    }
     if rows in STATES or (stage == 3 and rows in PARAMETERS):
         assert tiers(zero(stage, **options)) == rows
         assert plain.replace(**by_row, nvme=("/nvme",)) == zero(stage, **options)
         return
     said = refusal(stage, nvme="/nvme", **options)
-    assert re.search(r"stage 3|offload_optimizer='nvme' too|gradients go where the states are stepped", said), said
+    assert re.search(
+        r"stage 3|offload_optimizer='nvme' too|gradients go where the states are stepped", said
+    ), said
     with pytest.raises(ValueError, match=re.escape(said)):
         plain.replace(**by_row, nvme=("/nvme",))
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(None, None), (False, None), (True, UNLIMITED), ("cpu", UNLIMITED), ("HOST", UNLIMITED), ("8GB", 8 * 10**9), (1 << 30, 1 << 30)],
+    [
+        (None, None),
+        (False, None),
+        (True, UNLIMITED),
+        ("cpu", UNLIMITED),
+        ("HOST", UNLIMITED),
+        ("8GB", 8 * 10**9),
+        (1 << 30, 1 << 30),
+    ],
     ids=repr,
 )
-def test_activations_go_to_the_host_without_end_or_up_to_a_budget(value: Any, expected: int | None) -> None:
+def test_activations_go_to_the_host_without_end_or_up_to_a_budget(
+    value: Any, expected: int | None
+) -> None:
     assert zero(0, offload_activations=value).activations == expected
 
 
@@ -135,10 +169,14 @@ def test_folders_are_one_or_several_in_their_order(value: Any, expected: tuple[s
 
 
 def test_a_tile_is_a_number_of_bytes() -> None:
-    assert [zero(tile=value).tile for value in (None, "256MB", 1 << 20)] == [None, 256 * 10**6, 1 << 20]
+    assert [zero(tile=value).tile for value in (None, "256MB", 1 << 20)] == [
+        None,
+        256 * 10**6,
+        1 << 20,
+    ]
 
 
-# -- bytes -----------------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,17 +191,43 @@ def test_bytes_are_written_with_decimal_or_binary_units(text: str, expected: int
     assert bytes_of("x", text) == expected
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
 
 
-@given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from([str.lower, str.upper, str]))
+@given(
+    st.integers(1, 10**6),
+    st.sampled_from(sorted(UNITS)),
+    st.sampled_from([str.lower, str.upper, str]),
+)
 def test_a_number_and_a_unit_is_their_product(number: int, unit: str, case: Any) -> None:
     assert bytes_of("x", f"{number}{case(unit)}") == number * UNITS[unit]
     assert bytes_of("x", number * UNITS[unit]) == number * UNITS[unit]
 
 
-@given(st.one_of(st.text(max_size=12), st.integers(), st.floats(), st.booleans(), st.none(), st.lists(st.integers(), max_size=2)))
-def test_whatever_is_given_for_bytes_is_a_number_above_0_or_refused_in_a_sentence(value: Any) -> None:
+@given(
+    st.one_of(
+        st.text(max_size=12),
+        st.integers(),
+        st.floats(),
+        st.booleans(),
+        st.none(),
+        st.lists(st.integers(), max_size=2),
+    )
+)
+def test_whatever_is_given_for_bytes_is_a_number_above_0_or_refused_in_a_sentence(
+    value: Any,
+) -> None:
     try:
         found = bytes_of("tile", value)
     except ValueError as error:
@@ -172,7 +236,21 @@ def test_whatever_is_given_for_bytes_is_a_number_above_0_or_refused_in_a_sentenc
         assert isinstance(found, int) and found > 0
 
 
-NO_BYTES = ["", "GB", "6 G B", "6XB", "-1GB", "0x10", "6GBs", "1,5GB", True, float("nan"), float("inf"), [1], {}]
+NO_BYTES = [
+    "",
+    "GB",
+    "6 G B",
+    "6XB",
+    "-1GB",
+    "0x10",
+    "6GBs",
+    "1,5GB",
+    True,
+    float("nan"),
+    float("inf"),
+    [1],
+    {},
+]
 
 
 @pytest.mark.parametrize("value", NO_BYTES, ids=repr)
@@ -181,7 +259,10 @@ def test_what_is_no_number_of_bytes_is_told_one(name: str, value: Any) -> None:
     if name == "offload_activations" and value is True:
         return  # all of them
     said = refusal(**{name: value})
-    assert said == f"{name}={value!r}: expected a number of bytes, or a text such as '6GB' or '512MiB'."
+    assert (
+        said
+        == f"{name}={value!r}: expected a number of bytes, or a text such as '6GB' or '512MiB'."
+    )
 
 
 @pytest.mark.parametrize("value", [0, -1, "0GB", 0.4], ids=repr)
@@ -190,7 +271,7 @@ def test_bytes_are_more_than_none(name: str, value: Any) -> None:
     assert refusal(**{name: value}) == f"{name}={value!r}: expected more than 0 bytes."
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["offload_param", "offload_gradients"])
@@ -208,7 +289,13 @@ def test_a_tier_by_no_name_is_told_those_there_are(name: str, value: Any) -> Non
         (0, "more than 0 bytes"),
         (-3, "more than 0 bytes"),
         (True, "a share such as 0.6, or a budget such as '6GB'"),
-        ("fast", "a number of bytes, or a text such as '6GB' or '512MiB'; 'cpu' and 'nvme' take all of it"),
+        (
+            "fast",
+            (
+                "a number of bytes, or a text such as '6GB' or '512MiB'; 'cpu' and 'nvme' take all"
+                " of it"
+            ),
+        ),
         (("nvme",), "a tier and a share or a budget, such as ('nvme', 0.6)"),
         (("nvme", 0.5, 1), "a tier and a share or a budget"),
         (("disk", 0.5), "expected 'cpu', 'nvme'"),
@@ -238,7 +325,9 @@ def test_parameters_that_every_rank_computes_from_cannot_leave(stage: int, tier:
 
 @pytest.mark.parametrize("optimizer", [None, "cpu"])
 def test_parameters_on_nvme_take_the_optimizer_with_them(optimizer: str | None) -> None:
-    assert "give offload_optimizer='nvme' too" in refusal(offload_param="nvme", offload_optimizer=optimizer, nvme="/nvme")
+    assert "give offload_optimizer='nvme' too" in refusal(
+        offload_param="nvme", offload_optimizer=optimizer, nvme="/nvme"
+    )
 
 
 APART = [("cpu", None), ("nvme", None), ("nvme", "cpu"), ("device", "cpu"), ("device", "nvme")]
@@ -247,15 +336,24 @@ APART = [("cpu", None), ("nvme", None), ("nvme", "cpu"), ("device", "cpu"), ("de
 @pytest.mark.parametrize(("gradients", "optimizer"), APART)
 def test_gradients_go_where_the_states_are_stepped(gradients: str, optimizer: str | None) -> None:
     said = refusal(2, offload_gradients=gradients, offload_optimizer=optimizer, nvme="/nvme")
-    assert f"gradients rest on {NAMES[gradients].value!r}" in said and f"states on {NAMES[optimizer].value!r}" in said
+    assert (
+        f"gradients rest on {NAMES[gradients].value!r}" in said
+        and f"states on {NAMES[optimizer].value!r}" in said
+    )
 
 
-@pytest.mark.parametrize("options", [{"offload_optimizer": "nvme"}, {"offload_optimizer": "nvme", "offload_param": "nvme"}], ids=repr)
+@pytest.mark.parametrize(
+    "options",
+    [{"offload_optimizer": "nvme"}, {"offload_optimizer": "nvme", "offload_param": "nvme"}],
+    ids=repr,
+)
 def test_nvme_needs_a_folder(options: dict[str, str]) -> None:
     assert "names no folder: give nvme=" in refusal(**options)
 
 
-@pytest.mark.parametrize("value", [0, -4096, 4096, 65535, 65536 + 1, 65536.0, True, "1MB"], ids=repr)
+@pytest.mark.parametrize(
+    "value", [0, -4096, 4096, 65535, 65536 + 1, 65536.0, True, "1MB"], ids=repr
+)
 def test_a_chunk_is_whole_sectors_and_not_few(value: Any) -> None:
     said = refusal(offload_optimizer="nvme", nvme="/nvme", chunk=value)
     assert said.startswith(f"chunk={value!r}: ") and str(SECTOR) in said
@@ -269,13 +367,17 @@ def test_threads_are_from_1_to_64(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.1, "0.5", True, None], ids=repr)
 def test_a_share_of_a_recipe_is_above_0_and_at_most_1(value: Any) -> None:
-    assert refusal(offload_optimizer="cpu", offload_share=value).startswith(f"offload_share={value!r}: expected a share above 0")
+    assert refusal(offload_optimizer="cpu", offload_share=value).startswith(
+        f"offload_share={value!r}: expected a share above 0"
+    )
 
 
 @pytest.mark.parametrize("name", ["offload_bytes", "activations"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "6GB", True], ids=repr)
 def test_the_fields_of_budgets_are_whole_bytes(name: str, value: Any) -> None:
-    assert refusal(offload_optimizer="cpu", **{name: value}).startswith(f"{name}={value!r}: expected a number of bytes above 0")
+    assert refusal(offload_optimizer="cpu", **{name: value}).startswith(
+        f"{name}={value!r}: expected a number of bytes above 0"
+    )
 
 
 def test_stepping_behind_the_backward_pass_needs_something_to_step() -> None:
@@ -286,13 +388,17 @@ def test_stepping_behind_the_backward_pass_needs_something_to_step() -> None:
 
 @pytest.mark.parametrize(
     ("given_name", "meant"),
-    [("offload_optimiser", "offload_optimizer"), ("offload_params", "offload_param"), ("offload_gradient", "offload_gradients")],
+    [
+        ("offload_optimiser", "offload_optimizer"),
+        ("offload_params", "offload_param"),
+        ("offload_gradient", "offload_gradients"),
+    ],
 )
 def test_a_misspelt_tier_is_told_the_right_one(given_name: str, meant: str) -> None:
     assert f"Did you mean {meant!r}?" in refusal(**{given_name: "cpu"})
 
 
-# -- notes, and what a recipe says of itself -------------------------------------------------------------------------------------
+# -- notes, and what a recipe says of itself -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,7 +415,9 @@ def test_a_misspelt_tier_is_told_the_right_one(given_name: str, meant: str) -> N
     ],
     ids=repr,
 )
-def test_an_option_about_a_tier_that_nothing_rests_on_is_noted_once(options: dict[str, Any], named: list[str]) -> None:
+def test_an_option_about_a_tier_that_nothing_rests_on_is_noted_once(
+    options: dict[str, Any], named: list[str]
+) -> None:
     notes = Recipe.zero(2, **options).notes
     assert sorted(note.partition("=")[0] for note in notes) == sorted(named)
     assert all("has no effect" in note for note in notes)
@@ -317,15 +425,22 @@ def test_an_option_about_a_tier_that_nothing_rests_on_is_noted_once(options: dic
 
 def test_parameters_without_their_optimizer_are_noted_to_be_the_frozen_ones() -> None:
     notes = Recipe.zero(3, offload_param="cpu").notes
-    assert len(notes) == 1 and "moves frozen parameters only" in notes[0] and "without offload_optimizer" in notes[0]
+    assert (
+        len(notes) == 1
+        and "moves frozen parameters only" in notes[0]
+        and "without offload_optimizer" in notes[0]
+    )
     assert Recipe.zero(3, offload_param="cpu", offload_optimizer="cpu").notes == ()
 
 
 def test_a_note_goes_when_something_rests_there() -> None:
     recipe = Recipe.zero(2, nvme="/nvme")
-    assert recipe.notes and not recipe.replace(
-        gradients=replace(recipe.gradients, tier=N), optimizer=replace(recipe.optimizer, tier=N)
-    ).notes
+    assert (
+        recipe.notes
+        and not recipe.replace(
+            gradients=replace(recipe.gradients, tier=N), optimizer=replace(recipe.optimizer, tier=N)
+        ).notes
+    )
 
 
 def test_a_recipe_describes_its_tiers() -> None:
@@ -334,7 +449,12 @@ def test_a_recipe_describes_its_tiers() -> None:
     )  # fmt: skip
     said = recipe.describe()
     assert said.count("nvme") >= 3 and "/nvme" in said
-    for words in ("50% of the states off the device", "behind the backward pass", "up to 8,000,000,000 bytes", "above 256,000,000 bytes"):
+    for words in (
+        "50% of the states off the device",
+        "behind the backward pass",
+        "up to 8,000,000,000 bytes",
+        "above 256,000,000 bytes",
+    ):
         assert words in said
     assert "off the device" not in zero(offload_optimizer="cpu").describe()
     assert "1,000 bytes of states a rank" in zero(offload_optimizer=1000).describe()
@@ -344,7 +464,10 @@ def test_a_recipe_describes_its_tiers() -> None:
 shares = st.floats(0, 1, exclude_min=True)
 budgets = st.integers(2, UNLIMITED - 1)
 optimizers = st.one_of(
-    st.sampled_from([None, "cpu", "nvme"]), shares, budgets, st.tuples(st.sampled_from(["cpu", "nvme"]), st.one_of(shares, budgets))
+    st.sampled_from([None, "cpu", "nvme"]),
+    shares,
+    budgets,
+    st.tuples(st.sampled_from(["cpu", "nvme"]), st.one_of(shares, budgets)),
 )
 
 
@@ -355,7 +478,12 @@ optimizers = st.one_of(
 def test_what_is_built_keeps_the_order_of_coldness_and_its_placements(
     stage: int, optimizer: Any, gradients: Any, parameters: Any, activations: Any, precision: str
 ) -> None:
-    options = {"offload_optimizer": optimizer, "offload_gradients": gradients, "offload_param": parameters, "nvme": "/nvme"}
+    options = {
+        "offload_optimizer": optimizer,
+        "offload_gradients": gradients,
+        "offload_param": parameters,
+        "nvme": "/nvme",
+    }
     try:
         recipe = Recipe.zero(stage, precision=precision, offload_activations=activations, **options)
     except ValueError as error:
@@ -364,7 +492,13 @@ def test_what_is_built_keeps_the_order_of_coldness_and_its_placements(
     order = [D, H, N]
     p, g, o = (order.index(tier) for tier in tiers(recipe))
     assert g <= o and (p <= o or o == 0) and (g == 0) == (o == 0)
-    assert (recipe.parameters.placement, recipe.gradients.placement, recipe.optimizer.placement) == PLACEMENTS_OF_STAGE[stage]
+    assert (
+        recipe.parameters.placement,
+        recipe.gradients.placement,
+        recipe.optimizer.placement,
+    ) == PLACEMENTS_OF_STAGE[stage]
     assert recipe.stage == stage and 0 < recipe.offload_share <= 1
     assert recipe.replace() == recipe
-    assert all(isinstance(row, Row) for row in (recipe.parameters, recipe.gradients, recipe.optimizer))
+    assert all(
+        isinstance(row, Row) for row in (recipe.parameters, recipe.gradients, recipe.optimizer)
+    )

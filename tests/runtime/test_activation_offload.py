@@ -1,4 +1,6 @@
-"""With activations on the host every stage gives the bits it gives without, and what the engine holds on the device anyway stays there."""
+"""With activations on the host every stage gives the bits it gives without, and what the engine
+holds on the device anyway stays there.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,16 @@ class Run(GPTCase):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         optimizer.zero_grad()
         total = 0.0
         for micro in range(self.micro_batches):
-            loss = self.loss(model, self.batch(rank, step * self.micro_batches + micro)) / self.micro_batches
+            loss = (
+                self.loss(model, self.batch(rank, step * self.micro_batches + micro))
+                / self.micro_batches
+            )
             loss.backward()
             total += loss.item()
         onefold.clip_grad_norm_(model, 0.5)
@@ -54,7 +61,9 @@ class Run(GPTCase):
 
 
 def train_offloaded(run: Run, stage: int, budget: int) -> tuple[Curve, Any]:
-    recipe = onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, activations=budget, **run.options)
+    recipe = onefold.Recipe.zero(
+        stage, stall_timeout=STALL_TIMEOUT, activations=budget, **run.options
+    )
     model, store = offloaded(fresh(run), recipe)
     return train(run, model, model, lambda: onefold.full_state_dict(model)), store
 
@@ -73,9 +82,15 @@ def compare(run: Run, stages: tuple[int, ...] = STAGES) -> list[str]:
             curve, store = train_offloaded(run, stage, budget)
             name = f"rank {dist.get_rank()}, stage {stage}, {budget} bytes"
             found += differences(f"{name}, against none", plain, curve, 0.0, 0.0)
-            peak = sum(n for category, n in store.arena.ledger.peak().items() if category in (ACTIVATIONS_ON_HOST, "idle slabs"))
+            peak = sum(
+                n
+                for category, n in store.arena.ledger.peak().items()
+                if category in (ACTIVATIONS_ON_HOST, "idle slabs")
+            )
             if not store.down or store.held or peak > budget:
-                found.append(f"{name}: {store.down} went down, {store.held} are left, {peak} at the peak")
+                found.append(
+                    f"{name}: {store.down} went down, {store.held} are left, {peak} at the peak"
+                )
             if (store.refused > 0) != (budget == 20_000):
                 found.append(f"{name}: {store.refused} bytes had no room")
     return found
@@ -106,10 +121,12 @@ def compare_16(run: Run) -> list[str]:
     return [s for s in compare(run) if "had no room" not in s]  # half the bytes
 
 
-# -- one rank ------------------------------------------------------------------------------------------------------------------
+# -- one rank --------------------------------------------------------------------------------------
 
 
-def alone(stage: int, precision: str = "fp32", model: nn.Module | None = None, budget: int = 4 * MIB) -> tuple[nn.Module, Any]:
+def alone(
+    stage: int, precision: str = "fp32", model: nn.Module | None = None, budget: int = 4 * MIB
+) -> tuple[nn.Module, Any]:
     """fp32 on one rank divides and casts nothing: the parameters stay where they are."""
     torch.manual_seed(0)
     recipe = onefold.Recipe.zero(stage, precision=precision, activations=budget)  # type: ignore[arg-type]
@@ -143,12 +160,16 @@ def test_one_rank_gives_the_same_bits(stage: int, precision: str) -> None:
         assert store is None or (store.down > 0 and store.held == 0)
         curves.append((losses, onefold.full_state_dict(model)))
     (plain, weights), (found, others) = curves
-    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)), f"{plain} became {found}"
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)), (
+        f"{plain} became {found}"
+    )
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 class WithBuffers(nn.Module):
-    """Saves parameters, views of them made without autograd, and a buffer, besides its activations."""
+    """Saves parameters, views of them made without autograd, and a buffer, besides its
+    activations.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +200,9 @@ def test_parameters_and_buffers_stay(stage: int, precision: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "precision"), CASES)
-def test_what_is_watched_and_what_is_on_the_host_are_all_that_is_saved(stage: int, precision: str) -> None:
+def test_what_is_watched_and_what_is_on_the_host_are_all_that_is_saved(
+    stage: int, precision: str
+) -> None:
     torch.manual_seed(0)
     plain = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, precision=precision))  # type: ignore[arg-type]
     with watch_activations(plain) as watched:
@@ -192,7 +215,9 @@ def test_what_is_watched_and_what_is_on_the_host_are_all_that_is_saved(stage: in
         loss = model(tokens_of(0))
         rest = sum(watched.now().values())
         assert store.held > 0 and rest > 0
-        assert rest + store.held == everything, f"{rest} watched and {store.held} on the host, {everything} without"
+        assert rest + store.held == everything, (
+            f"{rest} watched and {store.held} on the host, {everything} without"
+        )
         loss.backward()
         assert watched.now() == {} and store.held == 0
 
@@ -209,7 +234,9 @@ def test_the_engines_ledgers_say_what_went_where(stage: int, precision: str) -> 
     for p in model.parameters():
         p.grad = None
     now = engine.memory.now()
-    assert ACTIVATIONS_MOVING not in now and now.get("master weights") == at_rest.get("master weights")
+    assert ACTIVATIONS_MOVING not in now and now.get("master weights") == at_rest.get(
+        "master weights"
+    )
     assert ACTIVATIONS_ON_HOST not in engine.transfers.host.now()
 
 
@@ -233,7 +260,9 @@ def test_without_bytes_in_the_recipe_there_are_no_hooks() -> None:
 
 
 @pytest.mark.parametrize(("stage", "precision"), CASES)
-def test_an_error_in_the_forward_pass_leaves_no_hook_and_no_memory(stage: int, precision: str) -> None:
+def test_an_error_in_the_forward_pass_leaves_no_hook_and_no_memory(
+    stage: int, precision: str
+) -> None:
     model, store = alone(stage, precision, TinyMLP())
     for _ in range(2):
         with pytest.raises(RuntimeError, match="shapes"):

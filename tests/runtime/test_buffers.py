@@ -1,4 +1,6 @@
-"""Buffers follow rank 0's exactly when they do under DistributedDataParallel, all in one message."""
+"""Buffers follow rank 0's exactly when they do under DistributedDataParallel, all in one
+message.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STALL_TIMEOUT = 20.0
 
 
 class Layer(nn.Module):
-    """Buffers of all kinds, changed by this rank's data: in place, through `.data`, and by putting others in their place."""
+    """Buffers of all kinds, changed by this rank's data: in place, through `.data`, and by putting
+    others in their place.
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -62,7 +66,9 @@ class Model(nn.Module):
 
 
 def seen_by(stage: int | None, **options: Any) -> list[Tensor]:
-    """All buffers after each of many passes (accumulation, evaluation, changes from outside) and outputs, under DDP or sharded."""
+    """All buffers after each of many passes (accumulation, evaluation, changes from outside) and
+    outputs, under DDP or sharded.
+    """
     import onefold
 
     rank = dist.get_rank()
@@ -74,7 +80,9 @@ def seen_by(stage: int | None, **options: Any) -> list[Tensor]:
         model: nn.Module = DistributedDataParallel(inner)
         unsynced = model.no_sync
     else:
-        model = onefold.shard(inner, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, **options))
+        model = onefold.shard(
+            inner, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT, **options)
+        )
         unsynced = partial(onefold.no_sync, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Tensor] = []
@@ -93,7 +101,8 @@ def seen_by(stage: int | None, **options: Any) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 1:
-            inner.blocks[0].average.data += 1  # by code of a loop: rank 0's are everybody's again before the next pass
+            # By code of a loop: rank 0's are everybody's again before the next pass
+            inner.blocks[0].average.data += 1
         model.eval()
         for _ in range(2):
             with torch.no_grad():
@@ -113,7 +122,9 @@ def against_ddp() -> dict[int, list[int]]:
     expected, out = seen_by(None), {}
     for stage in (0, 1, 2, 3):
         found = seen_by(stage, **({"reduce_at": "boundary"} if stage > 1 else {}))
-        same = [a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+        same = [
+            a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+        ]
         out[stage] = [i for i, equal in enumerate(same) if not equal]
     return out
 
@@ -130,7 +141,9 @@ def what_is_sent() -> dict[Any, Any]:
     out: dict[Any, Any] = {}
     for which in (True, "norms", False):
         torch.manual_seed(0)
-        model = onefold.shard(Model(), onefold.Recipe.zero(3, stall_timeout=STALL_TIMEOUT, sync_buffers=which))
+        model = onefold.shard(
+            Model(), onefold.Recipe.zero(3, stall_timeout=STALL_TIMEOUT, sync_buffers=which)
+        )
         engine = onefold.engine_of(model)
         passes: list[list[tuple[str, int]]] = []
         engine.memory.record = True  # the traffic ledger keeps its events meanwhile
@@ -142,7 +155,9 @@ def what_is_sent() -> dict[Any, Any]:
             passes.append([(e.unit, e.nbytes) for e in events])
         out[which] = passes
         out["bytes"] = sum(b.numel() * b.element_size() for b in model.buffers())
-        out["of norms"] = sum(b.numel() * b.element_size() for n, b in model.named_buffers() if ".norm." in n)
+        out["of norms"] = sum(
+            b.numel() * b.element_size() for n, b in model.named_buffers() if ".norm." in n
+        )
     return out
 
 
@@ -158,7 +173,9 @@ def test_all_of_them_are_one_message_a_pass_that_rank_0_sends() -> None:
 
 
 class Doubled(nn.Module):
-    """Two passes before one backward pass, over a constant that autograd saves: as contrastive losses and rotary tables have it."""
+    """Two passes before one backward pass, over a constant that autograd saves: as contrastive
+    losses and rotary tables have it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +193,9 @@ def two_views(stage: int) -> list[str]:
     model = onefold.shard(Doubled(), onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT))
     tables = [torch.empty(4, 8) for _ in range(dist.get_world_size())]
     dist.all_gather(tables, model.table.contiguous())
-    problems = [] if torch.equal(tables[0], tables[1]) else ["expanded buffers differ between ranks"]
+    problems = (
+        [] if torch.equal(tables[0], tables[1]) else ["expanded buffers differ between ranks"]
+    )
     for _ in range(2):
         (model(torch.randn(4, 8)) * model(torch.randn(4, 8))).sum().backward()
     return problems
@@ -191,7 +210,9 @@ def test_a_constant_that_autograd_saved_outlives_a_second_pass() -> None:
 
 
 def late_ones() -> list[Any]:
-    """A module without parameters put in place of another after shard(), whose buffer is another one too."""
+    """A module without parameters put in place of another after shard(), whose buffer is another
+    one too.
+    """
     import onefold
 
     class Scale(nn.Module):
@@ -202,7 +223,10 @@ def late_ones() -> list[Any]:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.by
 
-    model = onefold.shard(nn.Sequential(nn.Linear(8, 8), Scale(1.0)), onefold.Recipe.zero(3, stall_timeout=STALL_TIMEOUT))
+    model = onefold.shard(
+        nn.Sequential(nn.Linear(8, 8), Scale(1.0)),
+        onefold.Recipe.zero(3, stall_timeout=STALL_TIMEOUT),
+    )
     model(torch.randn(2, 8)).sum().backward()
     model[1] = Scale(2.0 + dist.get_rank())
     model(torch.randn(2, 8)).sum().backward()
@@ -236,7 +260,9 @@ def test_ranks_whose_buffers_differ_stop_with_an_error_that_names_buffers() -> N
 
 
 def averaged(stage: int) -> list[Any]:
-    """An average of weights kept in a buffer, updated by a loop behind its step, as expert biases are."""
+    """An average of weights kept in a buffer, updated by a loop behind its step, as expert biases
+    are.
+    """
     import onefold
 
     torch.manual_seed(dist.get_rank())
@@ -247,7 +273,9 @@ def averaged(stage: int) -> list[Any]:
         with torch.no_grad():
             model.blocks[1].bias.copy_(torch.randn(5))  # each rank its own
         passed: list[Any] = []
-        handle = model.blocks[1].register_forward_pre_hook(lambda m, _, passed=passed: passed.append(m.bias.tolist()))
+        handle = model.blocks[1].register_forward_pre_hook(
+            lambda m, _, passed=passed: passed.append(m.bias.tolist())
+        )
         with onefold.no_sync(model):
             model(torch.randn(4, 8)).square().mean().backward()
         handle.remove()
@@ -264,7 +292,10 @@ def test_what_a_loop_writes_on_one_rank_is_rank_0s_in_the_next_pass(stage: int) 
 
 def pruned_after_shard(stage: int) -> str:
     torch.manual_seed(0)
-    model = onefold.shard(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), onefold.Recipe.zero(stage, stall_timeout=20))
+    model = onefold.shard(
+        nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)),
+        onefold.Recipe.zero(stage, stall_timeout=20),
+    )
     nn.utils.prune.l1_unstructured(model[0], "weight", amount=0.5)
     with pytest.raises(ShardedParameterError) as error:
         model(torch.ones(2, 6))
@@ -274,5 +305,8 @@ def pruned_after_shard(stage: int) -> str:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_mask_made_of_one_ranks_part_is_refused_on_every_rank_at_once(stage: int) -> None:
     for said in run_ranks(2, pruned_after_shard, stage):
-        assert "buffer 'weight_mask' was made of parameter '0.weight' after shard(): it holds this rank's part" in said
+        assert (
+            "buffer 'weight_mask' was made of parameter '0.weight' after shard(): it holds this"
+            " rank's part" in said
+        )
         assert "with onefold.unsharded(model):" in said

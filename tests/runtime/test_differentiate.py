@@ -1,4 +1,6 @@
-"""torch.autograd.grad, functional_call, gradient penalties and modules that return their weights, against plain PyTorch."""
+"""torch.autograd.grad, functional_call, gradient penalties and modules that return their weights,
+against plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def poison_pools() -> None:
 def sharded(stage: int, model: nn.Module, **options: Any) -> Any:
     import onefold
 
-    return onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=10.0, **options), units=(ResidualBlock,))
+    return onefold.shard(
+        model, onefold.Recipe.zero(stage, stall_timeout=10.0, **options), units=(ResidualBlock,)
+    )
 
 
 def mean_over_ranks(t: torch.Tensor) -> torch.Tensor:
@@ -60,7 +64,9 @@ def whole_gradient(param: Any) -> torch.Tensor:
 
 
 def local_gradients(stage: int | None, x: torch.Tensor, **options: Any) -> Any:
-    """autograd.grad with respect to parameters and inputs, then what an ordinary step leaves, and what the engine counts."""
+    """autograd.grad with respect to parameters and inputs, then what an ordinary step leaves, and
+    what the engine counts.
+    """
     import onefold
 
     torch.manual_seed(0)
@@ -80,8 +86,15 @@ def local_gradients(stage: int | None, x: torch.Tensor, **options: Any) -> Any:
             return "the pass is still open"
         x.grad = None
         loss.backward(inputs=[model.leave.weight, x], retain_graph=True)
-        out.append(mean_over_ranks(model.leave.weight.grad) if stage is None else whole_gradient(model.leave.weight))
-        if [name for name, p in model.named_parameters() if p.grad is not None] not in (["leave.weight"], []):
+        out.append(
+            mean_over_ranks(model.leave.weight.grad)
+            if stage is None
+            else whole_gradient(model.leave.weight)
+        )
+        if [name for name, p in model.named_parameters() if p.grad is not None] not in (
+            ["leave.weight"],
+            [],
+        ):
             return "backward(inputs=...) reached other parameters"
         optimizer.zero_grad()
         x.grad = None
@@ -92,7 +105,12 @@ def local_gradients(stage: int | None, x: torch.Tensor, **options: Any) -> Any:
                 p.grad = mean_over_ranks(p.grad)
         optimizer.step()
     if stage is not None:
-        counted = engine.open_graphs, engine.root_graphs, engine.step, sum(u.handles for u in engine.units)
+        counted = (
+            engine.open_graphs,
+            engine.root_graphs,
+            engine.step,
+            sum(u.handles for u in engine.units),
+        )
         if counted != (0, 0, 6, 0):
             return f"open graphs, of the root, steps, handles: {counted}"
         weights = list(onefold.full_state_dict(model).values())
@@ -101,8 +119,12 @@ def local_gradients(stage: int | None, x: torch.Tensor, **options: Any) -> Any:
     return [t.detach().clone() for t in (*out, *(weights if dist.get_rank() == 0 else []))]
 
 
-def compare(function: Callable[..., Any], *args: Any, stages: tuple[int, ...] = STAGES, **options: Any) -> list[str]:
-    """`function(stage, *args)` gives tensors: those of each stage against plain PyTorch's, and of each stage against the first's bits."""
+def compare(
+    function: Callable[..., Any], *args: Any, stages: tuple[int, ...] = STAGES, **options: Any
+) -> list[str]:
+    """`function(stage, *args)` gives tensors: those of each stage against plain PyTorch's, and of
+    each stage against the first's bits.
+    """
     poison_pools()
     plain, first, found = function(None, *args), None, []
     for stage in stages:
@@ -114,9 +136,16 @@ def compare(function: Callable[..., Any], *args: Any, stages: tuple[int, ...] = 
             found.append(f"stage {stage}: {len(ours)} tensors, expected {len(plain)}")
         for i, (a, b) in enumerate(zip(plain, ours, strict=False)):
             if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, atol=1e-6):
-                found.append(f"stage {stage}: tensor {i} of {tuple(a.shape)} is off: {b.flatten()[:3]} for {a.flatten()[:3]}")
+                found.append(
+                    f"stage {stage}: tensor {i} of {tuple(a.shape)} is off: {b.flatten()[:3]} for"
+                    f" {a.flatten()[:3]}"
+                )
         first = first or ours
-        found += [f"stage {stage}: tensor {i} has other bits" for i, (a, b) in enumerate(zip(first, ours, strict=False)) if not a.equal(b)]
+        found += [
+            f"stage {stage}: tensor {i} has other bits"
+            for i, (a, b) in enumerate(zip(first, ours, strict=False))
+            if not a.equal(b)
+        ]
     return found
 
 
@@ -128,11 +157,13 @@ def test_autograd_grad_gives_local_gradients_and_later_steps_are_as_without() ->
     assert run_ranks(2, compare_local_gradients) == [[], []]
 
 
-# -- penalties ---------------------------------------------------------------------------------------------------------------------
+# -- penalties -------------------------------------------------------------------------------------
 
 
 def penalize(stage: int | None, wanted: str, **options: Any) -> Any:
-    """Three steps on a loss with the square of the gradient norm in it, with respect to inputs or to parameters."""
+    """Three steps on a loss with the square of the gradient norm in it, with respect to inputs or
+    to parameters.
+    """
     import onefold
 
     torch.manual_seed(0)
@@ -145,7 +176,8 @@ def penalize(stage: int | None, wanted: str, **options: Any) -> Any:
         loss = model(x).square().mean()
         about = [x] if wanted == "inputs" else list(model.parameters())
         grads = torch.autograd.grad(loss, about, create_graph=True)
-        other = model(features_of(100 + step, 4, 7)).square().mean()  # a pass in between, whose gathers use buffers again
+        # A pass in between, whose gathers use buffers again
+        other = model(features_of(100 + step, 4, 7)).square().mean()
         (loss + other + sum(g.square().sum() for g in grads)).backward()
         seen += [loss.detach().clone(), *(g.detach().clone() for g in grads)]
         if stage is None:
@@ -159,7 +191,11 @@ def penalize(stage: int | None, wanted: str, **options: Any) -> Any:
 
 
 def compare_penalties(**options: Any) -> list[str]:
-    return [f"{what}: {said}" for what in ("inputs", "parameters") for said in compare(penalize, what, **options)]
+    return [
+        f"{what}: {said}"
+        for what in ("inputs", "parameters")
+        for said in compare(penalize, what, **options)
+    ]
 
 
 def test_gradient_penalties_train_as_in_plain_pytorch_at_every_stage() -> None:
@@ -208,30 +244,46 @@ def test_a_gradient_taken_inside_the_forward_pass_trains_at_every_stage() -> Non
     assert run_ranks(2, compare_forces) == [[], []]
 
 
-# -- functional_call ---------------------------------------------------------------------------------------------------------------
+# -- functional_call -------------------------------------------------------------------------------
 
 
 def call_with_others(stage: int | None, **options: Any) -> Any:
-    """functional_call with some tensors of the caller's, whose gradients are the caller's; then an ordinary step."""
+    """functional_call with some tensors of the caller's, whose gradients are the caller's; then an
+    ordinary step.
+    """
     import onefold
 
     torch.manual_seed(0)
     model: Any = TinyMLP() if stage is None else sharded(stage, TinyMLP(), **options)
     x = features_of(dist.get_rank(), 4, 7)
-    others = {"blocks.1.up.weight": features_of(7, 20, 10).requires_grad_(), "leave.bias": nn.Parameter(features_of(8, 5))}
+    others = {
+        "blocks.1.up.weight": features_of(7, 20, 10).requires_grad_(),
+        "leave.bias": nn.Parameter(features_of(8, 5)),
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     for _ in range(2):
-        loss = functional_call(model, others, (x,)).square().mean() + functional_call(model, dict(model.named_parameters()), (x,)).mean()
+        loss = (
+            functional_call(model, others, (x,)).square().mean()
+            + functional_call(model, dict(model.named_parameters()), (x,)).mean()
+        )
         loss.backward()
-        seen += [loss.detach().clone(), *(t.grad.clone() for t in others.values() if t.grad is not None)]
+        seen += [
+            loss.detach().clone(),
+            *(t.grad.clone() for t in others.values() if t.grad is not None),
+        ]
         if stage is None:
             for p in model.parameters():
                 p.grad = mean_over_ranks(p.grad)
         optimizer.step()
         optimizer.zero_grad()
-    everything = {name: features_of(i, *p.shape).requires_grad_() for i, (name, p) in enumerate(TinyMLP().named_parameters())}
-    grads = torch.autograd.grad(functional_call(model, everything, (x,)).square().mean(), list(everything.values()))
+    everything = {
+        name: features_of(i, *p.shape).requires_grad_()
+        for i, (name, p) in enumerate(TinyMLP().named_parameters())
+    }
+    grads = torch.autograd.grad(
+        functional_call(model, everything, (x,)).square().mean(), list(everything.values())
+    )
     state = model.state_dict() if stage is None else onefold.full_state_dict(model)
     return [t.clone() for t in (*seen, *grads, *(state.values() if dist.get_rank() == 0 else []))]
 
@@ -258,13 +310,22 @@ def refusals() -> list[str]:
             function()
             found.append(f"{what} was let pass")
         except (RuntimeError, ValueError) as error:
-            found.extend(f"{what} does not say {word!r}: {type(error).__name__}: {error}" for word in words if word not in str(error))
+            found.extend(
+                f"{what} does not say {word!r}: {type(error).__name__}: {error}"
+                for word in words
+                if word not in str(error)
+            )
 
     x = features_of(0, 4, 7)
     for stage in STAGES:
         model = sharded(stage, TinyMLP())
         shape = {"blocks.1.up.weight": torch.zeros(10, 20)}
-        told(f"a wrong shape at stage {stage}", lambda m=model, s=shape: functional_call(m, s, (x,)), "(20, 10)", "blocks.1.up.weight")
+        told(
+            f"a wrong shape at stage {stage}",
+            lambda m=model, s=shape: functional_call(m, s, (x,)),
+            "(20, 10)",
+            "blocks.1.up.weight",
+        )
         model(x).square().mean().backward()
     for stage in (1, 2, 3):
         model = sharded(stage, TinyMLP())
@@ -273,12 +334,22 @@ def refusals() -> list[str]:
             return functional_call(m, params, (x,)).square().mean()
 
         own = dict(model.named_parameters())
-        told(f"torch.func.grad at stage {stage}", lambda f=loss_of, p=own: torch.func.grad(f)(p), "full_params(model)")
+        told(
+            f"torch.func.grad at stage {stage}",
+            lambda f=loss_of, p=own: torch.func.grad(f)(p),
+            "full_params(model)",
+        )
         loss = model(x).square().mean()
         local = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         with onefold.full_params(model):
             wholes = {name: p.detach().clone() for name, p in model.named_parameters()}
-            found += [name for (name, g), mine in zip(torch.func.grad(loss_of)(wholes).items(), local, strict=True) if not close(g, mine)]
+            found += [
+                name
+                for (name, g), mine in zip(
+                    torch.func.grad(loss_of)(wholes).items(), local, strict=True
+                )
+                if not close(g, mine)
+            ]
         loss.backward()
     return found
 
@@ -290,7 +361,9 @@ def test_wrong_shapes_and_transforms_are_refused_in_a_sentence_that_names_a_way(
 def only_rank_0_differentiates() -> None:
     import onefold
 
-    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=2.0), units=(ResidualBlock,))
+    model = onefold.shard(
+        TinyMLP(), onefold.Recipe.zero(3, stall_timeout=2.0), units=(ResidualBlock,)
+    )
     loss = model(features_of(0, 4, 7)).square().mean()
     if dist.get_rank() == 0:
         torch.autograd.grad(loss, list(model.parameters()))
@@ -300,11 +373,15 @@ def only_rank_0_differentiates() -> None:
 
 def test_ranks_that_differentiate_otherwise_at_stage_3_are_told_and_do_not_hang() -> None:
     outcomes = outcomes_of(2, only_rank_0_differentiates, timeout=60.0)
-    assert {o.error for o in outcomes} <= {"StallError", ""} and any(o.error == "StallError" for o in outcomes), outcomes
+    assert {o.error for o in outcomes} <= {"StallError", ""} and any(
+        o.error == "StallError" for o in outcomes
+    ), outcomes
 
 
 def adapt(stage: int | None, second_order: bool, **options: Any) -> Any:
-    """MAML: an inner step on one task by autograd.grad, the loss of another through functional_call, an outer step."""
+    """MAML: an inner step on one task by autograd.grad, the loss of another through
+    functional_call, an outer step.
+    """
     import onefold
 
     torch.manual_seed(0)
@@ -315,10 +392,18 @@ def adapt(stage: int | None, second_order: bool, **options: Any) -> Any:
         optimizer.zero_grad()
         inner = model(features_of(10 * step + dist.get_rank(), 4, 7)).square().mean()
         grads = torch.autograd.grad(inner, list(model.parameters()), create_graph=second_order)
-        fast = {name: p - 0.1 * g for (name, p), g in zip(model.named_parameters(), grads, strict=True)}
-        outer = functional_call(model, fast, (features_of(50 + dist.get_rank(), 4, 7),)).square().mean()
+        fast = {
+            name: p - 0.1 * g for (name, p), g in zip(model.named_parameters(), grads, strict=True)
+        }
+        outer = (
+            functional_call(model, fast, (features_of(50 + dist.get_rank(), 4, 7),)).square().mean()
+        )
         outer.backward()
-        seen += [inner.detach().clone(), outer.detach().clone(), *(g.detach().clone() for g in grads)]
+        seen += [
+            inner.detach().clone(),
+            outer.detach().clone(),
+            *(g.detach().clone() for g in grads),
+        ]
         if stage is None:
             for p in model.parameters():
                 p.grad = mean_over_ranks(p.grad)
@@ -335,7 +420,7 @@ def test_an_inner_step_of_maml_trains_as_in_plain_pytorch_at_every_stage() -> No
     assert run_ranks(2, compare_adapted) == [[], []]
 
 
-# -- modules that return their weights ---------------------------------------------------------------------------------------------
+# -- modules that return their weights -------------------------------------------------------------
 
 
 class Table(nn.Module):
@@ -375,8 +460,16 @@ def use_returned(stage: int | None, **options: Any) -> Any:
             again = model(features_of(step, 4, 6))  # its gathers use buffers again
         part = model.tables[1]()
         view, turned = out["view"]
-        loss = out["y"].square().mean() + out["weight"].square().sum() + (view @ turned[:, :2]).sum() + part.sum()
-        seen += [t.detach().clone() for t in (loss, out["weight"], view, turned, part, again["weight"], *again["view"])]
+        loss = (
+            out["y"].square().mean()
+            + out["weight"].square().sum()
+            + (view @ turned[:, :2]).sum()
+            + part.sum()
+        )
+        seen += [
+            t.detach().clone()
+            for t in (loss, out["weight"], view, turned, part, again["weight"], *again["view"])
+        ]
         loss.backward()
         if stage is None:
             for p in model.parameters():
@@ -395,7 +488,9 @@ def test_a_module_may_return_its_weight_or_a_view_of_it() -> None:
 
 
 class Recomputed(nn.Module):
-    """All parameters inside one re-entrant checkpoint: the outer backward pass does not know that any will get a gradient."""
+    """All parameters inside one re-entrant checkpoint: the outer backward pass does not know that
+    any will get a gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,7 +528,7 @@ def test_gradients_that_only_a_reentrant_checkpoint_brings_are_reduced() -> None
     assert run_ranks(2, compare_recomputed) == [[], []]
 
 
-# -- recomputation -----------------------------------------------------------------------------------------------------------------
+# -- recomputation ---------------------------------------------------------------------------------
 
 
 def differentiate_a_checkpointed_gpt(stage: int | None, **options: Any) -> Any:

@@ -1,4 +1,6 @@
-"""An exact nn.Embedding's backward reads no parameter, so its unit is not gathered for it. A subclass may well read its own."""
+"""An exact nn.Embedding's backward reads no parameter, so its unit is not gathered for it. A
+subclass may well read its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from trials import Case, GPTCase, assert_trains_as_ddp, fresh
 
 
 class Cubed(torch.autograd.Function):
-    """Looks rows up and cubes them. Keeps the weight itself on `ctx`, out of sight of every saved-tensor hook, and reads it in backward."""
+    """Looks rows up and cubes them. Keeps the weight itself on `ctx`, out of sight of every
+    saved-tensor hook, and reads it in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor) -> Tensor:
@@ -77,13 +81,19 @@ class FoundByItself(ReadsItsWeightInBackward):
         return model
 
 
-@pytest.mark.parametrize("case", [ReadsItsWeightInBackward, SavesItsWeight, FoundByItself], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [ReadsItsWeightInBackward, SavesItsWeight, FoundByItself],
+    ids=lambda case: case.__name__,
+)
 def test_an_embedding_whose_backward_reads_its_weight_trains_as_in_ddp(case: type[Case]) -> None:
     assert_trains_as_ddp(case)
 
 
 def gathers_a_step(kind: type[nn.Embedding]) -> float:
-    """Gathers of the unit "tokens" in a step at stage 3, by the bytes that they send; the step before it learns the order."""
+    """Gathers of the unit "tokens" in a step at stage 3, by the bytes that they send; the step
+    before it learns the order.
+    """
     import onefold
 
     case = ReadsItsWeightInBackward()
@@ -97,6 +107,10 @@ def gathers_a_step(kind: type[nn.Embedding]) -> float:
     return engine.traffic.by_unit()["tokens"]["all-gather"] / (4 * shard)
 
 
-@pytest.mark.parametrize(("kind", "gathers"), [(nn.Embedding, 1), (CubedEmbedding, 2)], ids=["exact", "subclass"])
-def test_only_an_exact_embedding_is_spared_its_second_gather(kind: type[nn.Embedding], gathers: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "gathers"), [(nn.Embedding, 1), (CubedEmbedding, 2)], ids=["exact", "subclass"]
+)
+def test_only_an_exact_embedding_is_spared_its_second_gather(
+    kind: type[nn.Embedding], gathers: int
+) -> None:
     assert run_ranks(2, gathers_a_step, kind) == [gathers, gathers]

@@ -1,4 +1,6 @@
-"""Modules that write to their own parameters in the forward pass: nothing of it is lost, at any stage."""
+"""Modules that write to their own parameters in the forward pass: nothing of it is lost, at any
+stage.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def compared(write: str) -> list[str]:
     reference = train_reference(Writing(write))
     problems = []
     for stage in (0, 1, 2, 3):
-        problems += differences(f"stage {stage}, {write}", reference, train_sharded(Writing(write), stage), 1e-5, 1e-6)
+        problems += differences(
+            f"stage {stage}, {write}", reference, train_sharded(Writing(write), stage), 1e-5, 1e-6
+        )
     return problems
 
 
@@ -83,11 +87,15 @@ BLENDS = {f.__name__: f for f in (blended_by_assignment, blended_in_place)}
 
 
 class Momentum(nn.Module):
-    """The outer module writes to weights of units of their own, before their forward pass or behind it."""
+    """The outer module writes to weights of units of their own, before their forward pass or behind
+    it.
+    """
 
     def __init__(self, blend: Callable[[Any, Any], None], behind: bool) -> None:
         super().__init__()
-        self.online, self.slow = (nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 3)) for _ in range(2))
+        self.online, self.slow = (
+            nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 3)) for _ in range(2)
+        )
         self.slow.requires_grad_(False)
         self.blend, self.behind = blend, behind
 
@@ -126,13 +134,21 @@ def followed(blend: str, behind: bool) -> list[str]:
     reference = train_reference(Following(blend, behind))
     problems = []
     for stage in (0, 1, 2, 3):
-        problems += differences(f"stage {stage}, {blend}", reference, train_sharded(Following(blend, behind), stage), 1e-5, 1e-6)
+        problems += differences(
+            f"stage {stage}, {blend}",
+            reference,
+            train_sharded(Following(blend, behind), stage),
+            1e-5,
+            1e-6,
+        )
     return problems
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
 @pytest.mark.parametrize("blend", BLENDS)
-def test_what_the_outer_module_writes_to_weights_of_other_units_is_kept(blend: str, behind: bool) -> None:
+def test_what_the_outer_module_writes_to_weights_of_other_units_is_kept(
+    blend: str, behind: bool
+) -> None:
     assert run_ranks(2, followed, blend, behind) == [[], []]
 
 
@@ -153,11 +169,15 @@ def test_data_of_another_shape_in_a_forward_pass_is_refused_with_both_shapes() -
 
 
 class Later(nn.Module):
-    """Weights that are clamped from the fourth pass on, by the layers themselves or by the module around them."""
+    """Weights that are clamped from the fourth pass on, by the layers themselves or by the module
+    around them.
+    """
 
     def __init__(self, outer: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Constrained(self.limit) if not outer else nn.Linear(12, 40) for _ in range(1))
+        self.layers = nn.ModuleList(
+            Constrained(self.limit) if not outer else nn.Linear(12, 40) for _ in range(1)
+        )
         self.first, self.last = nn.Linear(7, 12), nn.Linear(40, 3)
         self.outer, self.passes = outer, 0
 
@@ -191,7 +211,9 @@ def clamped_later(outer: bool) -> list[str]:
     reference = train_reference(ClampedLater(outer))
     problems = []
     for stage in (1, 3):
-        problems += differences(f"stage {stage}", reference, train_sharded(ClampedLater(outer), stage), 1e-5, 1e-6)
+        problems += differences(
+            f"stage {stage}", reference, train_sharded(ClampedLater(outer), stage), 1e-5, 1e-6
+        )
     return problems
 
 

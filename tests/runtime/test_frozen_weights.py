@@ -1,4 +1,6 @@
-"""Frozen weights that rest encoded, once over all ranks: they compute what they decode to, take what their codec says, and are saved."""
+"""Frozen weights that rest encoded, once over all ranks: they compute what they decode to, take
+what their codec says, and are saved.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def trained(model: nn.Module, steps: int = 3) -> list[float]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
     for step in range(steps):
-        loss = model(tokens_of(10 * step + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)))
+        loss = model(
+            tokens_of(
+                10 * step
+                + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+            )
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -57,7 +64,11 @@ def against_decoded(name: str, more: dict[str, Any]) -> dict[str, Any]:
     stored = [f for u in engine.units for f in u.flats if f.route.stored]
     far = 0.0
     if torch.distributed.get_rank() == 0:
-        base_weights = {n: t for n, t in original.items() if t.dim() >= 2 and "blocks" in n and "adapter" not in n}
+        base_weights = {
+            n: t
+            for n, t in original.items()
+            if t.dim() >= 2 and "blocks" in n and "adapter" not in n
+        }
         far = max(((decoded[n] - t).norm() / t.norm()).item() for n, t in base_weights.items())
     return {
         "equal": trained(model) == trained(plain),
@@ -76,15 +87,22 @@ def against_decoded(name: str, more: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["int8", "nf4"])
 def test_encoded_weights_compute_what_they_decode_to_and_exist_once(name: str, ranks: int) -> None:
     bits = {"int8": 8.2, "nf4": 4.6}[name]
-    said = run_ranks(ranks, against_decoded, name, {"group": 2, "second_copy": True} if ranks == 4 else {})
+    said = run_ranks(
+        ranks, against_decoded, name, {"group": 2, "second_copy": True} if ranks == 4 else {}
+    )
     for one in said:
         assert one["equal"]
         assert one["bytes"] == one["wanted"] < one["elements"] * bits / 8 + 64
-        assert "blocks.0.adapter.weight" not in one["names"] and not any("embed" in n or "bias" in n for n in one["names"])
+        assert "blocks.0.adapter.weight" not in one["names"] and not any(
+            "embed" in n or "bias" in n for n in one["names"]
+        )
         assert len(one["names"]) >= 6
         if ranks < 4:
-            # Flat buffers are cut in two, and have the padding of two; small matrices are padded to whole blocks.
-            assert one["ordinary"] - one["held"] == pytest.approx(4 * one["content"] - one["bytes"], rel=0.05)
+            # Flat buffers are cut in two, and have the padding of two; small matrices are padded to
+            # whole blocks.
+            assert one["ordinary"] - one["held"] == pytest.approx(
+                4 * one["content"] - one["bytes"], rel=0.05
+            )
     assert 0 < said[0]["far"] < {"int8": 0.01, "nf4": 0.12}[name]
 
 
@@ -92,7 +110,9 @@ Codes = dict[str, dict[int, tuple[bytes, bytes]]]
 
 
 def codes(model: nn.Module) -> Codes:
-    """What rests encoded on this rank: by parameter and first element, the numbers and the blocks' magnitudes."""
+    """What rests encoded on this rank: by parameter and first element, the numbers and the blocks'
+    magnitudes.
+    """
     out: Codes = {}
     for flat in (f for u in onefold.engine_of(model).units for f in u.flats if f.route.stored):
         by, each = flat.route.codec, flat.layout.shard_numel
@@ -100,25 +120,45 @@ def codes(model: nn.Module) -> Codes:
             payload, kept = by.split(flat.route._bytes_of(flat.route.second, index), each)
             first = flat.owned[0] + index * each
             for slot in flat.layout.slots:
-                a, b = max(slot.start, first), min(-(-slot.end // by.block) * by.block, first + each)
+                a, b = (
+                    max(slot.start, first),
+                    min(-(-slot.end // by.block) * by.block, first + each),
+                )
                 if a < b:
                     numbers = payload[(a - first) // by.packed : (b - first) // by.packed]
-                    blocks = kept[(a - first) // by.block : (b - first) // by.block].view(torch.int16)
-                    out.setdefault(slot.name, {})[a - slot.start] = bytes(numbers.tolist()), blocks.numpy().tobytes()
+                    blocks = kept[(a - first) // by.block : (b - first) // by.block].view(
+                        torch.int16
+                    )
+                    out.setdefault(slot.name, {})[a - slot.start] = (
+                        bytes(numbers.tolist()),
+                        blocks.numpy().tobytes(),
+                    )
     return out
 
 
 def put_together(held: list[Codes]) -> dict[str, tuple[bytes, bytes]]:
     """The whole parameters' bytes, from those of all ranks."""
     parts: Codes = {}
-    for name, at, part in ((name, at, part) for one in held for name, found in one.items() for at, part in found.items()):
-        assert parts.setdefault(name, {}).setdefault(at, part) == part, f"{name}: two ranks have different bytes from element {at} on"
+    for name, at, part in (
+        (name, at, part)
+        for one in held
+        for name, found in one.items()
+        for at, part in found.items()
+    ):
+        assert parts.setdefault(name, {}).setdefault(at, part) == part, (
+            f"{name}: two ranks have different bytes from element {at} on"
+        )
     ordered = {name: [part for _, part in sorted(found.items())] for name, found in parts.items()}
-    return {name: (b"".join(numbers for numbers, _ in p), b"".join(kept for _, kept in p)) for name, p in ordered.items()}
+    return {
+        name: (b"".join(numbers for numbers, _ in p), b"".join(kept for _, kept in p))
+        for name, p in ordered.items()
+    }
 
 
 def handed_on(folder: str) -> dict[tuple[str, str], Codes]:
-    """What rests encoded on this rank, first and after each way back from a file, over the same ranks and over others."""
+    """What rests encoded on this rank, first and after each way back from a file, over the same
+    ranks and over others.
+    """
     rank = torch.distributed.get_rank()
     pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     found: dict[tuple[str, str], Codes] = {}
@@ -141,11 +181,20 @@ def handed_on(folder: str) -> dict[tuple[str, str], Codes]:
             onefold.load(f"{folder}/{name}", model=other)
             found[name, where] = codes(other)
         onefold.save(f"{folder}/{name} of ordinary weights", model=plain)
-        onefold.load(f"{folder}/{name} of ordinary weights", model=(other := base(1, frozen=name, precision=precision)))
+        onefold.load(
+            f"{folder}/{name} of ordinary weights",
+            model=(other := base(1, frozen=name, precision=precision)),
+        )
         found[name, "from ordinary weights"] = codes(other)
-        onefold.load_pretrained(other := base(1, frozen=name, precision=precision), f"{folder}/{name} exported")
+        onefold.load_pretrained(
+            other := base(1, frozen=name, precision=precision), f"{folder}/{name} exported"
+        )
         found[name, "from exported weights"] = codes(other)
-    weight = next(p for n, p in model.named_parameters() if not p.requires_grad and p.numel() and "blocks" in n)
+    weight = next(
+        p
+        for n, p in model.named_parameters()
+        if not p.requires_grad and p.numel() and "blocks" in n
+    )
     with pytest.raises(HollowError, match="encoded"):
         weight.sum()
     return found
@@ -155,7 +204,9 @@ def test_what_rests_encoded_is_the_same_bytes_after_any_way_through_a_file(tmp_p
     said = run_ranks(4, handed_on, str(tmp_path))
     for name, where in said[0]:
         first = put_together([one[name, "first"] for one in said])
-        assert len(first) >= 6 and all(numbers and magnitudes for numbers, magnitudes in first.values())
+        assert len(first) >= 6 and all(
+            numbers and magnitudes for numbers, magnitudes in first.values()
+        )
         if where == "as ordinary weights":
             assert said[0][name, where] == {}
         else:
@@ -170,20 +221,28 @@ def test_below_stage_3_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_rests_encoded_cannot_be_trained_later_and_that_is_said_before_anything_is_computed(precision: str) -> None:
+def test_what_rests_encoded_cannot_be_trained_later_and_that_is_said_before_anything_is_computed(
+    precision: str,
+) -> None:
     model = base(frozen="int8", precision=precision)
     trained(model, steps=1)
     model.blocks[1].mlp[0].weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"'blocks\.1\.mlp\.0\.weight' was frozen .* so it rests encoded"):
+    with pytest.raises(
+        ValueError, match=r"'blocks\.1\.mlp\.0\.weight' was frozen .* so it rests encoded"
+    ):
         model(tokens_of(0))
 
 
-def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(ValueError, match="leave accumulate_dtype out"):
         onefold.Recipe.zero(3, reduce_codec="int4", accumulate_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="leave one of them out"):
         onefold.Recipe.zero(3, frozen="int8", offload_param="cpu")
-    assert not any("has no effect" in n for n in onefold.Recipe.zero(0, group=2).notes), "stage 0 sums over two levels, too"
+    assert not any("has no effect" in n for n in onefold.Recipe.zero(0, group=2).notes), (
+        "stage 0 sums over two levels, too"
+    )
     with caplog.at_level("INFO"):
         onefold.shard(TinyGPT(), onefold.Recipe.zero(3, frozen="int8"))
     assert "no matrix but embeddings was frozen" in caplog.text
@@ -199,7 +258,9 @@ def said_of_groups() -> str:
 
 
 class LowRank(nn.Module):
-    """A frozen layer with a low-rank adapter, whose gradients come before the layer's backward pass reads the frozen weight."""
+    """A frozen layer with a low-rank adapter, whose gradients come before the layer's backward pass
+    reads the frozen weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,8 +273,10 @@ class LowRank(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Four blocks, the third without an adapter; `span` blocks are recomputed together. Inside: the checkpoint lies inside the block's
-    forward pass, as transformers has it, so that the block's hooks do not see the recomputation."""
+    """Four blocks, the third without an adapter; `span` blocks are recomputed together. Inside: the
+    checkpoint lies inside the block's forward pass, as transformers has it, so that the block's
+    hooks do not see the recomputation.
+    """
 
     def __init__(self, reentrant: bool, span: int, inside: bool) -> None:
         super().__init__()
@@ -244,11 +307,15 @@ def recomputed(reentrant: bool, span: int) -> list[Any]:
     runs = []
     for stage in (0, 3):
         torch.manual_seed(0)
-        model = onefold.shard(Recomputed(reentrant, span, inside=span == 0), onefold.Recipe.zero(stage))
+        model = onefold.shard(
+            Recomputed(reentrant, span, inside=span == 0), onefold.Recipe.zero(stage)
+        )
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         losses = []
         for step in range(3):
-            loss = model(features_of(10 * step + torch.distributed.get_rank(), 4, 8)).square().mean()
+            loss = (
+                model(features_of(10 * step + torch.distributed.get_rank(), 4, 8)).square().mean()
+            )
             loss.backward()
             held = [u.name for u in onefold.engine_of(model).units if stage == 3 and not u.away]
             optimizer.step()
@@ -258,9 +325,13 @@ def recomputed(reentrant: bool, span: int) -> list[Any]:
     return runs
 
 
-@pytest.mark.parametrize("span", [0, 1, 2], ids=["inside the block", "each block", "two blocks together"])
+@pytest.mark.parametrize(
+    "span", [0, 1, 2], ids=["inside the block", "each block", "two blocks together"]
+)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_blocks_with_frozen_weights_stay_gathered_until_their_backward_pass_is_over(reentrant: bool, span: int) -> None:
+def test_recomputed_blocks_with_frozen_weights_stay_gathered_until_their_backward_pass_is_over(
+    reentrant: bool, span: int
+) -> None:
     for (whole, _), (divided, held) in run_ranks(2, recomputed, reentrant, span):
         assert divided == whole
         assert held == []  # and no longer than this backward pass

@@ -1,4 +1,6 @@
-"""What shard() is told to run over: a process group, a mesh, or nothing; everything else is a sentence on the rank that gave it."""
+"""What shard() is told to run over: a process group, a mesh, or nothing; everything else is a
+sentence on the rank that gave it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def refusals() -> dict[str, str]:
         "a name": "world",
         "a list": [0, 1],
         "the number of no group": -100,
-        "a mesh of two dimensions": init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor")),
+        "a mesh of two dimensions": init_device_mesh(
+            "cpu", (2, 1), mesh_dim_names=("data", "tensor")
+        ),
         "a destroyed group": gone,
     }
     said = {}
@@ -48,12 +52,17 @@ def test_what_is_no_group_of_ranks_is_refused_in_a_sentence() -> None:
         for name, text in (("a number", "3"), ("a name", "'world'"), ("a list", "[0, 1]")):
             assert f"group={text}" in said[name] and "ProcessGroup" in said[name], said
         assert f"rank {rank} is not in the given group" in said["the number of no group"], said
-        assert "2 dimensions" in said["a mesh of two dimensions"] and "one-dimensional" in said["a mesh of two dimensions"], said
+        assert (
+            "2 dimensions" in said["a mesh of two dimensions"]
+            and "one-dimensional" in said["a mesh of two dimensions"]
+        ), said
         assert "destroyed" in said["a destroyed group"], said
 
 
 def in_groups_of_different_number() -> list[float] | None:
-    """Rank 0 of a subset is in one group more than rank 1 is: torch names a subset's new group after that number."""
+    """Rank 0 of a subset is in one group more than rank 1 is: torch names a subset's new group
+    after that number.
+    """
     import torch
 
     import onefold

@@ -1,4 +1,6 @@
-"""Gradient hooks on parameters see, and may change, this rank's whole gradient before the reduction, as under DDP."""
+"""Gradient hooks on parameters see, and may change, this rank's whole gradient before the
+reduction, as under DDP.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,20 @@ def parameter(model: nn.Module, name: str) -> Any:
 
 
 class Hooks:
-    """Both kinds of hooks on some parameters: what they see is written down, half of it is changed."""
+    """Both kinds of hooks on some parameters: what they see is written down, half of it is
+    changed.
+    """
 
-    def __init__(self, model: nn.Module, hooked: tuple[str, ...] = HOOKED, change: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, hooked: tuple[str, ...] = HOOKED, change: bool = True
+    ) -> None:
         self.model, self.change = model, change
         self.seen: list[tuple[str, str, torch.Tensor]] = []
         self.handles = [parameter(model, name).register_hook(self.before(name)) for name in hooked]
-        self.handles += [parameter(model, name).register_post_accumulate_grad_hook(self.after(name)) for name in hooked]
+        self.handles += [
+            parameter(model, name).register_post_accumulate_grad_hook(self.after(name))
+            for name in hooked
+        ]
 
     def before(self, name: str) -> Any:
         def hook(grad: torch.Tensor) -> torch.Tensor | None:
@@ -45,13 +54,18 @@ class Hooks:
             if self.change and name == "tokens.weight":
                 param.grad.mul_(0.5)
             elif self.change and name == "norm.weight":
-                param.grad = param.grad + 0.1 * param.detach()  # a penalty by hand reads the whole values
+                # A penalty by hand reads the whole values
+                param.grad = param.grad + 0.1 * param.detach()
 
         return hook
 
 
-def train(stage: int | None, when: str, micro_batches: int = 1, **how: Any) -> tuple[Any, list[torch.Tensor]]:
-    """What hooks saw and the weights after three steps, by DDP (None) or at a stage; hooks are registered before or after shard()."""
+def train(
+    stage: int | None, when: str, micro_batches: int = 1, **how: Any
+) -> tuple[Any, list[torch.Tensor]]:
+    """What hooks saw and the weights after three steps, by DDP (None) or at a stage; hooks are
+    registered before or after shard().
+    """
     import torch.distributed as dist
 
     import onefold
@@ -69,30 +83,60 @@ def train(stage: int | None, when: str, micro_batches: int = 1, **how: Any) -> t
         optimizer.zero_grad()
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
-            with torch.enable_grad() if last else (model.no_sync() if stage is None else onefold.no_sync(model)):
-                (model(tokens_of(100 * step + 10 * micro + dist.get_rank())) / micro_batches).backward()
+            with (
+                torch.enable_grad()
+                if last
+                else (model.no_sync() if stage is None else onefold.no_sync(model))
+            ):
+                (
+                    model(tokens_of(100 * step + 10 * micro + dist.get_rank())) / micro_batches
+                ).backward()
         optimizer.step()
         if step == 1:
             for handle in hooks.handles:
                 handle.remove()
-    weights = list(inner.state_dict().values()) if stage is None else list(onefold.full_state_dict(inner).values())
+    weights = (
+        list(inner.state_dict().values())
+        if stage is None
+        else list(onefold.full_state_dict(inner).values())
+    )
     return hooks.seen, [w.clone() for w in weights] if dist.get_rank() == 0 else []
 
 
-def differences(when: str, stages: tuple[int, ...], micro_batches: int = 1, checkpointing: str = "none", **how: Any) -> list[str]:
+def differences(
+    when: str,
+    stages: tuple[int, ...],
+    micro_batches: int = 1,
+    checkpointing: str = "none",
+    **how: Any,
+) -> list[str]:
     seen, weights = train(None, when, micro_batches, checkpointing=checkpointing)
     found, first = [], None
     for stage in stages:
         ours, mine = train(stage, when, micro_batches, checkpointing=checkpointing, **how)
         if [s[:2] for s in ours] != [s[:2] for s in seen]:
-            found.append(f"stage {stage}: {[s[:2] for s in ours]} were called, expected {[s[:2] for s in seen]}")
+            found.append(
+                f"stage {stage}: {[s[:2] for s in ours]} were called, expected"
+                f" {[s[:2] for s in seen]}"
+            )
             continue
         for (kind, name, a), (_, _, b) in zip(seen, ours, strict=True):
             if not torch.allclose(a, b, rtol=1e-4, atol=1e-6):
-                found.append(f"stage {stage}: the {kind} of {name} saw another gradient (by {(a - b).abs().max():.1e})")
-        found += [f"stage {stage}: weight {i} differs" for i, (a, b) in enumerate(zip(weights, mine, strict=True)) if far(a, b)]
+                found.append(
+                    f"stage {stage}: the {kind} of {name} saw another gradient (by"
+                    f" {(a - b).abs().max():.1e})"
+                )
+        found += [
+            f"stage {stage}: weight {i} differs"
+            for i, (a, b) in enumerate(zip(weights, mine, strict=True))
+            if far(a, b)
+        ]
         first = first or mine
-        found += [f"stage {stage}: weight {i} has other bits" for i, (a, b) in enumerate(zip(first, mine, strict=True)) if not a.equal(b)]
+        found += [
+            f"stage {stage}: weight {i} has other bits"
+            for i, (a, b) in enumerate(zip(first, mine, strict=True))
+            if not a.equal(b)
+        ]
     return found
 
 
@@ -115,7 +159,7 @@ def test_under_no_sync_a_hook_sees_what_has_accumulated() -> None:
     assert run_ranks(2, differences, "after", (2, 3), 3, reduce_at="boundary") == [[], []]
 
 
-# -- details -----------------------------------------------------------------------------------------------------------------------
+# -- details ---------------------------------------------------------------------------------------
 
 
 def details() -> list[str]:
@@ -123,12 +167,22 @@ def details() -> list[str]:
 
     found = []
     for stage in STAGES:
-        model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, precision="bf16", stall_timeout=10.0), units=(ResidualBlock,))
+        model = onefold.shard(
+            TinyMLP(),
+            onefold.Recipe.zero(stage, precision="bf16", stall_timeout=10.0),
+            units=(ResidualBlock,),
+        )
         weight, frozen = model.blocks[1].up.weight, model.leave.bias.requires_grad_(False)
         kinds: list[Any] = []
-        weight.register_hook(lambda grad, kinds=kinds: kinds.append(("hook", grad.dtype, tuple(grad.shape))))
-        late = weight.register_post_accumulate_grad_hook(lambda p, kinds=kinds: kinds.append(("post", p.grad.dtype, tuple(p.grad.shape))))
-        model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        weight.register_hook(
+            lambda grad, kinds=kinds: kinds.append(("hook", grad.dtype, tuple(grad.shape)))
+        )
+        late = weight.register_post_accumulate_grad_hook(
+            lambda p, kinds=kinds: kinds.append(("post", p.grad.dtype, tuple(p.grad.shape)))
+        )
+        model.blocks[0].up.weight.register_post_accumulate_grad_hook(
+            lambda p: setattr(p, "grad", None)
+        )
         model(features_of(0, 4, 7)).float().square().mean().backward()
         if kinds != [("hook", torch.bfloat16, (20, 10)), ("post", torch.bfloat16, (20, 10))]:
             found.append(f"stage {stage}: {kinds}")
@@ -141,7 +195,9 @@ def details() -> list[str]:
         for register in (frozen.register_hook, frozen.register_post_accumulate_grad_hook):
             try:
                 register(lambda x: None)
-                found.append(f"stage {stage}: {register.__name__} on a frozen parameter was let pass")
+                found.append(
+                    f"stage {stage}: {register.__name__} on a frozen parameter was let pass"
+                )
             except RuntimeError as error:
                 if "doesn't require gradient" not in str(error):
                     found.append(f"stage {stage}: {error}")
@@ -161,7 +217,9 @@ def refusals() -> list[str]:
         model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
 
     def write_in_hook(model: Any) -> None:
-        model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad, alpha=0.1))
+        model.blocks[1].up.weight.register_post_accumulate_grad_hook(
+            lambda p: p.data.sub_(p.grad, alpha=0.1)
+        )
 
     def write_without_data(model: Any) -> None:
         def hook(p: Any) -> None:
@@ -173,7 +231,9 @@ def refusals() -> list[str]:
     found = []
     for stage in STAGES:
         for action in (step_in_hook, write_in_hook, write_without_data):
-            model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0), units=(ResidualBlock,))
+            model = onefold.shard(
+                TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0), units=(ResidualBlock,)
+            )
             action(model)
             try:
                 model(features_of(0, 4, 7)).square().mean().backward()
@@ -181,11 +241,15 @@ def refusals() -> list[str]:
             except RuntimeError as error:
                 if "step_in_backward" not in str(error) or "ordinary order" not in str(error):
                     found.append(f"{action.__name__} at stage {stage}: {error}")
-    tiled = onefold.shard(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8)), onefold.Recipe.zero(3, tile=1024))
+    tiled = onefold.shard(
+        nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8)), onefold.Recipe.zero(3, tile=1024)
+    )
     model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8))
     model[0].weight.register_hook(lambda grad: grad)
     for what in (
-        lambda: next(p for n, p in tiled.named_parameters() if "tiles" in n).register_hook(lambda grad: grad),
+        lambda: next(p for n, p in tiled.named_parameters() if "tiles" in n).register_hook(
+            lambda grad: grad
+        ),
         lambda: onefold.shard(model, onefold.Recipe.zero(3, tile=1024)),
     ):
         try:

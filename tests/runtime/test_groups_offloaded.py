@@ -10,12 +10,24 @@ from runtime.test_offload import train
 
 OVER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "HSDP": ({"shard_group": 2}, ("parameters and states on the host", "everything on NVMe")),
-    "optimizer over all": ({"shard_group": 2, "optimizer_over": "all"}, ("states on NVMe", "stepped behind the backward pass")),
+    "optimizer over all": (
+        {"shard_group": 2, "optimizer_over": "all"},
+        ("states on NVMe", "stepped behind the backward pass"),
+    ),
     "second copy and codecs": (
-        {"group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4", "error_feedback": True},
+        {
+            "group": 2,
+            "second_copy": True,
+            "gather_codec": "int8",
+            "reduce_codec": "int4",
+            "error_feedback": True,
+        },
         ("stepped behind the backward pass", "everything on NVMe"),
     ),
-    "codecs, HSDP": ({"shard_group": 2, "gather_codec": "int8", "reduce_codec": "int8"}, ("parameters and states on the host",)),
+    "codecs, HSDP": (
+        {"shard_group": 2, "gather_codec": "int8", "reduce_codec": "int8"},
+        ("parameters and states on the host",),
+    ),
     "frozen weights at rest": ({"group": 2, "frozen": "int8"}, ("states on NVMe",)),
 }
 TIERS: dict[str, dict[str, Any]] = {
@@ -34,11 +46,15 @@ def differing(folder: str) -> list[str]:
         losses, weights = train(3, options, accumulate=2, frozen=frozen)
         for name in tiers:
             on_disk = {"nvme": folder} if "nvme" in str(TIERS[name].values()) else {}
-            got, after = train(3, {**options, **TIERS[name], **on_disk}, accumulate=2, frozen=frozen)
+            got, after = train(
+                3, {**options, **TIERS[name], **on_disk}, accumulate=2, frozen=frozen
+            )
             if got != losses or any(not (weights[n] == after[n]).all() for n in weights):
                 wrong.append(f"{over}, {name}: {got}, expected {losses}")
     return wrong
 
 
-def test_what_rests_off_the_device_keeps_its_bits_over_groups_and_with_codecs(tmp_path: Path) -> None:
+def test_what_rests_off_the_device_keeps_its_bits_over_groups_and_with_codecs(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(4, differing, str(tmp_path)) == [[]] * 4

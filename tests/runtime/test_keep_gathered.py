@@ -1,4 +1,6 @@
-"""onefold.keep_gathered: whole units stay between passes without gradients, under a limit, and are never out of date."""
+"""onefold.keep_gathered: whole units stay between passes without gradients, under a limit, and are
+never out of date.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch.distributed as dist
 from models import ResidualBlock, TinyMLP, features_of
 from ranks import outcomes_of, run_ranks
 
-#: Elements of a block: each of its four parameters begins at a multiple of 64; two ranks cut at multiples of 64.
+#: Elements of a block: each of its four parameters begins at a multiple of 64; two ranks cut at
+#: multiples of 64.
 BLOCK = 256 + 64 + 256 + 64
 
 
@@ -83,11 +86,21 @@ def stays_and_goes() -> list[str]:
             for p in model.parameters():
                 p.mul_(0.5)
         written = evaluate(model)
-        onefold.load_full_state_dict(model, TinyMLP().state_dict() if dist.get_rank() == 0 else None)
+        onefold.load_full_state_dict(
+            model, TinyMLP().state_dict() if dist.get_rank() == 0 else None
+        )
         loaded = evaluate(model)
     with onefold.full_params(model):
-        expect("what was loaded is seen", torch.allclose(evaluate(model), loaded, rtol=1e-5, atol=1e-6), True)
-    expect("the step, the write and the load are seen", len({t.sum().item() for t in (before, after, written, loaded)}), 4)
+        expect(
+            "what was loaded is seen",
+            torch.allclose(evaluate(model), loaded, rtol=1e-5, atol=1e-6),
+            True,
+        )
+    expect(
+        "the step, the write and the load are seen",
+        len({t.sum().item() for t in (before, after, written, loaded)}),
+        4,
+    )
     train()
     expect("bytes held after training outside", held(model), 0)
     return found
@@ -102,7 +115,10 @@ def from_the_host() -> list[str]:
     import onefold
 
     found = []
-    for options in ({"offload_param": "cpu", "precision": "bf16"}, {"gather_codec": "int8", "precision": "bf16"}):
+    for options in (
+        {"offload_param": "cpu", "precision": "bf16"},
+        {"gather_codec": "int8", "precision": "bf16"},
+    ):
         model = sharded(**options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         before = evaluate(model)
@@ -136,7 +152,8 @@ def trains_alike(inside: bool) -> list[float]:
             optimizer.zero_grad()
             loss = model(features_of(10 * step + dist.get_rank(), 4, 7)).float().square().mean()
             if step % 2:
-                losses.append(evaluate(model).float().sum().item())  # between forward and backward too
+                # Between forward and backward too
+                losses.append(evaluate(model).float().sum().item())
             loss.backward()
             losses += [loss.item(), evaluate(model).float().sum().item()]
             optimizer.step()
@@ -162,12 +179,18 @@ def under_a_limit() -> list[int]:
         engine.memory.reset_peak()
         evaluate(model)
         peak = engine.memory.peak()["gathered units"]
-        out += [held(model) - 4 * (root + 2 * BLOCK), sent(model) - 2 * BLOCK, peak - 4 * (root + 3 * BLOCK)]
+        out += [
+            held(model) - 4 * (root + 2 * BLOCK),
+            sent(model) - 2 * BLOCK,
+            peak - 4 * (root + 3 * BLOCK),
+        ]
     return out
 
 
 def test_what_does_not_fit_under_the_limit_is_gathered_in_each_pass() -> None:
-    """Three blocks and the root; room for the root and two blocks, by the order of the forward pass. The third comes and goes."""
+    """Three blocks and the root; room for the root and two blocks, by the order of the forward
+    pass. The third comes and goes.
+    """
     assert run_ranks(2, under_a_limit) == [[0, 0, 0], [0, 0, 0]]
 
 

@@ -1,4 +1,6 @@
-"""What is kept to gather from, whole, as a second copy or encoded, follows every write to the masters; so does what encoding lost."""
+"""What is kept to gather from, whole, as a second copy or encoded, follows every write to the
+masters; so does what encoding lost.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,22 @@ from ranks import run_ranks
 RECIPES: dict[str, dict[str, Any]] = {
     "whole": {"stage": 1},
     "second copy": {"stage": 3, "group": 2, "second_copy": True},
-    "second copy, encoded": {"stage": 3, "group": 2, "second_copy": True, "gather_codec": "int8", "precision": "bf16"},
+    "second copy, encoded": {
+        "stage": 3,
+        "group": 2,
+        "second_copy": True,
+        "gather_codec": "int8",
+        "precision": "bf16",
+    },
     "encoded": {"stage": 3, "shard_group": 2, "optimizer_over": "all", "gather_codec": "int8"},
     "since forward": {"stage": 3, "group": 2, "reshard_after_forward": False},
-    "on the host": {"stage": 3, "group": 2, "gather_codec": "int8", "offload_param": "cpu", "offload_optimizer": "cpu"},
+    "on the host": {
+        "stage": 3,
+        "group": 2,
+        "gather_codec": "int8",
+        "offload_param": "cpu",
+        "offload_optimizer": "cpu",
+    },
 }
 
 
@@ -29,12 +43,15 @@ def sharded(options: dict[str, Any]) -> nn.Module:
 
 
 def output(model: nn.Module) -> list[float]:
-    with torch.set_grad_enabled(any(p.requires_grad for p in model.parameters())):  # no backward pass follows
+    # No backward pass follows
+    with torch.set_grad_enabled(any(p.requires_grad for p in model.parameters())):
         return model(features_of(torch.distributed.get_rank(), 4, 7)).flatten().tolist()
 
 
 def stepped_and_frozen(model: nn.Module) -> None:
-    """A fused step leaves no mark on version counters, and what was trained is frozen before anything is gathered."""
+    """A fused step leaves no mark on version counters, and what was trained is frozen before
+    anything is gathered.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     model(features_of(1, 4, 7)).square().mean().backward()
     optimizer.step()
@@ -59,11 +76,18 @@ def only_read_on_one_rank(model: nn.Module) -> None:
         assert all(local_part(p.data).norm() >= 0 for p in model.parameters())
 
 
-WRITES = (stepped_and_frozen, averages_swapped_in, written_by_a_view_kept_since, only_read_on_one_rank)
+WRITES = (
+    stepped_and_frozen,
+    averages_swapped_in,
+    written_by_a_view_kept_since,
+    only_read_on_one_rank,
+)
 
 
 def after_writes() -> list[tuple[str, str]]:
-    """(recipe, write) after which a model computes with other values than a fresh one of its masters."""
+    """(recipe, write) after which a model computes with other values than a fresh one of its
+    masters.
+    """
     behind = []
     for name, options in RECIPES.items():
         for write in WRITES:
@@ -78,11 +102,15 @@ def after_writes() -> list[tuple[str, str]]:
 
 
 def on_uneven_nodes() -> tuple[int, bool]:
-    """(groups, whether it trains) where nodes have three ranks and one: one of a rank seems to divide four, one of three does not."""
+    """(groups, whether it trains) where nodes have three ranks and one: one of a rank seems to
+    divide four, one of three does not.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = "1" if torch.distributed.get_rank() == 3 else "3"
     model = sharded({"stage": 3, "second_copy": True, "reduce_codec": "int8"})
     model(features_of(1, 4, 7)).square().mean().backward()
-    return onefold.engine_of(model).group.topology.outer, all(p.grad is not None for p in model.parameters() if p.numel())
+    return onefold.engine_of(model).group.topology.outer, all(
+        p.grad is not None for p in model.parameters() if p.numel()
+    )
 
 
 def thawed() -> bool:

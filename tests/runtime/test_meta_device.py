@@ -1,4 +1,6 @@
-"""Models built on the meta device get their memory unit by unit, never whole, and train like any other."""
+"""Models built on the meta device get their memory unit by unit, never whole, and train like any
+other.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def meta_gpt(tied: bool = False) -> nn.Module:
 
 
 def loaded_from_a_state_dict(stage: int, tied: bool) -> list[str]:
-    """Built on the meta device, loaded from rank 0's state dict: trains bit for bit like one built in memory."""
+    """Built on the meta device, loaded from rank 0's state dict: trains bit for bit like one built
+    in memory.
+    """
     import onefold
 
     class Tied(GPTCase):
@@ -34,7 +38,9 @@ def loaded_from_a_state_dict(stage: int, tied: bool) -> list[str]:
     state = case.build().state_dict() if dist.get_rank() == 0 else None
     model = onefold.shard(meta_gpt(tied), onefold.Recipe.zero(stage, stall_timeout=10.0))
     onefold.load_full_state_dict(model, state)
-    if left := [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]:
+    if left := [
+        name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta
+    ]:
         return [f"still on the meta device: {left}"]
     curve = train(case, model, model, lambda: onefold.full_state_dict(model))
     return differences("from meta", train_sharded(Tied(), stage), curve, 0.0, 0.0)
@@ -42,7 +48,9 @@ def loaded_from_a_state_dict(stage: int, tied: bool) -> list[str]:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_meta_model_loaded_from_a_state_dict_trains_like_any_other(stage: int, tied: bool) -> None:
+def test_a_meta_model_loaded_from_a_state_dict_trains_like_any_other(
+    stage: int, tied: bool
+) -> None:
     assert run_ranks(2, loaded_from_a_state_dict, stage, tied) == [[], []]
 
 
@@ -54,7 +62,11 @@ def fill(module: nn.Module) -> None:
 def initialized(stage: int, how: str) -> list[str]:
     import onefold
 
-    model = onefold.shard(meta_gpt(), onefold.Recipe.zero(stage, stall_timeout=10.0), init=fill if how == "init" else None)
+    model = onefold.shard(
+        meta_gpt(),
+        onefold.Recipe.zero(stage, stall_timeout=10.0),
+        init=fill if how == "init" else None,
+    )
     state = onefold.full_state_dict(model)
     problems = []
     for name, tensor in state.items():
@@ -62,8 +74,15 @@ def initialized(stage: int, how: str) -> list[str]:
             problems.append(f"{name} is not what init made it")
         if how == "reset_parameters" and not torch.isfinite(tensor).all():
             problems.append(f"{name} is not initialized: {tensor.flatten()[:4].tolist()}")
-        if how == "reset_parameters" and name.endswith("qkv.weight") and not 0.05 < tensor.std() < 0.3:
-            problems.append(f"{name} has a standard deviation of {tensor.std():.3f}, torch's Linear has about 0.13")
+        if (
+            how == "reset_parameters"
+            and name.endswith("qkv.weight")
+            and not 0.05 < tensor.std() < 0.3
+        ):
+            problems.append(
+                f"{name} has a standard deviation of {tensor.std():.3f}, torch's Linear has about"
+                " 0.13"
+            )
     model(tokens_of(dist.get_rank())).backward()
     return problems
 
@@ -83,7 +102,9 @@ def weights_of(stage: int) -> dict[str, Tensor]:
     import onefold
 
     torch.manual_seed(7)
-    model = onefold.shard(meta_gpt(), onefold.Recipe.zero(stage, stall_timeout=10.0), init=reset_again)
+    model = onefold.shard(
+        meta_gpt(), onefold.Recipe.zero(stage, stall_timeout=10.0), init=reset_again
+    )
     return onefold.full_state_dict(model)
 
 
@@ -91,11 +112,15 @@ def test_a_meta_model_gets_the_same_weights_at_every_stage() -> None:
     first = run_ranks(2, weights_of, 0)[0]
     for stage in (1, 2, 3):
         other = run_ranks(2, weights_of, stage)[0]
-        assert all(torch.equal(first[name], other[name]) for name in first), f"stage {stage} starts from other weights"
+        assert all(torch.equal(first[name], other[name]) for name in first), (
+            f"stage {stage} starts from other weights"
+        )
 
 
 def peak_while_sharding() -> dict[str, Any]:
-    """The largest amount of memory that ever lived while a 67 MB model came to be at stage 3 on 4 ranks."""
+    """The largest amount of memory that ever lived while a 67 MB model came to be at stage 3 on 4
+    ranks.
+    """
     import sys
     from pathlib import Path
 
@@ -119,7 +144,9 @@ def peak_while_sharding() -> dict[str, Any]:
 
 def test_a_meta_model_is_never_whole() -> None:
     for rank, seen in enumerate(run_ranks(4, peak_while_sharding)):
-        assert seen["grown"] <= seen["bound"], f"rank {rank}: {seen}: expected its shard, four blocks and 8 MiB at most"
+        assert seen["grown"] <= seen["bound"], (
+            f"rank {rank}: {seen}: expected its shard, four blocks and 8 MiB at most"
+        )
 
 
 def half_meta(stage: int) -> list[str]:
@@ -143,13 +170,17 @@ def test_a_model_may_be_on_the_meta_device_in_part(stage: int) -> None:
 
 
 def only_rank_0_has_it(stage: int) -> list[str]:
-    """Rank 0 built the model, the others only its outline: the usual way to load a big checkpoint once."""
+    """Rank 0 built the model, the others only its outline: the usual way to load a big checkpoint
+    once.
+    """
     import onefold
 
     torch.manual_seed(0)
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = TinyGPT()
-    expected = {name: t.clone() for name, t in model.state_dict().items()} if dist.get_rank() == 0 else {}
+    expected = (
+        {name: t.clone() for name, t in model.state_dict().items()} if dist.get_rank() == 0 else {}
+    )
     onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=10.0))
     state = onefold.full_state_dict(model)
     model(tokens_of(dist.get_rank())).backward()

@@ -1,4 +1,6 @@
-"""A model without initializers is sharded from the meta device and loaded afterwards. Using what was never loaded is an error, by name."""
+"""A model without initializers is sharded from the meta device and loaded afterwards. Using what
+was never loaded is an error, by name.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,8 @@ def refused_before(model: nn.Module, folder: str) -> list[str]:
     expected = {*PERSISTENT, *(f"blocks.{i}.hidden" for i in range(3))}
     if set(engine.unset.names()) != expected:
         problems.append(f"unset: {engine.unset.names()}")
-    alone = engine.unsharded  # one rank that holds everything as it is: each module answers for itself
+    # One rank that holds everything as it is: each module answers for itself
+    alone = engine.unsharded
     uses: dict[str, tuple[Callable[[], Any], str]] = {
         "forward": (lambda: model(X), "'gain'"),
         "evaluation": (lambda: model.eval()(X), "onefold.load("),
@@ -128,7 +131,9 @@ def load_in_part(model: Any, state: dict[str, Tensor], folder: str) -> list[str]
     part = {name: t for name, t in state.items() if "blocks.1" not in name}
     onefold.load_full_state_dict(model, part if dist.get_rank() == 0 else None, strict=False)
     left = left_in(model)
-    problems = [] if left == ["blocks.1.weight", "blocks.1.scale", "blocks.1.count"] else [f"left: {left}"]
+    problems = (
+        [] if left == ["blocks.1.weight", "blocks.1.scale", "blocks.1.count"] else [f"left: {left}"]
+    )
     said = said_by(lambda: model(X))
     problems += [] if "'blocks.1.weight', 'blocks.1.scale'" in said else [said]
     onefold.load_full_state_dict(model, state if dist.get_rank() == 0 else None)
@@ -155,7 +160,10 @@ def write_in_part(model: Any, state: dict[str, Tensor], folder: str) -> list[str
 def load_checkpoint(model: Any, state: dict[str, Tensor], folder: str) -> list[str]:
     import onefold
 
-    onefold.save(f"{folder}/saved", model=onefold.shard(real(), onefold.Recipe.zero(1, stall_timeout=STALL_TIMEOUT)))
+    onefold.save(
+        f"{folder}/saved",
+        model=onefold.shard(real(), onefold.Recipe.zero(1, stall_timeout=STALL_TIMEOUT)),
+    )
     onefold.load(f"{folder}/saved", model=model)
     return []
 
@@ -201,15 +209,24 @@ def loaded_later(folder: str, settings: list[tuple[int, dict[str, Any]]]) -> lis
             state = {name: t.clone() for name, t in real().state_dict().items()}
             problems += [f"{case}: {p}" for p in way(model, state, here)]
             out = model(X)
-            problems += [f"{case}: {name} is left" for name in onefold.engine_of(model).unset.names()]
+            problems += [
+                f"{case}: {name} is left" for name in onefold.engine_of(model).unset.names()
+            ]
             whole = onefold.full_state_dict(model)
-            problems += [f"{case}: {n}" for n, t in whole.items() if not torch.equal(t.to(state[n].dtype), state[n])]
+            problems += [
+                f"{case}: {n}"
+                for n, t in whole.items()
+                if not torch.equal(t.to(state[n].dtype), state[n])
+            ]
             like = real()
             like.load_state_dict(state)
-            if not torch.allclose(out.float(), like(X), rtol=0.03 if options else 1e-5, atol=0.03 if options else 1e-6):
+            if not torch.allclose(
+                out.float(), like(X), rtol=0.03 if options else 1e-5, atol=0.03 if options else 1e-6
+            ):
                 problems.append(f"{case}: computes {out}, not {like(X)}")
             out.sum().backward()
-            grads = [p.grad for p in model.parameters() if p.grad is not None]  # of what this rank owns
+            # Of what this rank owns
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
             if not grads or not all(g.detach().isfinite().all() for g in grads):
                 problems.append(f"{case}: no gradients")
     return problems
@@ -217,29 +234,43 @@ def loaded_later(folder: str, settings: list[tuple[int, dict[str, Any]]]) -> lis
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_of_the_meta_device_is_loaded_after_it_was_sharded(ranks: int) -> None:
-    settings: list[tuple[int, dict[str, Any]]] = [(s, {}) for s in (STAGES if ranks > 1 else (3,))] + [(3, {"precision": "bf16"})]
+    settings: list[tuple[int, dict[str, Any]]] = [
+        (s, {}) for s in (STAGES if ranks > 1 else (3,))
+    ] + [(3, {"precision": "bf16"})]
     with tempfile.TemporaryDirectory() as folder:
         assert run_ranks(ranks, loaded_later, folder, settings, timeout=240.0) == [[]] * ranks
 
 
 def encoded_and_away(folder: str) -> list[str]:
-    """Weights that rest encoded, off the device, or in tiles are known by the names that a load brings."""
+    """Weights that rest encoded, off the device, or in tiles are known by the names that a load
+    brings.
+    """
     import onefold
 
     problems = []
-    for options in ({"frozen": "int8"}, {"offload_optimizer": "cpu", "offload_param": "cpu"}, {"tile": 256}):
+    for options in (
+        {"frozen": "int8"},
+        {"offload_optimizer": "cpu", "offload_param": "cpu"},
+        {"tile": 256},
+    ):
         with torch.device("meta"):
             model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
         for name, p in model.named_parameters():
             p.requires_grad_("frozen" not in options or "bias" in name)
         for module in model:
-            module.__class__ = type("Silent" + type(module).__name__, (type(module),), {"reset_parameters": None})
+            module.__class__ = type(
+                "Silent" + type(module).__name__, (type(module),), {"reset_parameters": None}
+            )
         if "tile" in options:
             for module in model:
                 module.__class__ = type(module).__bases__[0]
         torch.manual_seed(0)
         like = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-        onefold.shard(model, onefold.Recipe.zero(3, stall_timeout=STALL_TIMEOUT, **options), init=nothing if "tile" in options else None)
+        onefold.shard(
+            model,
+            onefold.Recipe.zero(3, stall_timeout=STALL_TIMEOUT, **options),
+            init=nothing if "tile" in options else None,
+        )
         said = said_by(lambda model=model: model(X))
         problems += [] if ".weight'" in said or "'0." in said else [f"{options}: said {said!r}"]
         state = {name: t for name, t in like.state_dict().items() if name.startswith("0.")}
@@ -261,7 +292,9 @@ def test_what_rests_encoded_off_the_device_or_in_tiles_is_loaded_later_too(tmp_p
 
 
 def init_that_forgets() -> list[str]:
-    """An init function and a module's own reset that leave a parameter out; a body in memory beside a head on the meta device."""
+    """An init function and a module's own reset that leave a parameter out; a body in memory beside
+    a head on the meta device.
+    """
     import onefold
 
     def forgets(module: nn.Module) -> None:
@@ -280,7 +313,10 @@ def init_that_forgets() -> list[str]:
             model.blocks[2].weight.fill_(0.5)
         onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT), init=forgets)
         left = left_in(model)
-        expected = ["gain", *(f"blocks.{i}.{n}" for i in range(2) for n in ("scale", "count", "hidden"))]
+        expected = [
+            "gain",
+            *(f"blocks.{i}.{n}" for i in range(2) for n in ("scale", "count", "hidden")),
+        ]
         problems += [] if left == expected else [f"stage {stage}: {left}"]
     return problems
 

@@ -1,4 +1,6 @@
-"""Gradients kept under no_sync are the user's to drop, not to change; a backward pass that fails takes them along."""
+"""Gradients kept under no_sync are the user's to drop, not to change; a backward pass that fails
+takes them along.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from onefold.memory.pool import GATHERED, IDLE, REDUCTION
 from ranks import run_ranks
 from trials import Case, GPTCase, MLPCase, differences, fresh, train_reference, train_sharded
 
-#: Stages by name, with the options of the recipe: whole gradients until the boundary at "at the boundary" and stages 0 and 1.
+#: Stages by name, with the options of the recipe: whole gradients until the boundary at "at the
+#: boundary" and stages 0 and 1.
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (0, {}),
     "stage 1": (1, {}),
@@ -25,7 +28,8 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 3": (3, {}),
     "stage 3 at the boundary": (3, {"reduce_at": "boundary"}),
 }
-KEEPING = [name for name in MODES if name not in ("stage 2", "stage 3")]  # those that keep gradients whole under no_sync
+# Those that keep gradients whole under no_sync
+KEEPING = [name for name in MODES if name not in ("stage 2", "stage 3")]
 
 
 def no_sync(model: nn.Module) -> Any:
@@ -35,7 +39,9 @@ def no_sync(model: nn.Module) -> Any:
 
 
 class DropsOneMicroBatch(MLPCase):
-    """Three micro-batches a step, the first or the second of which is dropped: its gradients, and those before it."""
+    """Three micro-batches a step, the first or the second of which is dropped: its gradients, and
+    those before it.
+    """
 
     units = (ResidualBlock,)
     micro_batches = 3
@@ -44,7 +50,9 @@ class DropsOneMicroBatch(MLPCase):
     def drop(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         optimizer.zero_grad()
         total = 0.0
         for micro in range(self.micro_batches):
@@ -88,7 +96,14 @@ class DropsOneParameter(DropsOneMicroBatch):
         block.up.bias.grad = None
 
 
-DROPS = [DropsOneMicroBatch, DropsTwoMicroBatches, DropsByFillingWithZeros, DropsByTheModel, DropsOneBlock, DropsOneParameter]
+DROPS = [
+    DropsOneMicroBatch,
+    DropsTwoMicroBatches,
+    DropsByFillingWithZeros,
+    DropsByTheModel,
+    DropsOneBlock,
+    DropsOneParameter,
+]
 
 
 def compare_drops(case_class: type[Case], modes: list[str]) -> list[str]:
@@ -96,7 +111,9 @@ def compare_drops(case_class: type[Case], modes: list[str]) -> list[str]:
     found = []
     for name in modes:
         stage, options = MODES[name]
-        found += differences(name, reference, train_sharded(case_class(), stage, **options), 1e-5, 1e-6)
+        found += differences(
+            name, reference, train_sharded(case_class(), stage, **options), 1e-5, 1e-6
+        )
     return found
 
 
@@ -111,7 +128,11 @@ def dropping_matters() -> bool:
     class DropsNothing(DropsOneMicroBatch):
         dropped_after = -1
 
-    return bool(differences("", train_reference(DropsNothing()), train_reference(DropsOneMicroBatch()), 1e-5, 1e-6))
+    return bool(
+        differences(
+            "", train_reference(DropsNothing()), train_reference(DropsOneMicroBatch()), 1e-5, 1e-6
+        )
+    )
 
 
 def test_the_curve_of_these_cases_shows_a_micro_batch_that_was_not_dropped() -> None:
@@ -133,7 +154,9 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def change_kept_gradients(mode: str) -> dict[str, str]:
-    """What a rank is told that changed a gradient of its own under no_sync, in each way, before a micro-batch and before a step."""
+    """What a rank is told that changed a gradient of its own under no_sync, in each way, before a
+    micro-batch and before a step.
+    """
     import onefold
 
     stage, options = MODES[mode]
@@ -141,12 +164,17 @@ def change_kept_gradients(mode: str) -> dict[str, str]:
     for how, change in CHANGES.items():
         for then in ("a micro-batch", "a step"):
             case = GPTCase()
-            model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, units=(), **options))
+            model = onefold.shard(
+                fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, units=(), **options)
+            )
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with onefold.no_sync(model):
                 case.loss(model, case.batch(0, 0)).backward()
-            # A parameter that lies across the cut between the ranks: either holds a part of its gradient.
-            name, parameter = next((n, p) for n, p in model.named_parameters() if stage == 0 or 0 < held(p) < p.numel())
+            # A parameter that lies across the cut between the ranks: either holds a part of its
+            # gradient.
+            name, parameter = next(
+                (n, p) for n, p in model.named_parameters() if stage == 0 or 0 < held(p) < p.numel()
+            )
             try:
                 change(parameter)
                 if then == "a micro-batch":
@@ -156,8 +184,13 @@ def change_kept_gradients(mode: str) -> dict[str, str]:
                 said[f"{how}, then {then}"] = "nothing"
             except RuntimeError as error:
                 text = str(error)
-                at_once = "change them, after the last micro-batch" in text and "by another" not in how  # where it is made
-                told = repr(name) in text and ("was changed" in text or at_once) and "no_sync" in text
+                # Where it is made
+                at_once = (
+                    "change them, after the last micro-batch" in text and "by another" not in how
+                )
+                told = (
+                    repr(name) in text and ("was changed" in text or at_once) and "no_sync" in text
+                )
                 said[f"{how}, then {then}"] = "" if told else text
     return said
 
@@ -190,12 +223,16 @@ ON_ROWS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
 
 
 def change_rows_of_others(mode: str, how: str) -> tuple[str, float]:
-    """Each rank's batch touches rows that lie in the other's interval. What is said, and the sum of this rank's reduced gradient."""
+    """Each rank's batch touches rows that lie in the other's interval. What is said, and the sum of
+    this rank's reduced gradient.
+    """
     import onefold
 
     stage, options = MODES[mode]
     torch.manual_seed(0)
-    model = onefold.shard(Rows(), onefold.Recipe.zero(stage, stall_timeout=60.0, units=(), **options))
+    model = onefold.shard(
+        Rows(), onefold.Recipe.zero(stage, stall_timeout=60.0, units=(), **options)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.arange(100, 104) if torch.distributed.get_rank() == 0 else torch.arange(0, 4)
     with onefold.no_sync(model):
@@ -209,10 +246,14 @@ def change_rows_of_others(mode: str, how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("mode", KEEPING)
-def test_a_changed_gradient_whose_part_here_is_all_zero_is_not_taken_for_a_dropped_one(mode: str) -> None:
+def test_a_changed_gradient_whose_part_here_is_all_zero_is_not_taken_for_a_dropped_one(
+    mode: str,
+) -> None:
     for how in ("scaled", "clipped"):
         for said, _ in run_ranks(2, change_rows_of_others, mode, how):
-            assert "'rows.weight'" in said and ("was changed" in said or "change them, after the last" in said), (how, said)
+            assert "'rows.weight'" in said and (
+                "was changed" in said or "change them, after the last" in said
+            ), (how, said)
 
 
 @pytest.mark.parametrize("mode", KEEPING)
@@ -221,7 +262,9 @@ def test_dropping_such_a_gradient_halves_what_two_micro_batches_bring(mode: str)
     for how in ("all zeroed", "one dropped"):
         results = run_ranks(2, change_rows_of_others, mode, how)
         assert [said for said, _ in results] == ["", ""]
-        assert [total for _, total in results] == pytest.approx([total / 2 for total in whole]) and min(whole) > 0
+        assert [total for _, total in results] == pytest.approx(
+            [total / 2 for total in whole]
+        ) and min(whole) > 0
 
 
 def step_on_kept_gradients(mode: str) -> tuple[str, list[str]]:
@@ -232,7 +275,9 @@ def step_on_kept_gradients(mode: str) -> tuple[str, list[str]]:
 
     def steps(mistaken: bool) -> tuple[str, Any]:
         case, said = MLPCase(), ""
-        model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, **options))
+        model = onefold.shard(
+            fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, **options)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with onefold.no_sync(model):
             case.loss(model, case.batch(0, 0)).backward()
@@ -272,7 +317,9 @@ class BreaksInBackward(torch.autograd.Function):
 
 
 class BreaksBehindBlock1(TinyMLP):
-    """Backward reaches the tail and the last block, then raises: some units are reduced, some are not."""
+    """Backward reaches the tail and the last block, then raises: some units are reduced, some are
+    not.
+    """
 
     broken = False
 
@@ -284,7 +331,9 @@ class BreaksBehindBlock1(TinyMLP):
 
 
 class Accumulates(MLPCase):
-    """Two micro-batches a step. With `breaking`, step 1 first tries a pass under no_sync and one that raises in backward."""
+    """Two micro-batches a step. With `breaking`, step 1 first tries a pass under no_sync and one
+    that raises in backward.
+    """
 
     steps = 4
     units = (ResidualBlock, "leave")
@@ -296,7 +345,9 @@ class Accumulates(MLPCase):
     def build(self) -> nn.Module:
         return BreaksBehindBlock1()
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         if self.breaking and step == 1:
             self.fail(model, rank)
         optimizer.zero_grad()
@@ -313,7 +364,10 @@ class Accumulates(MLPCase):
         with no_sync(model):
             self.loss(model, self.batch(rank, 50)).backward()
         model.broken = True
-        with no_sync(model) if self.under_no_sync else contextlib.nullcontext(), pytest.raises(Broken):
+        with (
+            no_sync(model) if self.under_no_sync else contextlib.nullcontext(),
+            pytest.raises(Broken),
+        ):
             self.loss(model, self.batch(rank, 51)).backward()
         model.broken = False
 
@@ -324,7 +378,13 @@ def compare_with_a_broken_pass(mode: str) -> list[str]:
     found = []
     for under_no_sync in (False, True):
         broken = train_sharded(Accumulates(True, under_no_sync), stage, **options)
-        found += differences(f"after a backward that raised (under no_sync: {under_no_sync})", untouched, broken, 0.0, 0.0)
+        found += differences(
+            f"after a backward that raised (under no_sync: {under_no_sync})",
+            untouched,
+            broken,
+            0.0,
+            0.0,
+        )
     return found
 
 
@@ -334,26 +394,37 @@ def test_a_backward_that_raised_after_a_kept_one_leaves_no_trace_in_the_numbers(
 
 
 def break_then_start_afresh(stage: int, options: dict[str, Any]) -> list[str]:
-    """Two steps, a kept pass, a pass that raises, two steps; the last two as by a model made of the weights after the first two."""
+    """Two steps, a kept pass, a pass that raises, two steps; the last two as by a model made of the
+    weights after the first two.
+    """
     import onefold
 
     case = Accumulates(False, False)
 
     def two(model: nn.Module, first: int) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return [case.step(model, optimizer, torch.distributed.get_rank(), step) for step in (first, first + 1)]
+        return [
+            case.step(model, optimizer, torch.distributed.get_rank(), step)
+            for step in (first, first + 1)
+        ]
 
-    model = onefold.shard(fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, **options), units=case.units)
+    model = onefold.shard(
+        fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, **options), units=case.units
+    )
     two(model, 0)
     weights = onefold.full_state_dict(model)
     case.fail(model, torch.distributed.get_rank())
     continued = two(model, 2)
-    again = onefold.shard(case.build(), onefold.Recipe.zero(stage, stall_timeout=60.0, **options), units=case.units)
+    again = onefold.shard(
+        case.build(), onefold.Recipe.zero(stage, stall_timeout=60.0, **options), units=case.units
+    )
     onefold.load_full_state_dict(again, weights or None)
     started = two(again, 2)
     found = [] if continued == started else [f"losses {continued}, of a fresh start {started}"]
     expected, actual = onefold.full_state_dict(again), onefold.full_state_dict(model)
-    return found + [f"{name} differs" for name in expected if not torch.equal(expected[name], actual[name])]
+    return found + [
+        f"{name} differs" for name in expected if not torch.equal(expected[name], actual[name])
+    ]
 
 
 @pytest.mark.parametrize("mode", ["stage 0", "stage 3", "stage 3 at the boundary"])
@@ -376,7 +447,9 @@ def ledgers_around_a_broken_pass() -> list[str]:
             if "reduce" in options and not native:
                 continue
             recipe = onefold.Recipe.zero(stage, stall_timeout=60.0, in_flight=3, **options)
-            model = onefold.shard(fresh(case), recipe, units=case.units, group=standin.new_group() if native else None)
+            model = onefold.shard(
+                fresh(case), recipe, units=case.units, group=standin.new_group() if native else None
+            )
             memory, said = onefold.engine_of(model).memory, []
             for _ in range(3):
                 case.fail(model, rank)
@@ -393,7 +466,9 @@ def test_a_backward_that_raised_leaves_nothing_in_the_ledger() -> None:
 
 
 def half_a_step_of_one_process(mode: str) -> list[str]:
-    """A lone process drops and keeps like any other, in 16 bits, where its parameters are copies of the masters."""
+    """A lone process drops and keeps like any other, in 16 bits, where its parameters are copies of
+    the masters.
+    """
     import onefold
 
     stage, options = MODES[mode]
@@ -410,7 +485,11 @@ def half_a_step_of_one_process(mode: str) -> list[str]:
         case.loss(model, case.batch(0, 1)).backward()
         grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     found += [name for name in grads[1] if not torch.equal(grads[0][name], grads[1][name])]
-    return found if grads[0].keys() == grads[1].keys() and grads[1] else [*found, "not the same parameters have gradients"]
+    return (
+        found
+        if grads[0].keys() == grads[1].keys() and grads[1]
+        else [*found, "not the same parameters have gradients"]
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

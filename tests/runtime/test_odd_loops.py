@@ -1,4 +1,6 @@
-"""Training loops of every kind: evaluation and generation in between, errors, several models, accumulation, schedules."""
+"""Training loops of every kind: evaluation and generation in between, errors, several models,
+accumulation, schedules.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,24 @@ from torch import Tensor, nn
 
 from models import Block, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
-from trials import STAGES, Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp, differences, fresh, train, train_sharded
+from trials import (
+    STAGES,
+    Case,
+    Curve,
+    GPTCase,
+    MLPCase,
+    assert_trains_as_ddp,
+    differences,
+    fresh,
+    train,
+    train_sharded,
+)
 
 
 class EvaluationAndGeneration(GPTCase):
-    """Between steps: a loss without gradients in eval mode, and greedy generation, whose numbers are DDP's."""
+    """Between steps: a loss without gradients in eval mode, and greedy generation, whose numbers
+    are DDP's.
+    """
 
     units = (Block, "tokens", "head")
 
@@ -43,7 +58,9 @@ class EvaluationAndGeneration(GPTCase):
 
 
 def whole_if_sharded(inner: nn.Module) -> Any:
-    """full_params for a sharded model, nothing for the reference: `logits` is a method that no hook of the root sees."""
+    """full_params for a sharded model, nothing for the reference: `logits` is a method that no hook
+    of the root sees.
+    """
     import onefold
 
     try:
@@ -54,7 +71,9 @@ def whole_if_sharded(inner: nn.Module) -> Any:
 
 
 class GenerationThroughForward(MLPCase):
-    """no_grad forwards of the whole model between steps, without any context of Onefold; ranks do as many, however."""
+    """no_grad forwards of the whole model between steps, without any context of Onefold; ranks do
+    as many, however.
+    """
 
     def after_step(self, model: nn.Module, inner: nn.Module, step: int, curve: Curve) -> None:
         with torch.inference_mode(step % 2 == 1), torch.no_grad():
@@ -77,14 +96,18 @@ class FailingBlock(TinyMLP):
 
 
 class ErrorInTheMiddleOfForward(MLPCase):
-    """A forward fails half way on every rank, is caught, and training goes on as if nothing had been."""
+    """A forward fails half way on every rank, is caught, and training goes on as if nothing had
+    been.
+    """
 
     steps = 4
 
     def build(self) -> nn.Module:
         return FailingBlock()
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         inner = next(m for m in model.modules() if isinstance(m, FailingBlock))
         if step in (1, 2):
             inner.fail = True
@@ -113,14 +136,18 @@ class FailingBackward(FailingBlock):
 
 
 class ErrorInTheMiddleOfBackward(MLPCase):
-    """A backward fails half way; the gradients so far are dropped by zero_grad, and training goes on."""
+    """A backward fails half way; the gradients so far are dropped by zero_grad, and training goes
+    on.
+    """
 
     reference = "mean"  # DDP cannot go on after such an error
 
     def build(self) -> nn.Module:
         return FailingBackward()
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         inner = next(m for m in model.modules() if isinstance(m, FailingBackward))
         if step == 1:
             inner.fail = True
@@ -131,9 +158,13 @@ class ErrorInTheMiddleOfBackward(MLPCase):
 
 
 class ForwardWithoutBackward(MLPCase):
-    """A forward in training mode whose loss is thrown away (a batch skipped for a NaN, a warm-up)."""
+    """A forward in training mode whose loss is thrown away (a batch skipped for a NaN, a
+    warm-up).
+    """
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         thrown_away = model(self.batch(rank, step + 70)).sum()
         del thrown_away
         return super().step(model, optimizer, rank, step)
@@ -145,11 +176,22 @@ class GroupsAndSchedule(GPTCase):
     steps = 5
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        decay = [p for name, p in model.named_parameters() if not name.endswith("bias") and "norm" not in name]
-        rest = [p for name, p in model.named_parameters() if name.endswith("bias") or "norm" in name]
-        groups = [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 0.002}]
+        decay = [
+            p
+            for name, p in model.named_parameters()
+            if not name.endswith("bias") and "norm" not in name
+        ]
+        rest = [
+            p for name, p in model.named_parameters() if name.endswith("bias") or "norm" in name
+        ]
+        groups = [
+            {"params": decay, "weight_decay": 0.3},
+            {"params": rest, "weight_decay": 0.0, "lr": 0.002},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.004], total_steps=6)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=[0.02, 0.004], total_steps=6
+        )
         return optimizer
 
     def after_step(self, model: nn.Module, inner: nn.Module, step: int, curve: Curve) -> None:
@@ -188,7 +230,10 @@ def adversaries(stages: tuple[int, int] | None) -> Curve:
     torch.manual_seed(0)
     pair = [TinyMLP(4, 8, 2, 7), TinyMLP(7, 6, 3, 1)]
     if stages is not None:
-        pair = [onefold.shard(m, onefold.Recipe.zero(s, stall_timeout=10.0)) for m, s in zip(pair, stages, strict=True)]
+        pair = [
+            onefold.shard(m, onefold.Recipe.zero(s, stall_timeout=10.0))
+            for m, s in zip(pair, stages, strict=True)
+        ]
     make, judge = pair
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in pair]
 
@@ -208,19 +253,29 @@ def adversaries(stages: tuple[int, int] | None) -> Curve:
     for step in range(3):
         seed = 10 * step + dist.get_rank()
         real, noise = features_of(seed, 4, 7), features_of(seed + 500, 4, 4)
-        curve.losses.append(update(1, F.softplus(-judge(real)).mean() + F.softplus(judge(make(noise).detach())).mean()))
+        curve.losses.append(
+            update(
+                1, F.softplus(-judge(real)).mean() + F.softplus(judge(make(noise).detach())).mean()
+            )
+        )
         curve.losses.append(update(0, F.softplus(-judge(make(noise))).mean()))
     for name, model in zip(("make", "judge"), pair, strict=True):
         state = model.state_dict() if stages is None else onefold.full_state_dict(model)
         if dist.get_rank() == 0:
-            curve.weights.update({f"{name}.{key}": value.detach().clone() for key, value in state.items()})
+            curve.weights.update(
+                {f"{name}.{key}": value.detach().clone() for key, value in state.items()}
+            )
     return curve
 
 
 def compare_adversaries() -> list[str]:
     reference = adversaries(None)
     pairs = [(0, 0), (1, 2), (2, 1), (3, 3), (3, 0), (0, 3)]
-    return [d for pair in pairs for d in differences(f"stages {pair}", reference, adversaries(pair), 1e-5, 1e-6)]
+    return [
+        d
+        for pair in pairs
+        for d in differences(f"stages {pair}", reference, adversaries(pair), 1e-5, 1e-6)
+    ]
 
 
 def test_two_sharded_models_train_in_one_loop() -> None:
@@ -259,7 +314,9 @@ def test_a_student_learns_from_a_sharded_teacher(stage: int) -> None:
 
 
 def steps_one_after_another(stage: int) -> list[float]:
-    """Loss of 2 + 2 steps with everything deleted and sharded anew from the full state dict in between."""
+    """Loss of 2 + 2 steps with everything deleted and sharded anew from the full state dict in
+    between.
+    """
     import onefold
 
     case = GPTCase()

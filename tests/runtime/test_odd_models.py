@@ -1,4 +1,6 @@
-"""Modules of every kind train at every stage as they do in DDP: outputs of any type, recursion, RNNs, buffers, double backward."""
+"""Modules of every kind train at every stage as they do in DDP: outputs of any type, recursion,
+RNNs, buffers, double backward.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from trials import Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp
 
 
 class CalledSeveralTimes(MLPCase):
-    """One block applied four times in a row, and the entrance again at the end: one gradient, the sum over the calls."""
+    """One block applied four times in a row, and the entrance again at the end: one gradient, the
+    sum over the calls.
+    """
 
     class Model(TinyMLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -39,11 +43,15 @@ class TwoForwardsOneBackward(MLPCase):
 
 
 class TwoForwardsTwoBackwards(MLPCase):
-    """Two forwards, then their backwards in the opposite order: gradients add up before one update."""
+    """Two forwards, then their backwards in the opposite order: gradients add up before one
+    update.
+    """
 
     reference = "mean"
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         optimizer.zero_grad()
         first = model(self.batch(rank, step)).square().mean()
         second = model(self.batch(rank, step + 50)).square().mean()
@@ -57,7 +65,9 @@ class TwoForwardsTwoBackwards(MLPCase):
 class BackwardTwiceThroughOneGraph(MLPCase):
     reference = "mean"
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         optimizer.zero_grad()
         loss = self.loss(model, self.batch(rank, step))
         loss.backward(retain_graph=True)
@@ -75,7 +85,9 @@ class Named:
 
 
 class OddOutputs(MLPCase):
-    """Blocks that hand on a tuple, a dict, a dataclass, a nested list, None; the model returns a mixture."""
+    """Blocks that hand on a tuple, a dict, a dataclass, a nested list, None; the model returns a
+    mixture.
+    """
 
     class Tuple(ResidualBlock):
         def forward(self, x: Tensor) -> Any:
@@ -101,7 +113,9 @@ class OddOutputs(MLPCase):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([OddOutputs.Tuple(7), OddOutputs.Dict(7), OddOutputs.Data(7), OddOutputs.Silent(7)])
+            self.layers = nn.ModuleList(
+                [OddOutputs.Tuple(7), OddOutputs.Dict(7), OddOutputs.Data(7), OddOutputs.Silent(7)]
+            )
 
         def forward(self, x: Tensor) -> Any:
             for layer in self.layers[:3]:
@@ -185,7 +199,9 @@ class BatchNorms(MLPCase):
 
 
 class Recurrent(MLPCase):
-    """LSTM and GRU, whose weights a flat weight list inside the module aliases, over two calls with carried state."""
+    """LSTM and GRU, whose weights a flat weight list inside the module aliases, over two calls with
+    carried state.
+    """
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -210,7 +226,9 @@ class Recurrent(MLPCase):
 
 
 class GradientPenalty(MLPCase):
-    """autograd.grad with create_graph through the sharded model, then backward through the penalty."""
+    """autograd.grad with create_graph through the sharded model, then backward through the
+    penalty.
+    """
 
     reference = "mean"
 
@@ -226,7 +244,9 @@ class InputGradients(MLPCase):
 
     reference = "mean"
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         optimizer.zero_grad()
         x = self.batch(rank, step).requires_grad_()
         loss = self.loss(model, x)
@@ -255,7 +275,9 @@ class CheckpointInsideABlock(MLPCase):
     class Layer(ResidualBlock):
         def forward(self, x: Tensor) -> Tensor:
             x = x + checkpoint(lambda t: self.down(torch.tanh(self.up(t))), x, use_reentrant=False)
-            return x + checkpoint(lambda t: self.down(torch.sin(self.up(t))), x, use_reentrant=False)
+            return x + checkpoint(
+                lambda t: self.down(torch.sin(self.up(t))), x, use_reentrant=False
+            )
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -264,7 +286,9 @@ class CheckpointInsideABlock(MLPCase):
 
         def forward(self, x: Tensor) -> Tensor:
             for i in (0, 2):
-                x = checkpoint(lambda t, i=i: self.layers[i + 1](self.layers[i](t)), x, use_reentrant=False)
+                x = checkpoint(
+                    lambda t, i=i: self.layers[i + 1](self.layers[i](t)), x, use_reentrant=False
+                )
             return x
 
     def build(self) -> nn.Module:
@@ -300,7 +324,9 @@ class NestedUnits(MLPCase):
 
 
 class MixtureOfExperts(MLPCase):
-    """Each token goes to the expert its router likes; an expert may get no token on this rank, or on any."""
+    """Each token goes to the expert its router likes; an expert may get no token on this rank, or
+    on any.
+    """
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -314,7 +340,9 @@ class MixtureOfExperts(MLPCase):
             y = torch.zeros_like(x)
             for index in best.unique().tolist():
                 chosen = best == index
-                y = y.index_put((chosen,), weights[chosen, index, None] * self.experts[index](x[chosen]))
+                y = y.index_put(
+                    (chosen,), weights[chosen, index, None] * self.experts[index](x[chosen])
+                )
             return x + y
 
     units = (Layer,)
@@ -388,6 +416,8 @@ class CompiledBlocksReplaced(GPTCase):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [CompiledBlocks, CompiledBlocksReplaced], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [CompiledBlocks, CompiledBlocksReplaced], ids=lambda case: case.__name__
+)
 def test_compiled_blocks_train_as_in_ddp(case: type[Case]) -> None:
     assert_trains_as_ddp(case, stages=(0, 2, 3), timeout=300.0)

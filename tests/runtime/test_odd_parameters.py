@@ -1,4 +1,6 @@
-"""Parameters of every kind train at every stage as they do in DDP: tied, shared, frozen, borrowed, tiny, unused."""
+"""Parameters of every kind train at every stage as they do in DDP: tied, shared, frozen, borrowed,
+tiny, unused.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class SharedModule(MLPCase):
 
 
 class Borrowed(MLPCase):
-    """The second block reads the first one's weight, transposed, and owns a bias only; the head reads a block's weight."""
+    """The second block reads the first one's weight, transposed, and owns a bias only; the head
+    reads a block's weight.
+    """
 
     units = ("lender", "borrower")
 
@@ -67,14 +71,18 @@ class Borrowed(MLPCase):
             self.borrower = Borrowed.Borrower(self.lender)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.borrower(self.lender(x)) + F.linear(x, self.lender.weight.t() @ self.lender.weight)
+            return self.borrower(self.lender(x)) + F.linear(
+                x, self.lender.weight.t() @ self.lender.weight
+            )
 
     def build(self) -> nn.Module:
         return self.Model()
 
 
 class Viewed(MLPCase):
-    """Weights used through a transpose, an index, an einsum, a chunk and a view: each may be saved for backward as an alias."""
+    """Weights used through a transpose, an index, an einsum, a chunk and a view: each may be saved
+    for backward as an alias.
+    """
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -107,7 +115,12 @@ class OddShapes(MLPCase):
             self.wide = nn.Parameter(torch.randn(7, dtype=torch.float64))
 
         def forward(self, x: Tensor) -> Tensor:
-            x = x * self.scale + self.one + torch.tanh(x @ self.odd.t()) @ self.odd + self.prime.flatten()
+            x = (
+                x * self.scale
+                + self.one
+                + torch.tanh(x @ self.odd.t()) @ self.odd
+                + self.prime.flatten()
+            )
             return (x.double() * self.wide).float() + self.empty.sum()
 
     def build(self) -> nn.Module:
@@ -127,7 +140,9 @@ class AllDouble(MLPCase):
 
 
 class NeverUsed(MLPCase):
-    """A parameter and a whole block that no rank ever uses: without a gradient, momentum and weight decay pass them by."""
+    """A parameter and a whole block that no rank ever uses: without a gradient, momentum and weight
+    decay pass them by.
+    """
 
     class Model(TinyMLP):
         def __init__(self) -> None:
@@ -143,7 +158,9 @@ class NeverUsed(MLPCase):
 
 
 class UsedOnOneRank(MLPCase):
-    """The branch that a rank takes depends on its data: block 1 on rank 0 in even steps, block 2 on rank 1."""
+    """The branch that a rank takes depends on its data: block 1 on rank 0 in even steps, block 2 on
+    rank 1.
+    """
 
     class Model(TinyMLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -165,7 +182,9 @@ class UsedOnOneRank(MLPCase):
 
 
 class OneWeightUsedOnOneRank(MLPCase):
-    """Inside one unit a parameter gets a gradient on rank 1 only, or (the other one) on rank 0 only."""
+    """Inside one unit a parameter gets a gradient on rank 1 only, or (the other one) on rank 0
+    only.
+    """
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -185,7 +204,9 @@ class OneWeightUsedOnOneRank(MLPCase):
 
 
 class ChangingGradientSets(MLPCase):
-    """A parameter without a gradient for a step keeps its weight, momentum included, and moves again afterwards."""
+    """A parameter without a gradient for a step keeps its weight, momentum included, and moves
+    again afterwards.
+    """
 
     steps = 5
 
@@ -218,11 +239,15 @@ class Frozen(GPTCase):
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01, weight_decay=0.1)
+        return torch.optim.AdamW(
+            (p for p in model.parameters() if p.requires_grad), lr=0.01, weight_decay=0.1
+        )
 
 
 class FrozenThenThawed(GPTCase):
-    """Block 0 is frozen after the first step and thawed after the third; block 1 starts frozen and is thawed."""
+    """Block 0 is frozen after the first step and thawed after the third; block 1 starts frozen and
+    is thawed.
+    """
 
     steps = 5
 
@@ -254,13 +279,17 @@ def test_odd_parameters_train_as_in_ddp(case: type[Case]) -> None:
     assert_trains_as_ddp(case)
 
 
-@pytest.mark.parametrize("case", [OddShapes, UsedOnOneRank, TiedEmbedding], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [OddShapes, UsedOnOneRank, TiedEmbedding], ids=lambda case: case.__name__
+)
 def test_odd_parameters_train_as_in_ddp_on_more_ranks_than_elements(case: type[Case]) -> None:
     assert_trains_as_ddp(case, world_size=5)
 
 
 def frozen_bytes(stage: int) -> list[str]:
-    """A frozen model half: no gradient, no optimizer state, no reduction; at stage 3 its shard and gathers only."""
+    """A frozen model half: no gradient, no optimizer state, no reduction; at stage 3 its shard and
+    gathers only.
+    """
     import onefold
 
     problems = []
@@ -275,7 +304,10 @@ def frozen_bytes(stage: int) -> list[str]:
     trainable = sum(local_part(p).numel() for p in model.parameters() if p.requires_grad)
     held = sum(local_part(t).numel() for t in states.held(optimizer) if local_part(t).numel() > 1)
     if abs(held - 2 * trainable) > 0.05 * trainable:
-        problems.append(f"optimizer states hold {held} elements, expected 2 x {trainable} (local trainable elements)")
+        problems.append(
+            f"optimizer states hold {held} elements, expected 2 x {trainable} (local trainable"
+            " elements)"
+        )
     whole = fresh(case)
     wanted = 4 * sum(p.numel() for p in whole.parameters() if p.requires_grad)
     engine = onefold.engine_of(model)
@@ -285,7 +317,9 @@ def frozen_bytes(stage: int) -> list[str]:
     reduced = moves.get("reduce-scatter", 0) + moves.get("all-reduce", 0) / 2
     world = torch.distributed.get_world_size()
     if reduced > 1.15 * wanted * (world - 1) / world + 64:
-        problems.append(f"gradients put {reduced} bytes on the wire, trainable ones are {wanted} bytes: {moves}")
+        problems.append(
+            f"gradients put {reduced} bytes on the wire, trainable ones are {wanted} bytes: {moves}"
+        )
     return problems
 
 

@@ -1,4 +1,6 @@
-"""Invariant 1 with tiers: whatever rests on the host or on NVMe, in whole or in part, losses and weights keep their bits."""
+"""Invariant 1 with tiers: whatever rests on the host or on NVMe, in whole or in part, losses and
+weights keep their bits.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,19 @@ def optimizers_of(model: torch.nn.Module, kind: str) -> list[torch.optim.Optimiz
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if kind == "sgd":
         return [torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)]
-    wide, narrow = [p for n, p in named if "norm" not in n and "bias" not in n], [p for n, p in named if "norm" in n or "bias" in n]
+    wide, narrow = (
+        [p for n, p in named if "norm" not in n and "bias" not in n],
+        [p for n, p in named if "norm" in n or "bias" in n],
+    )
     if kind == "two":
         return [torch.optim.AdamW(wide, lr=1e-2), torch.optim.SGD(narrow, lr=0.1, momentum=0.9)]
-    return [torch.optim.AdamW([{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}], lr=1e-2, fused=True)]
+    return [
+        torch.optim.AdamW(
+            [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}],
+            lr=1e-2,
+            fused=True,
+        )
+    ]
 
 
 def train(
@@ -61,7 +72,9 @@ def train(
     if frozen:
         for name, param in model.named_parameters():
             param.requires_grad = "0" not in name
-    model = onefold.shard(model, onefold.Recipe.zero(stage, precision=precision, stall_timeout=20.0, **tiers))
+    model = onefold.shard(
+        model, onefold.Recipe.zero(stage, precision=precision, stall_timeout=20.0, **tiers)
+    )
     optimizers, losses = optimizers_of(model, optimizer), []
     rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(steps):
@@ -94,7 +107,13 @@ def once_more(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> torch.
     return loss
 
 
-def differing(stage: int, which: dict[str, dict[str, Any]], folder: str, loops: dict[str, dict[str, Any]], precision: str) -> list[str]:
+def differing(
+    stage: int,
+    which: dict[str, dict[str, Any]],
+    folder: str,
+    loops: dict[str, dict[str, Any]],
+    precision: str,
+) -> list[str]:
     """What is not bit-equal to the same run on the device."""
     wrong = []
     for loop, options in loops.items():
@@ -114,23 +133,33 @@ def differing(stage: int, which: dict[str, dict[str, Any]], folder: str, loops: 
 
 def some_of(loops: dict[str, dict[str, Any]], ranks: int) -> dict[str, dict[str, Any]]:
     """All of them on two ranks; where the number of ranks is what is tested, three."""
-    return loops if ranks == 2 else {name: loops[name] for name in ("clipped", "two micro-batches", "some of it frozen")}
+    return (
+        loops
+        if ranks == 2
+        else {name: loops[name] for name in ("clipped", "two micro-batches", "some of it frozen")}
+    )
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (3, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
 def test_states_off_the_device_change_no_bit(stage: int, ranks: int, tmp_path: Path) -> None:
-    for wrong in run_ranks(ranks, differing, stage, STATES, str(tmp_path), some_of(LOOPS, ranks), "fp32"):
+    for wrong in run_ranks(
+        ranks, differing, stage, STATES, str(tmp_path), some_of(LOOPS, ranks), "fp32"
+    ):
         assert wrong == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_parameters_off_the_device_change_no_bit(ranks: int, tmp_path: Path) -> None:
-    for wrong in run_ranks(ranks, differing, 3, PARAMETERS, str(tmp_path), some_of(LOOPS, ranks), "fp32"):
+    for wrong in run_ranks(
+        ranks, differing, 3, PARAMETERS, str(tmp_path), some_of(LOOPS, ranks), "fp32"
+    ):
         assert wrong == []
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_16_bits_compute_with_the_same_weights_wherever_the_masters_rest(stage: int, tmp_path: Path) -> None:
+def test_16_bits_compute_with_the_same_weights_wherever_the_masters_rest(
+    stage: int, tmp_path: Path
+) -> None:
     loops = {name: LOOPS[name] for name in ("clipped", "two micro-batches")}
     which = STATES | (PARAMETERS if stage == 3 else {})
     for wrong in run_ranks(2, differing, stage, which, str(tmp_path), loops, "bf16"):
@@ -138,7 +167,9 @@ def test_16_bits_compute_with_the_same_weights_wherever_the_masters_rest(stage: 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_units_stepped_behind_the_backward_pass_get_the_same_bits(stage: int, tmp_path: Path) -> None:
+def test_units_stepped_behind_the_backward_pass_get_the_same_bits(
+    stage: int, tmp_path: Path
+) -> None:
     loops: dict[str, dict[str, Any]] = {
         "stepped behind, AdamW in two groups": {"steps": 4},
         "stepped behind, two micro-batches": {"accumulate": 2},
@@ -151,7 +182,9 @@ def test_units_stepped_behind_the_backward_pass_get_the_same_bits(stage: int, tm
 
 
 def gone_after_backward(nvme: str) -> tuple[bool, bool]:
-    """(all gradients are gone when backward returns, from the second step on; before that they are there)."""
+    """(all gradients are gone when backward returns, from the second step on; before that they are
+    there).
+    """
     import onefold
 
     torch.manual_seed(0)
@@ -174,7 +207,15 @@ def test_gradients_are_stepped_while_the_backward_pass_goes_on(tmp_path: Path) -
 
 
 def test_a_run_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
-    run_ranks(2, differing, 3, {"everything on NVMe": PARAMETERS["everything on NVMe"]}, str(tmp_path), {"clipped": {"clip": 0.1}}, "fp32")
+    run_ranks(
+        2,
+        differing,
+        3,
+        {"everything on NVMe": PARAMETERS["everything on NVMe"]},
+        str(tmp_path),
+        {"clipped": {"clip": 0.1}},
+        "fp32",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,24 +243,43 @@ def everywhere_at_rest(stage: int, tiers: dict[str, Any]) -> dict[str, Any]:
 
 def test_bytes_rest_where_the_recipe_says(tmp_path: Path) -> None:
     nvme = str(tmp_path)
-    for seen in run_ranks(2, everywhere_at_rest, 3, {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": nvme}):
+    for seen in run_ranks(
+        2,
+        everywhere_at_rest,
+        3,
+        {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": nvme},
+    ):
         own = 4 * seen["own"]
         assert seen["disk"] == {"master weights": own, "gradients": own, "moments": 2 * own}
         assert seen["device"].keys() <= {"idle buffers"} and set(seen["states"]) == {"meta"}
     for seen in run_ranks(2, everywhere_at_rest, 3, {"offload_optimizer": "cpu"}):
         own = 4 * seen["own"]
-        assert seen["host"] == {"master weights": own} and seen["device"] == {"parameters": own} and seen["disk"] == {}
+        assert (
+            seen["host"] == {"master weights": own}
+            and seen["device"] == {"parameters": own}
+            and seen["disk"] == {}
+        )
     for seen in run_ranks(2, everywhere_at_rest, 1, {"offload_optimizer": "nvme", "nvme": nvme}):
         own = 4 * seen["own"]
-        assert seen["device"] == {"parameters": 4 * seen["whole"]} and seen["disk"]["moments"] == 2 * own
+        assert (
+            seen["device"] == {"parameters": 4 * seen["whole"]}
+            and seen["disk"]["moments"] == 2 * own
+        )
 
 
 def test_the_rows_of_all_combinations_are_executed_or_refused(tmp_path: Path) -> None:
-    """No combination of tiers is half understood: it trains, or building the recipe says why not."""
+    """No combination of tiers is half understood: it trains, or building the recipe says why
+    not.
+    """
     import onefold
 
     for p, g, o in itertools.product((None, "cpu", "nvme"), repeat=3):
-        options = {"offload_param": p, "offload_gradients": g, "offload_optimizer": o, "nvme": str(tmp_path)}
+        options = {
+            "offload_param": p,
+            "offload_gradients": g,
+            "offload_optimizer": o,
+            "nvme": str(tmp_path),
+        }
         try:
             recipe = onefold.Recipe.zero(3, **options)
         except ValueError as error:

@@ -1,4 +1,6 @@
-"""State on NVMe when things go wrong: a sentence on every rank, no hang, nothing stepped by halves in silence, no litter."""
+"""State on NVMe when things go wrong: a sentence on every rank, no hang, nothing stepped by halves
+in silence, no litter.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def failing(nvme: str, op: str, kind: str, code: int) -> tuple[str, str, str]:
-    """Rank 1's disk fails in the second step. Returns what that step said, what the next one says, and what a save says."""
+    """Rank 1's disk fails in the second step. Returns what that step said, what the next one says,
+    and what a save says.
+    """
     import onefold
 
     model = sharded(nvme)
@@ -41,7 +45,9 @@ def failing(nvme: str, op: str, kind: str, code: int) -> tuple[str, str, str]:
     if dist.get_rank() == 1:
         store = onefold.engine_of(model).transfers.open_store
         assert store is not None
-        store.fault = lambda o, region, offset, nbytes: OSError(code, os.strerror(code)) if o == op and kind in region else None
+        store.fault = lambda o, region, offset, nbytes: (
+            OSError(code, os.strerror(code)) if o == op and kind in region else None
+        )
     said = []
     for step in (1, 2):
         try:
@@ -58,9 +64,16 @@ def failing(nvme: str, op: str, kind: str, code: int) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize(
-    ("op", "kind", "code"), [("write", "exp_avg", errno.ENOSPC), ("read", "exp_avg", errno.EIO), ("write", "master", errno.EIO)]
+    ("op", "kind", "code"),
+    [
+        ("write", "exp_avg", errno.ENOSPC),
+        ("read", "exp_avg", errno.EIO),
+        ("write", "master", errno.EIO),
+    ],
 )
-def test_a_disk_that_fails_in_the_middle_of_a_step_stops_every_rank_for_good(tmp_path: Path, op: str, kind: str, code: int) -> None:
+def test_a_disk_that_fails_in_the_middle_of_a_step_stops_every_rank_for_good(
+    tmp_path: Path, op: str, kind: str, code: int
+) -> None:
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     for said, after, saved in run_ranks(2, failing, str(nvme), op, kind, code):
@@ -70,7 +83,9 @@ def test_a_disk_that_fails_in_the_middle_of_a_step_stops_every_rank_for_good(tmp
 
 
 def failing_before_the_step(nvme: str, op: str, kind: str, phase: int) -> tuple[str, list[float]]:
-    """Rank 1's disk fails once, in a forward or a backward pass. Returns what the step said, and losses after it is well again."""
+    """Rank 1's disk fails once, in a forward or a backward pass. Returns what the step said, and
+    losses after it is well again.
+    """
     import onefold
 
     model = sharded(nvme)
@@ -79,7 +94,9 @@ def failing_before_the_step(nvme: str, op: str, kind: str, phase: int) -> tuple[
     store = onefold.engine_of(model).transfers.open_store
     assert store is not None
     if dist.get_rank() == 1:
-        store.fault = lambda o, region, offset, nbytes: OSError(errno.EIO, "Input/output error") if o == op and kind in region else None
+        store.fault = lambda o, region, offset, nbytes: (
+            OSError(errno.EIO, "Input/output error") if o == op and kind in region else None
+        )
     said = ""
     try:
         one_step(model, optimizer, 1)
@@ -98,17 +115,26 @@ def failing_before_the_step(nvme: str, op: str, kind: str, phase: int) -> tuple[
 
 
 @pytest.mark.parametrize(("op", "kind"), [("read", "master"), ("write", "gradient")])
-def test_a_disk_that_fails_before_the_step_leaves_every_rank_as_it_was(tmp_path: Path, op: str, kind: str) -> None:
+def test_a_disk_that_fails_before_the_step_leaves_every_rank_as_it_was(
+    tmp_path: Path, op: str, kind: str
+) -> None:
     got = run_ranks(2, failing_before_the_step, str(tmp_path), op, kind, 0)
     want = run_ranks(2, failing_before_the_step, str(tmp_path), "never", kind, 0)
-    # Without a fault the step between is taken, so losses differ from there on; with one it is as if it had not been.
+    # Without a fault the step between is taken, so losses differ from there on; with one it is as
+    # if it had not been.
     for (said, losses), (nothing, others) in zip(got, want, strict=True):
-        assert "rank 1, before the step" in said and "nothing has been stepped" in said and nothing == ""
+        assert (
+            "rank 1, before the step" in said
+            and "nothing has been stepped" in said
+            and nothing == ""
+        )
         assert losses[0] != others[0] and all(x == x for x in losses)
 
 
 def step_and_say(nvme: str, how: str) -> bool:
-    """Whether training goes on, and with the same losses, when somebody removes the files under it."""
+    """Whether training goes on, and with the same losses, when somebody removes the files under
+    it.
+    """
     import onefold
 
     losses = []
@@ -172,7 +198,11 @@ def no_room(nvme: str) -> str:
 
 def test_a_run_that_will_not_fit_is_refused_before_it_begins(tmp_path: Path) -> None:
     for said in run_ranks(2, no_room, str(tmp_path)):
-        assert said.startswith("rank 1, before the run: the state of") and "needed" in said and "1,000 are free" in said
+        assert (
+            said.startswith("rank 1, before the run: the state of")
+            and "needed" in said
+            and "1,000 are free" in said
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -189,7 +219,9 @@ def little_room(nvme: str) -> bool:
     return bool(model(tokens_of(0)).item() < before)
 
 
-def test_a_disk_with_too_little_room_to_be_measured_still_takes_a_state_that_fits(tmp_path: Path) -> None:
+def test_a_disk_with_too_little_room_to_be_measured_still_takes_a_state_that_fits(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(1, little_room, str(tmp_path)) == [True]
 
 
@@ -200,7 +232,14 @@ def computing_with_nothing(nvme: str) -> list[str]:
     param = next(p for p in model.parameters() if p.numel())
     model(tokens_of(0)).backward()
     said = []
-    codes = ("param.sum()", "param.data.mul_(2)", "param.detach().cpu()", "param.grad.norm()", "param.grad.zero_()", "torch.add(param, 1)")
+    codes = (
+        "param.sum()",
+        "param.data.mul_(2)",
+        "param.detach().cpu()",
+        "param.grad.norm()",
+        "param.grad.zero_()",
+        "torch.add(param, 1)",
+    )
     for code in codes:
         try:
             eval(code, {"param": param, "torch": torch})

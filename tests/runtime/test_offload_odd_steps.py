@@ -1,4 +1,6 @@
-"""Steps off the device that come in another order than usual: the same bits as on the device, or a sentence."""
+"""Steps off the device that come in another order than usual: the same bits as on the device, or a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Loop = Callable[[nn.Module], None]
 
 
 class Tempered(nn.Module):
-    """A model with a number without a dimension among its parameters, as CLIP has its temperature."""
+    """A model with a number without a dimension among its parameters, as CLIP has its
+    temperature.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +59,10 @@ def plain(model: nn.Module, steps: int = 3) -> torch.optim.Optimizer:
 def two_of_a_kind(model: nn.Module) -> None:
     """The first step of one comes when the other has moments already, in the same units."""
     params = list(model.parameters())
-    often, seldom = torch.optim.AdamW(params[::2], lr=1e-2), torch.optim.AdamW(params[1::2], lr=1e-2)
+    often, seldom = (
+        torch.optim.AdamW(params[::2], lr=1e-2),
+        torch.optim.AdamW(params[1::2], lr=1e-2),
+    )
     for step in range(4):
         model(features_of(step, 3, 7)).backward()
         for optimizer in (often, seldom) if step % 2 else (often,):
@@ -65,7 +72,9 @@ def two_of_a_kind(model: nn.Module) -> None:
 
 def halved_by_a_hook(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda o, args, kwargs: o.param_groups[0].update(lr=o.param_groups[0]["lr"] / 2))
+    optimizer.register_step_pre_hook(
+        lambda o, args, kwargs: o.param_groups[0].update(lr=o.param_groups[0]["lr"] / 2)
+    )
     for step in range(3):
         model(features_of(step, 3, 7)).backward()
         optimizer.step()
@@ -79,7 +88,9 @@ def test_odd_steps_change_no_bit(loop: Loop, tier: str, tmp_path: Path) -> None:
     assert differing(loop, offload_optimizer=tier, **nvme) == []
 
 
-def test_moments_in_fewer_bits_are_not_lost_to_another_optimizer_of_the_kind(tmp_path: Path) -> None:
+def test_moments_in_fewer_bits_are_not_lost_to_another_optimizer_of_the_kind(
+    tmp_path: Path,
+) -> None:
     expected = after(two_of_a_kind, moments="bf16")[1]
     got = after(two_of_a_kind, moments="bf16", offload_optimizer="nvme", nvme=str(tmp_path))[1]
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
@@ -100,7 +111,9 @@ def test_a_number_without_a_dimension_comes_back_from_a_checkpoint(tmp_path: Pat
 
 
 def test_a_unit_stepped_twice_before_step_is_refused() -> None:
-    """Accumulated without no_sync, or a step left out: on the device the gradients would have been added up, or dropped."""
+    """Accumulated without no_sync, or a step left out: on the device the gradients would have been
+    added up, or dropped.
+    """
     model, _ = after(lambda model: None, offload_optimizer="cpu", step_in_backward=True)
     optimizer = plain(model)
     model(features_of(5, 3, 7)).backward()
@@ -127,7 +140,9 @@ def test_states_on_nvme_are_not_pickled_or_copied_as_nothing(tmp_path: Path) -> 
         lambda: copy.deepcopy(saved),
         lambda: onefold.optim.load_local_state_dict(optimizer, saved),
     ):
-        with pytest.raises(RuntimeError, match=r"rests on NVMe.*optimizer\.state_dict\(\).*onefold\.save"):
+        with pytest.raises(
+            RuntimeError, match=r"rests on NVMe.*optimizer\.state_dict\(\).*onefold\.save"
+        ):
             lose()
 
 

@@ -14,7 +14,9 @@ from onefold.comm import StallError
 
 def offloaded(**options: Any) -> Any:
     torch.manual_seed(0)
-    recipe = onefold.Recipe.zero(3, precision="bf16", offload_optimizer="cpu", offload_param="cpu", **options)
+    recipe = onefold.Recipe.zero(
+        3, precision="bf16", offload_optimizer="cpu", offload_param="cpu", **options
+    )
     model = onefold.shard(TinyGPT(), recipe, device="virtual")
     model(tokens_of(0).to("virtual")).backward()  # now what a pass needs is there
     return model
@@ -33,12 +35,16 @@ def test_new_values_of_a_unit_whose_copy_up_is_under_way_wait_for_it() -> None:
         engine.gather.launch(unit)
         flat.offloaded.stepped(0, flat.offloaded.numel, torch.full_like(flat.offloaded.shown, 7.0))
         engine.gather.wait(unit)
-        assert flat.full is not None and torch.equal(flat.full[: before.numel()].cpu(), before), "the copy took the new values"
+        assert flat.full is not None and torch.equal(flat.full[: before.numel()].cpu(), before), (
+            "the copy took the new values"
+        )
         engine.gather.release(unit)
 
 
 @virtual.alone
-def test_a_unit_let_go_by_ranks_that_have_lost_each_other_leaves_no_copy_behind_in_its_memory() -> None:
+def test_a_unit_let_go_by_ranks_that_have_lost_each_other_leaves_no_copy_behind_in_its_memory() -> (
+    None
+):
     for seed in range(5):
         virtual.reset(seed)
         model = offloaded()
@@ -48,5 +54,6 @@ def test_a_unit_let_go_by_ranks_that_have_lost_each_other_leaves_no_copy_behind_
         engine.group.broken = StallError("the others have gone")
         engine.gather.release(engine.units[1])
         engine.pool.drain()
-        torch.empty(flat.layout.numel, dtype=torch.bfloat16, device="virtual").fill_(1.0)  # whoever gets that memory next
+        # Whoever gets that memory next
+        torch.empty(flat.layout.numel, dtype=torch.bfloat16, device="virtual").fill_(1.0)
         engine.group.broken = None

@@ -1,8 +1,9 @@
-"""What every operation of torch does with one rank's part: the whole's answer, or a sentence. Nothing falls between.
+"""What every operation of torch does with one rank's part: the whole's answer, or a sentence.
+Nothing falls between.
 
-The samples are torch's own (`op_db`): real arguments for each of its operators. One argument after the other becomes an interval over
-two ranks, cut in the middle; the result must be that of the plain tensor, the part that this rank has of it, or a refusal on both ranks
-alike.
+The samples are torch's own (`op_db`): real arguments for each of its operators. One argument after
+the other becomes an interval over two ranks, cut in the middle; the result must be that of the
+plain tensor, the part that this rank has of it, or a refusal on both ranks alike.
 """
 
 from __future__ import annotations
@@ -18,19 +19,39 @@ from torch import nn
 
 from models import TinyMLP, features_of
 from onefold.runtime import operators
-from onefold.runtime.interval import Interval, IntervalSpec, ShardedParameterError, dress, local_part, spec_of
+from onefold.runtime.interval import (
+    Interval,
+    IntervalSpec,
+    ShardedParameterError,
+    dress,
+    local_part,
+    spec_of,
+)
 from ranks import run_ranks
 
 SAMPLES = 2  # of each operator; `--all`: 5
 CUT = 1 << 30
 PARTS = 4
-#: Samples that torch itself refuses, or that compare what is not defined: memory without values, addresses, a decomposition's signs.
+#: Samples that torch itself refuses, or that compare what is not defined: memory without values,
+#: addresses, a decomposition's signs.
 NOT_COMPARED = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
     "nn.functional.scaled_dot_product_attention",
 }  # fmt: skip
 #: A decomposition is one of several: compared by nothing but its shape.
-SEVERAL = ("linalg.eig", "linalg.svd", "svd", "linalg.eigh", "geqrf", "linalg.qr", "qr", "pca_lowrank", "svd_lowrank", "linalg.lu", "lu")
+SEVERAL = (
+    "linalg.eig",
+    "linalg.svd",
+    "svd",
+    "linalg.eigh",
+    "geqrf",
+    "linalg.qr",
+    "qr",
+    "pca_lowrank",
+    "svd_lowrank",
+    "linalg.lu",
+    "lu",
+)
 
 
 class TwoRanks:
@@ -58,7 +79,9 @@ def swapped(value: Any, at: list[int], owners: Any) -> Any:
     if isinstance(value, (list, tuple)):
         parts = [swapped(v, at, owners) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return {k: swapped(v, at, owners) for k, v in value.items()} if isinstance(value, dict) else value
+    return (
+        {k: swapped(v, at, owners) for k, v in value.items()} if isinstance(value, dict) else value
+    )
 
 
 def differ(got: Any, want: Any, several: bool) -> str:
@@ -71,15 +94,26 @@ def differ(got: Any, want: Any, several: bool) -> str:
         spec = spec_of(got)
         if several or want.layout is not torch.strided:
             return ""
-        expected = want.detach() if spec is None else want.detach().reshape(-1)[spec.start : spec.stop]
-        mine, expected = local_part(got).reshape(expected.shape).to(torch.complex128), expected.to(torch.complex128)
+        expected = (
+            want.detach() if spec is None else want.detach().reshape(-1)[spec.start : spec.stop]
+        )
+        mine, expected = (
+            local_part(got).reshape(expected.shape).to(torch.complex128),
+            expected.to(torch.complex128),
+        )
         same = torch.allclose(mine, expected, 1e-4, 1e-5, equal_nan=True)
         return "" if same else f"{'part' if spec else 'whole'} differs"
     if isinstance(want, (list, tuple)):
         if not isinstance(got, (list, tuple)) or len(got) != len(want):
             return f"{type(got).__name__} instead of {len(want)} results"
-        return next((said for g, w in zip(got, want, strict=True) if (said := differ(g, w, several))), "")
-    same = got == want or got is want or (isinstance(want, float) and abs(got - want) <= 1e-4 * max(1, abs(want)))
+        return next(
+            (said for g, w in zip(got, want, strict=True) if (said := differ(g, w, several))), ""
+        )
+    same = (
+        got == want
+        or got is want
+        or (isinstance(want, float) and abs(got - want) <= 1e-4 * max(1, abs(want)))
+    )
     return "" if same else f"{got!r}, expected {want!r}"
 
 
@@ -100,7 +134,9 @@ def outcome(call: Any, want: Any, several: bool) -> str:
 
 
 def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], list[str]]:
-    """(how often what became of a sample, what went wrong, operators that were refused), over every `PARTS`-th of torch's operators."""
+    """(how often what became of a sample, what went wrong, operators that were refused), over every
+    `PARTS`-th of torch's operators.
+    """
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -111,7 +147,11 @@ def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], li
     counts: Counter[str] = Counter()
     wrong, refused = [], set()
     for op in op_db[part::PARTS]:
-        if op.name in NOT_COMPARED or op.name.startswith("sparse.") or not op.supports_dtype(torch.float32, "cpu"):
+        if (
+            op.name in NOT_COMPARED
+            or op.name.startswith("sparse.")
+            or not op.supports_dtype(torch.float32, "cpu")
+        ):
             continue
         torch.manual_seed(0)
         for number, sample in enumerate(op.sample_inputs("cpu", torch.float32)):
@@ -132,10 +172,15 @@ def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], li
                     continue
                 for at in range(min(tensors, 1 if inplace else 3)):
                     args, kwargs = swapped((given, sample.kwargs), [at], owners)
-                    if not any(spec_of(t) is not None and t.layout is torch.strided for t in operators._tensors((args, kwargs))):
+                    if not any(
+                        spec_of(t) is not None and t.layout is torch.strided
+                        for t in operators._tensors((args, kwargs))
+                    ):
                         continue
                     what = f"{op.name}{'_' if inplace else ''}, sample {number}, tensor {at}"
-                    became = outcome(lambda f=function, a=args, k=kwargs: f(*a, **k), want, op.name in SEVERAL)
+                    became = outcome(
+                        lambda f=function, a=args, k=kwargs: f(*a, **k), want, op.name in SEVERAL
+                    )
                     counts[became if became in ("part", "whole", "refused") else "wrong"] += 1
                     if became == "refused":
                         refused.add(op.name)
@@ -156,8 +201,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_operator_of_torch_is_right_on_a_part_or_refused(part: int, request: pytest.FixtureRequest) -> None:
-    ranks = run_ranks(2, every_operator, part, 5 if request.config.getoption("--all") else SAMPLES, timeout=600)
+def test_every_operator_of_torch_is_right_on_a_part_or_refused(
+    part: int, request: pytest.FixtureRequest
+) -> None:
+    ranks = run_ranks(
+        2, every_operator, part, 5 if request.config.getoption("--all") else SAMPLES, timeout=600
+    )
     for counts, wrong, refused in ranks:
         assert not wrong, "\n".join(wrong)
         assert counts["part"] > 100 and counts["whole"] > 200, counts
@@ -171,12 +220,18 @@ def test_the_table_has_every_elementwise_operator_that_torch_marks() -> None:
         "rrelu",  # draws
         "rand_like", "randn_like", "randint_like", "dropout", "native_dropout", "bernoulli", "masked_fill",
     }  # fmt: skip
-    names = {getattr(f, "__name__", "") for fs in torch.overrides.get_overridable_functions().values() for f in fs}
+    names = {
+        getattr(f, "__name__", "")
+        for fs in torch.overrides.get_overridable_functions().values()
+        for f in fs
+    }
     for name in sorted(names):
         packet = getattr(torch.ops.aten, name, None)
         if packet is None or name.startswith("_") or name.endswith("_"):
             continue
-        marked = [torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()]
+        marked = [
+            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+        ]
         if all(marked) and marked and name not in others:
             assert name in operators._ELEMENTWISE, name
 
@@ -219,7 +274,12 @@ def named(stage: int) -> list[str]:
     for name, p in model.named_parameters():
         if face_of(p) != faces[name]:
             problems.append(f"{name}: {tuple(p.shape)} {p.numel()}, expected {faces[name]}")
-        if p is not before[name] or (p.dim() and len(p) != faces[name][0][0]) or p.data.shape != p.shape or p.detach().numel() != p.numel():
+        if (
+            p is not before[name]
+            or (p.dim() and len(p) != faces[name][0][0])
+            or p.data.shape != p.shape
+            or p.detach().numel() != p.numel()
+        ):
             problems.append(f"{name}: another object, or its data has another face")
     if not isinstance(model.enter.bias, Marked) or model.enter.weight.mup_scale != 2.0:
         problems.append("marks are gone")
@@ -230,7 +290,9 @@ def named(stage: int) -> list[str]:
     inside: list[Any] = []
     model(features_of(0, 4, 7)).square().mean().backward()
     optimizer.step(lambda: inside.append(model.enter.weight.shape))
-    if seen != [2.0, faces["enter.weight"][0], faces["enter.weight"][0]] or inside != [faces["enter.weight"][0]]:
+    if seen != [2.0, faces["enter.weight"][0], faces["enter.weight"][0]] or inside != [
+        faces["enter.weight"][0]
+    ]:
         problems.append(f"hooks and closures saw {seen} and {inside}")
     if any(p.grad is None or p.grad.shape != p.shape for p in model.parameters()):
         problems.append("a gradient has another shape, or is missing on a rank")
@@ -253,13 +315,22 @@ def failing_step(stage: int) -> tuple[bool, bool, bool]:
     """(plain parameters inside the step, of this rank's elements; their face back afterwards)"""
     import onefold
 
-    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0, elementwise_optimizer=True))
+    model = onefold.shard(
+        TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0, elementwise_optimizer=True)
+    )
     optimizer = Fails(model.parameters(), lr=0.1)
     shapes = [p.shape for p in model.parameters()]
     with contextlib.suppress(ZeroDivisionError):
         optimizer.step()
-    inside = [tuple(s) == tuple(w) if stage == 0 else len(s) == 1 for s, w in zip(optimizer.shapes, shapes, strict=True)]
-    return optimizer.kinds == {nn.Parameter}, all(inside), [p.shape for p in model.parameters()] == shapes
+    inside = [
+        tuple(s) == tuple(w) if stage == 0 else len(s) == 1
+        for s, w in zip(optimizer.shapes, shapes, strict=True)
+    ]
+    return (
+        optimizer.kinds == {nn.Parameter},
+        all(inside),
+        [p.shape for p in model.parameters()] == shapes,
+    )
 
 
 @pytest.mark.parametrize("stage", (0, 1, 3))
@@ -268,7 +339,9 @@ def test_a_step_that_raises_gives_the_faces_back(stage: int) -> None:
 
 
 def of_its_kind(stage: int) -> list[Any]:
-    """A plain tensor in a parameter's dtype, as SAM scales its gradients (`scale.to(p)`), and parts in a plain tensor's."""
+    """A plain tensor in a parameter's dtype, as SAM scales its gradients (`scale.to(p)`), and parts
+    in a plain tensor's.
+    """
     import onefold
 
     torch.manual_seed(0)
@@ -280,7 +353,10 @@ def of_its_kind(stage: int) -> list[Any]:
         scale = torch.tensor(3.0, dtype=torch.float64)
         plain = [scale.to(weight), scale.type_as(weight.grad), torch.ones(2).to(weight.data)]
         weight.add_(weight.grad * scale.to(weight))
-        parts = [weight.data.to(torch.ones(2, dtype=torch.float64)), weight.grad.type_as(torch.ones(2, dtype=torch.float64))]
+        parts = [
+            weight.data.to(torch.ones(2, dtype=torch.float64)),
+            weight.grad.type_as(torch.ones(2, dtype=torch.float64)),
+        ]
     return [
         [(type(t), tuple(t.shape), t.dtype) for t in plain],
         [(spec_of(t) is not None, tuple(t.shape) == tuple(weight.shape), t.dtype) for t in parts],
@@ -297,7 +373,9 @@ def test_a_tensor_made_of_anothers_kind_keeps_its_own_elements(stage: int) -> No
 
 
 def assigned_and_read(stage: int) -> list[float]:
-    """Each parameter is assigned and then read with gradients: the read refreshes what is kept where the assignment was noticed."""
+    """Each parameter is assigned and then read with gradients: the read refreshes what is kept
+    where the assignment was noticed.
+    """
     import onefold
 
     torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""Precision None computes as the model is; and in 16 bits every stage, and every recipe over the same groups, has the same bits."""
+"""Precision None computes as the model is; and in 16 bits every stage, and every recipe over the
+same groups, has the same bits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Mixed(nn.Module):
-    """Blocks in bf16, norms in fp32 between them, a head in fp32: as many checkpoints of large models come."""
+    """Blocks in bf16, norms in fp32 between them, a head in fp32: as many checkpoints of large
+    models come.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,10 +56,15 @@ def mixed_input(rank: int, step: int) -> Tensor:
 
 
 def plain_mixed(steps: int = 2) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Outputs and weights of one process of plain PyTorch: fp32 masters by hand, gradients of bf16 weights in bf16."""
+    """Outputs and weights of one process of plain PyTorch: fp32 masters by hand, gradients of bf16
+    weights in bf16.
+    """
     torch.manual_seed(0)
     model = Mixed()
-    widened = {name: p.detach().clone().to(FP32 if p.dtype == BF16 else p.dtype) for name, p in model.named_parameters()}
+    widened = {
+        name: p.detach().clone().to(FP32 if p.dtype == BF16 else p.dtype)
+        for name, p in model.named_parameters()
+    }
     masters = {name: nn.Parameter(p) for name, p in widened.items()}
     optimizer = torch.optim.SGD(masters.values(), lr=0.1)
     outputs = []
@@ -85,15 +94,24 @@ def as_it_is(stage: int) -> list[str]:
     for step, want in enumerate(expected):
         out = model(mixed_input(0, step))
         if not torch.equal(out, want) or model.seen[0] != BF16:
-            problems.append(f"step {step}: the output differs by {(out - want).abs().max():.3g}; computed in {model.seen}")
+            problems.append(
+                f"step {step}: the output differs by {(out - want).abs().max():.3g}; computed in"
+                f" {model.seen}"
+            )
         out.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     compute = {e.slot.name: e.flat.dtypes.compute for e in onefold.engine_of(model).entries}
-    problems += [f"{n} computes in {d}" for n, d in compute.items() if d != dict(Mixed().named_parameters())[n].dtype]
+    problems += [
+        f"{n} computes in {d}"
+        for n, d in compute.items()
+        if d != dict(Mixed().named_parameters())[n].dtype
+    ]
     state = onefold.full_state_dict(model)
     same = {n: t.dtype == masters[n].dtype and torch.equal(t, masters[n]) for n, t in state.items()}
-    problems += [f"{n}: {state[n].dtype}, or other values" for n, equal in same.items() if not equal]
+    problems += [
+        f"{n}: {state[n].dtype}, or other values" for n, equal in same.items() if not equal
+    ]
     return problems
 
 
@@ -107,7 +125,9 @@ def test_a_model_of_mixed_dtypes_computes_as_in_plain_pytorch(ranks: int) -> Non
         assert not any(seen.values()), f"rank {rank}: {seen}"
 
 
-def trained(build: Any, batch: Any, micro_batches: int = 1, scale: float = 1.0, **recipe: Any) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    build: Any, batch: Any, micro_batches: int = 1, scale: float = 1.0, **recipe: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and norms of two steps, and the weights."""
     import onefold
 
@@ -159,11 +179,26 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [{"stage": s} | ({"reduce_at": "boundary"} if s > 1 else {}) for s in (0, 1, 2, 3)],
     ),
     "mixed": ({"build": Mixed, "batch": mixed_input}, [{"stage": s} for s in (0, 1, 2, 3)]),
-    "fp16, scaled": ({"build": fp16_mlp, "batch": half_features, "scale": 2.0**10}, [{"stage": s} for s in (0, 1, 2, 3)]),
-    "sums in bf16": ({"build": bf16_gpt, "batch": words, "accumulate_dtype": BF16}, [{"stage": s} for s in (0, 1, 2, 3)]),
-    "a wire of fp16": ({"build": bf16_gpt, "batch": words, "wire": FP16}, [{"stage": s} for s in (0, 1, 2, 3)]),
-    "a wire of fp32": ({"build": bf16_gpt, "batch": words, "wire": FP32}, [{"stage": s} for s in (0, 1, 2, 3)]),
-    "the host": ({"build": bf16_gpt, "batch": words}, [{"stage": 1}, {"stage": 3, "offload_optimizer": "cpu"}]),
+    "fp16, scaled": (
+        {"build": fp16_mlp, "batch": half_features, "scale": 2.0**10},
+        [{"stage": s} for s in (0, 1, 2, 3)],
+    ),
+    "sums in bf16": (
+        {"build": bf16_gpt, "batch": words, "accumulate_dtype": BF16},
+        [{"stage": s} for s in (0, 1, 2, 3)],
+    ),
+    "a wire of fp16": (
+        {"build": bf16_gpt, "batch": words, "wire": FP16},
+        [{"stage": s} for s in (0, 1, 2, 3)],
+    ),
+    "a wire of fp32": (
+        {"build": bf16_gpt, "batch": words, "wire": FP32},
+        [{"stage": s} for s in (0, 1, 2, 3)],
+    ),
+    "the host": (
+        {"build": bf16_gpt, "batch": words},
+        [{"stage": 1}, {"stage": 3, "offload_optimizer": "cpu"}],
+    ),
 }
 GROUPED: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "groups": (
@@ -195,7 +230,11 @@ def compared(families: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]) -
             first = first or (losses, state)
             if losses != first[0]:
                 problems.append(f"{name}: {recipe}: {losses}, not {first[0]}")
-            problems += [f"{name}: {recipe}: {n}" for n, t in state.items() if not torch.equal(t, first[1][n])]
+            problems += [
+                f"{name}: {recipe}: {n}"
+                for n, t in state.items()
+                if not torch.equal(t, first[1][n])
+            ]
     return problems
 
 
@@ -216,11 +255,15 @@ def test_in_16_bits_all_recipes_over_the_same_groups_give_the_same_bits() -> Non
 
 
 def first_gradients(stage: int) -> tuple[dict[str, Tensor], int, int]:
-    """Whole gradients of one step of a bf16 model, the bytes that their reductions sent, and the elements of the flat buffers."""
+    """Whole gradients of one step of a bf16 model, the bytes that their reductions sent, and the
+    elements of the flat buffers.
+    """
     import onefold
 
     torch.manual_seed(0)
-    model = onefold.shard(TinyMLP().to(BF16), onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT))
+    model = onefold.shard(
+        TinyMLP().to(BF16), onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT)
+    )
     before = onefold.full_state_dict(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(features_of(dist.get_rank(), 4, 7).to(BF16)).float().square().mean().backward()
@@ -228,7 +271,11 @@ def first_gradients(stage: int) -> tuple[dict[str, Tensor], int, int]:
     sent, numel = engine.traffic.by_move(), sum(unit.numel for unit in engine.units)
     optimizer.step()
     after = onefold.full_state_dict(model)
-    return {name: before[name] - after[name] for name in before}, sent.get("all-reduce", 0) + sent.get("reduce-scatter", 0), numel
+    return (
+        {name: before[name] - after[name] for name in before},
+        sent.get("all-reduce", 0) + sent.get("reduce-scatter", 0),
+        numel,
+    )
 
 
 def mean_of_ranks() -> list[str]:
@@ -244,9 +291,15 @@ def mean_of_ranks() -> list[str]:
     problems = []
     for stage in (0, 1, 2, 3):
         found, sent, numel = first_gradients(stage)
-        # The difference of two fp32 weights of size 1 is the gradient within 2^-23; rounding to bf16 moves it by up to 2^-9 of itself.
-        problems += [f"stage {stage}: {n}" for n, t in found.items() if not torch.allclose(t, exact[n].to(BF16).float(), rtol=0, atol=1e-6)]
-        if sent != (2 if stage == 0 else 1) * 2 * numel // 2:  # 2 bytes an element, of which each of two ranks sends half
+        # The difference of two fp32 weights of size 1 is the gradient within 2^-23; rounding to
+        # bf16 moves it by up to 2^-9 of itself.
+        problems += [
+            f"stage {stage}: {n}"
+            for n, t in found.items()
+            if not torch.allclose(t, exact[n].to(BF16).float(), rtol=0, atol=1e-6)
+        ]
+        # 2 bytes an element, of which each of two ranks sends half
+        if sent != (2 if stage == 0 else 1) * 2 * numel // 2:
             problems.append(f"stage {stage} sent {sent} bytes for {numel} elements")
     return problems
 
@@ -270,10 +323,20 @@ def said_at_the_start(build: Any, **options: Any) -> str:
 
 def test_masters_of_16_bit_weights_are_said_once_at_the_start() -> None:
     said = said_at_the_start(bf16_gpt)
-    assert said.count("precision=None") == 1 and "bfloat16" in said and "master weights in float32" in said and "master_dtype" in said
+    assert (
+        said.count("precision=None") == 1
+        and "bfloat16" in said
+        and "master weights in float32" in said
+        and "master_dtype" in said
+    )
     assert "in float64 and float32 and bfloat16" in said_at_the_start(Mixed)
     assert "master weights in bfloat16" in said_at_the_start(bf16_gpt, master_dtype=BF16)
-    for build, options in ((TinyGPT, {}), (bf16_gpt, {"precision": "bf16"}), (bf16_gpt, {"precision": "fp32"}), (frozen_gpt, {})):
+    for build, options in (
+        (TinyGPT, {}),
+        (bf16_gpt, {"precision": "bf16"}),
+        (bf16_gpt, {"precision": "fp32"}),
+        (frozen_gpt, {}),
+    ):
         assert said_at_the_start(build, **options) == ""
 
 
@@ -284,7 +347,10 @@ def frozen_gpt() -> nn.Module:
 def ledgers(kind: str, stage: int, micro_batches: int) -> dict[str, Any]:
     import onefold
 
-    model = onefold.shard({"bf16": bf16_gpt, "mixed": Mixed}[kind](), onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT))
+    model = onefold.shard(
+        {"bf16": bf16_gpt, "mixed": Mixed}[kind](),
+        onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT),
+    )
     batch = words if kind == "bf16" else mixed_input
     optimizer, engine = torch.optim.AdamW(model.parameters(), lr=0.01), onefold.engine_of(model)
     for _ in range(2):
@@ -302,7 +368,12 @@ def ledgers(kind: str, stage: int, micro_batches: int) -> dict[str, Any]:
 
 
 def all_ledgers() -> dict[tuple[str, int, int], dict[str, Any]]:
-    return {(kind, stage, m): ledgers(kind, stage, m) for kind in ("bf16", "mixed") for stage in (0, 1, 2, 3) for m in (1, 2)}
+    return {
+        (kind, stage, m): ledgers(kind, stage, m)
+        for kind in ("bf16", "mixed")
+        for stage in (0, 1, 2, 3)
+        for m in (1, 2)
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -317,30 +388,61 @@ def test_the_plan_counts_16_bit_models_as_the_ledgers_do(ranks: int) -> None:
     for rank, seen in enumerate(run_ranks(ranks, all_ledgers)):
         for (kind, stage, micro_batches), found in seen.items():
             recipe = Recipe.zero(stage)
-            units, case = units_of(shapes[kind], recipe, ranks, rank), f"{kind}, stage {stage}, {micro_batches} micro-batches, rank {rank}"
+            units, case = (
+                units_of(shapes[kind], recipe, ranks, rank),
+                f"{kind}, stage {stage}, {micro_batches} micro-batches, rank {rank}",
+            )
             rest = {k: v for k, v in found["rest"].items() if v}
-            assert rest == at_rest(units, "adamw"), f"{case}: {rest}, planned {at_rest(units, 'adamw')}"
+            assert rest == at_rest(units, "adamw"), (
+                f"{case}: {rest}, planned {at_rest(units, 'adamw')}"
+            )
             sent = {k: v for k, v in found["wire"].items() if v}
             assert sent == wire(units, recipe, micro_batches), f"{case}: {sent}"
             replayed = sum(Replay(units, recipe).run(micro_batches).peak.values())
             assert found["peak"] <= bound_of(units, recipe, micro_batches), case
-            assert ranks == 1 or kind == "mixed" or found["peak"] == replayed, f"{case}: {found['peak']}, replayed {replayed}"
+            assert ranks == 1 or kind == "mixed" or found["peak"] == replayed, (
+                f"{case}: {found['peak']}, replayed {replayed}"
+            )
 
 
-def test_a_plan_of_a_bf16_model_computes_in_bf16_and_one_of_dimensions_says_what_it_assumes() -> None:
+def test_a_plan_of_a_bf16_model_computes_in_bf16_and_one_of_dimensions_says_what_it_assumes() -> (
+    None
+):
     import onefold
     from onefold.plan import hardware
 
     def asked(model: Any, **job: Any) -> Any:
-        kind = {"batch": lambda n: torch.zeros((n, 12), dtype=torch.long)} if isinstance(model, nn.Module) else {}
-        return onefold.plan(model, machine=hardware.machine(2, 2, "h100-80", "100g"), largest=False, seq=12, **kind, **job)
+        kind = (
+            {"batch": lambda n: torch.zeros((n, 12), dtype=torch.long)}
+            if isinstance(model, nn.Module)
+            else {}
+        )
+        return onefold.plan(
+            model,
+            machine=hardware.machine(2, 2, "h100-80", "100g"),
+            largest=False,
+            seq=12,
+            **kind,
+            **job,
+        )
 
     plans = {p: asked(bf16_gpt(), precision=p) for p in (None, "bf16", "fp32")}
-    peaks = {p: [(c.account.rest_bytes, c.account.peak_bytes) for c in found.stages] for p, found in plans.items()}
+    peaks = {
+        p: [(c.account.rest_bytes, c.account.peak_bytes) for c in found.stages]
+        for p, found in plans.items()
+    }
     assert peaks[None] == peaks["bf16"] and peaks[None] != peaks["fp32"]
-    assert plans[None].recipe.compute_dtype is None and plans[None].to_json()["recipe"]["precision"] is None
-    assert any("precision=None" in note and "taken as fp32" in note for note in asked(1e8, precision=None).notes)
-    auto = onefold.plan.recipe_for(bf16_gpt(), seq=12, batch=lambda n: torch.zeros((n, 12), dtype=torch.long))
+    assert (
+        plans[None].recipe.compute_dtype is None
+        and plans[None].to_json()["recipe"]["precision"] is None
+    )
+    assert any(
+        "precision=None" in note and "taken as fp32" in note
+        for note in asked(1e8, precision=None).notes
+    )
+    auto = onefold.plan.recipe_for(
+        bf16_gpt(), seq=12, batch=lambda n: torch.zeros((n, 12), dtype=torch.long)
+    )
     assert auto.compute_dtype is None
 
 
@@ -350,7 +452,10 @@ def shown_as_declared(stage: int) -> list[str]:
     from onefold.runtime.interval import local_part
 
     torch.manual_seed(0)
-    model: Any = onefold.shard(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).bfloat16(), onefold.Recipe.zero(stage, stall_timeout=20))
+    model: Any = onefold.shard(
+        nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).bfloat16(),
+        onefold.Recipe.zero(stage, stall_timeout=20),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(4, 6)
     wrong = []
@@ -361,9 +466,19 @@ def shown_as_declared(stage: int) -> list[str]:
         optimizer.step()
         with torch.no_grad():
             seen = {
-                "dtype": {p.dtype for p in model.parameters()} == {torch.bfloat16} and x.to(first).dtype == torch.bfloat16,
-                "bytes": sum(p.numel() * p.element_size() for p in model.parameters()) == sum(p.nbytes for p in model.parameters()) == 166,
-                "masters": {t.dtype for p in model.parameters() for t in (p.data, p.grad)} == {torch.float32},
+                "dtype": (
+                    {p.dtype for p in model.parameters()} == {torch.bfloat16}
+                    and x.to(first).dtype == torch.bfloat16
+                ),
+                "bytes": (
+                    sum(p.numel() * p.element_size() for p in model.parameters())
+                    == sum(p.nbytes for p in model.parameters())
+                    == 166
+                ),
+                "masters": (
+                    {t.dtype for p in model.parameters() for t in (p.data, p.grad)}
+                    == {torch.float32}
+                ),
                 "product": nn.functional.linear(x.bfloat16(), first).dtype == torch.bfloat16,
             }
         wrong += [f"{name}, stage {stage}" for name, good in seen.items() if not good]
@@ -375,7 +490,9 @@ def shown_as_declared(stage: int) -> list[str]:
     for p, old in zip(model.parameters(), before, strict=True):
         wrong += [f"stage {stage}: masters were rounded"] * (not torch.equal(local_part(p), old))
         p.data = torch.full(p.shape, 0.3, dtype=p.dtype)
-        wrong += [f"stage {stage}: not assigned"] * (not bool((local_part(p) == torch.tensor(0.3).bfloat16()).all()))
+        wrong += [f"stage {stage}: not assigned"] * (
+            not bool((local_part(p) == torch.tensor(0.3).bfloat16()).all())
+        )
     return wrong
 
 

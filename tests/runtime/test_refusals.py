@@ -1,4 +1,6 @@
-"""What cannot be right with a sharded model is refused in a sentence, on every rank, before it changes a number."""
+"""What cannot be right with a sharded model is refused in a sentence, on every rank, before it
+changes a number.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def run(model: nn.Module) -> None:
     model(features_of(0, 4, 7)).square().mean().backward()
 
 
-# -- other models ------------------------------------------------------------------------------------------------------------------
+# -- other models ----------------------------------------------------------------------------------
 
 
 class Around(nn.Module):
@@ -66,7 +68,7 @@ def share_a_parameter(stage: int) -> None:
     sharded(stage, second)
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 def copy_the_model(stage: int) -> None:
@@ -83,7 +85,7 @@ def copy_a_parameter(stage: int) -> None:
     copy.deepcopy(model.blocks[1].up.weight)
 
 
-# -- state dicts -------------------------------------------------------------------------------------------------------------------
+# -- state dicts -----------------------------------------------------------------------------------
 
 
 def state_of_the_model(stage: int) -> None:
@@ -114,7 +116,7 @@ def load_into_a_leaf(stage: int) -> None:
     model.enter.load_state_dict(TinyMLP().enter.state_dict())
 
 
-# -- another structure -------------------------------------------------------------------------------------------------------------
+# -- another structure -----------------------------------------------------------------------------
 
 
 def assign_a_parameter(stage: int) -> None:
@@ -180,7 +182,7 @@ def take_a_parameter_away(stage: int) -> None:
     run(model)
 
 
-# -- moved or cast -----------------------------------------------------------------------------------------------------------------
+# -- moved or cast ---------------------------------------------------------------------------------
 
 
 def halve(stage: int) -> None:
@@ -229,21 +231,57 @@ COPIES: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
     (copy_a_parameter, STAGES, ("deepcopy", "blocks.1.up.weight", "before shard()")),
 ]
 STATES: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
-    (action, SHARDED, ("onefold.full_state_dict", "full_params")) for action in (state_of_the_model, state_of_a_block, state_of_a_leaf)
+    (action, SHARDED, ("onefold.full_state_dict", "full_params"))
+    for action in (state_of_the_model, state_of_a_block, state_of_a_leaf)
 ] + [
     (action, SHARDED, ("onefold.load_full_state_dict", "write=True"))
     for action in (load_into_the_model, load_into_a_block, load_into_a_leaf)
 ]
 REPLACED: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
-    (assign_a_parameter, STAGES, ("'blocks.1.up.weight'", "replaced after shard()", "full_params(model, write=True)")),
+    (
+        assign_a_parameter,
+        STAGES,
+        ("'blocks.1.up.weight'", "replaced after shard()", "full_params(model, write=True)"),
+    ),
     (assign_a_parameter_of_the_root, STAGES, ("'leave.bias'", "replaced after shard()")),
     (assign_between_steps, STAGES, ("'blocks.1.up.weight'", "replaced after shard()")),
 ]
 ADDED: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
-    (add_a_module, STAGES, ("had 16 parameters", "has 18 now", "added 'blocks.1.extra.weight', 'blocks.1.extra.bias'.", "before shard()")),
-    (wrap_a_layer, STAGES, ("had 16 parameters", "has 18 now", "added 'blocks.1.up.down.weight', 'blocks.1.up.up.weight'.", "adapters")),
-    (take_a_parameter_away, STAGES, ("had 16 parameters", "has 15 now", "removed 'blocks.1.up.bias'.", "onefold.unsharded(model)")),
-    (replace_a_module, STAGES, ("replaced 'leave.weight', 'leave.bias'.", "onefold.unsharded(model)")),
+    (
+        add_a_module,
+        STAGES,
+        (
+            "had 16 parameters",
+            "has 18 now",
+            "added 'blocks.1.extra.weight', 'blocks.1.extra.bias'.",
+            "before shard()",
+        ),
+    ),
+    (
+        wrap_a_layer,
+        STAGES,
+        (
+            "had 16 parameters",
+            "has 18 now",
+            "added 'blocks.1.up.down.weight', 'blocks.1.up.up.weight'.",
+            "adapters",
+        ),
+    ),
+    (
+        take_a_parameter_away,
+        STAGES,
+        (
+            "had 16 parameters",
+            "has 15 now",
+            "removed 'blocks.1.up.bias'.",
+            "onefold.unsharded(model)",
+        ),
+    ),
+    (
+        replace_a_module,
+        STAGES,
+        ("replaced 'leave.weight', 'leave.bias'.", "onefold.unsharded(model)"),
+    ),
     (tie_anew, STAGES, ("tied 'blocks.0.up.weight' to 'blocks.1.up.weight'.", "has 15 now")),
 ]
 CAST: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
@@ -256,7 +294,9 @@ CAST: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
 
 
 def told(actions: list[tuple[Action, tuple[int, ...], tuple[str, ...]]]) -> list[str]:
-    """On one rank: do each of these at each of its stages; a complaint for each that was not refused in the sentence expected."""
+    """On one rank: do each of these at each of its stages; a complaint for each that was not
+    refused in the sentence expected.
+    """
     complaints = []
     for action, stages, words in actions:
         for stage in stages:
@@ -266,7 +306,10 @@ def told(actions: list[tuple[Action, tuple[int, ...], tuple[str, ...]]]) -> list
             except (ValueError, RuntimeError) as error:
                 missing = [word for word in words if word not in str(error)]
                 if missing:
-                    complaints.append(f"{action.__name__} at stage {stage} does not say {missing}: {type(error).__name__}: {error}")
+                    complaints.append(
+                        f"{action.__name__} at stage {stage} does not say {missing}:"
+                        f" {type(error).__name__}: {error}"
+                    )
     return complaints
 
 
@@ -301,13 +344,20 @@ def whole_again(stage: int) -> list[str]:
     model = sharded(stage)
     found = []
     with onefold.full_params(model, write=True):
-        block = {name: torch.full_like(tensor, 0.5) for name, tensor in model.blocks[1].state_dict().items()}
+        block = {
+            name: torch.full_like(tensor, 0.5)
+            for name, tensor in model.blocks[1].state_dict().items()
+        }
         model.blocks[1].load_state_dict(block)
         pickle.loads(pickle.dumps(model.enter.state_dict()))
         if model.blocks[1].up.weight.shape != (20, 10):
             found.append("a block is not whole inside full_params")
     state = onefold.full_state_dict(model)
-    found += [name for name, tensor in state.items() if name.startswith("blocks.1.") and not (tensor == 0.5).all()]
+    found += [
+        name
+        for name, tensor in state.items()
+        if name.startswith("blocks.1.") and not (tensor == 0.5).all()
+    ]
     try:
         model.blocks[1].state_dict()
         found.append("state_dict() of a block was let pass after full_params")
@@ -323,7 +373,9 @@ def test_what_is_refused_outside_full_params_works_inside(stage: int) -> None:
 
 
 def taken_from_a_changed_model(stage: int) -> list[str]:
-    """What reads or writes by the parameters of before says which have changed. On one rank the model is plain: values are the new."""
+    """What reads or writes by the parameters of before says which have changed. On one rank the
+    model is plain: values are the new.
+    """
     import onefold
 
     model = sharded(stage)
@@ -344,7 +396,11 @@ def taken_from_a_changed_model(stage: int) -> list[str]:
             call()
             found.append(f"{name} at stage {stage} was let pass")
         except RuntimeError as error:
-            found += [] if "replaced 'leave.weight', 'leave.bias'" in str(error) else [f"{name}: {error}"]
+            found += (
+                []
+                if "replaced 'leave.weight', 'leave.bias'" in str(error)
+                else [f"{name}: {error}"]
+            )
     if alone and not onefold.full_state_dict(model)["leave.weight"].equal(model.leave.weight):
         found.append("full_state_dict gave the weights that were replaced")
     return found
@@ -386,7 +442,9 @@ def test_a_refused_replacement_that_is_taken_back_leaves_no_trace(stage: int) ->
 
 
 def single_precision_only_when_asked() -> str:
-    """One process in one precision is not divided at all: there the same calls are plain PyTorch's."""
+    """One process in one precision is not divided at all: there the same calls are plain
+    PyTorch's.
+    """
     import onefold
 
     model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3))

@@ -1,4 +1,6 @@
-"""More that is refused in a sentence: saving a sharded model as an object, wrapping it, changing it late, arguments that cannot be."""
+"""More that is refused in a sentence: saving a sharded model as an object, wrapping it, changing it
+late, arguments that cannot be.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from models import TinyMLP
 from ranks import run_ranks
 from trials import STAGES
 
-# -- saved as objects --------------------------------------------------------------------------------------------------------------
+# -- saved as objects ------------------------------------------------------------------------------
 
 
 class OwnWeight(nn.Module):
@@ -53,7 +55,7 @@ def pickle_a_parameter(stage: int) -> None:
     pickle.dumps(model.enter.weight)
 
 
-# -- around and after the model ----------------------------------------------------------------------------------------------------
+# -- around and after the model --------------------------------------------------------------------
 
 
 def wrap_in_ddp(stage: int) -> None:
@@ -82,7 +84,9 @@ def load_into_a_block_that_is_left(stage: int) -> None:
 
 
 def add_an_adapter_late(stage: int) -> None:
-    """Behind the first steps a change is found within some passes: in the next one for a model of few modules."""
+    """Behind the first steps a change is found within some passes: in the next one for a model of
+    few modules.
+    """
     model = sharded(stage)
     for _ in range(3):
         run(model)
@@ -107,7 +111,7 @@ def add_to_many_modules_late(stage: int) -> None:
         run(model)
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def clip_to_wrong_norms(stage: int) -> None:
@@ -117,9 +121,20 @@ def clip_to_wrong_norms(stage: int) -> None:
     model = sharded(stage)
     run(model)
     before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    for arguments in ((None,), ("1",), (-1.0,), (float("nan"),), (True,), (1.0, None), (1.0, 0), (1.0, "2")):
+    for arguments in (
+        (None,),
+        ("1",),
+        (-1.0,),
+        (float("nan"),),
+        (True,),
+        (1.0, None),
+        (1.0, 0),
+        (1.0, "2"),
+    ):
         name = "max_norm" if len(arguments) == 1 else "norm_type"
-        with pytest.raises(ValueError, match=f"{name}={re.escape(repr(arguments[-1]))}: expected a number"):
+        with pytest.raises(
+            ValueError, match=f"{name}={re.escape(repr(arguments[-1]))}: expected a number"
+        ):
             onefold.clip_grad_norm_(model, *arguments)
     for then, parameter in zip(before, model.parameters(), strict=True):
         assert then is None or torch.equal(then, parameter.grad)  # type: ignore[arg-type]
@@ -145,7 +160,9 @@ def load_wrong_values(stage: int) -> None:
     ):
         with pytest.raises(ValueError, match=word):
             onefold.load_full_state_dict(model, given)  # type: ignore[arg-type]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in onefold.full_state_dict(model).items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in onefold.full_state_dict(model).items()
+    )
     onefold.load_full_state_dict(model, {**whole, "leave.bias": None})  # type: ignore[dict-item]
 
 

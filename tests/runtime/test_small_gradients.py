@@ -1,4 +1,6 @@
-"""Small gradients go into their unit's buffer together, small units are gathered ahead, small reductions stay under way: same bits."""
+"""Small gradients go into their unit's buffer together, small units are gathered ahead, small
+reductions stay under way: same bits.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ranks import run_ranks
 
 
 class Odd(nn.Module):
-    """Small and large parameters, one without elements, one that is not used, one that is used twice."""
+    """Small and large parameters, one without elements, one that is not used, one that is used
+    twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +43,26 @@ class Model(nn.Module):
         return x
 
 
-def trained(stage: int, micro_batches: int, again: bool, small: int, aside: int, traffic: int, precision: str) -> Any:
+def trained(
+    stage: int,
+    micro_batches: int,
+    again: bool,
+    small: int,
+    aside: int,
+    traffic: int,
+    precision: str,
+) -> Any:
     """Losses and whole weights."""
-    reduce.SMALL, reduce.ASIDE, reduce.SMALL_TRAFFIC, gather.SMALL_TRAFFIC = small, aside, traffic, traffic
+    reduce.SMALL, reduce.ASIDE, reduce.SMALL_TRAFFIC, gather.SMALL_TRAFFIC = (
+        small,
+        aside,
+        traffic,
+        traffic,
+    )
     torch.manual_seed(0)
-    model = onefold.shard(Model(again), onefold.Recipe.zero(stage, precision=precision), units=(Odd,))
+    model = onefold.shard(
+        Model(again), onefold.Recipe.zero(stage, precision=precision), units=(Odd,)
+    )
     engine = onefold.engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -76,10 +95,16 @@ def trained(stage: int, micro_batches: int, again: bool, small: int, aside: int,
         (3, 2, False, "bf16"),
     ],
 )
-def test_together_is_one_by_one_to_the_bit(stage: int, micro_batches: int, again: bool, precision: str) -> None:
+def test_together_is_one_by_one_to_the_bit(
+    stage: int, micro_batches: int, again: bool, precision: str
+) -> None:
     one_by_one = run_ranks(2, trained, stage, micro_batches, again, 0, 0, 0, precision)
     for options in ((64 << 10, 1 << 20, 256 << 10), (4096, 3000, 256 << 10)):
-        for alone, together in zip(one_by_one, run_ranks(2, trained, stage, micro_batches, again, *options, precision), strict=True):
+        for alone, together in zip(
+            one_by_one,
+            run_ranks(2, trained, stage, micro_batches, again, *options, precision),
+            strict=True,
+        ):
             assert together[0] == alone[0], (together[0], alone[0])
             assert all(torch.equal(a, b) for a, b in zip(together[1], alone[1], strict=True))
 
@@ -89,7 +114,9 @@ def most_at_once(traffic: int, in_flight: int, prefetch: int) -> tuple[int, int]
     reduce.SMALL_TRAFFIC = gather.SMALL_TRAFFIC = traffic
     torch.manual_seed(0)
     recipe = onefold.Recipe.zero(3, in_flight=in_flight, prefetch=prefetch)
-    model = onefold.shard(nn.Sequential(*(nn.Linear(24, 24) for _ in range(9))), recipe, units=(nn.Linear,))
+    model = onefold.shard(
+        nn.Sequential(*(nn.Linear(24, 24) for _ in range(9))), recipe, units=(nn.Linear,)
+    )
     engine = onefold.engine_of(model)
     flying, gathered = [0], [0]
     send, launch = engine.reduce._send, engine.gather.launch
@@ -111,9 +138,20 @@ def most_at_once(traffic: int, in_flight: int, prefetch: int) -> tuple[int, int]
 
 @pytest.mark.parametrize(
     ("traffic", "in_flight", "prefetch", "expected"),
-    [(0, 2, 1, (3, 3)), (256 << 10, 2, 1, (9, 9)), (256 << 10, 0, 0, (1, 2)), (4 * (24 * 24 + 64) * 4, 1, 1, (5, 6))],
+    [
+        (0, 2, 1, (3, 3)),
+        (256 << 10, 2, 1, (9, 9)),
+        (256 << 10, 0, 0, (1, 2)),
+        (4 * (24 * 24 + 64) * 4, 1, 1, (5, 6)),
+    ],
 )
-def test_small_units_do_not_count_up_to_some_bytes(traffic: int, in_flight: int, prefetch: int, expected: tuple[int, int]) -> None:
+def test_small_units_do_not_count_up_to_some_bytes(
+    traffic: int, in_flight: int, prefetch: int, expected: tuple[int, int]
+) -> None:
     for flying, gathered in run_ranks(2, most_at_once, traffic, in_flight, prefetch):
         assert flying <= expected[0] and gathered <= expected[1], (flying, gathered)
-        assert traffic in (0, 4 * (24 * 24 + 64) * 4) or not in_flight or (flying, gathered) == expected, (flying, gathered)
+        assert (
+            traffic in (0, 4 * (24 * 24 + 64) * 4)
+            or not in_flight
+            or (flying, gathered) == expected
+        ), (flying, gathered)

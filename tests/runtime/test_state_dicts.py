@@ -1,4 +1,6 @@
-"""Reading and writing a sharded model: whole state dicts, whole parameters, and what code sees that looks at a shard."""
+"""Reading and writing a sharded model: whole state dicts, whole parameters, and what code sees that
+looks at a shard.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from ranks import run_ranks
 from trials import STAGES, GPTCase, fresh
 
 
-def sharded_gpt(stage: int, tied: bool = False, **options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def sharded_gpt(
+    stage: int, tied: bool = False, **options: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """A sharded model, and the state dict that it had before."""
     import onefold
 
@@ -31,9 +35,15 @@ def sharded_gpt(stage: int, tied: bool = False, **options: Any) -> tuple[nn.Modu
 
 def same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
     """Names in order, shapes, dtypes and bits."""
-    problems = [] if list(expected) == list(actual) else [f"names {list(actual)}, expected {list(expected)}"]
+    problems = (
+        []
+        if list(expected) == list(actual)
+        else [f"names {list(actual)}, expected {list(expected)}"]
+    )
     for name in expected.keys() & actual.keys():
-        if expected[name].dtype != actual[name].dtype or not torch.equal(expected[name], actual[name]):
+        if expected[name].dtype != actual[name].dtype or not torch.equal(
+            expected[name], actual[name]
+        ):
             problems.append(f"{name}: {actual[name].dtype} {tuple(actual[name].shape)} differs")
     return problems
 
@@ -44,7 +54,11 @@ def full_state(stage: int, tied: bool) -> list[str]:
     model, before = sharded_gpt(stage, tied)
     state = onefold.full_state_dict(model)
     if dist.get_rank() != 0:
-        return [] if state == {} else [f"rank {dist.get_rank()} got {len(state)} tensors, expected none"]
+        return (
+            []
+            if state == {}
+            else [f"rank {dist.get_rank()} got {len(state)} tensors, expected none"]
+        )
     problems = same(before, state)
     if any(t.requires_grad or isinstance(t, nn.Parameter) for t in state.values()):
         problems.append("the state dict holds parameters instead of tensors")
@@ -86,12 +100,18 @@ def round_trip(stage: int, other: int, tied: bool) -> list[str]:
     onefold.load_full_state_dict(again, trained if dist.get_rank() == 0 else None)
     problems = same(trained, onefold.full_state_dict(again))
     losses = [m(tokens_of(5)).item() for m in (model, again)]
-    return problems if losses[0] == losses[1] else [*problems, f"losses differ after loading: {losses}"]
+    return (
+        problems
+        if losses[0] == losses[1]
+        else [*problems, f"losses differ after loading: {losses}"]
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("stage", "other"), [(0, 3), (3, 0), (1, 2), (3, 3), (2, 1)])
-def test_a_full_state_dict_loads_at_any_stage_bit_by_bit(stage: int, other: int, tied: bool) -> None:
+def test_a_full_state_dict_loads_at_any_stage_bit_by_bit(
+    stage: int, other: int, tied: bool
+) -> None:
     assert run_ranks(2, round_trip, stage, other, tied) == [[], []]
 
 
@@ -112,9 +132,14 @@ def load_wrong(stage: int, how: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize(("how", "named"), [("missing", "head.weight"), ("unexpected", "no.such"), ("shape", "head.weight")])
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [("missing", "head.weight"), ("unexpected", "no.such"), ("shape", "head.weight")],
+)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_wrong_state_dict_is_the_same_error_on_every_rank(stage: int, how: str, named: str) -> None:
+def test_a_wrong_state_dict_is_the_same_error_on_every_rank(
+    stage: int, how: str, named: str
+) -> None:
     for kind, message in run_ranks(2, load_wrong, stage, how):
         assert kind in ("ValueError", "RuntimeError") and named in message, (kind, message)
 
@@ -125,7 +150,9 @@ def load_loosely(stage: int) -> tuple[list[str], list[str]]:
     model, state = sharded_gpt(stage)
     del state["head.weight"]
     state["no.such"] = torch.zeros(3)
-    missing, unexpected = onefold.load_full_state_dict(model, state if dist.get_rank() == 0 else None, strict=False)
+    missing, unexpected = onefold.load_full_state_dict(
+        model, state if dist.get_rank() == 0 else None, strict=False
+    )
     return list(missing), list(unexpected)
 
 
@@ -203,7 +230,9 @@ def test_an_error_inside_full_params_leaves_the_model_sharded_and_usable(stage: 
 
 
 def call(action: str, stage: int) -> tuple[str, str, bool]:
-    """What ordinary code meets that looks at a sharded model outside of its forward pass: an error, or the whole's answer."""
+    """What ordinary code meets that looks at a sharded model outside of its forward pass: an error,
+    or the whole's answer.
+    """
     model, state = sharded_gpt(stage)
     layer: Any = model.blocks[1].attention.qkv  # type: ignore[index, union-attr]
     weight, whole = layer.weight, state["blocks.1.attention.qkv.weight"].clone()
@@ -217,14 +246,21 @@ def call(action: str, stage: int) -> tuple[str, str, bool]:
         "view": lambda w, _: w.view(30, 40),
         "norm along a dim": lambda w, _: w.norm(dim=1),
         "copy": lambda w, _: w.copy_(torch.arange(1200.0).view(60, 20)),
-        "submodule": lambda w, module: module(torch.ones(1, 20)) if module else F.linear(torch.ones(1, 20), w),
+        "submodule": lambda w, module: (
+            module(torch.ones(1, 20)) if module else F.linear(torch.ones(1, 20), w)
+        ),
         "state_dict": lambda w, _: model.state_dict() if w is weight else None,
         "load_state_dict": lambda w, _: model.load_state_dict(state) if w is weight else None,
     }
     try:
         with torch.no_grad():
             answer, expected = actions[action](weight, layer), actions[action](whole, None)
-            return "", "", not isinstance(answer, Tensor) or (answer.shape == expected.shape and torch.equal(answer, expected))
+            return (
+                "",
+                "",
+                not isinstance(answer, Tensor)
+                or (answer.shape == expected.shape and torch.equal(answer, expected)),
+            )
     except Exception as error:
         return type(error).__name__, str(error), False
 
@@ -241,11 +277,18 @@ def test_a_sharded_parameter_looked_at_gives_the_wholes_answer(stage: int, actio
 
 @pytest.mark.parametrize("action", REFUSED)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_sharded_parameter_used_as_no_part_can_be_says_its_name_shape_and_remedy(stage: int, action: str) -> None:
+def test_a_sharded_parameter_used_as_no_part_can_be_says_its_name_shape_and_remedy(
+    stage: int, action: str
+) -> None:
     for rank, (kind, message, _) in enumerate(run_ranks(2, call, action, stage)):
         told = f"rank {rank}, stage {stage}, {action}: {kind}: {message}"
         assert kind == "ShardedParameterError", told
-        for word in ("blocks.1.attention.qkv.weight", "(60, 20)", "full_params", "onefold.unsharded"):
+        for word in (
+            "blocks.1.attention.qkv.weight",
+            "(60, 20)",
+            "full_params",
+            "onefold.unsharded",
+        ):
             assert word in message, f"{word!r} is not in it: {told}"
 
 
@@ -266,7 +309,9 @@ def test_a_whole_parameter_is_an_ordinary_one(stage: int) -> None:
     """At stage 0, and on one rank at every stage, nothing is sharded: everything works as ever."""
     for world_size in (1, 2) if stage == 0 else (1,):
         for action in [*GIVEN, *REFUSED, "state_dict", "load_state_dict"]:
-            assert run_ranks(world_size, call, action, stage) == [("", "", True)] * world_size, action
+            assert run_ranks(world_size, call, action, stage) == [("", "", True)] * world_size, (
+                action
+            )
 
 
 def attributes(stage: int) -> list[str]:
@@ -281,9 +326,18 @@ def attributes(stage: int) -> list[str]:
             mine = local_part(parameter).clone()
         if (info.name, tuple(info.shape)) != (name, tuple(before[name].shape)):
             problems.append(f"{name}: .onefold says {info.name} {info.shape}")
-        if parameter.shape != before[name].shape or parameter.numel() != before[name].numel() or parameter.dtype != torch.float32:
-            problems.append(f"{name}: shape {tuple(parameter.shape)}, {parameter.numel()} elements, expected the whole's")
-        if mine.shape != (stop - start,) or not torch.equal(mine, before[name].flatten()[start:stop]):
+        if (
+            parameter.shape != before[name].shape
+            or parameter.numel() != before[name].numel()
+            or parameter.dtype != torch.float32
+        ):
+            problems.append(
+                f"{name}: shape {tuple(parameter.shape)}, {parameter.numel()} elements, expected"
+                " the whole's"
+            )
+        if mine.shape != (stop - start,) or not torch.equal(
+            mine, before[name].flatten()[start:stop]
+        ):
             problems.append(f"{name}: the interval holds other elements")
         if not torch.equal(info.gather(), before[name]):
             problems.append(f"{name}: gather() differs")
@@ -294,7 +348,10 @@ def attributes(stage: int) -> list[str]:
     dist.all_gather_object(totals, held)
     for name in held:
         if sum(t[name] for t in totals) != before[name].numel():
-            problems.append(f"{name}: the ranks hold {[t[name] for t in totals]} of {before[name].numel()} elements")
+            problems.append(
+                f"{name}: the ranks hold {[t[name] for t in totals]} of {before[name].numel()}"
+                " elements"
+            )
     return problems
 
 
@@ -324,7 +381,9 @@ def test_all_ranks_start_from_rank_0s_weights(stage: int) -> None:
 
 
 def optimizer_state_round_trip(stage: int) -> list[str]:
-    """An optimizer's own state_dict() works on local tensors: saved and loaded on the same rank it continues bit by bit."""
+    """An optimizer's own state_dict() works on local tensors: saved and loaded on the same rank it
+    continues bit by bit.
+    """
     import onefold
 
     case = GPTCase()
@@ -369,13 +428,19 @@ def test_casting_after_sharding_is_an_error_that_says_when_to_cast(stage: int) -
 
 
 def sizes_do_not_lie(stage: int) -> list[Any]:
-    """What a parameter counter sees: the whole model, before and after a forward pass. (What a rank holds: `attributes`.)"""
+    """What a parameter counter sees: the whole model, before and after a forward pass. (What a rank
+    holds: `attributes`.)
+    """
     import onefold
 
     model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0))
     counts = [sum(p.numel() for p in model.parameters())]
     model(features_of(0, 4, 7))
-    return [*counts, sum(p.numel() for p in model.parameters()), sum(p.numel() for p in TinyMLP().parameters())]
+    return [
+        *counts,
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in TinyMLP().parameters()),
+    ]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

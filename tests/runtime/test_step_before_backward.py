@@ -1,4 +1,6 @@
-"""A backward pass whose parameters have been stepped since its forward pass is an error, as in plain PyTorch; nothing else is."""
+"""A backward pass whose parameters have been stepped since its forward pass is an error, as in
+plain PyTorch; nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ranks import run_ranks
 from trials import STAGES
 
 
-def sharded(stage: int, model: nn.Module | None = None, precision: str = "fp32", **options: Any) -> Any:
+def sharded(
+    stage: int, model: nn.Module | None = None, precision: str = "fp32", **options: Any
+) -> Any:
     import onefold
 
     torch.manual_seed(0)
@@ -50,7 +54,9 @@ def step_between(model: Any) -> str:
 
 
 def step_between_at(stage: int) -> list[str]:
-    """The same three times: what is said, that the model trains on afterwards, and that it says it again."""
+    """The same three times: what is said, that the model trains on afterwards, and that it says it
+    again.
+    """
     model = sharded(stage)
     said = [step_between(model)]
     optimizer = sgd(model)
@@ -67,7 +73,10 @@ def test_a_step_between_forward_and_backward_is_an_error_that_names_a_parameter(
     for said in run_ranks(2, step_between_at, stage):
         assert said[1] == "True"
         for text in (said[0], said[2]):
-            assert "ran before optimizer.step()" in text and "'blocks.0.down.bias' and 15 others" in text, text
+            assert (
+                "ran before optimizer.step()" in text
+                and "'blocks.0.down.bias' and 15 others" in text
+            ), text
 
 
 def test_plain_pytorch_refuses_the_same() -> None:
@@ -97,14 +106,21 @@ def other_writes(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_whole_parameters_written_or_loaded_in_between_are_an_error_too_and_reading_is_none(stage: int) -> None:
+def test_whole_parameters_written_or_loaded_in_between_are_an_error_too_and_reading_is_none(
+    stage: int,
+) -> None:
     for written, loaded, read in run_ranks(2, other_writes, stage):
-        assert "another write to the parameters" in written and "another write to the parameters" in loaded
+        assert (
+            "another write to the parameters" in written
+            and "another write to the parameters" in loaded
+        )
         assert read == ""
 
 
 def sixteen_bits(stage: int, forward_between: bool) -> tuple[str, list[float]]:
-    """bf16 at any stage: what is said, and how far gradients are from those of a backward in the usual order."""
+    """bf16 at any stage: what is said, and how far gradients are from those of a backward in the
+    usual order.
+    """
     grads = []
     said = ""
     for late in (True, False):
@@ -128,7 +144,9 @@ def sixteen_bits(stage: int, forward_between: bool) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize("stage", (0, 1, 2))
 @pytest.mark.parametrize("world_size", (1, 2))
-def test_copies_in_sixteen_bits_serve_a_late_backward_until_they_are_refreshed(world_size: int, stage: int) -> None:
+def test_copies_in_sixteen_bits_serve_a_late_backward_until_they_are_refreshed(
+    world_size: int, stage: int
+) -> None:
     for said, distances in run_ranks(world_size, sixteen_bits, stage, False):
         assert said == "" and distances and max(distances) == 0.0
     for said, _ in run_ranks(world_size, sixteen_bits, stage, True):
@@ -136,13 +154,17 @@ def test_copies_in_sixteen_bits_serve_a_late_backward_until_they_are_refreshed(w
 
 
 @pytest.mark.parametrize("world_size", (1, 2))
-def test_gathered_parameters_in_sixteen_bits_are_gathered_anew_and_cannot_serve_it(world_size: int) -> None:
+def test_gathered_parameters_in_sixteen_bits_are_gathered_anew_and_cannot_serve_it(
+    world_size: int,
+) -> None:
     for said, _ in run_ranks(world_size, sixteen_bits, 3, False):
         assert "ran before optimizer.step()" in said
 
 
 class TwoNetworks(nn.Module):
-    """A generator and a discriminator in one model, their heads too small for units of their own."""
+    """A generator and a discriminator in one model, their heads too small for units of their
+    own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +182,10 @@ def train_both(model: nn.Module, by_parts: bool) -> list[float]:
     rank = torch.distributed.get_rank()
     losses = []
     for step in range(3):
-        z, real = features_of(100 + 10 * step + rank, 4, 7), features_of(200 + 10 * step + rank, 4, 7)
+        z, real = (
+            features_of(100 + 10 * step + rank, 4, 7),
+            features_of(200 + 10 * step + rank, 4, 7),
+        )
         if by_parts:
             fake = make(z)
             on_real, on_fake = judge(real), judge(fake.detach())
@@ -245,7 +270,9 @@ def ordinary_loops(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("stage", STAGES)
-def test_accumulation_several_forwards_and_recomputation_are_told_nothing(world_size: int, stage: int) -> None:
+def test_accumulation_several_forwards_and_recomputation_are_told_nothing(
+    world_size: int, stage: int
+) -> None:
     assert run_ranks(world_size, ordinary_loops, stage) == [[]] * world_size
 
 

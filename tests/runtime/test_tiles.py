@@ -1,4 +1,6 @@
-"""Layers larger than the device: their weights are gathered and computed with in tiles, one at a time, with equal results."""
+"""Layers larger than the device: their weights are gathered and computed with in tiles, one at a
+time, with equal results.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from models import Attention, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
 from trials import STAGES, GPTCase, MLPCase, assert_trains_as_ddp, differences, fresh, train_sharded
 
-TILE = 1600  # bytes: 20 rows of 20 numbers in fp32; the embedding, the head and the linear layers of a TinyGPT's blocks take more
+# Bytes: 20 rows of 20 numbers in fp32; the embedding, the head and the linear layers of a TinyGPT's
+# blocks take more
+TILE = 1600
 
 
 def recipe_of(tile: int | None, stage: int = 3, **options: Any) -> Any:
@@ -40,7 +44,7 @@ def cut(module: nn.Module, tile: int) -> list[str]:
         return made.notes
 
 
-# -- how a weight is cut -------------------------------------------------------------------------------------------------------
+# -- how a weight is cut ---------------------------------------------------------------------------
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
@@ -66,13 +70,15 @@ def test_each_tile_takes_at_most_the_bytes_that_were_given_in_the_compute_dtype(
         model = nn.Sequential(nn.Linear(10, 100), nn.Linear(100, 3), nn.Embedding(50, 10))
         with Cut(model, recipe_of(1000, precision=precision)):
             pass
-        tiles = {name: p.numel() * itemsize for name, p in model.named_parameters() if ".tiles." in name}
+        tiles = {
+            name: p.numel() * itemsize for name, p in model.named_parameters() if ".tiles." in name
+        }
         large = [n for n, numel in (("0", 1000), ("1", 300), ("2", 500)) if numel * itemsize > 1000]
         assert {name.split(".")[0] for name in tiles} == set(large)
         assert max(tiles.values()) <= 1000
 
 
-# -- the same numbers, in one process ------------------------------------------------------------------------------------------
+# -- the same numbers, in one process --------------------------------------------------------------
 
 
 def gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
@@ -90,7 +96,9 @@ def gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, dict
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7)])
-def test_a_linear_in_tiles_gives_outputs_and_gradients_within_rounding(bias: bool, shape: tuple[int, ...]) -> None:
+def test_a_linear_in_tiles_gives_outputs_and_gradients_within_rounding(
+    bias: bool, shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(7, 60, bias=bias), features_of(1, *shape)
     out, dx, expected = gradients(module, x)
@@ -103,7 +111,8 @@ def test_a_linear_in_tiles_gives_outputs_and_gradients_within_rounding(bias: boo
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
     assert dx is not None and dx_2 is not None
-    torch.testing.assert_close(dx_2, dx, rtol=1e-5, atol=1e-6)  # a sum over the tiles, in another order
+    # A sum over the tiles, in another order
+    torch.testing.assert_close(dx_2, dx, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("padding", [None, 0, 13, -1])
@@ -146,7 +155,9 @@ def fresh_gpt(**options: Any) -> Any:
     return TinyGPT(**options)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 def test_the_linear_layer_of_gpt2_in_tiles_is_equal_within_rounding() -> None:
     from transformers.pytorch_utils import Conv1D
 
@@ -178,7 +189,9 @@ class Transposed(nn.Linear):
         return input @ self.weight.t() + self.bias
 
 
-@pytest.mark.parametrize(("kind", "x"), [(Scaled, torch.arange(30).view(5, 6)), (Transposed, features_of(3, 4, 30))])
+@pytest.mark.parametrize(
+    ("kind", "x"), [(Scaled, torch.arange(30).view(5, 6)), (Transposed, features_of(3, 4, 30))]
+)
 def test_a_subclass_keeps_its_own_forward_pass(kind: type[nn.Module], x: Tensor) -> None:
     torch.manual_seed(0)
     module = kind(30, 20)  # type: ignore[call-arg]
@@ -192,7 +205,7 @@ def test_a_subclass_keeps_its_own_forward_pass(kind: type[nn.Module], x: Tensor)
     assert (dx is None and dx_2 is None) or torch.allclose(dx_2, dx)  # type: ignore[arg-type]
 
 
-# -- training ------------------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 class Tiles(GPTCase):
@@ -222,9 +235,12 @@ class TilesOfBlocks(MLPCase):
 class ManyMicroBatches(TiedTiles):
     """Two micro-batches a step, clipped."""
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
+    ) -> float:
         optimizer.zero_grad()
-        losses = [self.loss(model, self.batch(rank, 2 * step + i)) for i in range(2)]  # both graphs at once
+        # Both graphs at once
+        losses = [self.loss(model, self.batch(rank, 2 * step + i)) for i in range(2)]
         for loss in losses:
             loss.backward()
         self.before_update(model)
@@ -264,13 +280,26 @@ class ReadAsAWhole(GPTCase):
 
     class Model(TinyGPT):
         def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(tokens) + self.head.weight.square().mean() + (self.tokens.weight[:3] @ self.head.weight.t()).mean()
+            return (
+                super().forward(tokens)
+                + self.head.weight.square().mean()
+                + (self.tokens.weight[:3] @ self.head.weight.t()).mean()
+            )
 
     def build(self) -> nn.Module:
         return self.Model()
 
 
-CASES = [Tiles, TiedTiles, TilesOfBlocks, ManyMicroBatches, Checkpointed, CheckpointedReentrantly, Frozen, ReadAsAWhole]
+CASES = [
+    Tiles,
+    TiedTiles,
+    TilesOfBlocks,
+    ManyMicroBatches,
+    Checkpointed,
+    CheckpointedReentrantly,
+    Frozen,
+    ReadAsAWhole,
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -278,7 +307,9 @@ def test_a_model_in_tiles_trains_as_in_ddp_at_every_stage(case: Any) -> None:
     assert_trains_as_ddp(case)
 
 
-def beside_untiled(tied: bool, precision: str, stages: list[int], rtol: float, atol: float) -> list[str]:
+def beside_untiled(
+    tied: bool, precision: str, stages: list[int], rtol: float, atol: float
+) -> list[str]:
     """Differences between tiles and none at the same stage."""
     problems = []
     for stage in stages:
@@ -287,22 +318,32 @@ def beside_untiled(tied: bool, precision: str, stages: list[int], rtol: float, a
             case = TiedTiles() if tied else Tiles()
             case.options = {"tile": tile}
             curves.append(train_sharded(case, stage, precision=precision))
-        problems += differences(f"tied {tied}, {precision}, stage {stage}", *curves, rtol=rtol, atol=atol)
+        problems += differences(
+            f"tied {tied}, {precision}, stage {stage}", *curves, rtol=rtol, atol=atol
+        )
     return problems
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["two weights", "tied"])
-@pytest.mark.parametrize(("precision", "rtol", "atol"), [("fp32", 1e-5, 1e-6), ("bf16", 2e-2, 1e-2)])
+@pytest.mark.parametrize(
+    ("precision", "rtol", "atol"), [("fp32", 1e-5, 1e-6), ("bf16", 2e-2, 1e-2)]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_are_those_of_the_model_without_tiles(ranks: int, precision: str, rtol: float, atol: float, tied: bool) -> None:
-    assert run_ranks(ranks, beside_untiled, tied, precision, list(STAGES), rtol, atol) == [[]] * ranks
+def test_losses_are_those_of_the_model_without_tiles(
+    ranks: int, precision: str, rtol: float, atol: float, tied: bool
+) -> None:
+    assert (
+        run_ranks(ranks, beside_untiled, tied, precision, list(STAGES), rtol, atol) == [[]] * ranks
+    )
 
 
-# -- memory and wire -----------------------------------------------------------------------------------------------------------
+# -- memory and wire -------------------------------------------------------------------------------
 
 
 def most_at_once(engine: Any, units: Callable[[str], bool]) -> int:
-    """The most bytes that were gathered at a time for the units that `units` names, from the ledger's record."""
+    """The most bytes that were gathered at a time for the units that `units` names, from the
+    ledger's record.
+    """
     now = most = 0
     for _, category, unit, change in engine.memory.timeline:
         if category == "gathered units" and units(unit):
@@ -311,8 +352,12 @@ def most_at_once(engine: Any, units: Callable[[str], bool]) -> int:
     return most
 
 
-def gathered_bytes(tied: bool, checkpointing: Any, tile: int | None, prefetch: int, calls: int) -> dict[str, int]:
-    """Of three steps, the first included: the most bytes of large weights at once, the largest tile, the whole."""
+def gathered_bytes(
+    tied: bool, checkpointing: Any, tile: int | None, prefetch: int, calls: int
+) -> dict[str, int]:
+    """Of three steps, the first included: the most bytes of large weights at once, the largest
+    tile, the whole.
+    """
     import onefold
 
     torch.manual_seed(0)
@@ -330,13 +375,21 @@ def gathered_bytes(tied: bool, checkpointing: Any, tile: int | None, prefetch: i
     large = {u.name: u.numel * 4 for u in engine.units if u.name.startswith(("tokens", "head"))}
     left = engine.memory.now().get("gathered units", 0)
     most = most_at_once(engine, lambda unit: unit.startswith(("tokens", "head")))
-    return {"most": most, "tile": max(large.values(), default=0), "whole": whole, "units": len(large), "left": left}
+    return {
+        "most": most,
+        "tile": max(large.values(), default=0),
+        "whole": whole,
+        "units": len(large),
+        "left": left,
+    }
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("tied", [False, True], ids=["two weights", "tied"])
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_no_more_tiles_are_gathered_at_once_than_the_one_in_use_and_those_ahead(prefetch: int, tied: bool, checkpointing: str) -> None:
+def test_no_more_tiles_are_gathered_at_once_than_the_one_in_use_and_those_ahead(
+    prefetch: int, tied: bool, checkpointing: str
+) -> None:
     for found in run_ranks(2, gathered_bytes, tied, checkpointing, 6400, prefetch, 1):
         assert found["units"] == (8 if tied else 16), found
         assert found["tile"] <= 6400 + 4 * 2 * 64  # a shard is a multiple of 64 elements
@@ -355,13 +408,19 @@ class Wide(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
         for block in self.blocks:
-            x = x + (block(x) if self.how == "none" else checkpoint(block, x, use_reentrant=self.how == "reentrant"))
+            x = x + (
+                block(x)
+                if self.how == "none"
+                else checkpoint(block, x, use_reentrant=self.how == "reentrant")
+            )
         return x
 
 
@@ -389,7 +448,9 @@ def test_a_checkpointed_block_does_not_save_its_tiles(how: str, ranks: int) -> N
 
 
 def on_tiers(folder: str, tied: bool) -> list[tuple[str, list[float], int, int, int]]:
-    """For each place where state may rest: its name, losses, the most bytes of tiles at once, those of a tile, those of the whole."""
+    """For each place where state may rest: its name, losses, the most bytes of tiles at once, those
+    of a tile, those of the whole.
+    """
     import onefold
 
     nvme = {"nvme": folder}
@@ -403,7 +464,10 @@ def on_tiers(folder: str, tied: bool) -> list[tuple[str, list[float], int, int, 
     out = []
     for name, options in places.items():
         torch.manual_seed(0)
-        model = onefold.shard(TinyGPT(vocabulary=640, depth=2, tied=tied), recipe_of(6400, precision="bf16", **options))
+        model = onefold.shard(
+            TinyGPT(vocabulary=640, depth=2, tied=tied),
+            recipe_of(6400, precision="bf16", **options),
+        )
         engine = onefold.engine_of(model)
         engine.memory.record = True
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -416,7 +480,15 @@ def on_tiers(folder: str, tied: bool) -> list[tuple[str, list[float], int, int, 
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         sizes = [2 * u.numel for u in engine.units if ".tiles." in u.name]
-        out.append((name, losses, most_at_once(engine, lambda unit: ".tiles." in unit), max(sizes), 640 * 20 * 2))
+        out.append(
+            (
+                name,
+                losses,
+                most_at_once(engine, lambda unit: ".tiles." in unit),
+                max(sizes),
+                640 * 20 * 2,
+            )
+        )
         engine.close()
     return out
 
@@ -427,11 +499,18 @@ def test_tiles_rest_on_any_tier_with_the_same_bits(tied: bool, tmp_path: Path) -
         for name, losses, most, tile, whole in found:
             assert losses == found[0][1], name
             # The one in use and the one ahead; of what lies on a disk one more is being read.
-            assert 0 < most <= (3 if name == "all on NVMe" else 2) * tile < whole, (name, most, tile, whole)
+            assert 0 < most <= (3 if name == "all on NVMe" else 2) * tile < whole, (
+                name,
+                most,
+                tile,
+                whole,
+            )
 
 
 def bytes_by_unit(tied: bool) -> dict[str, float]:
-    """All-gathers a step of each weight in tiles, by the bytes that its tiles send; the steps before learn the order."""
+    """All-gathers a step of each weight in tiles, by the bytes that its tiles send; the steps
+    before learn the order.
+    """
     import onefold
 
     torch.manual_seed(0)
@@ -445,21 +524,29 @@ def bytes_by_unit(tied: bool) -> dict[str, float]:
         if ".tiles." in unit.name:
             sent = engine.traffic.by_unit()[unit.name]
             shard = 4 * unit.numel // size * (size - 1)
-            out.setdefault(unit.name.partition(".tiles.")[0], set()).add((sent["all-gather"] / shard, sent["reduce-scatter"] / shard))
+            out.setdefault(unit.name.partition(".tiles.")[0], set()).add(
+                (sent["all-gather"] / shard, sent["reduce-scatter"] / shard)
+            )
     assert all(len(found) == 1 for found in out.values()), out
     return {name: found.pop() for name, found in out.items()}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["two weights", "tied"])
 def test_tiles_are_gathered_for_each_use_and_reduced_once(tied: bool) -> None:
-    """A lookup's backward pass reads no weight. A tied tile is gathered for the lookup, for the head, and for the head's backward."""
+    """A lookup's backward pass reads no weight. A tied tile is gathered for the lookup, for the
+    head, and for the head's backward.
+    """
     for found in run_ranks(2, bytes_by_unit, tied):
         embeddings = {"tokens": (3, 1)} if tied else {"tokens": (1, 1), "head": (2, 1)}
-        blocks = {f"blocks.{i}.{name}": (2, 1) for i in range(3) for name in ("attention.qkv", "mlp.0", "mlp.2")}
+        blocks = {
+            f"blocks.{i}.{name}": (2, 1)
+            for i in range(3)
+            for name in ("attention.qkv", "mlp.0", "mlp.2")
+        }
         assert found == embeddings | blocks
 
 
-# -- what users see ------------------------------------------------------------------------------------------------------------
+# -- what users see --------------------------------------------------------------------------------
 
 
 def names_and_whole_states(stage: int, tied: bool) -> list[str]:
@@ -475,7 +562,9 @@ def names_and_whole_states(stage: int, tied: bool) -> list[str]:
     def compare(what: str, state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         if list(state) != list(wanted):
             problems.append(f"{what}: {list(state)}")
-        problems.extend(f"{what}: {n}" for n in wanted if n in state and not torch.equal(state[n], wanted[n]))
+        problems.extend(
+            f"{what}: {n}" for n in wanted if n in state and not torch.equal(state[n], wanted[n])
+        )
 
     state = onefold.full_state_dict(model)
     if dist.get_rank() == 0:
@@ -504,7 +593,9 @@ def names_and_whole_states(stage: int, tied: bool) -> list[str]:
     with onefold.full_params(model):
         compare("after writes in full_params", model.state_dict(), expected)
     try:
-        onefold.load_full_state_dict(model, {n: t[:4] if n == "head.weight" else t for n, t in expected.items()})
+        onefold.load_full_state_dict(
+            model, {n: t[:4] if n == "head.weight" else t for n, t in expected.items()}
+        )
         problems.append("a head of another shape was loaded")
     except ValueError as error:
         if "head.weight: given (4, 20), expected (61, 20)" not in str(error):
@@ -516,7 +607,9 @@ def names_and_whole_states(stage: int, tied: bool) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_state_dicts_know_no_tiles(ranks: int, tied: bool) -> None:
     for stage in STAGES:
-        assert run_ranks(ranks, names_and_whole_states, stage, tied) == [[]] * ranks, f"stage {stage}"
+        assert run_ranks(ranks, names_and_whole_states, stage, tied) == [[]] * ranks, (
+            f"stage {stage}"
+        )
 
 
 def looks_at_weights() -> list[str]:
@@ -529,11 +622,25 @@ def looks_at_weights() -> list[str]:
     head = model.head
     onefold.shard(model, recipe_of(TILE))
     weight, problems = model.head.weight, []
-    if model.head is not head or not isinstance(head, nn.Linear) or not isinstance(model.tokens, nn.Embedding):
+    if (
+        model.head is not head
+        or not isinstance(head, nn.Linear)
+        or not isinstance(model.tokens, nn.Embedding)
+    ):
         problems.append("the modules are others")
-    if (tuple(weight.shape), weight.dtype, weight.numel(), weight.dim()) != ((61, 20), torch.float32, 1220, 2):
+    if (tuple(weight.shape), weight.dtype, weight.numel(), weight.dim()) != (
+        (61, 20),
+        torch.float32,
+        1220,
+        2,
+    ):
         problems.append("other metadata")
-    if (head.in_features, head.out_features, model.tokens.num_embeddings, model.tokens.embedding_dim) != (20, 61, 61, 20):
+    if (
+        head.in_features,
+        head.out_features,
+        model.tokens.num_embeddings,
+        model.tokens.embedding_dim,
+    ) != (20, 61, 61, 20):
         problems.append("other sizes")
 
     def refused(what: str, act: Callable[[], object], words: str) -> None:
@@ -558,7 +665,10 @@ def looks_at_weights() -> list[str]:
     weight.requires_grad_(False)
     model.zero_grad()
     model(tokens_of(0)).backward()
-    if any(t.weight.grad is not None for t in head.tiles) or model.tokens.tiles[0].weight.grad is None:
+    if (
+        any(t.weight.grad is not None for t in head.tiles)
+        or model.tokens.tiles[0].weight.grad is None
+    ):
         problems.append("freezing the head did not freeze its tiles, or others too")
     return problems
 
@@ -568,7 +678,9 @@ def test_a_weight_in_tiles_looks_whole_and_says_so_where_it_cannot_be() -> None:
 
 
 def test_what_is_written_to_the_whole_weight_stays_or_is_refused() -> None:
-    """In one process the tiles lie in one piece, which `module.weight` shows; where autograd looks on it shows a copy."""
+    """In one process the tiles lie in one piece, which `module.weight` shows; where autograd looks
+    on it shows a copy.
+    """
     module = nn.Linear(7, 30)
     cut(module, 7 * 4 * 8)
     expected = module.weight.detach().clone()
@@ -605,7 +717,7 @@ def test_reading_the_whole_weight_in_a_forward_pass_is_said_once_a_weight() -> N
         assert "'head.tiles.0.weight'" in said[0] and "'tokens.tiles.0.weight'" in said[1]
 
 
-# -- models on the meta device -------------------------------------------------------------------------------------------------
+# -- models on the meta device ---------------------------------------------------------------------
 
 
 def from_meta(stage: int, own: bool) -> list[str]:
@@ -627,9 +739,15 @@ def from_meta(stage: int, own: bool) -> list[str]:
     problems = []
     with onefold.full_params(model):
         table, head = model[0].weight, model[1]
-        if own and not (table.eq(2).all() and head.bias.eq(3).all() and abs(head.weight.std() - 0.5) < 0.02):
+        if own and not (
+            table.eq(2).all() and head.bias.eq(3).all() and abs(head.weight.std() - 0.5) < 0.02
+        ):
             problems.append("init was not followed")
-        if not own and (table[33].any() or abs(table.std() - 1) > 0.2 or not 0.34 < head.weight.abs().max() <= 8**-0.5):
+        if not own and (
+            table[33].any()
+            or abs(table.std() - 1) > 0.2
+            or not 0.34 < head.weight.abs().max() <= 8**-0.5
+        ):
             problems.append("the tiles do not start as such modules do")
         if not own and not 0.3 < head.bias.abs().max() <= 8**-0.5:
             problems.append("the bias does not start as such a module's does")
@@ -646,7 +764,7 @@ def test_tiles_on_the_meta_device_start_as_their_modules_would(ranks: int, own: 
         assert run_ranks(ranks, from_meta, stage, own) == [[]] * ranks, f"stage {stage}"
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq"])
@@ -659,8 +777,13 @@ def test_an_embedding_that_looks_at_all_rows_of_a_batch_is_refused(option: str) 
 
 def test_a_row_larger_than_a_tile_is_refused_and_the_model_stays_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 100), nn.Linear(100, 8))
-    state, parameters = {n: t.clone() for n, t in model.state_dict().items()}, list(model.parameters())
-    with pytest.raises(ValueError, match=r"one row of '1.weight' \(\(8, 100\), torch.float32\) takes 400"):
+    state, parameters = (
+        {n: t.clone() for n, t in model.state_dict().items()},
+        list(model.parameters()),
+    )
+    with pytest.raises(
+        ValueError, match=r"one row of '1.weight' \(\(8, 100\), torch.float32\) takes 400"
+    ):
         cut(model, 320)
     assert [type(m) for m in model] == [nn.Linear, nn.Linear]
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
@@ -681,7 +804,9 @@ def test_a_shard_that_fails_leaves_the_model_as_it_was() -> None:
         onefold.shard(model, recipe_of(TILE), init=fails)
     assert type(model.head) is nn.Linear and model.head.weight is model.tokens.weight
     assert list(model.state_dict()) == list(expected)
-    assert all(expected[n].is_meta or torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+    assert all(
+        expected[n].is_meta or torch.equal(t, expected[n]) for n, t in model.state_dict().items()
+    )
 
 
 def test_what_cannot_be_computed_in_tiles_is_named_and_left_whole() -> None:
@@ -697,7 +822,10 @@ def test_what_cannot_be_computed_in_tiles_is_named_and_left_whole() -> None:
     model = Odd()
     notes = cut(model, 1024)
     assert len(notes) == 2
-    assert "'other' takes more than tile=1,024 bytes when gathered, but Odd is not computed in tiles" in notes[0]
+    assert (
+        "'other' takes more than tile=1,024 bytes when gathered, but Odd is not computed in tiles"
+        in notes[0]
+    )
     assert "'conv.weight' and 1 more take" in notes[1] and "Conv2d" in notes[1]
     assert type(model.table) is nn.Embedding and model.table.weight is model.other
     assert len(model.fine.tiles) == 16
@@ -708,7 +836,10 @@ def test_hooks_on_a_weight_that_would_be_cut_into_tiles_are_refused() -> None:
 
     model = TinyMLP(features=40)
     model.enter.weight.register_hook(lambda grad: grad)
-    with pytest.raises(ValueError, match=r"'enter.weight' has gradient hooks and takes more than tile=500 bytes.*larger tile"):
+    with pytest.raises(
+        ValueError,
+        match=r"'enter.weight' has gradient hooks and takes more than tile=500 bytes.*larger tile",
+    ):
         onefold.shard(model, recipe_of(500, precision="bf16"))
     onefold.shard(model, recipe_of(None, precision="bf16"))
 
@@ -720,7 +851,9 @@ def test_an_optimizer_from_before_is_told_that_its_weights_are_tiles_now() -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     onefold.shard(model, recipe_of(500))
     model(features_of(0, 2, 40)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"parameter 'enter.weight' is computed in tiles since shard\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"parameter 'enter.weight' is computed in tiles since shard\(\)"
+    ):
         optimizer.step()
 
 
@@ -743,7 +876,7 @@ def test_an_optimizer_of_whole_matrices_is_refused_for_tiles_at_stage_0_too() ->
         assert "Adafactor cannot step" in said
 
 
-# -- more architectures --------------------------------------------------------------------------------------------------------
+# -- more architectures ----------------------------------------------------------------------------
 
 
 class NamedUnits(TiedTiles):

@@ -1,4 +1,6 @@
-"""What an engine moves to the host and back: it ends when its copies have ended, whatever is under way."""
+"""What an engine moves to the host and back: it ends when its copies have ended, whatever is under
+way.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ DEVICE = "virtual:0"
 
 
 def transfers() -> Transfers:
-    return Transfers(onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger(), capabilities().store)
+    return Transfers(
+        onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger(), capabilities().store
+    )
 
 
 @virtual.alone
@@ -25,7 +29,9 @@ def test_closing_waits_for_what_goes_down_into_host_memory_that_is_about_to_go()
         low = moving.pinned.empty(4096, torch.float32)
         moving.down.copy(low, source)
         moving.close()
-        assert virtual.cpu_alias(low).eq(2.0).all(), "the host's memory was given back before the copy had written to it"
+        assert virtual.cpu_alias(low).eq(2.0).all(), (
+            "the host's memory was given back before the copy had written to it"
+        )
 
 
 @virtual.alone
@@ -37,4 +43,6 @@ def test_closing_waits_for_what_goes_up_from_buffers_that_are_about_to_go() -> N
         whole.fill_(3.0)
         moving.rise(into, whole)
         moving.close()
-        assert virtual.cpu_alias(into).eq(3.0).all(), "the buffer was given back before the copy had read it"
+        assert virtual.cpu_alias(into).eq(3.0).all(), (
+            "the buffer was given back before the copy had read it"
+        )

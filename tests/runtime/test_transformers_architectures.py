@@ -1,4 +1,6 @@
-"""Tiny, randomly initialized architectures of transformers train three steps at every stage as they do in DDP."""
+"""Tiny, randomly initialized architectures of transformers train three steps at every stage as they
+do in DDP.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from ranks import preload, run_ranks
 from trials import Case, compare_case
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 TEXT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
         "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -68,7 +72,8 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any], str]] = {
                 "suppress_tokens": None}, "mels"),
     "CLIP": ("CLIPModel", "CLIPConfig", {"projection_dim": 8, "text_config": TEXT, "vision_config": IMAGE}, "image and text"),
 }  # fmt: skip
-#: Dropout 0.1 is everywhere in these configurations and stays: random numbers must be drawn as by DDP.
+#: Dropout 0.1 is everywhere in these configurations and stays: random numbers must be drawn as by
+#: DDP.
 
 
 class Architecture(Case):
@@ -97,10 +102,17 @@ class Architecture(Case):
             "causal": lambda: {**text, "labels": ids},
             "masked": lambda: {**text, "labels": tokens(10)},
             "pairs": lambda: {**text, "labels": tokens(6)},
-            "images": lambda: {"pixel_values": noise(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 1])},
+            "images": lambda: {
+                "pixel_values": noise(4, 3, 16, 16),
+                "labels": torch.tensor([0, 1, 2, 1]),
+            },
             "speech": lambda: {"input_values": noise(2, 400), "labels": tokens(4, 16)},
             "mels": lambda: {"input_features": noise(2, 8, 32), "labels": tokens(5)},
-            "image and text": lambda: {**text, "pixel_values": noise(2, 3, 16, 16), "return_loss": True},
+            "image and text": lambda: {
+                **text,
+                "pixel_values": noise(2, 3, 16, 16),
+                "return_loss": True,
+            },
         }
         return makers[ARCHITECTURES[self.name][3]]()
 
@@ -132,16 +144,24 @@ preload(*(f"transformers.models.{name}.modeling_{name}" for name in FOLDERS))
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_trains_at_every_stage_as_in_ddp(name: str) -> None:
     results = run_ranks(2, compare_architecture, name, timeout=180.0)
-    problems = [f"rank {rank}: {sentence}" for rank, (found, _, _) in enumerate(results) for sentence in found]
+    problems = [
+        f"rank {rank}: {sentence}"
+        for rank, (found, _, _) in enumerate(results)
+        for sentence in found
+    ]
     assert not problems, f"{name}: {len(problems)} differences:\n" + "\n".join(problems[:40])
     losses = results[0][1]
-    assert all(loss == loss for loss in losses) and len(set(losses)) == len(losses), f"{name}: losses {losses}"
+    assert all(loss == loss for loss in losses) and len(set(losses)) == len(losses), (
+        f"{name}: losses {losses}"
+    )
     units = results[0][2]
     assert len(units) >= 2, f"{name}: the model became one unit only: {units}"
 
 
 def generated(name: str, stage: int) -> list[str]:
-    """Greedy text before sharding, after it through forward passes, and inside full_params, ranks at lengths of their own."""
+    """Greedy text before sharding, after it through forward passes, and inside full_params, ranks
+    at lengths of their own.
+    """
     import transformers
 
     import onefold
@@ -151,7 +171,11 @@ def generated(name: str, stage: int) -> list[str]:
     torch.manual_seed(0)
     model = case.build().eval()
     batch = case.batch(dist.get_rank(), 0)
-    given = {key: value for key, value in batch.items() if key in ("input_ids", "attention_mask", "input_features")}
+    given = {
+        key: value
+        for key, value in batch.items()
+        if key in ("input_ids", "attention_mask", "input_features")
+    }
 
     def text(length: int) -> list[list[int]]:
         return model.generate(**given, max_new_tokens=length, do_sample=False).tolist()  # type: ignore[operator]

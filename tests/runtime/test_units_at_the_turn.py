@@ -1,4 +1,6 @@
-"""The unit that a forward pass uses last, and the units around it, stay gathered until the backward pass, and no longer."""
+"""The unit that a forward pass uses last, and the units around it, stay gathered until the backward
+pass, and no longer.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +52,21 @@ def gathered(model: nn.Module) -> list[str]:
 
     engine = onefold.engine_of(model)
     units = [u for u in engine.units if not u.resident and not u.away]
-    assert engine.memory.now().get(GATHERED, 0) == sum(u.gathered_bytes for u in units), engine.memory.now()
+    assert engine.memory.now().get(GATHERED, 0) == sum(u.gathered_bytes for u in units), (
+        engine.memory.now()
+    )
     return [u.name for u in units]
 
 
-def sharded(build: Callable[[], nn.Module], stage: int = 3, units: Any = None, **options: Any) -> tuple[nn.Module, Any]:
+def sharded(
+    build: Callable[[], nn.Module], stage: int = 3, units: Any = None, **options: Any
+) -> tuple[nn.Module, Any]:
     import onefold
 
     torch.manual_seed(0)
-    model = onefold.shard(build(), onefold.Recipe.zero(stage, stall_timeout=TIMEOUT, **options), units=units)
+    model = onefold.shard(
+        build(), onefold.Recipe.zero(stage, stall_timeout=TIMEOUT, **options), units=units
+    )
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -83,7 +91,9 @@ def step(model: nn.Module, optimizer: Any, seed: int, micro_batches: int = 1) ->
 
 
 class Nested(nn.Module):
-    """Two stacks with a norm each, of which the second is the last: units inside a unit inside the root."""
+    """Two stacks with a norm each, of which the second is the last: units inside a unit inside the
+    root.
+    """
 
     class Stack(nn.Module):
         def __init__(self) -> None:
@@ -124,7 +134,8 @@ def only_blocks() -> nn.Module:
     return nn.Sequential(*(ResidualBlock(7) for _ in range(3)))
 
 
-#: name: (model, units, options, units that are gathered once in a micro-batch, those that are gathered twice)
+#: name: (model, units, options, units that are gathered once in a micro-batch, those that are
+#: gathered twice)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], set[str], set[str]]] = {
     "root": (TinyGPT, (Block,), {}, {"(root)", "blocks.2"}, {"blocks.0", "blocks.1"}),
     "tied": (partial(TinyGPT, tied=True), (Block,), {}, {"(root)", "blocks.2"}, {"blocks.0", "blocks.1"}),
@@ -161,12 +172,17 @@ def gathers_by_unit() -> list[str]:
     return wrong
 
 
-def test_units_at_the_turn_are_gathered_once_in_each_micro_batch_and_the_bits_are_those_of_stage_0() -> None:
+def test_units_at_the_turn_are_gathered_once_in_each_micro_batch_and_the_bits_are_those_of_stage_0() -> (
+    None
+):
     assert run_ranks(2, gathers_by_unit) == [[]] * 2
 
 
 def gathers_of_a_shared_block() -> tuple[Counter[str], list[list[float]]]:
-    plain, (model, optimizer) = sharded(Shared, 0, (ResidualBlock,)), sharded(Shared, 3, (ResidualBlock,))
+    plain, (model, optimizer) = (
+        sharded(Shared, 0, (ResidualBlock,)),
+        sharded(Shared, 3, (ResidualBlock,)),
+    )
     losses = [[*step(*plain, 0), *step(*plain, 1)], step(model, optimizer, 0)]
     with Launched(model) as counted:
         losses[1] += step(model, optimizer, 1)
@@ -186,8 +202,11 @@ def gathers_over_groups() -> list[str]:
         {}, {"second_copy": True}, {"shard_group": "node"}, {"gather_codec": "int8"}, {"second_copy": True, "gather_codec": "fp8"},
     ):  # fmt: skip
         expected: list[float] | None = None
-        for reshard_after_forward in (False, True):  # kept from forward to backward there is no second gather to differ
-            model, optimizer = sharded(TinyGPT, 3, (Block,), reshard_after_forward=reshard_after_forward, **options)
+        # Kept from forward to backward there is no second gather to differ
+        for reshard_after_forward in (False, True):
+            model, optimizer = sharded(
+                TinyGPT, 3, (Block,), reshard_after_forward=reshard_after_forward, **options
+            )
             losses = step(model, optimizer, 0)
             with Launched(model) as counted:
                 losses += step(model, optimizer, 1, 2)
@@ -212,7 +231,9 @@ def _raise(*_: object) -> None:
 
 
 def states_of_a_loop() -> dict[str, list[str]]:
-    """What is gathered behind each line of a loop that does other things than one backward pass for each forward pass."""
+    """What is gathered behind each line of a loop that does other things than one backward pass for
+    each forward pass.
+    """
     import onefold
 
     model, optimizer = sharded(TinyMLP, 3, (ResidualBlock,))
@@ -231,7 +252,8 @@ def states_of_a_loop() -> dict[str, list[str]]:
     loss.backward()
     found["backward"] = gathered(model)
 
-    loss = loss_of(model, 3)  # no backward pass follows: a loss that raised, an evaluation with gradients
+    # No backward pass follows: a loss that raised, an evaluation with gradients
+    loss = loss_of(model, 3)
     optimizer.step()
     found["stepped instead"] = gathered(model)
 
@@ -320,7 +342,12 @@ def test_a_write_between_the_passes_is_seen_by_the_backward_pass_as_in_plain_pyt
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in (0, 1):
         optimizer.zero_grad()
-        loss = torch.stack([model(features_of(seed * 10 ** (1 - seed) + 100 * rank, 4, 7)).square().mean() for rank in (0, 1)]).mean()
+        loss = torch.stack(
+            [
+                model(features_of(seed * 10 ** (1 - seed) + 100 * rank, 4, 7)).square().mean()
+                for rank in (0, 1)
+            ]
+        ).mean()
         if seed:
             for parameter in (model.leave.weight, model.blocks[2].down.weight):  # type: ignore[union-attr]
                 parameter.data.mul_(2)  # type: ignore[operator]
@@ -332,7 +359,9 @@ def test_a_write_between_the_passes_is_seen_by_the_backward_pass_as_in_plain_pyt
 
 
 def losses_around_a_write() -> list[bool]:
-    """Whether a forward pass sees what was written behind an earlier one whose backward pass has not come."""
+    """Whether a forward pass sees what was written behind an earlier one whose backward pass has
+    not come.
+    """
     import onefold
 
     model, optimizer = sharded(TinyMLP, 3, (ResidualBlock,))
@@ -351,10 +380,11 @@ def test_a_write_behind_a_forward_pass_is_seen_by_the_next() -> None:
 
 
 class Diverges(MLPCase):
-    """Ranks walk alike, so that the order is known; from the second step on one of them passes over the last blocks.
+    """Ranks walk alike, so that the order is known; from the second step on one of them passes over
+    the last blocks.
 
-    `how`: it does not run them ("skips"), or its loss does not look at what they return ("ignores"), or it runs what is in the unit around
-    them but not that unit ("enters").
+    `how`: it does not run them ("skips"), or its loss does not look at what they return
+    ("ignores"), or it runs what is in the unit around them but not that unit ("enters").
     """
 
     steps = 5
@@ -389,8 +419,16 @@ class Diverges(MLPCase):
     def batch(self, rank: int, step: int) -> Any:
         short = step > 0 and rank == step % 2
         few = 8 if not short else 6 if step < 4 else 1
-        blocks, looked_at = (few if self.how == "skips" else 8), (8 if self.how == "enters" else few)
-        return features_of(10 * step + rank, 4, 7), blocks, looked_at, not (short and self.how == "enters")
+        blocks, looked_at = (
+            (few if self.how == "skips" else 8),
+            (8 if self.how == "enters" else few),
+        )
+        return (
+            features_of(10 * step + rank, 4, 7),
+            blocks,
+            looked_at,
+            not (short and self.how == "enters"),
+        )
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return model(*batch).square().mean()
@@ -402,14 +440,22 @@ def in_one_process(case: Diverges) -> dict[str, Tensor]:
     optimizer = case.optimizer(model)
     for number in range(case.steps):
         optimizer.zero_grad()
-        torch.stack([case.loss(model, case.batch(rank, number)) for rank in range(world)]).mean().backward()
+        torch.stack(
+            [case.loss(model, case.batch(rank, number)) for rank in range(world)]
+        ).mean().backward()
         optimizer.step()
     return model.state_dict()
 
 
 def diverging(how: str) -> list[str]:
     expected, found, first = in_one_process(Diverges(how)), [], None
-    for stage, options in ((1, {}), (3, {}), (3, {"prefetch": 0}), (3, {"prefetch": 0, "in_flight": 0}), (3, {"prefetch": 3})):
+    for stage, options in (
+        (1, {}),
+        (3, {}),
+        (3, {"prefetch": 0}),
+        (3, {"prefetch": 0, "in_flight": 0}),
+        (3, {"prefetch": 3}),
+    ):
         curve = train_sharded(Diverges(how), stage, **options)
         first = first or curve
         found += differences(f"{how}, stage {stage}, {options}, bit by bit", first, curve, 0.0, 0.0)
@@ -426,10 +472,14 @@ def test_ranks_that_pass_over_them_train_as_in_one_process(world_size: int, how:
 
 
 def memory_at_the_turn() -> dict[str, int]:
-    """What the engine holds between the passes, and at its peak, beside what the units at the turn have."""
+    """What the engine holds between the passes, and at its peak, beside what the units at the turn
+    have.
+    """
     import onefold
 
-    model, optimizer = sharded(partial(TinyGPT, vocabulary=401, width=64, depth=4), 3, (Block, "tokens", "head"))
+    model, optimizer = sharded(
+        partial(TinyGPT, vocabulary=401, width=64, depth=4), 3, (Block, "tokens", "head")
+    )
     engine, seen = onefold.engine_of(model), {}
     step(model, optimizer, 0)
     engine.memory.reset_peak()
@@ -441,6 +491,8 @@ def memory_at_the_turn() -> dict[str, int]:
     return seen
 
 
-def test_between_the_passes_the_engine_holds_the_units_at_the_turn_and_nothing_else_of_the_gathered() -> None:
+def test_between_the_passes_the_engine_holds_the_units_at_the_turn_and_nothing_else_of_the_gathered() -> (
+    None
+):
     for seen in run_ranks(2, memory_at_the_turn):
         assert seen["between"] == seen["turn"] > 0 == seen["behind"], seen

@@ -1,4 +1,6 @@
-"""onefold.unsharded: the structure of a sharded model changes, training goes on as if it had been changed in plain PyTorch."""
+"""onefold.unsharded: the structure of a sharded model changes, training goes on as if it had been
+changed in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from trials import STAGES, MeanOverRanks
 
 
 def change(model: Any) -> None:
-    """More tokens, a head tied to the new embedding, a block less, an adapter more, a norm in another dtype and back, more positions."""
+    """More tokens, a head tied to the new embedding, a block less, an adapter more, a norm in
+    another dtype and back, more positions.
+    """
     old = model.tokens
     torch.manual_seed(3 + dist.get_rank())  # rank 0's values are everybody's
     model.tokens = nn.Embedding(70, 20)
@@ -34,14 +38,18 @@ def longer(t: torch.Tensor) -> torch.Tensor:
 
 
 def train(stage: int | None, **options: Any) -> Any:
-    """Losses, and the weights and states at the end, of two steps before the change and three after it, by AdamW."""
+    """Losses, and the weights and states at the end, of two steps before the change and three after
+    it, by AdamW.
+    """
     import onefold
 
     torch.manual_seed(0)
     model: Any = TinyGPT()
     mean = MeanOverRanks(model)
     if stage is not None:
-        onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=10.0, **options), units=(Block,))
+        onefold.shard(
+            model, onefold.Recipe.zero(stage, stall_timeout=10.0, **options), units=(Block,)
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     before = dict(model.named_parameters())
     calls: list[int] = []
@@ -54,18 +62,28 @@ def train(stage: int | None, **options: Any) -> Any:
                 change(model)
                 params, old = optimizer.param_groups[0]["params"], model.positions.weight
                 at = next(i for i, p in enumerate(params) if p is old)
-                params[at] = model.positions.weight = before["positions"] = nn.Parameter(longer(old))
+                params[at] = model.positions.weight = before["positions"] = nn.Parameter(
+                    longer(old)
+                )
                 for p in model.parameters():
                     dist.broadcast(p.data, 0)
             else:
                 with onefold.unsharded(model) as plain:
-                    same = all(type(p) is nn.Parameter and before[name] is p for name, p in plain.named_parameters())
+                    same = all(
+                        type(p) is nn.Parameter and before[name] is p
+                        for name, p in plain.named_parameters()
+                    )
                     moments = optimizer.state[plain.blocks[1].mlp[0].weight]
-                    if not same or moments["exp_avg"].shape != (80, 20) or "onefold" in vars(plain.norm.weight):
+                    if (
+                        not same
+                        or moments["exp_avg"].shape != (80, 20)
+                        or "onefold" in vars(plain.norm.weight)
+                    ):
                         return "inside, the model is not plain"
                     plain.state_dict()
                     change(plain)
-                    plain.positions.weight.data = longer(plain.positions.weight)  # in place, as resize_token_embeddings does it
+                    # In place, as resize_token_embeddings does it
+                    plain.positions.weight.data = longer(plain.positions.weight)
             new = [p for p in model.parameters() if not any(p is q for q in before.values())]
             optimizer.add_param_group({"params": new, "lr": 0.02})
         optimizer.zero_grad()
@@ -79,7 +97,8 @@ def train(stage: int | None, **options: Any) -> Any:
         return f"a gradient hook was called {len(calls)} times"
     if stage is not None:
         assert engine is not None
-        counted = engine.step, len(engine.entries), engine.units is onefold.engine_of(model).units  # who held the engine has the new one
+        # Who held the engine has the new one
+        counted = engine.step, len(engine.entries), engine.units is onefold.engine_of(model).units
         if counted != (5, len(list(model.parameters())), True):
             return f"steps, entries: {counted}"
     state = model.state_dict() if stage is None else onefold.full_state_dict(model)
@@ -95,9 +114,16 @@ def compare() -> list[str]:
             continue
         for i, (a, b) in enumerate(zip(plain, ours, strict=True)):
             if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-4):
-                found.append(f"stage {stage}: tensor {i} of {tuple(a.shape)} is off by {(a - b).abs().max():.1e}")
+                found.append(
+                    f"stage {stage}: tensor {i} of {tuple(a.shape)} is off by"
+                    f" {(a - b).abs().max():.1e}"
+                )
         first = first or ours
-        found += [f"stage {stage}: tensor {i} has other bits" for i, (a, b) in enumerate(zip(first, ours, strict=True)) if not a.equal(b)]
+        found += [
+            f"stage {stage}: tensor {i} has other bits"
+            for i, (a, b) in enumerate(zip(first, ours, strict=True))
+            if not a.equal(b)
+        ]
     return found
 
 
@@ -106,13 +132,17 @@ def test_a_changed_model_trains_on_with_the_states_of_what_stayed() -> None:
 
 
 def unchanged(stage: int, **options: Any) -> list[str]:
-    """Entering and leaving changes no bit of what follows; a scaler made before still works for the model."""
+    """Entering and leaving changes no bit of what follows; a scaler made before still works for the
+    model.
+    """
     import onefold
 
     found, curves = [], []
     for enter in (False, True):
         torch.manual_seed(0)
-        model: Any = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=10.0, **options))
+        model: Any = onefold.shard(
+            TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=10.0, **options)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scaler = onefold.GradScaler(model, init_scale=4.0)
         curve = []
@@ -138,8 +168,12 @@ def unchanged(stage: int, **options: Any) -> list[str]:
 
 def unchanged_by_recipes() -> list[str]:
     if dist.get_world_size() == 2:
-        return unchanged(3, precision="bf16") + unchanged(2, precision="bf16", master_dtype=torch.float64)
-    return unchanged(3, shard_group=2) + unchanged(3, group=2, second_copy=True, gather_codec="int8")
+        return unchanged(3, precision="bf16") + unchanged(
+            2, precision="bf16", master_dtype=torch.float64
+        )
+    return unchanged(3, shard_group=2) + unchanged(
+        3, group=2, second_copy=True, gather_codec="int8"
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -147,14 +181,18 @@ def test_entering_and_leaving_changes_no_bit(ranks: int) -> None:
     assert run_ranks(ranks, unchanged_by_recipes) == [[]] * ranks
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def told(function: Any, *words: str) -> list[str]:
     try:
         function()
     except (RuntimeError, ValueError) as error:
-        return [f"{word!r} is not said: {type(error).__name__}: {error}" for word in words if word not in str(error)]
+        return [
+            f"{word!r} is not said: {type(error).__name__}: {error}"
+            for word in words
+            if word not in str(error)
+        ]
     return [f"was let pass, expected {words}"]
 
 
@@ -191,7 +229,11 @@ def troubles() -> list[str]:
     found += told(lambda: model(tokens_of(0)), "not sharded")
     for options in ({"tile": 1024}, {"offload_optimizer": "cpu"}):
         other = onefold.shard(TinyGPT(), recipe(**options))
-        found += told(lambda m=other: enter(m), "onefold.unsharded does not work with this recipe", "before shard()")
+        found += told(
+            lambda m=other: enter(m),
+            "onefold.unsharded does not work with this recipe",
+            "before shard()",
+        )
         other(tokens_of(0)).backward()
     whole = onefold.shard(TinyGPT(), recipe())
     with onefold.full_params(whole):
@@ -211,7 +253,9 @@ def enter_unreduced(model: Any) -> None:
         pass
 
 
-def test_what_goes_wrong_inside_is_told_on_every_rank_and_the_model_is_not_used_by_mistake() -> None:
+def test_what_goes_wrong_inside_is_told_on_every_rank_and_the_model_is_not_used_by_mistake() -> (
+    None
+):
     assert run_ranks(2, troubles) == [[], []]
 
 

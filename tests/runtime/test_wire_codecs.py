@@ -1,4 +1,6 @@
-"""Parameters and gradients that travel encoded: what stays equal, how far results may be, what overflows, what is fed back."""
+"""Parameters and gradients that travel encoded: what stays equal, how far results may be, what
+overflows, what is fed back.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,16 @@ CODECS: dict[str, dict[str, Any]] = {
     "reduce": {"reduce_codec": "int4"},
     "reduce, HSDP": {"reduce_codec": "int8", "shard_group": 2},
     "all": {"gather_codec": "int8", "reduce_codec": "int4", "second_copy": True},
-    "all, fp8, with feedback": {"gather_codec": "fp8", "reduce_codec": "int8", "error_feedback": True},
-    "all, stochastic": {"gather_codec": "int8", "reduce_codec": "int4", "wire_rounding": "stochastic"},
+    "all, fp8, with feedback": {
+        "gather_codec": "fp8",
+        "reduce_codec": "int8",
+        "error_feedback": True,
+    },
+    "all, stochastic": {
+        "gather_codec": "int8",
+        "reduce_codec": "int4",
+        "wire_rounding": "stochastic",
+    },
 }
 
 
@@ -50,16 +60,29 @@ class Accumulated(Accumulating):
         super().__init__(kind="fused adamw", max_norm=0.5, micro_batches=3, steps=3)
 
 
-def every_codec(size: int, names: list[str], schedules: list[str], case: type[GPTCase]) -> dict[str, Any]:
-    """On one rank: what each recipe with codecs gives over groups of `size`, and again by each schedule."""
+def every_codec(
+    size: int, names: list[str], schedules: list[str], case: type[GPTCase]
+) -> dict[str, Any]:
+    """On one rank: what each recipe with codecs gives over groups of `size`, and again by each
+    schedule.
+    """
     plain = train_sharded(case(), 3)
     found: list[str] = []
     far: dict[str, float] = {}
     for name in names:
-        options = {**CODECS[name], "shard_group" if "shard_group" in CODECS[name] else "group": size}
+        options = {
+            **CODECS[name],
+            "shard_group" if "shard_group" in CODECS[name] else "group": size,
+        }
         first = train_sharded(case(), 3, **options)
         for other in schedules:
-            found += differences(f"{name}, {other}", first, train_sharded(case(), 3, **options, **SCHEDULES[other]), 0.0, 0.0)
+            found += differences(
+                f"{name}, {other}",
+                first,
+                train_sharded(case(), 3, **options, **SCHEDULES[other]),
+                0.0,
+                0.0,
+            )
         far[name] = max(abs(a - b) for a, b in zip(plain.losses, first.losses, strict=True))
     return {"found": found, "far": far}
 
@@ -77,15 +100,23 @@ def over_six_ranks() -> list[dict[str, Any]]:
     return [every_codec(size, ["reduce, HSDP", "all"], ["without overlap"], Run) for size in (2, 3)]
 
 
-@pytest.mark.parametrize(("ranks", "runs"), [(4, over_four_ranks), (6, over_six_ranks)], ids=["4", "6"])
-def test_results_are_the_same_each_time_and_with_any_schedule_and_near_those_without_codecs(ranks: int, runs: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "runs"), [(4, over_four_ranks), (6, over_six_ranks)], ids=["4", "6"]
+)
+def test_results_are_the_same_each_time_and_with_any_schedule_and_near_those_without_codecs(
+    ranks: int, runs: Any
+) -> None:
     for said in (one for rank in run_ranks(ranks, runs) for one in rank):
         assert said["found"] == []
-        assert len(said["far"]) >= 2 and all(0 < far < 0.05 for far in said["far"].values()), said["far"]
+        assert len(said["far"]) >= 2 and all(0 < far < 0.05 for far in said["far"].values()), said[
+            "far"
+        ]
 
 
 class Compiled(Run):
-    """The whole model, of one block; what is compiled breaks at the hooks, and a gather is of the values of each step all the same."""
+    """The whole model, of one block; what is compiled breaks at the hooks, and a gather is of the
+    values of each step all the same.
+    """
 
     fast: Any = None
     steps = 2
@@ -108,7 +139,13 @@ class Uncompiled(Compiled):
 
 def compiled_and_not() -> list[str]:
     options = {**CODECS["all"], "group": 1}
-    return differences("compiled", train_sharded(Uncompiled(), 3, **options), train_sharded(Compiled(), 3, **options), 0.0, 0.0)
+    return differences(
+        "compiled",
+        train_sharded(Uncompiled(), 3, **options),
+        train_sharded(Compiled(), 3, **options),
+        0.0,
+        0.0,
+    )
 
 
 @pytest.mark.slow
@@ -127,7 +164,8 @@ def exact_values() -> list[str]:
             with torch.no_grad():
                 for p in model.parameters():
                     flat = torch.randint(-127, 128, (p.numel(),)).float()
-                    flat[::64] = 127.0  # the largest of each block, so that a step is a power of two
+                    # The largest of each block, so that a step is a power of two
+                    flat[::64] = 127.0
                     p.copy_(flat.view_as(p) / 1024)
             return model
 
@@ -136,7 +174,15 @@ def exact_values() -> list[str]:
         sentence
         for name in ("gather", "gather, second copy", "gather, HSDP")
         for sentence in differences(
-            name, plain, train_sharded(Exact(), 3, **{**({} if "shard_group" in CODECS[name] else {"group": 2}), **CODECS[name]}), 0.0, 0.0
+            name,
+            plain,
+            train_sharded(
+                Exact(),
+                3,
+                **{**({} if "shard_group" in CODECS[name] else {"group": 2}), **CODECS[name]},
+            ),
+            0.0,
+            0.0,
         )
     ]
 
@@ -148,7 +194,9 @@ def test_gathers_that_encoding_loses_nothing_of_change_no_bit() -> None:
 def feedback(options: dict[str, Any]) -> tuple[int, Tensor]:
     """(bytes of what encoding lost, the sum over 30 steps of reduced gradients of a constant)"""
     torch.manual_seed(0)
-    model = onefold.shard(torch.nn.Linear(64, 64, bias=False), onefold.Recipe.zero(3, group=2, **options))
+    model = onefold.shard(
+        torch.nn.Linear(64, 64, bias=False), onefold.Recipe.zero(3, group=2, **options)
+    )
     x = torch.linspace(0.01, 1.0, 64).repeat(2, 1) * (1 + torch.distributed.get_rank())
     total = torch.zeros_like(model.weight)
     for _ in range(30):
@@ -160,12 +208,20 @@ def feedback(options: dict[str, Any]) -> tuple[int, Tensor]:
 
 
 def with_and_without_feedback() -> list[tuple[int, Tensor]]:
-    return [feedback(options) for options in ({}, {"reduce_codec": "int4"}, {"reduce_codec": "int4", "error_feedback": True})]
+    return [
+        feedback(options)
+        for options in (
+            {},
+            {"reduce_codec": "int4"},
+            {"reduce_codec": "int4", "error_feedback": True},
+        )
+    ]
 
 
 def test_what_encoding_lost_is_fed_back() -> None:
     for (_, want), (_, without), (nbytes, with_it) in run_ranks(4, with_and_without_feedback):
-        assert nbytes == 4 * (64 * 64 + 64 * 64 // 2)  # fp32: of the whole on the first hop, of the shard on the second
+        # fp32: of the whole on the first hop, of the shard on the second
+        assert nbytes == 4 * (64 * 64 + 64 * 64 // 2)
         far, near = (without - want).abs().max().item(), (with_it - want).abs().max().item()
         assert near < far / 5, (near, far)
 
@@ -180,9 +236,13 @@ class Two(torch.nn.Module):
 
 
 def after_a_step_left_out(scales: bool) -> float:
-    """The largest gradient after a step in which one rank's was 10,000 times as large in one unit, and infinite in the other."""
+    """The largest gradient after a step in which one rank's was 10,000 times as large in one unit,
+    and infinite in the other.
+    """
     torch.manual_seed(0)
-    model = onefold.shard(Two(), onefold.Recipe.zero(3, group=2, reduce_codec="int4", error_feedback=True))
+    model = onefold.shard(
+        Two(), onefold.Recipe.zero(3, group=2, reduce_codec="int4", error_feedback=True)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = onefold.GradScaler(model, init_scale=4.0, enabled=scales)
     norm = 0.0
@@ -210,11 +270,17 @@ def test_what_encoding_lost_of_a_step_that_is_left_out_does_not_reach_the_next_o
 
 
 def not_finite() -> dict[tuple[str, float], list[Any]]:
-    """An infinite or undefined gradient of one rank, through encoded reductions: what each rank sees of it, for each codec."""
+    """An infinite or undefined gradient of one rank, through encoded reductions: what each rank
+    sees of it, for each codec.
+    """
     seen: dict[tuple[str, float], list[Any]] = {}
-    for name, what in ((name, what) for name in ("int8", "int4", "fp8") for what in (math.inf, math.nan)):
+    for name, what in (
+        (name, what) for name in ("int8", "int4", "fp8") for what in (math.inf, math.nan)
+    ):
         torch.manual_seed(0)
-        model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, group=2, reduce_codec=name, error_feedback=True))
+        model = onefold.shard(
+            TinyGPT(), onefold.Recipe.zero(3, group=2, reduce_codec=name, error_feedback=True)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = onefold.GradScaler(model, init_scale=64.0)
         for step in range(3):
@@ -228,10 +294,16 @@ def not_finite() -> dict[tuple[str, float], list[Any]]:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            moved = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-            seen.setdefault((name, what), []).append((bool(torch.isfinite(norm)), scaler.get_scale(), moved))
+            moved = any(
+                not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+            )
+            seen.setdefault((name, what), []).append(
+                (bool(torch.isfinite(norm)), scaler.get_scale(), moved)
+            )
         residuals = onefold.engine_of(model).reduce.summing.residuals
-        assert residuals and all(torch.isfinite(r).all() for r in residuals.values()), "what is not finite is carried on"
+        assert residuals and all(torch.isfinite(r).all() for r in residuals.values()), (
+            "what is not finite is carried on"
+        )
     return seen
 
 
@@ -239,4 +311,7 @@ def test_what_is_not_finite_is_passed_on_and_the_step_skipped_everywhere() -> No
     for said in run_ranks(4, not_finite):
         assert len(said) == 6
         for case, steps in said.items():
-            assert steps == [(True, 64.0, True), (False, 32.0, False), (True, 32.0, True)], (case, steps)
+            assert steps == [(True, 64.0, True), (False, 32.0, False), (True, 32.0, True)], (
+                case,
+                steps,
+            )

@@ -1,4 +1,5 @@
-"""A stand-in for NCCL: a process-group backend that moves real data between processes, offers what NCCL offers and nothing more.
+"""A stand-in for NCCL: a process-group backend that moves real data between processes, offers what
+NCCL offers and nothing more.
 
 | of NCCL                                                     | here                                                                      |
 |-------------------------------------------------------------|---------------------------------------------------------------------------|
@@ -10,9 +11,9 @@
 | sums in the tensors' dtype, in the order of a ring          | so they are here: rank r's part begins with rank r + 1                    |
 | communicators are made by splitting                         | `split_group`                                                             |
 
-`launch` is the one place that knows how an operation is started and waited for: on the host, or on the virtual device (tests/virtual).
-There the communicator has a stream of its own, which waits for the current one at the launch; `wait` makes the current stream wait, never
-the host.
+`launch` is the one place that knows how an operation is started and waited for: on the host, or on
+the virtual device (tests/virtual). There the communicator has a stream of its own, which waits for
+the current one at the launch; `wait` makes the current stream wait, never the host.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from standin.wire import COLLECTIVE, POINT, POISON, Operation, Wire, every
 NAME = "standin"
 #: Seconds by which the inputs of an operation are read late, at most, while the host does not wait.
 LATE = 0.02
-# As torch declares them their methods have several signatures each; only those that torch.distributed calls are here.
+# As torch declares them their methods have several signatures each; only those that
+# torch.distributed calls are here.
 _Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup
 #: How many operations of each name this process has launched.
@@ -55,11 +57,15 @@ class StandInWork(_Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """The host's wait; the outputs are there behind it. `timeout` zero: the communicator's."""
-        self._group.finish(self._operation, timeout if timeout > timedelta(0) else self._group.timeout)
+        self._group.finish(
+            self._operation, timeout if timeout > timedelta(0) else self._group.timeout
+        )
         return True
 
     def is_completed(self) -> bool:
-        """False until somebody has waited: who asks may not take an operation for done because it was launched."""
+        """False until somebody has waited: who asks may not take an operation for done because it
+        was launched.
+        """
         return self._operation.written
 
     def is_success(self) -> bool:
@@ -77,7 +83,9 @@ class StandInStreamWork(_Work):
         self._operation, self._event, self._device = operation, event, device
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """The current stream waits, the host goes on. NCCL lets the host wait if a timeout is given, which nobody here should want."""
+        """The current stream waits, the host goes on. NCCL lets the host wait if a timeout is
+        given, which nobody here should want.
+        """
         if timeout > timedelta(0):
             raise RuntimeError("wait(timeout) makes the host wait for the device")
         torch.accelerator.current_stream(self._device).wait_event(self._event)
@@ -91,7 +99,9 @@ class StandInStreamWork(_Work):
 
 
 def launch(group: StandIn, operation: Operation) -> Any:
-    """Start an operation. On the host the communicator's thread runs it, and `wait` is the host's."""
+    """Start an operation. On the host the communicator's thread runs it, and `wait` is the
+    host's.
+    """
     device = next((t.device for t in (*operation.outputs, *operation.inputs)), torch.device("cpu"))
     if device.type != "cpu":
         return _launch_on_stream(group, operation, device)
@@ -124,7 +134,14 @@ def _launch_on_stream(group: StandIn, operation: Operation, device: torch.device
             raise RuntimeError(operation.error)
         operation.finish()
 
-    virtual.enqueue(stream, write, reads=list(operation.inputs), writes=list(operation.outputs), ready=arrived, name=operation.said)
+    virtual.enqueue(
+        stream,
+        write,
+        reads=list(operation.inputs),
+        writes=list(operation.outputs),
+        ready=arrived,
+        name=operation.said,
+    )
     return StandInStreamWork(operation, stream.record_event(), device)
 
 
@@ -139,13 +156,20 @@ class StandIn(_ProcessGroup):
         self.store, self.my_rank, self.my_size, self.timeout = store, rank, size, timeout
         self.name = ""
         self._number, self._points = 0, dict[tuple[int, int], int]()
-        self.under_way: list[Operation] = []  # collectives of the host whose outputs have not been written
+        # Collectives of the host whose outputs have not been written
+        self.under_way: list[Operation] = []
         self._streams: dict[torch.device, Any] = {}
         self._chance = random.Random(f"{self.seed} {rank}")
         self._splits = 0
-        self.wire = Wire(rank, size, lambda port: store.set(f"port/{rank}", str(port)), lambda r: int(store.get(f"port/{r}")), timeout)
+        self.wire = Wire(
+            rank,
+            size,
+            lambda port: store.set(f"port/{rank}", str(port)),
+            lambda r: int(store.get(f"port/{r}")),
+            timeout,
+        )
 
-    # -- what torch.distributed asks of a process group ------------------------------------------------------------------------
+    # -- what torch.distributed asks of a process group --------------------------------------------
 
     def rank(self) -> int:
         return self.my_rank
@@ -191,9 +215,16 @@ class StandIn(_ProcessGroup):
         return self
 
     def split_group(
-        self, new_ranks: list[int], timeout: timedelta | None = None, opts: Any = None, group_name: str | None = None, **_: Any
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        **_: Any,
     ) -> StandIn | None:
-        """As ncclCommSplit: collective over this communicator, also for who is in none of the new ones."""
+        """As ncclCommSplit: collective over this communicator, also for who is in none of the new
+        ones.
+        """
         self._splits += 1
         self._collective("split", "", lambda: {}, lambda parts: None, wait=True)
         if self.my_rank not in new_ranks:
@@ -206,7 +237,8 @@ class StandIn(_ProcessGroup):
         return part
 
     def shutdown(self) -> None:
-        for stream in self._streams.values():  # as ncclCommFinalize: what was launched is finished first
+        # As ncclCommFinalize: what was launched is finished first
+        for stream in self._streams.values():
             stream.synchronize()
         self.wire.close()
 
@@ -217,12 +249,14 @@ class StandIn(_ProcessGroup):
         if hasattr(self, "wire"):
             self.wire.close(now=not self.under_way)
 
-    # -- launching and waiting -------------------------------------------------------------------------------------------------
+    # -- launching and waiting ---------------------------------------------------------------------
 
     def _launch(self, kind: bytes, number: int, said: str, read: Read, sources: Iterable[int], write: Write,
                 outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:  # fmt: skip
         due = time.monotonic() + self._chance.random() * LATE
-        operation = Operation(kind, number, said, read, frozenset(sources), write, due, outputs, inputs)
+        operation = Operation(
+            kind, number, said, read, frozenset(sources), write, due, outputs, inputs
+        )
         launched[said.split(" ")[0]] += 1
         return type(self).launch(self, operation)
 
@@ -232,11 +266,21 @@ class StandIn(_ProcessGroup):
         self._number += 1
         everyone = range(self.my_size)
 
-        def to_all() -> Mapping[int, bytes]:  # every rank hears of every operation, and can tell whether it is its own
+        # Every rank hears of every operation, and can tell whether it is its own
+        def to_all() -> Mapping[int, bytes]:
             payloads = read()
             return {peer: payloads.get(peer, b"") for peer in everyone}
 
-        work = self._launch(COLLECTIVE, self._number, f"{name} {said}".rstrip(), to_all, everyone, write, outputs, inputs)
+        work = self._launch(
+            COLLECTIVE,
+            self._number,
+            f"{name} {said}".rstrip(),
+            to_all,
+            everyone,
+            write,
+            outputs,
+            inputs,
+        )
         if wait:
             work.wait()
         return work
@@ -248,7 +292,9 @@ class StandIn(_ProcessGroup):
         return self._streams[device]
 
     def finish(self, operation: Operation, timeout: timedelta) -> None:
-        """Wait on the host for an operation, and write what it gives: behind what the operations before it give."""
+        """Wait on the host for an operation, and write what it gives: behind what the operations
+        before it give.
+        """
         if operation.written:
             return
         for wire in list(every):
@@ -256,7 +302,10 @@ class StandIn(_ProcessGroup):
         while not operation.written:
             first = self.under_way[0] if operation.kind == COLLECTIVE else operation
             if not first.done.wait(timeout.total_seconds()):
-                raise RuntimeError(f"Timed out after {timeout.total_seconds():.1f} s in {first.said} (operation {first.number})")
+                raise RuntimeError(
+                    f"Timed out after {timeout.total_seconds():.1f} s in {first.said} (operation"
+                    f" {first.number})"
+                )
             if first.error:
                 raise RuntimeError(first.error)
             first.finish()
@@ -266,18 +315,24 @@ class StandIn(_ProcessGroup):
     def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
         for t in tensors:
             if not t.is_contiguous():
-                raise ValueError(f"{name}: tensors must be contiguous, this one has sizes {tuple(t.shape)} and strides {t.stride()}")
+                raise ValueError(
+                    f"{name}: tensors must be contiguous, this one has sizes {tuple(t.shape)} and"
+                    f" strides {t.stride()}"
+                )
             if t.is_sparse or t.is_complex():
                 raise ValueError(f"{name}: tensors must be dense and real")
         if len({t.device for t in tensors}) > 1 or len({t.dtype for t in tensors}) > 1:
             raise ValueError(f"{name}: tensors must be of one device and dtype")
 
-    # -- collectives -----------------------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         n = input.numel()
         if output.numel() != n * self.my_size:
-            raise ValueError(f"all_gather: output has {output.numel()} elements, expected {self.my_size} times the input's {n}")
+            raise ValueError(
+                f"all_gather: output has {output.numel()} elements, expected {self.my_size} times"
+                f" the input's {n}"
+            )
         flat = output.view(-1)
 
         def write(parts: Mapping[int, bytes]) -> None:
@@ -287,21 +342,35 @@ class StandIn(_ProcessGroup):
         def read() -> Mapping[int, bytes]:
             return dict.fromkeys(range(self.my_size), _take(input))
 
-        return self._collective("all_gather", f"of {n} {input.dtype}", read, write, [output], [input])
+        return self._collective(
+            "all_gather", f"of {n} {input.dtype}", read, write, [output], [input]
+        )
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         n, op = output.numel(), _op(opts)
         if input.numel() != n * self.my_size:
-            raise ValueError(f"reduce_scatter: input has {input.numel()} elements, expected {self.my_size} times the output's {n}")
+            raise ValueError(
+                f"reduce_scatter: input has {input.numel()} elements, expected {self.my_size} times"
+                f" the output's {n}"
+            )
         flat = input.view(-1)
 
         def read() -> Mapping[int, bytes]:
             return {p: _take(flat[p * n : (p + 1) * n]) for p in range(self.my_size)}
 
         def write(parts: Mapping[int, bytes]) -> None:
-            _put(output, _take(_reduce([_made(parts[r], output) for r in range(self.my_size)], op, self.my_rank)))
+            _put(
+                output,
+                _take(
+                    _reduce(
+                        [_made(parts[r], output) for r in range(self.my_size)], op, self.my_rank
+                    )
+                ),
+            )
 
-        return self._collective("reduce_scatter", f"of {n} {input.dtype} by {op}", read, write, [output], [input])
+        return self._collective(
+            "reduce_scatter", f"of {n} {input.dtype} by {op}", read, write, [output], [input]
+        )
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         (tensor,), op = tensors, _op(opts)
@@ -310,11 +379,20 @@ class StandIn(_ProcessGroup):
             return dict.fromkeys(range(self.my_size), _take(tensor))
 
         def write(parts: Mapping[int, bytes]) -> None:
-            every_part = [_made(parts[r], tensor).tensor_split(self.my_size) for r in range(self.my_size)]
+            every_part = [
+                _made(parts[r], tensor).tensor_split(self.my_size) for r in range(self.my_size)
+            ]
             chunks = [_reduce([part[c] for part in every_part], op, c) for c in range(self.my_size)]
             _put(tensor, _take(torch.cat(chunks)))
 
-        return self._collective("all_reduce", f"of {tensor.numel()} {tensor.dtype} by {op}", read, write, [tensor], [tensor])
+        return self._collective(
+            "all_reduce",
+            f"of {tensor.numel()} {tensor.dtype} by {op}",
+            read,
+            write,
+            [tensor],
+            [tensor],
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         (tensor,), root = tensors, opts.rootRank
@@ -326,10 +404,27 @@ class StandIn(_ProcessGroup):
             _put(tensor, parts[root])
 
         mine = [tensor] if self.my_rank == root else []
-        return self._collective("broadcast", f"of {tensor.numel()} {tensor.dtype} from {root}", read, write, [tensor], mine)
+        return self._collective(
+            "broadcast",
+            f"of {tensor.numel()} {tensor.dtype} from {root}",
+            read,
+            write,
+            [tensor],
+            mine,
+        )
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None) -> Any:
-        outs, ins = _split(output, output_sizes, self.my_size), _split(input, input_sizes, self.my_size)
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> Any:
+        outs, ins = (
+            _split(output, output_sizes, self.my_size),
+            _split(input, input_sizes, self.my_size),
+        )
         even = not output_sizes and not input_sizes
         said = f"of {input.numel()} {input.dtype} evenly" if even else f"of {input.dtype} in parts"
         return self._all_to_all(outs, ins, said, [output], [input])
@@ -338,18 +433,26 @@ class StandIn(_ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         if len(outputs) != self.my_size or len(inputs) != self.my_size:
-            raise ValueError(f"all_to_all: expected a tensor for each of {self.my_size} ranks, got {len(outputs)} and {len(inputs)}")
+            raise ValueError(
+                f"all_to_all: expected a tensor for each of {self.my_size} ranks, got"
+                f" {len(outputs)} and {len(inputs)}"
+            )
         dtype = next((t.dtype for t in (*outputs, *inputs)), None)
         return self._all_to_all(outputs, inputs, f"of {dtype} in parts", outputs, inputs)
 
-    def _all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], said: str, outputs: Any, inputs: Any) -> Any:
+    def _all_to_all(
+        self, outs: Sequence[Tensor], ins: Sequence[Tensor], said: str, outputs: Any, inputs: Any
+    ) -> Any:
         def read() -> Mapping[int, bytes]:
             return {p: _take(t) for p, t in enumerate(ins)}
 
         def write(parts: Mapping[int, bytes]) -> None:
             for t, (peer, part) in zip(outs, sorted(parts.items()), strict=True):
                 if len(part) != t.numel() * t.element_size():
-                    raise RuntimeError(f"all_to_all: rank {peer} sent {len(part)} bytes, rank {self.my_rank} expects {_nbytes(t)}")
+                    raise RuntimeError(
+                        f"all_to_all: rank {peer} sent {len(part)} bytes, rank {self.my_rank}"
+                        f" expects {_nbytes(t)}"
+                    )
                 _put(t, part)
 
         return self._collective("all_to_all", said, read, write, outputs, inputs)
@@ -361,18 +464,26 @@ class StandIn(_ProcessGroup):
     all_gather_single = allgather_into_tensor = _allgather_base
     reduce_scatter_single = reduce_scatter_tensor = _reduce_scatter_base
 
-    # -- messages between two --------------------------------------------------------------------------------------------------
+    # -- messages between two ----------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
         (tensor,) = tensors
         self._check_point("send", tensor, tag)
-        said, number = f"a message of {tensor.numel()} {tensor.dtype}", self._next_point(self.my_rank, to)
-        return self._launch(POINT, number, said, lambda: {to: _take(tensor)}, (), lambda parts: None, [], [tensor])
+        said, number = (
+            f"a message of {tensor.numel()} {tensor.dtype}",
+            self._next_point(self.my_rank, to),
+        )
+        return self._launch(
+            POINT, number, said, lambda: {to: _take(tensor)}, (), lambda parts: None, [], [tensor]
+        )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
         (tensor,) = tensors
         self._check_point("recv", tensor, tag)
-        said, number = f"a message of {tensor.numel()} {tensor.dtype}", self._next_point(source, self.my_rank)
+        said, number = (
+            f"a message of {tensor.numel()} {tensor.dtype}",
+            self._next_point(source, self.my_rank),
+        )
         write = lambda parts: _put(tensor, parts[source])  # noqa: E731
         return self._launch(POINT, number, said, lambda: {}, (source,), write, [tensor], [])
 
@@ -413,7 +524,11 @@ def _put(t: Tensor, part: bytes) -> None:
 
 
 def _made(part: bytes, like: Tensor) -> Tensor:
-    return torch.frombuffer(bytearray(part), dtype=torch.uint8).view(like.dtype) if part else torch.empty(0, dtype=like.dtype)
+    return (
+        torch.frombuffer(bytearray(part), dtype=torch.uint8).view(like.dtype)
+        if part
+        else torch.empty(0, dtype=like.dtype)
+    )
 
 
 def _poison_around(t: Tensor, inputs: Sequence[Tensor]) -> None:
@@ -429,7 +544,9 @@ def _poison_around(t: Tensor, inputs: Sequence[Tensor]) -> None:
 def _split(t: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
     if sizes:
         if len(sizes) != ranks or sum(sizes) != t.shape[0]:
-            raise ValueError(f"all_to_all_single: parts {sizes} of {t.shape[0]} rows for {ranks} ranks")
+            raise ValueError(
+                f"all_to_all_single: parts {sizes} of {t.shape[0]} rows for {ranks} ranks"
+            )
         return list(t.split(sizes))
     if t.shape[0] % ranks:
         raise ValueError(f"all_to_all_single: {t.shape[0]} rows do not divide by {ranks} ranks")
@@ -445,7 +562,9 @@ def _op(opts: Any) -> str:
 
 
 def _reduce(parts: list[Tensor], op: str, chunk: int) -> Tensor:
-    """All ranks' parts of a chunk, one after the other round the ring: the chunk of rank r begins behind it and ends with it."""
+    """All ranks' parts of a chunk, one after the other round the ring: the chunk of rank r begins
+    behind it and ends with it.
+    """
     n = len(parts)
     ring = [parts[(chunk + 1 + i) % n] for i in range(n)]
     total = ring[0].clone()
@@ -476,5 +595,11 @@ def register(*devices: str) -> str:
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: float = 60.0) -> Any:
-    """A process group of the stand-in over `ranks` (None: all). Collective over all ranks, as dist.new_group is."""
-    return dist.new_group(list(ranks) if ranks is not None else None, backend=register(), timeout=timedelta(seconds=timeout))
+    """A process group of the stand-in over `ranks` (None: all). Collective over all ranks, as
+    dist.new_group is.
+    """
+    return dist.new_group(
+        list(ranks) if ranks is not None else None,
+        backend=register(),
+        timeout=timedelta(seconds=timeout),
+    )

@@ -1,10 +1,12 @@
-"""Connections of one communicator of the stand-in: every rank to every other, and the thread that moves bytes over them.
+"""Connections of one communicator of the stand-in: every rank to every other, and the thread that
+moves bytes over them.
 
     host thread       post(operation) ─────────────► ... ─► hurry() ─► operation.done.wait()
     this thread                  (its delay goes by)    read the inputs, send; collect what arrives
 
-An operation's inputs are read late: when its delay is over, or when the host begins to wait for anything, whichever comes first. The
-host cannot overwrite an input while it waits, so that no rank keeps another one waiting for longer than a delay.
+An operation's inputs are read late: when its delay is over, or when the host begins to wait for
+anything, whichever comes first. The host cannot overwrite an input while it waits, so that no rank
+keeps another one waiting for longer than a delay.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from torch import Tensor
 
 #: What outputs hold until they are written: NaN in floating point.
 POISON = 0xFF
-_HEAD = struct.Struct("<cQIQ")  # kind, number, bytes of what the sender says of its operation, bytes of the payload
+# Kind, number, bytes of what the sender says of its operation, bytes of the payload
+_HEAD = struct.Struct("<cQIQ")
 COLLECTIVE, POINT = b"c", b"p"
 every: weakref.WeakSet[Wire] = weakref.WeakSet()
 
@@ -38,7 +41,8 @@ class Operation:
     """One operation on one communicator, as this rank launched it.
 
     Attributes:
-        said: what all ranks must say alike of a collective: its name, sizes, dtype; for a message between two, what both say.
+        said: what all ranks must say alike of a collective: its name, sizes, dtype; for a message
+            between two, what both say.
         read: reads the inputs; the bytes for each rank that gets some, this one among them.
         sources: the ranks whose bytes `write` needs.
         write: writes the outputs, from the bytes of each source.
@@ -74,7 +78,10 @@ class Operation:
         for t in self.outputs:
             if (
                 t.device.type == "cpu"
-                and any(other.data_ptr() == t.data_ptr() and other.numel() == t.numel() for other in self.inputs)
+                and any(
+                    other.data_ptr() == t.data_ptr() and other.numel() == t.numel()
+                    for other in self.inputs
+                )
                 and t.numel()
             ):
                 t.detach().view(-1).view(torch.uint8).fill_(POISON)
@@ -82,9 +89,18 @@ class Operation:
 
 
 class Wire:
-    """The connections of one rank. `address_of` gives the port that a rank listens at; it may wait for it."""
+    """The connections of one rank. `address_of` gives the port that a rank listens at; it may wait
+    for it.
+    """
 
-    def __init__(self, rank: int, size: int, tell: Callable[[int], None], address_of: Callable[[int], int], patience: timedelta) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        tell: Callable[[int], None],
+        address_of: Callable[[int], int],
+        patience: timedelta,
+    ) -> None:
         self.rank, self.size = rank, size
         self.lock = threading.Lock()
         self.posted: deque[Operation] = deque()  # whose inputs have not been read
@@ -101,13 +117,17 @@ class Wire:
         self._thread.start()
         every.add(self)
 
-    def _connect(self, tell: Callable[[int], None], address_of: Callable[[int], int], patience: float) -> dict[int, socket.socket]:
+    def _connect(
+        self, tell: Callable[[int], None], address_of: Callable[[int], int], patience: float
+    ) -> dict[int, socket.socket]:
         found: dict[int, socket.socket] = {}
         with socket.create_server(("127.0.0.1", 0), backlog=self.size) as server:
             server.settimeout(patience)
             tell(server.getsockname()[1])
             for peer in range(self.rank):
-                found[peer] = socket.create_connection(("127.0.0.1", address_of(peer)), timeout=patience)
+                found[peer] = socket.create_connection(
+                    ("127.0.0.1", address_of(peer)), timeout=patience
+                )
                 found[peer].sendall(struct.pack("<I", self.rank))
             for _ in range(self.rank + 1, self.size):
                 link, _ = server.accept()
@@ -118,7 +138,7 @@ class Wire:
             link.setblocking(False)
         return found
 
-    # -- the host's side -------------------------------------------------------------------------------------------------------
+    # -- the host's side ---------------------------------------------------------------------------
 
     def post(self, operation: Operation) -> None:
         with self.lock:
@@ -139,7 +159,9 @@ class Wire:
         if not now:
             self.hurry()
             end = time.monotonic() + 5.0
-            while time.monotonic() < end and (self.posted or any(self._out[p] for p in self._out if p not in self.gone)):
+            while time.monotonic() < end and (
+                self.posted or any(self._out[p] for p in self._out if p not in self.gone)
+            ):
                 time.sleep(0.001)
         self.closing = True
         self._poke()
@@ -150,7 +172,7 @@ class Wire:
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
 
-    # -- the thread's side -----------------------------------------------------------------------------------------------------
+    # -- the thread's side -------------------------------------------------------------------------
 
     def _run(self) -> None:
         selector = selectors.DefaultSelector()
@@ -217,7 +239,8 @@ class Wire:
             with self.lock:
                 if not self.posted or self.posted[0].due > time.monotonic():
                     return
-                operation = self.posted.popleft()  # in the order of the launches: one communicator runs them one after the other
+                # In the order of the launches: one communicator runs them one after the other
+                operation = self.posted.popleft()
                 self.open.append(operation)
             words = pickle.dumps(operation.said)
             try:
@@ -228,7 +251,11 @@ class Wire:
                 if peer == self.rank:
                     operation.arrived[peer] = payload
                 elif peer not in self.gone:
-                    self._out[peer] += _HEAD.pack(operation.kind, operation.number, len(words), len(payload)) + words + payload
+                    self._out[peer] += (
+                        _HEAD.pack(operation.kind, operation.number, len(words), len(payload))
+                        + words
+                        + payload
+                    )
             operation.sent = True
 
     def _collect(self) -> None:
@@ -237,13 +264,17 @@ class Wire:
                 found = self.inbox.pop((operation.kind, operation.number, peer), None)
                 if found is None:
                     if peer in self.gone:
-                        operation.error = operation.error or f"rank {peer} of the communicator is gone: {self.gone[peer]}"
+                        operation.error = (
+                            operation.error
+                            or f"rank {peer} of the communicator is gone: {self.gone[peer]}"
+                        )
                     continue
                 words, operation.arrived[peer] = found
                 if words != operation.said:
                     operation.error = (
-                        f"the ranks launched different operations as number {operation.number} of one communicator: "
-                        f"rank {self.rank} launched {operation.said}, rank {peer} launched {words}"
+                        f"the ranks launched different operations as number {operation.number} of"
+                        f" one communicator: rank {self.rank} launched {operation.said}, rank"
+                        f" {peer} launched {words}"
                     )
             if operation.error or operation.sources <= operation.arrived.keys():
                 with self.lock:

@@ -1,4 +1,6 @@
-"""A language model of a few thousand parameters that needs no transformers, for runs that start whole processes."""
+"""A language model of a few thousand parameters that needs no transformers, for runs that start
+whole processes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class SmallLM(nn.Module):
         x = self.embed(input_ids)
         for block in self.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(self.out(x)[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1))
+        return nn.functional.cross_entropy(
+            self.out(x)[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1)
+        )
 
 
 def plain() -> nn.Module:
@@ -40,7 +44,9 @@ def dropping() -> nn.Module:
 
 
 class Unhurried(SmallLM):
-    """Sleeps in each forward pass, so that a run of it may wait for machines without doing thousands of steps."""
+    """Sleeps in each forward pass, so that a run of it may wait for machines without doing
+    thousands of steps.
+    """
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         time.sleep(0.05)

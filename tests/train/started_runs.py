@@ -1,4 +1,6 @@
-"""Runs started as users start them, through the command, and what tests ask of their processes and rows."""
+"""Runs started as users start them, through the command, and what tests ask of their processes and
+rows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from onefold.train.prepare import prepare
 from onefold.train.ranks import Ranks
 
 SOURCE = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
-STEPS = 250  # of some 10 ms: long enough to be hit in the middle, also by a test that has to wait for its turn
+# Of some 10 ms: long enough to be hit in the middle, also by a test that has to wait for its turn
+STEPS = 250
 JOB: dict[str, Any] = {
     "model": "small_lm:dropping", "tokenizer": "bytes", "seq": 64, "device": "cpu", "steps": STEPS, "save_every": 10, "eval_every": 0,
     "global_batch": 4, "micro_batch": 2, "seed": 3, "lr": 1e-3,
@@ -32,19 +35,29 @@ JOB: dict[str, Any] = {
 
 
 def options(job: dict[str, Any]) -> list[str]:
-    return [part for key, value in job.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    return [
+        part for key, value in job.items() for part in (f"--{key.replace('_', '-')}", str(value))
+    ]
 
 
 def environment(temporary: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH", "")]))
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     temporary.mkdir(exist_ok=True)
     return {**clean, "PYTHONPATH": path, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager
-def started(folder: Path, *arguments: str, temporary: str = "tmp") -> Iterator[subprocess.Popen[str]]:
-    """The command in `folder`; a folder for temporary files in it tells its processes from those of others."""
+def started(
+    folder: Path, *arguments: str, temporary: str = "tmp"
+) -> Iterator[subprocess.Popen[str]]:
+    """The command in `folder`; a folder for temporary files in it tells its processes from those of
+    others.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "onefold.cli", "train", *arguments, "--json"],
         cwd=folder, env=environment(folder / temporary), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -58,7 +71,9 @@ def started(folder: Path, *arguments: str, temporary: str = "tmp") -> Iterator[s
 
 
 def a_free_port() -> int:
-    """One that the system gives to no connection by itself (those begin at 32768), so that it is still free when it is used."""
+    """One that the system gives to no connection by itself (those begin at 32768), so that it is
+    still free when it is used.
+    """
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -74,7 +89,9 @@ def wait_for(process: subprocess.Popen[str], wanted: Callable[[Row], bool]) -> l
         seen.append(json.loads(line))
         if wanted(seen[-1]):
             return seen
-    raise AssertionError(f"the run ended too early: {process.stderr.read() if process.stderr else ''}")
+    raise AssertionError(
+        f"the run ended too early: {process.stderr.read() if process.stderr else ''}"
+    )
 
 
 def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
@@ -82,7 +99,9 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
 
 
 def wait_until(wanted: Callable[[], object], seconds: float = 120.0) -> float:
-    """Seconds until `wanted()` is true; fails after `seconds`, which only bound a hang: a busy machine takes its time."""
+    """Seconds until `wanted()` is true; fails after `seconds`, which only bound a hang: a busy
+    machine takes its time.
+    """
     begun = time.monotonic()
     while not wanted():
         assert time.monotonic() - begun < seconds, f"not within {seconds} s"
@@ -91,7 +110,9 @@ def wait_until(wanted: Callable[[], object], seconds: float = 120.0) -> float:
 
 
 def pid_of(temporary: Path, rank: int) -> int:
-    """The process of a rank of the machine whose temporary files are there; 0 if it has not started yet."""
+    """The process of a rank of the machine whose temporary files are there; 0 if it has not started
+    yet.
+    """
     for file in temporary.glob(f"onefold-*/rank-{rank}.pid"):
         with contextlib.suppress(OSError, ValueError):
             return int(file.read_text())
@@ -126,7 +147,9 @@ def kill_all_of(temporary: Path) -> None:
 def left_behind(temporary: Path) -> list[str]:
     """Files and processes; what is being ended gets its time."""
     patience = time.monotonic() + 30
-    while (found := [*(str(p) for p in temporary.iterdir()), *processes_of(temporary).values()]) and time.monotonic() < patience:
+    while (
+        found := [*(str(p) for p in temporary.iterdir()), *processes_of(temporary).values()]
+    ) and time.monotonic() < patience:
         time.sleep(0.1)
     return found
 
@@ -143,7 +166,15 @@ def this_rank() -> Ranks:
     """In one of several ranks that a test has forked."""
     os.environ.setdefault("MASTER_ADDR", "localhost")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return Ranks(rank, world, rank, world, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo"))
+    return Ranks(
+        rank,
+        world,
+        rank,
+        world,
+        torch.device("cpu"),
+        "gloo",
+        torch.distributed.new_group(backend="gloo"),
+    )
 
 
 def losses_on(ranks: Ranks, **more: Any) -> list[float]:

@@ -1,4 +1,6 @@
-"""What `onefold train --stage auto --micro-batch auto` and `onefold.plan.recipe_for` choose off the plain case; runs take it."""
+"""What `onefold train --stage auto --micro-batch auto` and `onefold.plan.recipe_for` choose off the
+plain case; runs take it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,12 @@ def test_whole_gradients_of_accumulation_move_the_choice_from_stage_1_to_2() -> 
     several = replace(ASKED, global_batch=ASKED.micro_batch * ASKED.ranks * 4)
     peaks = choose(Language(), several).needed
     assert peaks[1] > peaks[2]
-    assert choose(Language(), replace(several, free=int((peaks[1] + peaks[2]) / 2 / auto.USABLE))).stage == 2
+    assert (
+        choose(
+            Language(), replace(several, free=int((peaks[1] + peaks[2]) / 2 / auto.USABLE))
+        ).stage
+        == 2
+    )
 
 
 def test_what_does_not_fit_is_said_and_tried_all_the_same() -> None:
@@ -71,19 +78,39 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
 
 def test_a_run_takes_what_was_chosen(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    given: dict[str, Any] = {"model": "llama:tiny", "tokenizer": "bytes", "data": str(tmp_path / "text.txt"), "seq": 32, "steps": 1}
+    given: dict[str, Any] = {
+        "model": "llama:tiny",
+        "tokenizer": "bytes",
+        "data": str(tmp_path / "text.txt"),
+        "seq": 32,
+        "steps": 1,
+    }
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
-    run = prepare(resolve({**given, "micro_batch": "auto", "global_batch": 8, "stage": "auto", "eval_every": 0}), alone, lambda line: None)
+    run = prepare(
+        resolve(
+            {**given, "micro_batch": "auto", "global_batch": 8, "stage": "auto", "eval_every": 0}
+        ),
+        alone,
+        lambda line: None,
+    )
     assert run.choice.stage == 0 and 8 % run.choice.micro_batch == 0
     assert run.accumulation * run.choice.micro_batch == 8
-    assert run.choice.predicted is not None and run.choice.predicted.bound >= run.choice.predicted.peak_bytes
+    assert (
+        run.choice.predicted is not None
+        and run.choice.predicted.bound >= run.choice.predicted.peak_bytes
+    )
 
 
 def test_the_plan_of_a_run_has_the_rows_that_the_run_will_have() -> None:
     asked = replace(ASKED, stage="2", micro_batch=1, global_batch=16)
-    usual, late, coarse = (choose(Language(), replace(asked, **given)).predicted for given in ({}, LATE, {"units": ("inner.blocks.0",)}))
+    usual, late, coarse = (
+        choose(Language(), replace(asked, **given)).predicted
+        for given in ({}, LATE, {"units": ("inner.blocks.0",)})
+    )
     assert usual is not None and late is not None and coarse is not None
-    assert late.wire["reduce-scatter"] * 4 == usual.wire["reduce-scatter"], "once a step, not once a micro-batch"
+    assert late.wire["reduce-scatter"] * 4 == usual.wire["reduce-scatter"], (
+        "once a step, not once a micro-batch"
+    )
     assert late.peak[GRADIENTS] > usual.peak[GRADIENTS]
     assert coarse.ledger != usual.ledger
     with pytest.raises(TrainError, match="nothing"):
@@ -93,23 +120,44 @@ def test_the_plan_of_a_run_has_the_rows_that_the_run_will_have() -> None:
 LATE = {"reduce_at": "boundary"}
 
 
-def test_a_run_plans_with_its_options_and_leaves_its_measured_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_plans_with_its_options_and_leaves_its_measured_mfu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     seen: list[Asked] = []
-    monkeypatch.setattr("onefold.train.prepare.choose", lambda model, asked: seen.append(asked) or choose(model, asked))
-    given: dict[str, Any] = {"model": "llama:tiny", "tokenizer": "bytes", "data": str(tmp_path / "text.txt"), "seq": 32, "steps": 1}
-    given |= {"stage": "2", "reduce_at": "boundary", "units": "LlamaDecoderLayer", "global_batch": 8, "micro_batch": 2, "eval_every": 0}
+    monkeypatch.setattr(
+        "onefold.train.prepare.choose",
+        lambda model, asked: seen.append(asked) or choose(model, asked),
+    )
+    given: dict[str, Any] = {
+        "model": "llama:tiny",
+        "tokenizer": "bytes",
+        "data": str(tmp_path / "text.txt"),
+        "seq": 32,
+        "steps": 1,
+    }
+    given |= {
+        "stage": "2",
+        "reduce_at": "boundary",
+        "units": "LlamaDecoderLayer",
+        "global_batch": 8,
+        "micro_batch": 2,
+        "eval_every": 0,
+    }
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
     run = prepare(resolve(given), alone, lambda line: None)
     assert seen[0].options == (("reduce_at", "boundary"), ("units", ("LlamaDecoderLayer",)))
     run.measured = Account(rest={"parameters": 4})
-    rows = [{"step_ms": 10.0, "tokens_per_s": 100.0, "mfu": share} for share in (0.9, 0.2, 0.3, None, 0.4)]
+    rows = [
+        {"step_ms": 10.0, "tokens_per_s": 100.0, "mfu": share}
+        for share in (0.9, 0.2, 0.3, None, 0.4)
+    ]
     observe(run, tmp_path / "out", rows)
     left = read_observed(tmp_path / "out").ranks[0].measured
     assert left.mfu == pytest.approx(0.3) and left.seconds["step"] == pytest.approx(0.01)
 
 
-# -- onefold.plan.recipe_for -------------------------------------------------------------------------------------------------------------
+# -- onefold.plan.recipe_for -----------------------------------------------------------------------
 
 
 def test_a_recipe_by_itself_fits_one_process() -> None:

@@ -1,4 +1,6 @@
-"""Where a value comes from: defaults, then the file, then the command line; what is unknown is told with a guess."""
+"""Where a value comes from: defaults, then the file, then the command line; what is unknown is told
+with a guess.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,19 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-3\nmicro-batch: 8\nstage: 2\n")
     config = resolve({"micro_batch": 16, "lr": None}, file)
-    assert (config.lr, config.micro_batch, config.stage, config.seq) == (1e-3, 16, "2", TrainConfig().seq)
+    assert (config.lr, config.micro_batch, config.stage, config.seq) == (
+        1e-3,
+        16,
+        "2",
+        TrainConfig().seq,
+    )
 
 
 def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text('stage: auto\nsteps: 3\nunits: [h, "wte"]\njson: true\n')
-    (tmp_path / "a.toml").write_text('stage = "auto"\nsteps = 3\nunits = ["h", "wte"]\njson = true\n')
+    (tmp_path / "a.toml").write_text(
+        'stage = "auto"\nsteps = 3\nunits = ["h", "wte"]\njson = true\n'
+    )
     assert resolve({}, tmp_path / "a.yaml") == resolve({}, tmp_path / "a.toml")
     assert resolve({"units": "h, wte"}).units == ("h", "wte")
 
@@ -60,10 +69,18 @@ def test_files_of_another_kind_and_absent_files_are_named(tmp_path: Path) -> Non
 
 
 def test_the_saved_configuration_reads_back_as_the_same_run(tmp_path: Path) -> None:
-    config = resolve({"epochs": 1.0, "lr": 3e-4, "units": "a,b", "json": True, "overwrite": True, "output": "x"})
+    config = resolve(
+        {"epochs": 1.0, "lr": 3e-4, "units": "a,b", "json": True, "overwrite": True, "output": "x"}
+    )
     write_config(config, tmp_path, {"stage": 1, "ranks": 2, "steps": 12, "global_batch": 8})
     again = resolve({}, tmp_path / "train.yaml")
-    assert (again.lr, again.units, again.steps, again.epochs, again.global_batch) == (3e-4, ("a", "b"), 12, None, 8)
+    assert (again.lr, again.units, again.steps, again.epochs, again.global_batch) == (
+        3e-4,
+        ("a", "b"),
+        12,
+        None,
+        8,
+    )
     assert not again.json_lines and not again.overwrite
 
 
@@ -71,16 +88,26 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(TrainError, match="holds an earlier run"):
         with_output(resolve({"output": str(tmp_path)}))
-    assert with_output(resolve({"output": str(tmp_path), "overwrite": True})).output == str(tmp_path)
+    assert with_output(resolve({"output": str(tmp_path), "overwrite": True})).output == str(
+        tmp_path
+    )
     fresh = with_output(resolve({"model": "llama:tiny"})).output
     assert fresh is not None and fresh.startswith("runs/llama-tiny-")
 
 
 @pytest.mark.parametrize(
-    ("text", "where"), [("steps: [1, 2\nlr: 3\n", "in line 2, column 3"), ("steps: 3\n\tlr: 1\n", "in line 2, column 1")]
+    ("text", "where"),
+    [
+        ("steps: [1, 2\nlr: 3\n", "in line 2, column 3"),
+        ("steps: 3\n\tlr: 1\n", "in line 2, column 1"),
+    ],
 )
-def test_a_file_that_is_no_yaml_is_told_in_one_line_with_its_place(text: str, where: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_yaml_is_told_in_one_line_with_its_place(
+    text: str, where: str, tmp_path: Path
+) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(TrainError) as error:
         read_config_file(tmp_path / "run.yaml")
-    assert f"is not valid YAML {where}: " in str(error.value) and "\n" not in str(error.value), error.value
+    assert f"is not valid YAML {where}: " in str(error.value) and "\n" not in str(error.value), (
+        error.value
+    )

@@ -1,4 +1,6 @@
-"""Text in, samples out: packing, conversations whose assistant alone is learned from, and errors that name the line."""
+"""Text in, samples out: packing, conversations whose assistant alone is learned from, and errors
+that name the line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def lines(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def test_documents_are_packed_with_an_end_between_and_held_out_samples_are_apart(tmp_path: Path) -> None:
+def test_documents_are_packed_with_an_end_between_and_held_out_samples_are_apart(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.txt").write_text("abcde" * 20)
     (tmp_path / "b.md").write_text("xyz" * 30)
     (tmp_path / "c.bin").write_bytes(b"\0" * 1000)
@@ -38,7 +42,13 @@ def test_documents_are_packed_with_an_end_between_and_held_out_samples_are_apart
 
 
 def test_json_lines_with_text_are_packed(tmp_path: Path) -> None:
-    data = load_data(lines(tmp_path / "d.jsonl", [{"text": "a" * 50}, {"text": "b" * 50}]), ByteTokenizer(), 10, 0, 0.1)
+    data = load_data(
+        lines(tmp_path / "d.jsonl", [{"text": "a" * 50}, {"text": "b" * 50}]),
+        ByteTokenizer(),
+        10,
+        0,
+        0.1,
+    )
     assert len(data.train) + len(data.held_out) == 10
 
 
@@ -69,7 +79,9 @@ class Template:
     def __init__(self, forgets: bool) -> None:
         self.forgets = forgets
 
-    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool = False) -> str:
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool = False
+    ) -> str:
         kept = messages[-1:] if self.forgets else messages
         text = "".join(f"<{m['role']}>{m['content']}</>" for m in kept)
         return text + ("<assistant>" if add_generation_prompt else "")
@@ -91,7 +103,10 @@ def test_spans_follow_the_chat_template_and_are_none_where_it_rewrites_turns() -
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text": "a"}\n{"messages": [{"role": "user", "content": "a"}]}', "line 2: has `messages`"),
+        (
+            '{"text": "a"}\n{"messages": [{"role": "user", "content": "a"}]}',
+            "line 2: has `messages`",
+        ),
         ('{"text": "a"}\n\n{"txt": "a"}', "line 3: expected a key `text` or `messages`, found txt"),
         ('{"text": 3}', "line 1: `text` must be a string"),
         ('{"messages": [{"role": "user"}]}', "line 1: `messages` must be a list of"),
@@ -117,6 +132,8 @@ def test_absent_data_and_folders_without_text_are_named(tmp_path: Path) -> None:
 def test_a_batch_that_fills_up_the_ranks_counts_nothing_and_still_has_a_loss() -> None:
     samples = Packed(np.arange(12, dtype=np.int32).reshape(3, 4))
     batch, count = held_out_batch(samples, np.array([2, 0]), real=1)
-    assert count == 3 and (batch["labels"][1] == IGNORE).all() and (batch["labels"][0] != IGNORE).all()
+    assert (
+        count == 3 and (batch["labels"][1] == IGNORE).all() and (batch["labels"][0] != IGNORE).all()
+    )
     batch, count = held_out_batch(samples, np.array([0, 0]), real=0)
     assert count == 0 and (batch["labels"][:, 1:] != IGNORE).sum() == 1

@@ -1,4 +1,6 @@
-"""docs/drill.md runs as printed: train, kill, other ranks and another stage, resume, verify, compare, reshard, export, open."""
+"""docs/drill.md runs as printed: train, kill, other ranks and another stage, resume, verify,
+compare, reshard, export, open.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,42 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_the_drill_of_the_docs_runs_as_printed(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "drill.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```bash\n(.*?)```", (ROOT / "docs" / "drill.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert len(blocks) == 4
-    (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400, encoding="utf-8")
+    (tmp_path / "notes.txt").write_text(
+        "The quick brown fox jumps over the lazy dog. " * 400, encoding="utf-8"
+    )
     (tmp_path / "bin").mkdir()
     for name, what in (("onefold", "-m onefold"), ("python", "")):
-        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {what} "$@"\n', encoding="utf-8")
+        (tmp_path / "bin" / name).write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" {what} "$@"\n', encoding="utf-8"
+        )
         (tmp_path / "bin" / name).chmod(0o755)
     environment = {
         **os.environ,
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        ),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=900
+        ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=900,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + (tmp_path / "first.log").read_text()[-2000:]
+    assert done.returncode == 0, (
+        done.stdout[-3000:] + done.stderr[-3000:] + (tmp_path / "first.log").read_text()[-2000:]
+    )
     assert re.search(r"\d+ parameters", done.stdout)
     saved = sorted((tmp_path / "runs" / "drill" / "checkpoints").glob("step-*"))
-    assert len(saved) >= 2 and '"world_size": 3' in (saved[-1] / "manifest.json").read_text(encoding="utf-8")
+    assert len(saved) >= 2 and '"world_size": 3' in (saved[-1] / "manifest.json").read_text(
+        encoding="utf-8"
+    )
     assert len(list((tmp_path / "runs" / "drill" / "one-file").glob("rank-*"))) == 1

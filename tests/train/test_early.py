@@ -1,4 +1,6 @@
-"""What is told of a run before torch is imported: the commands here run where importing torch fails."""
+"""What is told of a run before torch is imported: the commands here run where importing torch
+fails.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,14 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(place: Path, *arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+def command(
+    place: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> tuple[int, str, str]:
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     done = subprocess.run(
         [sys.executable, "-m", "onefold", *arguments], cwd=place, text=True, capture_output=True, timeout=60,
         env={**clean, "PYTHONPATH": os.pathsep.join([str(place / "broken"), SOURCE]), **(environment or {})},
@@ -38,9 +46,24 @@ def command(place: Path, *arguments: str, environment: dict[str, str] | None = N
 
 def refused(place: Path, *arguments: str, environment: dict[str, str] | None = None) -> str:
     """The sentence of `onefold train`."""
-    options = ["--model", "llama:tiny", "--tokenizer", "bytes", "--device", "cpu", "--nproc", "2", "--seq", "16"]
+    options = [
+        "--model",
+        "llama:tiny",
+        "--tokenizer",
+        "bytes",
+        "--device",
+        "cpu",
+        "--nproc",
+        "2",
+        "--seq",
+        "16",
+    ]
     status, out, err = command(place, "train", *options, *arguments, environment=environment)
-    assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (status, out, err)
+    assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (
+        status,
+        out,
+        err,
+    )
     return err.removeprefix("error: ").strip()
 
 
@@ -79,31 +102,47 @@ def test_data_that_cannot_be_read_is_told_in_a_sentence(place: Path, case: str) 
 def test_a_batch_that_cannot_be_divided_is_told_in_a_sentence(place: Path) -> None:
     data = ["--data", "ok.txt", "--output", "run"]
     assert refused(place, *data, "--global-batch", "10", "--micro-batch", "4").startswith(
-        "--global-batch 10 cannot be cut into micro-batches of 4 on 2 ranks (8 sequences at once); use 8 or 16"
+        "--global-batch 10 cannot be cut into micro-batches of 4 on 2 ranks (8 sequences at once);"
+        " use 8 or 16"
     )
     assert "cannot be cut" in refused(place, *data, "--global-batch", "5", "--micro-batch", "auto")
     joined = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert "on 3 ranks (6 sequences at once)" in refused(place, *data, "--global-batch", "8", environment=joined)
+    assert "on 3 ranks (6 sequences at once)" in refused(
+        place, *data, "--global-batch", "8", environment=joined
+    )
     assert not (place / "run").exists()
 
 
 def test_a_folder_that_cannot_be_written_or_is_not_free_is_told_in_a_sentence(place: Path) -> None:
     data = ["--data", "ok.txt"]
-    assert "--output ok.txt is a file; name a folder." in refused(place, *data, "--output", "ok.txt")
+    assert "--output ok.txt is a file; name a folder." in refused(
+        place, *data, "--output", "ok.txt"
+    )
     assert "a part of the path is a file" in refused(place, *data, "--output", "ok.txt/run")
     assert "/proc/run cannot be written" in refused(place, *data, "--output", "/proc/run")
     written("old/metrics.jsonl", "")(place)
-    assert "holds an earlier run (metrics.jsonl); name another folder, or add --overwrite." in refused(place, *data, "--output", "old")
+    assert (
+        "holds an earlier run (metrics.jsonl); name another folder, or add --overwrite."
+        in refused(place, *data, "--output", "old")
+    )
     claim = Claim.take(place / "run", "another")
     held = f"--output run is in use by process {os.getpid()} on {socket.gethostname()}"
     assert held in refused(place, *data, "--output", "run")
     assert held in refused(place, *data, "--output", "run", "--overwrite")
-    joined = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "j"}
+    joined = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "j",
+    }
     assert held in refused(place, *data, "--output", "run", environment=joined)
     claim.release()
     if os.geteuid():  # root may write anywhere
         (place / "closed").mkdir(mode=0o500)
-        assert "closed/run cannot be written (Permission denied)" in refused(place, *data, "--output", "closed/run")
+        assert "closed/run cannot be written (Permission denied)" in refused(
+            place, *data, "--output", "closed/run"
+        )
 
 
 @pytest.mark.parametrize(
@@ -111,16 +150,24 @@ def test_a_folder_that_cannot_be_written_or_is_not_free_is_told_in_a_sentence(pl
     [
         (["--model", "gpt:huge"], "'huge' is no size"),
         (["--modle", "x"], ""),
-        (["--tokenizer", "absent"], "--tokenizer absent: expected auto, bytes, smollm2, or a local folder"),
+        (
+            ["--tokenizer", "absent"],
+            "--tokenizer absent: expected auto, bytes, smollm2, or a local folder",
+        ),
         (["--resume", "absent"], "--resume absent: there is no such folder"),
-        (["--nvme", "absent", "--offload-optimizer", "nvme"], "--nvme absent: there is no such folder"),
+        (
+            ["--nvme", "absent", "--offload-optimizer", "nvme"],
+            "--nvme absent: there is no such folder",
+        ),
         (["--nnodes", "2"], "--rdzv-endpoint HOST:PORT"),
         (["--config", "ok.txt"], "expected a file that ends in .yaml"),
         (["--data", "x" * 300], "cannot be read: File name too long"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_options_that_cannot_be_are_told_without_torch(place: Path, options: list[str], said: str) -> None:
+def test_options_that_cannot_be_are_told_without_torch(
+    place: Path, options: list[str], said: str
+) -> None:
     if not said:
         status, _, err = command(place, "train", *options)
         assert status == 2 and "No such option: --modle" in err and "Traceback" not in err
@@ -129,7 +176,9 @@ def test_options_that_cannot_be_are_told_without_torch(place: Path, options: lis
 
 
 def test_a_refusal_takes_moments(place: Path) -> None:
-    """Two seconds are promised. What counts here is the processor's time, some 0.2 s: a busy machine must not fail it."""
+    """Two seconds are promised. What counts here is the processor's time, some 0.2 s: a busy
+    machine must not fail it.
+    """
     begun = resource.getrusage(resource.RUSAGE_CHILDREN)
     refused(place, "--data", "absent.txt")
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -137,6 +186,13 @@ def test_a_refusal_takes_moments(place: Path) -> None:
 
 
 def test_the_other_commands_say_what_they_are_without_torch(place: Path) -> None:
-    for arguments in (["--version"], ["--help"], ["train", "--help"], ["plan", "--help"], ["doctor", "--help"], ["checkpoint", "--help"]):
+    for arguments in (
+        ["--version"],
+        ["--help"],
+        ["train", "--help"],
+        ["plan", "--help"],
+        ["doctor", "--help"],
+        ["checkpoint", "--help"],
+    ):
         status, out, err = command(place, *arguments)
         assert status == 0 and out and not err, (arguments, err)

@@ -1,4 +1,6 @@
-"""Every example runs as its first lines say, on two ranks: under torchrun, or in ranks that are forked with what torchrun sets."""
+"""Every example runs as its first lines say, on two ranks: under torchrun, or in ranks that are
+forked with what torchrun sets.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def under_torchrun(folder: Path, name: str) -> str:
 
 
 def forked(name: str, *arguments: str, ranks: int = 2) -> str:
-    """What rank 0 prints. The ranks need not import torch and transformers again, which takes longer than most examples."""
-    return str(run_ranks(ranks, as_a_program, name, arguments, a_free_port(), process_group=False)[0])
+    """What rank 0 prints. The ranks need not import torch and transformers again, which takes
+    longer than most examples.
+    """
+    return str(
+        run_ranks(ranks, as_a_program, name, arguments, a_free_port(), process_group=False)[0]
+    )
 
 
 def as_a_program(name: str, arguments: tuple[str, ...], port: int) -> str:
@@ -51,7 +57,13 @@ def test_the_own_loop_learns(tmp_path: Path) -> None:
 def test_the_hugging_face_example_saves_what_opens_again(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    shape = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    shape = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     LlamaForCausalLM(shape).save_pretrained(str(tmp_path / "in"))
     out = forked("finetune_hf.py", str(tmp_path / "in"), str(tmp_path / "out"))
     first, last = out.split("loss ")[1].split(", saved")[0].split(" -> ")
@@ -72,50 +84,125 @@ def test_each_part_for_slow_links_sends_what_its_formula_says_and_learns_the_sam
     assert heading == "4 ranks in groups of 2"
     found = [line.split() for line in lines]
     less = [float(words[-3]) for words in found]
-    # elements of 16 bits between groups, a step: 3; 2; 2; 1 + 1; 1 + 2 in 8 bits; 2 + 1 in 4 bits; 1 in 8 bits and 1 in 4
+    # elements of 16 bits between groups, a step: 3; 2; 2; 1 + 1; 1 + 2 in 8 bits; 2 + 1 in 4 bits;
+    # 1 in 8 bits and 1 in 4
     int8, int4 = 0.5 + 1 / 256, 0.25 + 1 / 64
-    assert less == pytest.approx([1, 1.5, 1.5, 1.5, 3 / (1 + 2 * int8), 3 / (2 + int4), 3 / (int8 + int4)], rel=0.02), lines
-    losses = [(float(line.split("loss ")[1].split(" -> ")[0]), float(line.split(" -> ")[1].split(",")[0])) for line in lines]
-    assert all(last < 0.8 * first and last == pytest.approx(losses[0][1], rel=0.03) for first, last in losses), losses
+    assert less == pytest.approx(
+        [1, 1.5, 1.5, 1.5, 3 / (1 + 2 * int8), 3 / (2 + int4), 3 / (int8 + int4)], rel=0.02
+    ), lines
+    losses = [
+        (float(line.split("loss ")[1].split(" -> ")[0]), float(line.split(" -> ")[1].split(",")[0]))
+        for line in lines
+    ]
+    assert all(
+        last < 0.8 * first and last == pytest.approx(losses[0][1], rel=0.03)
+        for first, last in losses
+    ), losses
 
 
-def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_there(tmp_path: Path) -> None:
+def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_there(
+    tmp_path: Path,
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    out = forked("larger_than_memory.py", str(disk), "--size", "tiny", "--tokens", "64", "--lr", "1e-3", "--tile", "64KB")
-    losses = [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("step")]
+    out = forked(
+        "larger_than_memory.py",
+        str(disk),
+        "--size",
+        "tiny",
+        "--tokens",
+        "64",
+        "--lr",
+        "1e-3",
+        "--tile",
+        "64KB",
+    )
+    losses = [
+        float(line.split("loss ")[1].split(",")[0])
+        for line in out.splitlines()
+        if line.startswith("step")
+    ]
     assert len(losses) == 5 and losses[-1] < losses[0] - 0.5
-    parameters, on_disk = float(out.split(" million")[0].split()[-1]), float(out.split(" GB on the disk")[0].split()[-1])
-    assert on_disk == pytest.approx(16 * parameters / 1000, abs=0.01)  # masters, gradients, two moments: 16 bytes a parameter
+    parameters, on_disk = (
+        float(out.split(" million")[0].split()[-1]),
+        float(out.split(" GB on the disk")[0].split()[-1]),
+    )
+    # Masters, gradients, two moments: 16 bytes a parameter
+    assert on_disk == pytest.approx(16 * parameters / 1000, abs=0.01)
     assert list(disk.iterdir()) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is told by /proc")
-def test_one_process_trains_a_folder_of_weights_in_less_memory_than_its_state_takes(tmp_path: Path) -> None:
+def test_one_process_trains_a_folder_of_weights_in_less_memory_than_its_state_takes(
+    tmp_path: Path,
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"vocab_size": 2048, "hidden_size": 320, "intermediate_size": 880, "num_hidden_layers": 8, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)).save_pretrained(str(tmp_path / "weights"))
+    shape = {
+        "vocab_size": 2048,
+        "hidden_size": 320,
+        "intermediate_size": 880,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+    }
+    LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)).save_pretrained(
+        str(tmp_path / "weights")
+    )
     (tmp_path / "disk").mkdir()
-    options = ["--tokens=32", "--steps=3", "--lr=1e-3", "--checkpointing", "--tile=1MB", "--chunk=262144"]
-    out = forked("larger_than_memory.py", str(tmp_path / "disk"), "--weights", str(tmp_path / "weights"), *options, ranks=1)
-    losses = [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("step")]
+    options = [
+        "--tokens=32",
+        "--steps=3",
+        "--lr=1e-3",
+        "--checkpointing",
+        "--tile=1MB",
+        "--chunk=262144",
+    ]
+    out = forked(
+        "larger_than_memory.py",
+        str(tmp_path / "disk"),
+        "--weights",
+        str(tmp_path / "weights"),
+        *options,
+        ranks=1,
+    )
+    losses = [
+        float(line.split("loss ")[1].split(",")[0])
+        for line in out.splitlines()
+        if line.startswith("step")
+    ]
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.5
-    state, above = float(out.split(" GB of state")[0].split()[-1]) * 1e9, float(out.split(" MiB above")[0].split()[-1]) * 2**20
+    state, above = (
+        float(out.split(" GB of state")[0].split()[-1]) * 1e9,
+        float(out.split(" MiB above")[0].split()[-1]) * 2**20,
+    )
     assert 0 < above < 0.6 * state, f"{above / 1e6:.0f} MB for {state / 1e6:.0f} MB of state"
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_the_qlora_example_holds_its_base_in_four_bits_and_saves_adapters_that_peft_opens(tmp_path: Path) -> None:
+def test_the_qlora_example_holds_its_base_in_four_bits_and_saves_adapters_that_peft_opens(
+    tmp_path: Path,
+) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    shape = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2)
+    shape = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
     LlamaForCausalLM(shape).save_pretrained(str(tmp_path / "in"))
     out = forked("qlora.py", str(tmp_path / "in"), str(tmp_path / "out"))
     first, last = out.split("loss ")[1].split(";")[0].split(" -> ")
     assert float(last) < 0.8 * float(first)
-    parameters, held = (int(out.split(before)[1].split()[0].replace(",", "")) for before in ("; of ", "holds "))
-    assert held < 0.25 * 4 * parameters / 2, "fp32 would be 4 bytes a parameter, half of it on this rank"
-    opened = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(str(tmp_path / "in")), str(tmp_path / "out"))
+    parameters, held = (
+        int(out.split(before)[1].split()[0].replace(",", "")) for before in ("; of ", "holds ")
+    )
+    assert held < 0.25 * 4 * parameters / 2, (
+        "fp32 would be 4 bytes a parameter, half of it on this rank"
+    )
+    opened = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(str(tmp_path / "in")), str(tmp_path / "out")
+    )
     assert any(p.abs().max() > 0 for n, p in opened.named_parameters() if "lora_B" in n)

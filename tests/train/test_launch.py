@@ -15,7 +15,13 @@ import pytest
 
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
-from onefold.train.launch import child_environment, from_slurm, joins, ranks_to_start, torchrun_arguments
+from onefold.train.launch import (
+    child_environment,
+    from_slurm,
+    joins,
+    ranks_to_start,
+    torchrun_arguments,
+)
 from onefold.train.machine import physical_cores
 from onefold.train.stop import CONTROL
 from ranks import run_ranks
@@ -39,7 +45,12 @@ def test_a_slurm_step_of_several_tasks_joins(nodes: str, first: str) -> None:
     }  # fmt: skip
     found = from_slurm(step)
     assert joins(found) and found["MASTER_ADDR"] == first
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("3", "4", "1", "2")
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == (
+        "3",
+        "4",
+        "1",
+        "2",
+    )
     assert 20000 <= int(found["MASTER_PORT"]) < 40000
     assert from_slurm({**step, "RANK": "0"}) == {}
 
@@ -61,10 +72,26 @@ def test_ranks_are_as_many_as_asked_for_or_as_cores() -> None:
 
 
 def test_torchrun_gets_a_rendezvous_of_its_own_on_one_machine_and_the_users_on_several() -> None:
-    assert torchrun_arguments(resolve({"max_restarts": 3}), 2) == ["--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    several = {"nnodes": "1:4", "rdzv_endpoint": "a:29500", "output": "x", "resume": "auto", "rdzv_conf": "last_call_timeout=5"}
+    assert torchrun_arguments(resolve({"max_restarts": 3}), 2) == [
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+    ]
+    several = {
+        "nnodes": "1:4",
+        "rdzv_endpoint": "a:29500",
+        "output": "x",
+        "resume": "auto",
+        "rdzv_conf": "last_call_timeout=5",
+    }
     found = torchrun_arguments(resolve(several), 2)
-    meeting = {"--nnodes=1:4", "--rdzv-endpoint=a:29500", "--rdzv-backend=c10d", "--rdzv-id=onefold", "--rdzv-conf=last_call_timeout=5"}
+    meeting = {
+        "--nnodes=1:4",
+        "--rdzv-endpoint=a:29500",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=onefold",
+        "--rdzv-conf=last_call_timeout=5",
+    }
     assert meeting <= set(found)
     for name, message in (("rdzv_endpoint", "HOST:PORT"), ("resume", "--resume auto")):
         with pytest.raises(TrainError, match=message):
@@ -81,7 +108,9 @@ def agent_whose_torchrun_raises(kind: str, folder: str) -> tuple[int, str]:
     from onefold.train import agent
 
     failed = {
-        "a machine goes": DistStoreError("wait timeout after 60000ms, keys: /torchelastic/assigned_ranks/1\nmore of it"),
+        "a machine goes": DistStoreError(
+            "wait timeout after 60000ms, keys: /torchelastic/assigned_ranks/1\nmore of it"
+        ),
         "the end while it tells of a failed rank": ChildFailedError.__new__(ChildFailedError),
     }
 
@@ -98,15 +127,25 @@ def agent_whose_torchrun_raises(kind: str, folder: str) -> tuple[int, str]:
         return agent.quietly(["-m", "nothing"]), said.getvalue()
 
 
-def test_the_agent_ends_with_a_sentence_or_without_a_word_whatever_torchrun_raises(tmp_path: Path) -> None:
+def test_the_agent_ends_with_a_sentence_or_without_a_word_whatever_torchrun_raises(
+    tmp_path: Path,
+) -> None:
     ((status, said),) = run_ranks(1, agent_whose_torchrun_raises, "a machine goes", str(tmp_path))
-    assert status == 1 and said.count("\n") == 1 and "lost each other while they met (wait timeout" in said, said
-    ((status, said),) = run_ranks(1, agent_whose_torchrun_raises, "the end while it tells of a failed rank", str(tmp_path))
+    assert (
+        status == 1
+        and said.count("\n") == 1
+        and "lost each other while they met (wait timeout" in said
+    ), said
+    ((status, said),) = run_ranks(
+        1, agent_whose_torchrun_raises, "the end while it tells of a failed rank", str(tmp_path)
+    )
     assert (status, said) == (128 + signal.SIGQUIT, "")
 
 
 def test_a_signal_that_is_lost_in_a_callback_comes_again_without_a_traceback() -> None:
-    """In a process of its own, for it takes the signal: the handler raises inside a weak reference's callback, where nothing is raised."""
+    """In a process of its own, for it takes the signal: the handler raises inside a weak
+    reference's callback, where nothing is raised.
+    """
     program = """
 import signal, sys, time, weakref
 from onefold.train import agent
@@ -121,5 +160,7 @@ reference = weakref.ref(thing, lambda _: signal.raise_signal(agent.END))
 del thing
 time.sleep(30)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (128 + signal.SIGQUIT, "")

@@ -1,4 +1,6 @@
-"""When memory runs out, the error says what was held, where, which line of the plan was wrong, and what to change."""
+"""When memory runs out, the error says what was held, where, which line of the plan was wrong, and
+what to change.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 
 def test_the_error_names_unit_ledger_plan_and_remedy(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    given = {"model": "llama:tiny", "tokenizer": "bytes", "data": str(tmp_path / "text.txt"), "seq": 32, "steps": 3, "precision": "bf16"}
+    given = {
+        "model": "llama:tiny",
+        "tokenizer": "bytes",
+        "data": str(tmp_path / "text.txt"),
+        "seq": 32,
+        "steps": 3,
+        "precision": "bf16",
+    }
     run = prepare(resolve(given), ALONE, lambda line: None)
     block = next(u for u in onefold.engine_of(run.model).units if u.name != "(root)")
     module = block.module()
@@ -39,12 +48,20 @@ def test_the_error_names_unit_ledger_plan_and_remedy(tmp_path: Path) -> None:
     assert f"forward pass of unit {block.name!r}" in said, said
     assert "master weights" in said and "the plan" in said, said
     assert "--micro-batch" in said and "--activation-checkpointing full" in said, said
-    assert said.endswith("--offload-optimizer nvme --nvme FOLDER."), said  # on a CPU the host is the device
+    # On a CPU the host is the device
+    assert said.endswith("--offload-optimizer nvme --nvme FOLDER."), said
 
 
 def test_what_could_still_leave_the_device_is_advised(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    given = {"model": "llama:tiny", "tokenizer": "bytes", "data": str(tmp_path / "text.txt"), "seq": 32, "steps": 1, "stage": "3"}
+    given = {
+        "model": "llama:tiny",
+        "tokenizer": "bytes",
+        "data": str(tmp_path / "text.txt"),
+        "seq": 32,
+        "steps": 1,
+        "stage": "3",
+    }
     run = prepare(resolve(given), ALONE, lambda line: None)
     disk = {"offload_optimizer": "nvme", "nvme": str(tmp_path)}
     for options, advised in (
@@ -67,8 +84,13 @@ def test_other_errors_are_not_taken_for_it() -> None:
 
 
 def test_a_line_of_the_engine_that_held_more_than_was_planned_is_named() -> None:
-    planned = Account(peak={GATHERED: 100 << 20, ACTIVATIONS: 1 << 30}, ledger={GATHERED: 150 << 20, GRADIENTS: 10 << 20})
+    planned = Account(
+        peak={GATHERED: 100 << 20, ACTIVATIONS: 1 << 30},
+        ledger={GATHERED: 150 << 20, GRADIENTS: 10 << 20},
+    )
     said = wrong_line(planned, {GATHERED: 160 << 20, GRADIENTS: 30 << 20}, 2 << 30)
-    assert said == f"the plan was wrong about {GRADIENTS}: it expected at most {readable(10 << 20)}."
+    assert (
+        said == f"the plan was wrong about {GRADIENTS}: it expected at most {readable(10 << 20)}."
+    )
     kept = wrong_line(planned, {GATHERED: 150 << 20, GRADIENTS: 10 << 20}, 2 << 30)
     assert "the engine's lines hold" in kept and f"{ACTIVATIONS} {readable(1 << 30)}" in kept, kept

@@ -1,4 +1,6 @@
-"""Loss or gradients that are not finite: where they came from is named, and each policy does what it says."""
+"""Loss or gradients that are not finite: where they came from is named, and each policy does what
+it says.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.out(x) * (float("nan") if fault == "head" else 1.0)
-        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1))
+        return nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1)
+        )
 
 
 def build() -> nn.Module:
@@ -90,7 +94,15 @@ def text(tmp_path: Path) -> str:
 
 
 def make(text: str, **options: Any) -> Run:
-    given = {"model": f"{__name__}:build", "tokenizer": "bytes", "data": text, "seq": 32, "steps": 8, "eval_every": 0, "units": "Faulty"}
+    given = {
+        "model": f"{__name__}:build",
+        "tokenizer": "bytes",
+        "data": text,
+        "seq": 32,
+        "steps": 8,
+        "eval_every": 0,
+        "units": "Faulty",
+    }
     return prepare(resolve({**given, **options}), ALONE, lambda line: None)
 
 
@@ -114,12 +126,16 @@ def losses(run: Run, **more: Any) -> list[float | None]:
         ("head", "(root)", "the loss at step 3 is nan"),
     ],
 )
-def test_the_unit_the_rank_and_the_micro_batch_are_named(text: str, fault: str, unit: str, what: str) -> None:
+def test_the_unit_the_rank_and_the_micro_batch_are_named(
+    text: str, fault: str, unit: str, what: str
+) -> None:
     run = make(text, global_batch=6, micro_batch=2)
     break_at(run, 2, fault, micro_batch=1)
     with pytest.raises(TrainError, match=what) as error:
         losses(run)
-    assert re.search(rf"unit '{re.escape(unit)}', on rank 0 in micro-batch 2", str(error.value)), error.value
+    assert re.search(rf"unit '{re.escape(unit)}', on rank 0 in micro-batch 2", str(error.value)), (
+        error.value
+    )
     assert "--on-nonfinite skip" in str(error.value)
 
 
@@ -131,9 +147,14 @@ def test_weights_that_an_update_broke_are_named(text: str) -> None:
         rows.append(row)
         if row["step"] == 2:
             with torch.no_grad():
-                next(p for n, p in run.model.named_parameters() if n == "blocks.2.linear.bias").fill_(float("nan"))
+                next(
+                    p for n, p in run.model.named_parameters() if n == "blocks.2.linear.bias"
+                ).fill_(float("nan"))
 
-    with pytest.raises(TrainError, match=r"the loss at step 3 is nan; weights of unit 'blocks\.2' are not finite themselves"):
+    with pytest.raises(
+        TrainError,
+        match=r"the loss at step 3 is nan; weights of unit 'blocks\.2' are not finite themselves",
+    ):
         train(run, lambda: 0, report)
     assert len(rows) == 2
 
@@ -151,7 +172,9 @@ def test_a_step_that_is_left_out_changes_no_weight_and_the_run_goes_on(text: str
 
     train(run, lambda: 0, report, alert=said.append)
     assert [row["loss"] is None for row in rows] == [False, False, True] + 5 * [False]
-    assert [row["skipped"] for row in rows] == [0, 0] + 6 * [1] and [bool(row.get("left_out")) for row in rows].count(True) == 1
+    assert [row["skipped"] for row in rows] == [0, 0] + 6 * [1] and [
+        bool(row.get("left_out")) for row in rows
+    ].count(True) == 1
     assert torch.equal(weights[1], weights[2]) and not torch.equal(weights[2], weights[3])
     assert len(said) == 1 and "unit 'blocks.1'" in said[0] and "left out" in said[0]
 
@@ -187,12 +210,22 @@ def test_going_back_reads_on_behind_the_bad_samples(text: str, tmp_path: Path) -
     read: list[tuple[int, int]] = []
     at = run.order.at
     run.order.at = lambda step: (read.append((step, step + run.order.skipped)), at(step))[1]  # type: ignore[method-assign]
-    train(run, lambda: 0, rows.append, keeper=keeper, alert=said.append, forget=lambda step: rows.__delitem__(slice(step, None)))
+    train(
+        run,
+        lambda: 0,
+        rows.append,
+        keeper=keeper,
+        alert=said.append,
+        forget=lambda step: rows.__delitem__(slice(step, None)),
+    )
     keeper.close()
-    # Step 4 (from 0) went wrong, the checkpoint is of step 4: the same step then reads the batch behind the bad one.
+    # Step 4 (from 0) went wrong, the checkpoint is of step 4: the same step then reads the batch
+    # behind the bad one.
     assert run.order.skipped == 1 and len(said) == 1 and "Going back" in said[0]
     assert [batch for step, batch in read if step == 4][-1] == 5
-    assert [row["step"] for row in rows] == list(range(1, 9)) and all(row["loss"] is not None for row in rows)
+    assert [row["step"] for row in rows] == list(range(1, 9)) and all(
+        row["loss"] is not None for row in rows
+    )
     assert rows[-1]["skipped"] == 1
 
 

@@ -1,4 +1,6 @@
-"""Data order is a function of seed and step alone, and a step's batch is cut, never changed, by ranks and micro-batches."""
+"""Data order is a function of seed and step alone, and a step's batch is cut, never changed, by
+ranks and micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,27 @@ from onefold.train.batch import accumulation_steps
 from onefold.train.errors import TrainError
 from onefold.train.order import DataOrder, eval_batches
 
-sizes = st.tuples(st.integers(1, 50), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 30))
+sizes = st.tuples(
+    st.integers(1, 50), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 30)
+)
 
 
 @given(sizes)
-def test_ranks_and_micro_batches_only_cut_the_global_batch(size: tuple[int, int, int, int, int]) -> None:
+def test_ranks_and_micro_batches_only_cut_the_global_batch(
+    size: tuple[int, int, int, int, int],
+) -> None:
     samples, micro, world, accumulation, step = size
     order = DataOrder(samples, micro * world * accumulation, seed=7)
     parts = [order.micro_batches(step, rank, world, micro) for rank in range(world)]
     assert {len(part) for part in parts} == {accumulation}
-    together = np.concatenate([parts[rank][m] for m in range(accumulation) for rank in range(world)])
+    together = np.concatenate(
+        [parts[rank][m] for m in range(accumulation) for rank in range(world)]
+    )
     assert together.tolist() == order.at(step).tolist()
-    assert together.tolist() == DataOrder(samples, micro * world * accumulation, seed=7).at(step).tolist()
+    assert (
+        together.tolist()
+        == DataOrder(samples, micro * world * accumulation, seed=7).at(step).tolist()
+    )
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 5))
@@ -54,9 +65,13 @@ def test_a_global_batch_that_cannot_be_cut_names_those_that_can() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))
-def test_held_out_samples_count_once_and_ranks_have_equally_many_batches(held: int, limit: int, world: int, micro: int) -> None:
+def test_held_out_samples_count_once_and_ranks_have_equally_many_batches(
+    held: int, limit: int, world: int, micro: int
+) -> None:
     batches = [eval_batches(held, limit, rank, world, micro) for rank in range(world)]
     assert len({len(b) for b in batches}) == 1
     counted = [int(i) for rank in batches for indices, real in rank for i in indices[:real]]
     assert sorted(counted) == list(range(min(held, limit)))
-    assert all(len(indices) == micro and (indices < held).all() for rank in batches for indices, _ in rank)
+    assert all(
+        len(indices) == micro and (indices < held).all() for rank in batches for indices, _ in rank
+    )

@@ -1,4 +1,6 @@
-"""Going on from a checkpoint: where a start finds it, what it refuses, and that nothing shows it but the time."""
+"""Going on from a checkpoint: where a start finds it, what it refuses, and that nothing shows it
+but the time.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,25 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 
 
 class Dropping(nn.Module):
-    """A language model with dropout: its losses tell whether the random generators go on where they stood."""
+    """A language model with dropout: its losses tell whether the random generators go on where they
+    stood.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(257, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)) for _ in range(2)
+        )
         self.out = nn.Linear(16, 257)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        return nn.functional.cross_entropy(self.out(x)[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1))
+        return nn.functional.cross_entropy(
+            self.out(x)[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1)
+        )
 
 
 def build() -> nn.Module:
@@ -58,7 +66,15 @@ def text(tmp_path: Path) -> str:
 
 def start(text: str, output: Path, **options: Any) -> tuple[Run, Keeper]:
     """A start of the run as the command makes it, on one rank in this process."""
-    given = {"model": f"{__name__}:build", "tokenizer": "bytes", "data": text, "seq": 32, "steps": 8, "eval_every": 0, "lr": 1e-2}
+    given = {
+        "model": f"{__name__}:build",
+        "tokenizer": "bytes",
+        "data": text,
+        "seq": 32,
+        "steps": 8,
+        "eval_every": 0,
+        "lr": 1e-2,
+    }
     config = resolve({**given, "output": str(output), **options})
     point = resume.find(config, restarted=False)
     run = prepare(config, ALONE, lambda line: None, point)
@@ -70,7 +86,13 @@ def start(text: str, output: Path, **options: Any) -> tuple[Run, Keeper]:
 def drive(run: Run, keeper: Keeper, asked: Callable[[int], int] = lambda done: 0) -> list[Row]:
     """Train; `asked` says after how many rows of this start what was asked."""
     rows: list[Row] = []
-    train(run, lambda: asked(len(rows)), rows.append, keeper=keeper, forget=lambda step: rows.__delitem__(slice(step, None)))
+    train(
+        run,
+        lambda: asked(len(rows)),
+        rows.append,
+        keeper=keeper,
+        forget=lambda step: rows.__delitem__(slice(step, None)),
+    )
     keeper.close()
     return rows
 
@@ -79,11 +101,18 @@ def names(output: Path) -> list[str]:
     return sorted(p.name for p in (output / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("how", [{}, {"async_save": False}, {"precision": "fp16"}, {"schedule": "wsd", "warmup": 3}])
-def test_a_stopped_and_resumed_run_has_the_losses_and_weights_of_one_that_was_not(text: str, tmp_path: Path, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"async_save": False}, {"precision": "fp16"}, {"schedule": "wsd", "warmup": 3}]
+)
+def test_a_stopped_and_resumed_run_has_the_losses_and_weights_of_one_that_was_not(
+    text: str, tmp_path: Path, how: dict[str, Any]
+) -> None:
     whole = start(text, tmp_path / "whole", **how)
     rows = drive(*whole)
-    first = drive(*start(text, tmp_path / "cut", save_every=3, **how), lambda done: Stop.PREEMPT if done == 3 else Stop.NONE)
+    first = drive(
+        *start(text, tmp_path / "cut", save_every=3, **how),
+        lambda done: Stop.PREEMPT if done == 3 else Stop.NONE,
+    )
     assert len(first) == 4 and names(tmp_path / "cut") == ["step-00000003", "step-00000004"]
     second = start(text, tmp_path / "cut", resume="auto", **how)
     assert second[0].start == 4
@@ -128,14 +157,16 @@ def test_save_before_ends_the_run_while_there_is_time_to_save(text: str, tmp_pat
     keeper.close()
 
 
-def test_time_for_a_save_that_was_never_measured_is_that_of_a_slow_disk(text: str, tmp_path: Path) -> None:
+def test_time_for_a_save_that_was_never_measured_is_that_of_a_slow_disk(
+    text: str, tmp_path: Path
+) -> None:
     run, keeper = start(text, tmp_path / "run", save_before="10m")
     run.trained = 10**10  # 120 GB, 19 minutes
     assert keeper.time_is_up()
     keeper.close()
 
 
-# -- what a start finds --------------------------------------------------------------------------------------------------------
+# -- what a start finds ----------------------------------------------------------------------------
 
 
 def test_a_start_goes_on_from_what_it_is_told_to(text: str, tmp_path: Path) -> None:
@@ -143,8 +174,13 @@ def test_a_start_goes_on_from_what_it_is_told_to(text: str, tmp_path: Path) -> N
     config = resolve({"output": str(tmp_path / "a")})
     assert resume.find(config, restarted=False) is None
     found = resume.find(config, restarted=True)
-    assert found is not None and found.step == 8 and found.global_batch == 2 and len(found.before) == 2
-    branch = {"output": str(tmp_path / "b"), "resume": str(tmp_path / "a" / "checkpoints" / "step-00000003")}
+    assert (
+        found is not None and found.step == 8 and found.global_batch == 2 and len(found.before) == 2
+    )
+    branch = {
+        "output": str(tmp_path / "b"),
+        "resume": str(tmp_path / "a" / "checkpoints" / "step-00000003"),
+    }
     first = resume.find(resolve(branch), restarted=False)
     assert first is not None and first.step == 3
     for folder in ("a", "a/checkpoints"):
@@ -156,7 +192,9 @@ def test_a_start_goes_on_from_what_it_is_told_to(text: str, tmp_path: Path) -> N
         resume.find(resolve({**branch, "resume": str(tmp_path / "nowhere")}), restarted=False)
 
 
-def test_where_the_newest_checkpoint_is_damaged_the_one_before_is_taken(text: str, tmp_path: Path) -> None:
+def test_where_the_newest_checkpoint_is_damaged_the_one_before_is_taken(
+    text: str, tmp_path: Path
+) -> None:
     drive(*start(text, tmp_path / "run", save_every=3))
     folder = tmp_path / "run" / "checkpoints"
     tensors = folder / "step-00000008" / "rank-00000.safetensors"
@@ -169,7 +207,9 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_is_taken(text: st
     keeper.close()
 
 
-def test_other_data_another_seed_and_another_global_batch_are_refused(text: str, tmp_path: Path) -> None:
+def test_other_data_another_seed_and_another_global_batch_are_refused(
+    text: str, tmp_path: Path
+) -> None:
     drive(*start(text, tmp_path / "run", save_every=8))
     other = tmp_path / "other.txt"
     other.write_text(TEXT.replace("fox", "cat"))
@@ -183,19 +223,25 @@ def test_other_data_another_seed_and_another_global_batch_are_refused(text: str,
             start(text, tmp_path / "run", resume="auto", **options)
 
 
-def test_a_longer_run_and_another_learning_rate_are_followed_and_told(text: str, tmp_path: Path) -> None:
+def test_a_longer_run_and_another_learning_rate_are_followed_and_told(
+    text: str, tmp_path: Path
+) -> None:
     drive(*start(text, tmp_path / "run", save_every=8))
     config = resolve({"resume": "auto", "output": str(tmp_path / "run")})
     point = resume.find(config, restarted=False)
     assert point is not None
     run, keeper = start(text, tmp_path / "run", resume="auto", lr=5e-3, steps=12, weight_decay=0.2)
     said = "\n".join(resume.differences(run, point))
-    assert "--lr 0.01 -> 0.005" in said and "--weight-decay" in said and "of 8 steps and is of 12 now" in said
+    assert (
+        "--lr 0.01 -> 0.005" in said
+        and "--weight-decay" in said
+        and "of 8 steps and is of 12 now" in said
+    )
     assert {group["weight_decay"] for group in run.optimizer.param_groups} == {0.2, 0.0}
     assert [row["step"] for row in drive(run, keeper)] == [9, 10, 11, 12]
 
 
-# -- the output folder ---------------------------------------------------------------------------------------------------------
+# -- the output folder -----------------------------------------------------------------------------
 
 
 def test_an_earlier_run_is_gone_on_with_replaced_or_refused(text: str, tmp_path: Path) -> None:
@@ -212,7 +258,8 @@ def test_an_earlier_run_is_gone_on_with_replaced_or_refused(text: str, tmp_path:
     with_output(resolve({**given, "overwrite": True}))
     assert list((output / "checkpoints").glob("step-*")) == []
     (output / "metrics.jsonl").write_text("")
-    assert with_output(resolve({**given, "resume": "auto"})).output == str(output)  # killed before its first checkpoint
+    # Killed before its first checkpoint
+    assert with_output(resolve({**given, "resume": "auto"})).output == str(output)
     (output / "model").mkdir()
     with pytest.raises(TrainError, match="earlier run"):
         with_output(resolve({**given, "resume": "auto"}))
@@ -243,19 +290,30 @@ def test_metrics_beyond_the_checkpoint_are_cut_and_the_rest_is_gone_on_with(tmp_
         metrics.cut(2)
         metrics.write({"step": 3, "loss": 8.0})
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row.get("step", row.get("from_step")) for row in rows] == [1, 2, 2, 3] and rows[-1]["loss"] == 8.0
+    assert [row.get("step", row.get("from_step")) for row in rows] == [1, 2, 2, 3] and rows[-1][
+        "loss"
+    ] == 8.0
     with Metrics(file) as metrics:
         assert metrics.first is None
     assert file.read_text() == ""
 
 
-# -- the order of the samples --------------------------------------------------------------------------------------------------
+# -- the order of the samples ----------------------------------------------------------------------
 
 
 def test_the_global_batch_stays_and_the_micro_batch_follows_the_ranks() -> None:
-    assert [micro_batch_that_divides(4, 24, ranks) for ranks in (1, 2, 3, 4, 6, 8)] == [4, 4, 4, 3, 4, 3]
+    assert [micro_batch_that_divides(4, 24, ranks) for ranks in (1, 2, 3, 4, 6, 8)] == [
+        4,
+        4,
+        4,
+        3,
+        4,
+        3,
+    ]
     assert micro_batch_that_divides(64, 24, 2) == 12
-    with pytest.raises(TrainError, match=r"24 sequences, which 5 ranks cannot share.*1, 2, 3, 4, 6, 8 ranks"):
+    with pytest.raises(
+        TrainError, match=r"24 sequences, which 5 ranks cannot share.*1, 2, 3, 4, 6, 8 ranks"
+    ):
         micro_batch_that_divides(4, 24, 5)
 
 
@@ -272,11 +330,17 @@ def test_a_fingerprint_tells_other_samples_from_the_same() -> None:
     rows = np.arange(6000, dtype=np.int32).reshape(-1, 10)
     other = rows.copy()
     other[0, 3] += 1
-    assert fingerprint_of(Packed(rows)) == fingerprint_of(Packed(rows.copy())) != fingerprint_of(Packed(other))
+    assert (
+        fingerprint_of(Packed(rows))
+        == fingerprint_of(Packed(rows.copy()))
+        != fingerprint_of(Packed(other))
+    )
 
 
 def test_tensorboard_forgets_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     with Board(tmp_path) as board:
         for step in range(1, 7):
             board.write({"step": step, "loss": 1.0})
@@ -284,4 +348,6 @@ def test_tensorboard_forgets_what_lies_beyond_the_checkpoint(tmp_path: Path) -> 
         board.write({"step": 5, "loss": 2.0})
     found = event_accumulator.EventAccumulator(str(tmp_path))
     found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(step, 1.0) for step in range(1, 5)] + [(5, 2.0)]
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [
+        (step, 1.0) for step in range(1, 5)
+    ] + [(5, 2.0)]

@@ -1,4 +1,6 @@
-"""The options of a run, each on one rank in this process: what it changes, and what it must not change."""
+"""The options of a run, each on one rank in this process: what it changes, and what it must not
+change.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ class Blocks(nn.Module):
         self.out = nn.Linear(16, 257, bias=False)
         self.out.weight = self.embed.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.embed(input_ids)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         logits = self.out(x)
-        loss = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1))
+        loss = nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1)
+        )
         return loss, logits
 
 
@@ -58,7 +64,15 @@ def text(tmp_path: Path) -> str:
 
 
 def make(text: str, **options: Any) -> Run:
-    given = {"model": "llama:tiny", "tokenizer": "bytes", "data": text, "seq": 32, "steps": 3, "eval_every": 0, "lr": 1e-3}
+    given = {
+        "model": "llama:tiny",
+        "tokenizer": "bytes",
+        "data": text,
+        "seq": 32,
+        "steps": 3,
+        "eval_every": 0,
+        "lr": 1e-3,
+    }
     return prepare(resolve({**given, **options}), ALONE, lambda line: None)
 
 
@@ -86,7 +100,11 @@ def test_the_seed_decides_the_run(text: str) -> None:
 @pytest.mark.parametrize("model", ["llama:tiny", "gpt:tiny"])
 def test_recomputing_activations_changes_no_bit(text: str, model: str, how: str) -> None:
     run = make(text, model=model, activation_checkpointing=how)
-    flags = [m.gradient_checkpointing for m in run.model.modules() if hasattr(m, "gradient_checkpointing")]
+    flags = [
+        m.gradient_checkpointing
+        for m in run.model.modules()
+        if hasattr(m, "gradient_checkpointing")
+    ]
     assert any(flags) and (how == "full" or not all(flags))
     assert [row["loss"] for row in steps(run)] == losses(text, model=model)
 
@@ -111,8 +129,13 @@ def test_clip_0_does_not_clip_and_the_norm_is_told(text: str) -> None:
 
 
 def test_conversations_weigh_every_token_the_same(tmp_path: Path) -> None:
-    """Long and short answers in one step: the loss is the mean over tokens, not over micro-batches."""
-    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab" * n}]} for n in range(1, 13)]
+    """Long and short answers in one step: the loss is the mean over tokens, not over
+    micro-batches.
+    """
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab" * n}]}
+        for n in range(1, 13)
+    ]
     file = tmp_path / "chat.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"eval_fraction": 0.05, "steps": 1}
@@ -122,12 +145,22 @@ def test_conversations_weigh_every_token_the_same(tmp_path: Path) -> None:
 
 
 def test_held_out_loss_does_not_depend_on_how_it_is_cut(text: str) -> None:
-    options = {"steps": 1, "eval_every": 1, "eval_fraction": 0.2, "eval_samples": 7, "global_batch": 4}
-    first, second = (steps(make(text, micro_batch=size, **options))[0]["eval_loss"] for size in (4, 1))
+    options = {
+        "steps": 1,
+        "eval_every": 1,
+        "eval_fraction": 0.2,
+        "eval_samples": 7,
+        "global_batch": 4,
+    }
+    first, second = (
+        steps(make(text, micro_batch=size, **options))[0]["eval_loss"] for size in (4, 1)
+    )
     assert first == pytest.approx(second, rel=1e-5)
 
 
-def test_a_factory_of_your_own_trains_and_is_saved_as_safetensors(text: str, tmp_path: Path) -> None:
+def test_a_factory_of_your_own_trains_and_is_saved_as_safetensors(
+    text: str, tmp_path: Path
+) -> None:
     run = make(text, model=f"{__name__}:build")
     rows = steps(run)
     assert rows[-1]["loss"] < rows[0]["loss"] and sample(run) is None
@@ -136,7 +169,9 @@ def test_a_factory_of_your_own_trains_and_is_saved_as_safetensors(text: str, tmp
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "model" / "model.safetensors")
-    assert set(saved) == set(Blocks().state_dict()) and torch.equal(saved["out.weight"], saved["embed.weight"])
+    assert set(saved) == set(Blocks().state_dict()) and torch.equal(
+        saved["out.weight"], saved["embed.weight"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +182,10 @@ def test_a_factory_of_your_own_trains_and_is_saved_as_safetensors(text: str, tmp
         ({"model": "no_such_module:build"}, "cannot import 'no_such_module'"),
         ({"model": "llama:tiny", "units": "no_such_block"}, "no_such_block"),
         ({"model": "llama:tiny", "stage": "1", "reduce_at": "micro-batch"}, "boundary"),
-        ({"model": f"{__name__}:build", "activation_checkpointing": "full"}, "activation_checkpointing_enable"),
+        (
+            {"model": f"{__name__}:build", "activation_checkpointing": "full"},
+            "activation_checkpointing_enable",
+        ),
         ({"tokenizer": "/no/such/folder"}, "local folder"),
         ({"lr": 1e30, "clip": 0, "warmup": 0}, "is nan|is inf"),
     ],
@@ -166,7 +204,9 @@ def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
                 check_model_name(name)
 
 
-@pytest.mark.parametrize(("name", "size"), [("gpt:10m", 10e6), ("llama:60m", 60e6), ("gpt:110m", 110e6)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("gpt:10m", 10e6), ("llama:60m", 60e6), ("gpt:110m", 110e6)]
+)
 def test_a_size_in_numbers_is_met_within_a_tenth(name: str, size: float) -> None:
     for vocabulary in (257, 49152):
         if vocabulary * 64 < size:
@@ -199,11 +239,20 @@ def test_smollm2_counts_only_the_answers_of_its_own_chat_template(tmp_path: Path
     words: Any = load_tokenizer("smollm2", None)
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    batch = load_data(str(tmp_path / "chat.jsonl"), words, 128, 0, 0.1).train.batch(torch.tensor([0]).numpy())
-    assert words.decode(batch["input_ids"][batch["labels"] != IGNORE].tolist()) == "It is 4.<|im_end|>\n"
+    batch = load_data(str(tmp_path / "chat.jsonl"), words, 128, 0, 0.1).train.batch(
+        torch.tensor([0]).numpy()
+    )
+    assert (
+        words.decode(batch["input_ids"][batch["labels"] != IGNORE].tolist())
+        == "It is 4.<|im_end|>\n"
+    )
 
 
 def test_a_model_from_scratch_is_the_same_on_every_rank() -> None:
     first, second = (load_model("gpt:tiny", "bytes", 3, 32).module for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert all(p.is_meta for p in load_model("gpt:tiny", "bytes", 3, 32, empty=True).module.parameters())
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
+    assert all(
+        p.is_meta for p in load_model("gpt:tiny", "bytes", 3, 32, empty=True).module.parameters()
+    )

@@ -60,16 +60,25 @@ def test_matrices_decay_and_nothing_else_does() -> None:
     decayed, others = parameter_groups(model.named_parameters(), no_decay, 0.1)
     assert [p is model.layer.weight for p in decayed["params"]] == [True]
     assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
-    assert {id(p) for p in others["params"]} == {id(model.embed.weight), id(model.norm.weight), id(model.norm.bias), id(model.gain)}
+    assert {id(p) for p in others["params"]} == {
+        id(model.embed.weight),
+        id(model.norm.weight),
+        id(model.norm.bias),
+        id(model.gain),
+    }
 
 
 class Language(nn.Module):
-    """input_ids, labels → {"loss"}: wide blocks and short sequences, so that states outweigh activations."""
+    """input_ids, labels → {"loss"}: wide blocks and short sequences, so that states outweigh
+    activations.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 256)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(6))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(6)
+        )
         self.head = nn.Linear(256, 64)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -80,7 +89,14 @@ class Language(nn.Module):
 
 
 def asked(**changes: Any) -> Asked:
-    plain: dict[str, Any] = {"stage": "auto", "micro_batch": 1, "global_batch": 0, "seq": 8, "precision": "fp32", "checkpointing": "none"}
+    plain: dict[str, Any] = {
+        "stage": "auto",
+        "micro_batch": 1,
+        "global_batch": 0,
+        "seq": 8,
+        "precision": "fp32",
+        "checkpointing": "none",
+    }
     here: dict[str, Any] = {"ranks": 4, "local_ranks": 4, "free": GIB, "device": "cpu"}
     return Asked(**{**plain, **here, **changes})
 
@@ -89,10 +105,17 @@ def test_auto_takes_the_lowest_stage_that_fits() -> None:
     model = Language()
     needed = choose(model, asked()).needed
     assert needed[3] < needed[2] == needed[1] < needed[0], needed
-    for free, stage in ((GIB, 1), (needed[1] / USABLE + 4096, 1), (needed[1] / USABLE - 4096, 3), (needed[3] / USABLE / 2, 3)):
+    for free, stage in (
+        (GIB, 1),
+        (needed[1] / USABLE + 4096, 1),
+        (needed[1] / USABLE - 4096, 3),
+        (needed[3] / USABLE / 2, 3),
+    ):
         choice = choose(model, asked(free=int(free)))
         assert choice.stage == stage and f"stage {stage}" in choice.reason, (free, choice)
-        assert ("may run out of memory" in choice.reason) == (free * USABLE < needed[3]), choice.reason
+        assert ("may run out of memory" in choice.reason) == (free * USABLE < needed[3]), (
+            choice.reason
+        )
     assert choose(model, asked(ranks=1, local_ranks=1)).stage == 0
     assert choose(model, asked(stage="2")).stage == 2
 
@@ -102,7 +125,10 @@ def test_auto_takes_the_largest_micro_batch_that_divides_and_fits() -> None:
     roomy = choose(model, asked(micro_batch=0, global_batch=48, seq=64))
     assert roomy.micro_batch == 12  # 48 over 4 ranks
     four = choose(model, asked(micro_batch=4, global_batch=48, seq=64)).needed[1]
-    tight = choose(model, asked(micro_batch=0, global_batch=48, seq=64, stage="1", free=int(four / USABLE) + 4096))
+    tight = choose(
+        model,
+        asked(micro_batch=0, global_batch=48, seq=64, stage="1", free=int(four / USABLE) + 4096),
+    )
     assert tight.micro_batch == 4, tight
     with pytest.raises(TrainError, match="does not divide"):
         choose(model, asked(micro_batch=5, global_batch=48))
@@ -123,13 +149,27 @@ def test_the_machine_answers() -> None:
     assert physical_cores() >= 1 and free_host_memory() > 0
     now, peak = resident_memory()
     assert 0 < now <= peak
-    assert (readable(10), readable(2048), readable(513 << 20), readable(3 << 39)) == ("10 B", "2 KiB", "513 MiB", "1.5 TiB")
+    assert (readable(10), readable(2048), readable(513 << 20), readable(3 << 39)) == (
+        "10 B",
+        "2 KiB",
+        "513 MiB",
+        "1.5 TiB",
+    )
 
 
 @pytest.mark.parametrize(
-    ("trace", "steps", "found"), [(None, 40, (3, 3)), (None, 2, (1, 1)), ("4", 10, (3, 3)), ("2:5", 5, (1, 4)), ("1:1", 1, (0, 0))]
+    ("trace", "steps", "found"),
+    [
+        (None, 40, (3, 3)),
+        (None, 2, (1, 1)),
+        ("4", 10, (3, 3)),
+        ("2:5", 5, (1, 4)),
+        ("1:1", 1, (0, 0)),
+    ],
 )
-def test_the_recorded_steps_are_those_that_were_named(trace: str | None, steps: int, found: tuple[int, int]) -> None:
+def test_the_recorded_steps_are_those_that_were_named(
+    trace: str | None, steps: int, found: tuple[int, int]
+) -> None:
     assert steps_of(trace, steps) == found
 
 

@@ -16,13 +16,17 @@ def test_a_rank_that_lags_is_named_once_and_told_when_it_keeps_up() -> None:
     pace, noise = Pace(1.5), random.Random(0)
 
     def step(slow: float) -> str | None:
-        return pace.look([0.1 * noise.uniform(0.9, 1.1) * (slow if rank == 2 else 1.0) for rank in range(4)])
+        return pace.look(
+            [0.1 * noise.uniform(0.9, 1.1) * (slow if rank == 2 else 1.0) for rank in range(4)]
+        )
 
     assert [step(1.0) for _ in range(2 * WINDOW)] == [None] * 2 * WINDOW
     said = [step(2.0) for _ in range(2 * WINDOW)]
     (alert,) = (text for text in said if text)
     assert "rank 2 is slow" in alert and "times as long" in alert and pace.slow == 2
-    assert [text for text in (step(1.0) for _ in range(2 * WINDOW)) if text] == ["rank 2 keeps up again"]
+    assert [text for text in (step(1.0) for _ in range(2 * WINDOW)) if text] == [
+        "rank 2 keeps up again"
+    ]
 
 
 @pytest.mark.parametrize("way", ["near the limit", "in turn", "now and then"])
@@ -39,7 +43,11 @@ def test_an_alert_does_not_flap(way: str) -> None:
         return base * (2.0 if rank == 0 and step // 100 % 2 else 1.0)
 
     ranks = 2 if way == "in turn" else 4
-    said = [text for step in range(6000) if (text := pace.look([seconds(step, rank) for rank in range(ranks)]))]
+    said = [
+        text
+        for step in range(6000)
+        if (text := pace.look([seconds(step, rank) for rank in range(ranks)]))
+    ]
     assert len(said) <= 2 * 10, said
     assert all(("is slow" in text) == (number % 2 == 0) for number, text in enumerate(said)), said
 
@@ -54,7 +62,9 @@ def test_a_rank_that_is_slow_for_good_is_named_again_after_others_were() -> None
 
 def test_one_hiccup_a_lag_of_milliseconds_and_a_factor_of_0_raise_no_alert() -> None:
     hiccup = Pace(1.5)
-    assert all(hiccup.look([0.1, 5.0 if step == WINDOW else 0.1]) is None for step in range(3 * WINDOW))
+    assert all(
+        hiccup.look([0.1, 5.0 if step == WINDOW else 0.1]) is None for step in range(3 * WINDOW)
+    )
     tiny = Pace(1.5)
     assert all(tiny.look([0.001, 0.004]) is None for _ in range(3 * WINDOW))
     off = Pace(0)
@@ -64,7 +74,8 @@ def test_one_hiccup_a_lag_of_milliseconds_and_a_factor_of_0_raise_no_alert() -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("170m", 10200), ("2h50m", 10200), ("1.5h", 5400), ("1d 2h", 93600), ("30S", 30)]
+    ("text", "seconds"),
+    [("90s", 90), ("170m", 10200), ("2h50m", 10200), ("1.5h", 5400), ("1d 2h", 93600), ("30S", 30)],
 )
 def test_a_length_of_time_has_its_units(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
@@ -77,7 +88,12 @@ def test_what_is_no_length_of_time_is_refused_with_its_key(text: str) -> None:
 
 
 def test_seconds_are_said_in_the_unit_that_suits_them() -> None:
-    assert [worded(s) for s in (8.21, 170, 1800, 10200)] == ["8.2 s", "170 s", "30 min", "2 h 50 min"]
+    assert [worded(s) for s in (8.21, 170, 1800, 10200)] == [
+        "8.2 s",
+        "170 s",
+        "30 min",
+        "2 h 50 min",
+    ]
 
 
 @pytest.mark.parametrize("text", ["0", "4:1", "a", "1:2:3", ""])

@@ -1,4 +1,6 @@
-"""Whole commands: a second one on the same folder, ranks whose launcher is killed, Ctrl-C in every moment of the start."""
+"""Whole commands: a second one on the same folder, ranks whose launcher is killed, Ctrl-C in every
+moment of the start.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,28 @@ ENDLESS = options({**JOB, "steps": 10**6, "nproc": 2, "output": "run"})
 
 
 def test_a_second_command_is_refused_and_what_was_killed_makes_way(tmp_path: Path) -> None:
-    """One run is begun, a second one beside it; the first is killed with its agent; the same command goes on, and so on."""
+    """One run is begun, a second one beside it; the first is killed with its agent; the same
+    command goes on, and so on.
+    """
     temporary = tmp_path / "tmp"
     again = [*ENDLESS, "--resume", "auto"]
     with started(tmp_path, *ENDLESS) as first:
-        wait_until(lambda: (tmp_path / "run" / LOCK).exists())  # while its ranks import torch, seconds before they would write anything
+        # While its ranks import torch, seconds before they would write anything
+        wait_until(lambda: (tmp_path / "run" / LOCK).exists())
         with started(tmp_path, *again, temporary="second") as second:
             out, err = second.communicate(timeout=60)
-        assert second.returncode == 2 and f"--output run is in use by process {first.pid} on " in err and err.count("\n") == 1, err
+        assert (
+            second.returncode == 2
+            and f"--output run is in use by process {first.pid} on " in err
+            and err.count("\n") == 1
+        ), err
         assert json.loads(out)["event"] == "error"
         wait_for_step(first, 15)
         with started(tmp_path, *ENDLESS, "--overwrite", temporary="third") as third:
-            assert f"process {first.pid} on " in third.communicate(timeout=60)[1] and third.returncode == 2
+            assert (
+                f"process {first.pid} on " in third.communicate(timeout=60)[1]
+                and third.returncode == 2
+            )
         wait_for(first, lambda row: row["event"] == "checkpoint")
 
         ranks, agent = [pid_of(temporary, rank) for rank in (0, 1)], agent_of(temporary)
@@ -55,22 +67,42 @@ def test_a_second_command_is_refused_and_what_was_killed_makes_way(tmp_path: Pat
             assert not any(runs(pid) for pid in [agent, *ranks])
             wait_until(lambda: not processes_of(temporary))
 
-            ranks, agent = [pid_of(tmp_path / "fourth", rank) for rank in (0, 1)], agent_of(tmp_path / "fourth")
+            ranks, agent = (
+                [pid_of(tmp_path / "fourth", rank) for rank in (0, 1)],
+                agent_of(tmp_path / "fourth"),
+            )
             fourth.kill()  # alone: its agent goes with it, and the ranks with that
             wait_until(lambda: not any(runs(pid) for pid in [agent, *ranks]))
 
     with started(tmp_path, *again, temporary="fifth") as fifth:
-        wait_until(lambda: pid_of(tmp_path / "fifth", 0))  # a rank that imports torch: it has not looked at its parent for long
+        # A rank that imports torch: it has not looked at its parent for long
+        wait_until(lambda: pid_of(tmp_path / "fifth", 0))
         agent = agent_of(tmp_path / "fifth")
         fifth.kill()
         os.kill(agent, signal.SIGKILL)
         wait_until(lambda: not processes_of(tmp_path / "fifth"))
 
 
-def test_ranks_of_torchrun_end_with_it_and_hold_the_folder_as_long_as_they_live(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "onefold", "train"]
+def test_ranks_of_torchrun_end_with_it_and_hold_the_folder_as_long_as_they_live(
+    tmp_path: Path,
+) -> None:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "-m",
+        "onefold",
+        "train",
+    ]
     job = options({**JOB, "steps": 10**6, "output": "run"})
-    with subprocess.Popen([*launcher, *job], cwd=tmp_path, env=environment(tmp_path / "tmp"), stdout=subprocess.DEVNULL) as torchrun:
+    with subprocess.Popen(
+        [*launcher, *job],
+        cwd=tmp_path,
+        env=environment(tmp_path / "tmp"),
+        stdout=subprocess.DEVNULL,
+    ) as torchrun:
         try:
             metrics = tmp_path / "run" / "metrics.jsonl"
             wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
@@ -92,11 +124,13 @@ def may_be_taken(folder: Path) -> bool:
 
 
 def agent_of(temporary: Path) -> int:
-    found = [pid for pid, command in processes_of(temporary).items() if "onefold.train.agent" in command]
+    found = [
+        pid for pid, command in processes_of(temporary).items() if "onefold.train.agent" in command
+    ]
     return min(found)  # one that it forks has its command line until it starts a program of its own
 
 
-# -- Ctrl-C ------------------------------------------------------------------------------------------------------------------------
+# -- Ctrl-C ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -124,28 +158,59 @@ def watched(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
 
 
 def imported(said: list[str], module: str) -> bool:
-    return any(line.startswith("import time:") and line.rpartition("|")[2].strip() == module for line in said)
+    return any(
+        line.startswith("import time:") and line.rpartition("|")[2].strip() == module
+        for line in said
+    )
 
 
 def interrupted_after(folder: Path, module: str, *arguments: str) -> None:
     """Ctrl-C as soon as the command has imported `module`: status 130, not a word, nothing left."""
     with watched(folder, *arguments) as (process, said):
         wait_until(lambda: imported(said, module) or process.poll() is not None)
-        assert process.poll() is None, f"{arguments} ended before it had imported {module}: {said[-3:]}"
+        assert process.poll() is None, (
+            f"{arguments} ended before it had imported {module}: {said[-3:]}"
+        )
         process.send_signal(signal.SIGINT)
         status = process.wait(60)
     words = [line for line in said if not line.startswith("import time:")]
-    assert status == 130 and not any("Traceback" in line or "Exception" in line for line in words), (module, status, words)
+    assert status == 130 and not any(
+        "Traceback" in line or "Exception" in line for line in words
+    ), (module, status, words)
     assert left_behind(folder / "tmp") == [], module
 
 
-TRAIN = ["train", "--model", "llama:tiny", "--tokenizer", "bytes", "--device", "cpu", "--nproc", "2", "--steps", "9", "--output", "run"]
+TRAIN = [
+    "train",
+    "--model",
+    "llama:tiny",
+    "--tokenizer",
+    "bytes",
+    "--device",
+    "cpu",
+    "--nproc",
+    "2",
+    "--steps",
+    "9",
+    "--output",
+    "run",
+]
 
 
 @pytest.mark.parametrize(
-    "module", ["onefold.train.quiet", "typer", "onefold.train.config", "torch.types", "torch.nn", "onefold.recipe"]
+    "module",
+    [
+        "onefold.train.quiet",
+        "typer",
+        "onefold.train.config",
+        "torch.types",
+        "torch.nn",
+        "onefold.recipe",
+    ],
 )
-def test_ctrl_c_while_onefold_train_imports_ends_it_without_a_word(tmp_path: Path, module: str) -> None:
+def test_ctrl_c_while_onefold_train_imports_ends_it_without_a_word(
+    tmp_path: Path, module: str
+) -> None:
     interrupted_after(tmp_path, module, *TRAIN)
     assert not (tmp_path / "run").exists(), "what was made for the run goes with it"
 
@@ -160,17 +225,27 @@ def test_ctrl_c_while_onefold_train_imports_ends_it_without_a_word(tmp_path: Pat
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_ctrl_c_while_another_command_imports_ends_it_without_a_word(tmp_path: Path, module: str, arguments: list[str]) -> None:
+def test_ctrl_c_while_another_command_imports_ends_it_without_a_word(
+    tmp_path: Path, module: str, arguments: list[str]
+) -> None:
     interrupted_after(tmp_path, module, *arguments)
 
 
 @pytest.mark.parametrize("moment", ["the agent starts", "a rank starts", "both ranks have joined"])
-def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(tmp_path: Path, moment: str) -> None:
+def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
+    tmp_path: Path, moment: str
+) -> None:
     temporary = tmp_path / "tmp"
     reached = {
-        "the agent starts": lambda: any("onefold.train.agent" in command for command in processes_of(temporary).values()),
+        "the agent starts": lambda: any(
+            "onefold.train.agent" in command for command in processes_of(temporary).values()
+        ),
         "a rank starts": lambda: pid_of(temporary, 0) or pid_of(temporary, 1),
-        "both ranks have joined": lambda: (tmp_path / "run" / LOCK).exists() and pid_of(temporary, 0) and pid_of(temporary, 1),
+        "both ranks have joined": (
+            lambda: (
+                (tmp_path / "run" / LOCK).exists() and pid_of(temporary, 0) and pid_of(temporary, 1)
+            )
+        ),
     }[moment]
     with started(tmp_path, *ENDLESS) as process:
         wait_until(lambda: reached() or process.poll() is not None)
@@ -182,13 +257,29 @@ def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(tmp_path: Path, 
     assert left_behind(temporary) == [] and not (tmp_path / "run" / LOCK).exists()
 
 
-# -- others' words -----------------------------------------------------------------------------------------------------------------
+# -- others' words ---------------------------------------------------------------------------------
 
 
 def test_commands_say_nothing_on_their_standard_error_when_all_is_well(tmp_path: Path) -> None:
-    """transformers imports torchao, which tells of kernels that it cannot load; torch of enumerations that torchao registers."""
+    """transformers imports torchao, which tells of kernels that it cannot load; torch of
+    enumerations that torchao registers.
+    """
     for arguments in (
-        [*TRAIN[:-4], "--steps", "1", "--seq", "32", "--save-every", "1", "--sample-tokens", "0", "--moments", "int8", "--output", "run"],
+        [
+            *TRAIN[:-4],
+            "--steps",
+            "1",
+            "--seq",
+            "32",
+            "--save-every",
+            "1",
+            "--sample-tokens",
+            "0",
+            "--moments",
+            "int8",
+            "--output",
+            "run",
+        ],
         ["checkpoint", "verify", "run"],
         ["plan", "run/model", "--gpus", "2", "--gpu", "a100-80", "--seq", "32"],
         ["doctor"],

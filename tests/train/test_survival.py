@@ -1,4 +1,6 @@
-"""Runs that lose a rank, are ended by a scheduler, or change their ranks: nothing is lost, nobody hangs, nothing is left running."""
+"""Runs that lose a rank, are ended by a scheduler, or change their ranks: nothing is lost, nobody
+hangs, nothing is left running.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +58,28 @@ def kill(temporary: Path, rank: int) -> int:
     return pid
 
 
-def test_a_run_loses_any_rank_at_any_moment_and_goes_on_with_the_losses_of_one_that_was_left_alone(tmp_path: Path) -> None:
-    """One run, since starting it takes longest: three kills and a restart by itself after each, SIGUSR1, and going on elsewhere."""
+def test_a_run_loses_any_rank_at_any_moment_and_goes_on_with_the_losses_of_one_that_was_left_alone(
+    tmp_path: Path,
+) -> None:
+    """One run, since starting it takes longest: three kills and a restart by itself after each,
+    SIGUSR1, and going on elsewhere.
+    """
     temporary, checkpoints = tmp_path / "tmp", tmp_path / "run" / "checkpoints"
-    several = {**JOB, "model": "small_lm:slow_to_save", "nproc": 2, "output": "run", "max_restarts": 3}
+    several = {
+        **JOB,
+        "model": "small_lm:slow_to_save",
+        "nproc": 2,
+        "output": "run",
+        "max_restarts": 3,
+    }
     with started(tmp_path, *options(several)) as process:
         wait_for_step(process, 25)
         survivor, first = pid_of(temporary, 0), kill(temporary, 1)  # in a step
         wait_until(lambda: not runs(survivor))
         wait_for(process, going_on)
         wait_until(lambda: list(checkpoints.glob(".step-*.unfinished")))
-        survivor, second = pid_of(temporary, 1), kill(temporary, 0)  # in a save; it is who meets the others, too
+        # In a save; it is who meets the others, too
+        survivor, second = pid_of(temporary, 1), kill(temporary, 0)
         wait_until(lambda: not runs(survivor))
         wait_until(lambda: pid_of(temporary, 1) not in (survivor, 0) and runs(pid_of(temporary, 1)))
         kill(temporary, 1)  # before the first step
@@ -88,7 +101,12 @@ def test_a_run_loses_any_rank_at_any_moment_and_goes_on_with_the_losses_of_one_t
     # SIGUSR1: a checkpoint and status 0
     done = json.loads(out.splitlines()[-1])
     assert process.returncode == 0, err
-    assert done["event"] == "done" and done["stopped"] and done["why"] == "SIGTERM or SIGUSR1" and done["model"] is None
+    assert (
+        done["event"] == "done"
+        and done["stopped"]
+        and done["why"] == "SIGTERM or SIGUSR1"
+        and done["model"] is None
+    )
     assert (tmp_path / done["checkpoint"]).name == f"step-{done['steps']:08d}"
     assert (tmp_path / done["checkpoint"] / "onefold_tokenizer.json").is_file()
     assert left_behind(temporary) == []
@@ -96,7 +114,9 @@ def test_a_run_loses_any_rank_at_any_moment_and_goes_on_with_the_losses_of_one_t
     # going on: bit-equal on the same ranks at another stage
     output, whole = str(tmp_path / "run"), str(tmp_path / "whole")
     plain = {"output": output, "model": "small_lm:plain", "steps": done["steps"] + 20}
-    (uninterrupted, rest, two), _ = run_ranks(2, losses_in_ranks, {"output": whole}, {"output": output, "stage": "3"}, plain)
+    (uninterrupted, rest, two), _ = run_ranks(
+        2, losses_in_ranks, {"output": whole}, {"output": output, "stage": "3"}, plain
+    )
     before = [row["loss"] for row in rows if "step" in row]
     assert len(before) == done["steps"] >= 40 and len(uninterrupted) == STEPS
     assert before + rest == uninterrupted
@@ -109,15 +129,18 @@ def going_on(row: Row) -> bool:
     return bool(row["event"] == "note" and "going on from" in row["text"])
 
 
-# -- the ranks' ring -----------------------------------------------------------------------------------------------------------
+# -- the ranks' ring -------------------------------------------------------------------------------
 
 
-#: Seconds: two at most on an idle machine. A rank that learned of it by waiting for the others would take its timeout, 30 minutes.
+#: Seconds: two at most on an idle machine. A rank that learned of it by waiting for the others
+#: would take its timeout, 30 minutes.
 HEARD = 60.0
 
 
 def notice_a_kill(victim: int) -> tuple[list[int], float, int]:
-    """(ranks that this one learned have gone, seconds it took, process of the first of them) while nobody waits for anybody."""
+    """(ranks that this one learned have gone, seconds it took, process of the first of them) while
+    nobody waits for anybody.
+    """
     ranks = this_rank()
     heard: list[Peer] = []
     ring = Neighbours.connect(ranks, heard.append)
@@ -154,12 +177,18 @@ def compute_for_minutes(victim: int, folder: str) -> None:
     time.sleep(4 * HEARD)
 
 
-def test_a_rank_that_computes_when_another_goes_says_so_and_ends_though_it_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_rank_that_computes_when_another_goes_says_so_and_ends_though_it_waits_for_nobody(
+    tmp_path: Path,
+) -> None:
     victim, survivor = outcomes_of(2, compute_for_minutes, 0, str(tmp_path))
     assert victim.exitcode == -signal.SIGKILL and survivor.exitcode == 1, survivor
     said = tmp_path / "said-by-1"
     assert said.stat().st_mtime - (tmp_path / "killed").stat().st_mtime < HEARD
-    for words in ("rank 0 (process ", "has gone", "rank 1 ends while computing: it cannot go on alone"):
+    for words in (
+        "rank 0 (process ",
+        "has gone",
+        "rank 1 ends while computing: it cannot go on alone",
+    ):
         assert words in said.read_text(), said.read_text()
 
 
@@ -178,10 +207,12 @@ def test_ranks_that_leave_with_a_word_have_not_gone() -> None:
     assert run_ranks(3, leave_in_turn) == [[], [], []]
 
 
-# -- signals -------------------------------------------------------------------------------------------------------------------
+# -- signals ---------------------------------------------------------------------------------------
 
 
-def asked_of(folder: str, arm: bool, numbers: list[int], grace: float, ends: bool) -> tuple[int, bool]:
+def asked_of(
+    folder: str, arm: bool, numbers: list[int], grace: float, ends: bool
+) -> tuple[int, bool]:
     os.environ[CONTROL] = folder
     stop, arrived = StopSignal(0, 0, grace), []
     act = stop._arrived
@@ -195,7 +226,8 @@ def asked_of(folder: str, arm: bool, numbers: list[int], grace: float, ends: boo
         stop.arm()
     for count, number in enumerate(numbers, 1):
         os.kill(os.getpid(), number)
-        wait_until(lambda count=count: len(arrived) == count)  # on a thread of its own, whenever that gets its turn
+        # On a thread of its own, whenever that gets its turn
+        wait_until(lambda count=count: len(arrived) == count)
     if ends:
         time.sleep(60.0)  # it is ended meanwhile
     return int(stop.asked), (Path(folder) / "training").exists()
@@ -212,17 +244,34 @@ def asked_of(folder: str, arm: bool, numbers: list[int], grace: float, ends: boo
         (False, [signal.SIGTERM], 30.0, 128 + signal.SIGTERM),  # nothing to save yet
     ],
 )
-def test_what_a_signal_asks_of_a_rank(tmp_path: Path, arm: bool, numbers: list[int], grace: float, found: Any) -> None:
+def test_what_a_signal_asks_of_a_rank(
+    tmp_path: Path, arm: bool, numbers: list[int], grace: float, found: Any
+) -> None:
     ends = not isinstance(found, tuple)
-    (outcome,) = outcomes_of(1, asked_of, str(tmp_path), arm, numbers, grace, ends, process_group=False)
+    (outcome,) = outcomes_of(
+        1, asked_of, str(tmp_path), arm, numbers, grace, ends, process_group=False
+    )
     assert (outcome.value if outcome.value is not None else outcome.exitcode) == found, outcome
 
 
 def ends_in_time(folder: str) -> int:
     """A rank that a launcher started 100 s ago; returns its exit status."""
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(a_free_port()), STARTED: str(time.time() - 100)})
+    os.environ.update(
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(a_free_port()),
+            STARTED: str(time.time() - 100),
+        }
+    )
     sys.stdout = Path(folder, "said").open("w")  # noqa: SIM115, the process's own to its end
-    given = {"model": "small_lm:plain", "output": f"{folder}/run", "save_every": None, "save_before": "107s", "json": True, "steps": 10**6}
+    given = {
+        "model": "small_lm:plain",
+        "output": f"{folder}/run",
+        "save_every": None,
+        "save_before": "107s",
+        "json": True,
+        "steps": 10**6,
+    }
     return run_rank(resolve({**JOB, **given}))
 
 
@@ -230,8 +279,16 @@ def test_save_before_ends_a_run_by_itself_with_a_checkpoint_and_status_0(tmp_pat
     (outcome,) = outcomes_of(1, ends_in_time, str(tmp_path), process_group=False)
     done = json.loads((tmp_path / "said").read_text().splitlines()[-1])
     assert outcome.value == 0, outcome
-    assert done["event"] == "done" and done["stopped"] and done["why"] == "--save-before" and 0 < done["steps"] < 10**6, done
-    assert Path(done["checkpoint"]).name == f"step-{done['steps']:08d}" and Path(done["checkpoint"]).is_dir()
+    assert (
+        done["event"] == "done"
+        and done["stopped"]
+        and done["why"] == "--save-before"
+        and 0 < done["steps"] < 10**6
+    ), done
+    assert (
+        Path(done["checkpoint"]).name == f"step-{done['steps']:08d}"
+        and Path(done["checkpoint"]).is_dir()
+    )
 
 
 def test_one_rank_of_a_machine_speaks_and_the_next_start_may_speak_again(tmp_path: Path) -> None:
@@ -246,13 +303,21 @@ def test_one_rank_of_a_machine_speaks_and_the_next_start_may_speak_again(tmp_pat
     assert speaking("a") == [True, False] and speaking("b") == [True, False]
 
 
-# -- which rank ----------------------------------------------------------------------------------------------------------------
+# -- which rank ------------------------------------------------------------------------------------
 
 
 def one_rank_is_slow_then_wrong(output: str) -> tuple[list[str], list[Row], str]:
-    """On one of two ranks: rank 1 sleeps in each forward pass, and puts out a NaN in the last step."""
+    """On one of two ranks: rank 1 sleeps in each forward pass, and puts out a NaN in the last
+    step.
+    """
     ranks = this_rank()
-    run = prepare(resolve({**JOB, "output": output, "stage": "3", "model": "small_lm:plain", "units": "Block"}), ranks, lambda line: None)
+    run = prepare(
+        resolve(
+            {**JOB, "output": output, "stage": "3", "model": "small_lm:plain", "units": "Block"}
+        ),
+        ranks,
+        lambda line: None,
+    )
     rows: list[Row] = []
     alerts: list[str] = []
 
@@ -270,20 +335,38 @@ def one_rank_is_slow_then_wrong(output: str) -> tuple[list[str], list[Row], str]
     return alerts, rows, ""
 
 
-def test_the_rank_that_is_slow_and_the_rank_that_went_wrong_are_named_on_every_rank(tmp_path: Path) -> None:
+def test_the_rank_that_is_slow_and_the_rank_that_went_wrong_are_named_on_every_rank(
+    tmp_path: Path,
+) -> None:
     for alerts, rows, error in run_ranks(2, one_rank_is_slow_then_wrong, str(tmp_path)):
         assert len(alerts) == 1 and "rank 1 is slow" in alerts[0], alerts
         assert rows[-1]["slow_rank"] == 1 and rows[-1]["own_ms"][1] > rows[-1]["own_ms"][0]
-        assert f"the loss at step {WINDOW + 3} is nan" in error and "unit 'blocks.1', on rank 1 in micro-batch 1" in error, error
+        assert (
+            f"the loss at step {WINDOW + 3} is nan" in error
+            and "unit 'blocks.1', on rank 1 in micro-batch 1" in error
+        ), error
 
 
 def goes_back(ranks: Ranks | None, output: str) -> tuple[list[int], list[float], list[bool]]:
-    """(steps gone back to, losses, whether a save was under way when it went wrong): the last rank puts out NaN once, behind a save."""
+    """(steps gone back to, losses, whether a save was under way when it went wrong): the last rank
+    puts out NaN once, behind a save.
+    """
     from onefold.checkpoint import saving
 
     ranks = ranks or this_rank()
-    given = {"output": output, "model": "small_lm:plain", "units": "Block", "on_nonfinite": "rollback", "save_every": 4, "steps": 12}
-    run = prepare(resolve({**JOB, **given, "stage": 3 if ranks.world_size > 1 else 0}), ranks, lambda line: None)
+    given = {
+        "output": output,
+        "model": "small_lm:plain",
+        "units": "Block",
+        "on_nonfinite": "rollback",
+        "save_every": 4,
+        "steps": 12,
+    }
+    run = prepare(
+        resolve({**JOB, **given, "stage": 3 if ranks.world_size > 1 else 0}),
+        ranks,
+        lambda line: None,
+    )
     keeper, write = Keeper(run, Path(output), Reporter(), begun=time.time()), saving.write_tensors
     rows: list[Row] = []
     went_back: list[int] = []
@@ -312,9 +395,13 @@ def goes_back(ranks: Ranks | None, output: str) -> tuple[list[int], list[float],
     return went_back, [row["loss"] for row in rows], under_way
 
 
-def test_all_ranks_go_back_together_to_a_checkpoint_that_is_still_being_written(tmp_path: Path) -> None:
+def test_all_ranks_go_back_together_to_a_checkpoint_that_is_still_being_written(
+    tmp_path: Path,
+) -> None:
     one = goes_back(alone(), str(tmp_path / "one"))
     first, second = run_ranks(2, goes_back, None, str(tmp_path / "two"))
-    assert one[2][0] and second[2][0] and first[2] == [], "the save behind step 8 was under way in step 9"
+    assert one[2][0] and second[2][0] and first[2] == [], (
+        "the save behind step 8 was under way in step 9"
+    )
     assert one[0] == first[0] == second[0] == [8]
     assert len(first[1]) == 12 and first[1] == second[1] == pytest.approx(one[1], rel=1e-5)

@@ -1,4 +1,6 @@
-"""Where state rests, in the words of `onefold train`: read from a command line or a file, refused in a sentence, told at the start."""
+"""Where state rests, in the words of `onefold train`: read from a command line or a file, refused
+in a sentence, told at the start.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ APART = {"offload_optimizer": "nvme", "offload_gradients": "cpu", **NVME}
         ({"offload_optimizer": 6_000_000_000}, {"offload_optimizer": 6_000_000_000}),
         ({"offload_optimizer": "nvme", **NVME}, {"offload_optimizer": "nvme", **NVME}),
         ({"offload_optimizer": "nvme:0.6", **NVME}, {"offload_optimizer": ("nvme", 0.6), **NVME}),
-        ({"offload_optimizer": "nvme:6GiB", **NVME}, {"offload_optimizer": ("nvme", "6GiB"), **NVME}),
+        (
+            {"offload_optimizer": "nvme:6GiB", **NVME},
+            {"offload_optimizer": ("nvme", "6GiB"), **NVME},
+        ),
         ({"offload_optimizer": "cpu:0.25"}, {"offload_optimizer": ("cpu", 0.25)}),
-        ({"offload_optimizer": "cpu", "offload_param": "cpu"}, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+        (
+            {"offload_optimizer": "cpu", "offload_param": "cpu"},
+            {"offload_optimizer": "cpu", "offload_param": "cpu"},
+        ),
         ({"offload_param": "none"}, {}),
         (APART, APART),
         ({"offload_activations": "8GB"}, {"offload_activations": "8GB"}),
@@ -48,21 +56,41 @@ APART = {"offload_optimizer": "nvme", "offload_gradients": "cpu", **NVME}
         ({"nvme": "/a"}, {"nvme": ["/a"]}),
         ({"nvme": []}, {}),
         ({"moments": "int8"}, {"moments": "int8"}),
-        ({"moments": "bf16", "stochastic_rounding": True}, {"moments": "bf16", "stochastic_rounding": True}),
-        ({"offload_optimizer": "cpu", "step_in_backward": True, "clip": 0}, {"offload_optimizer": "cpu", "step_in_backward": True}),
+        (
+            {"moments": "bf16", "stochastic_rounding": True},
+            {"moments": "bf16", "stochastic_rounding": True},
+        ),
+        (
+            {"offload_optimizer": "cpu", "step_in_backward": True, "clip": 0},
+            {"offload_optimizer": "cpu", "step_in_backward": True},
+        ),
     ],
     ids=repr,
 )
-def test_words_become_arguments_that_a_recipe_takes(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_words_become_arguments_that_a_recipe_takes(
+    given: dict[str, Any], expected: dict[str, Any]
+) -> None:
     config = resolve(given)
     assert tier_arguments(config) == expected
     assert config.recipe(3) == Recipe.zero(3, precision="fp32", **expected)
 
 
 def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("offload-optimizer: nvme:0.6\nnvme: [/a, /b]\ntile: 268435456\noffload_activations: true\n")
-    (tmp_path / "a.toml").write_text('offload-optimizer = "nvme:0.6"\nnvme = ["/a", "/b"]\ntile = 268435456\noffload_activations = true\n')
-    line = resolve({"offload_optimizer": "nvme:0.6", "nvme": ["/a", "/b"], "tile": "268435456", "offload_activations": "cpu"})
+    (tmp_path / "a.yaml").write_text(
+        "offload-optimizer: nvme:0.6\nnvme: [/a, /b]\ntile: 268435456\noffload_activations: true\n"
+    )
+    (tmp_path / "a.toml").write_text(
+        'offload-optimizer = "nvme:0.6"\nnvme = ["/a", "/b"]\ntile = 268435456\noffload_activations'
+        " = true\n"
+    )
+    line = resolve(
+        {
+            "offload_optimizer": "nvme:0.6",
+            "nvme": ["/a", "/b"],
+            "tile": "268435456",
+            "offload_activations": "cpu",
+        }
+    )
     assert resolve({}, tmp_path / "a.yaml") == resolve({}, tmp_path / "a.toml") == line
     write_config(line, tmp_path, {"stage": 1, "ranks": 2, "steps": 12, "global_batch": 8})
     assert tier_arguments(resolve({}, tmp_path / "train.yaml")) == tier_arguments(line)
@@ -73,7 +101,10 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
     ("given", "words"),
     [
         ({"offload_optimizer": "nvme"}, "the recipe keeps state on NVMe but names no folder"),
-        ({"offload_param": "cpu", "offload_optimizer": "cpu", "stage": "2"}, "Shard the parameters (stage 3)"),
+        (
+            {"offload_param": "cpu", "offload_optimizer": "cpu", "stage": "2"},
+            "Shard the parameters (stage 3)",
+        ),
         ({"offload_param": "nvme", **NVME}, "give offload_optimizer='nvme' too"),
         ({"offload_gradients": "cpu"}, "gradients go where the states are stepped"),
         ({"offload_optimizer": "fast"}, "offload_optimizer='fast': expected a number of bytes"),
@@ -85,9 +116,23 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
         ({"offload_activations": "8XB"}, "offload_activations='8XB': expected a number of bytes"),
         ({"tile": "0"}, "tile='0': expected more than 0 bytes"),
         ({"step_in_backward": True}, "offload_optimizer says where they are"),
-        ({"step_in_backward": True, "offload_optimizer": "cpu"}, "which --clip 1 looks at: use --clip 0"),
-        ({"step_in_backward": True, "offload_optimizer": "cpu", "clip": 0, "precision": "fp16"}, "--precision fp16 looks at"),
-        ({"step_in_backward": True, "offload_optimizer": "cpu", "clip": 0, "on_nonfinite": "skip"}, "--on-nonfinite skip looks at"),
+        (
+            {"step_in_backward": True, "offload_optimizer": "cpu"},
+            "which --clip 1 looks at: use --clip 0",
+        ),
+        (
+            {"step_in_backward": True, "offload_optimizer": "cpu", "clip": 0, "precision": "fp16"},
+            "--precision fp16 looks at",
+        ),
+        (
+            {
+                "step_in_backward": True,
+                "offload_optimizer": "cpu",
+                "clip": 0,
+                "on_nonfinite": "skip",
+            },
+            "--on-nonfinite skip looks at",
+        ),
         ({"stage": "1", "reduce_at": "micro-batch"}, "use stage 2 or 3"),
     ],
     ids=repr,
@@ -109,13 +154,27 @@ def test_a_folder_that_is_not_there_is_told_before_anything_starts(tmp_path: Pat
     [
         ({}, ""),
         ({"offload_optimizer": "cpu"}, "gradients and optimizer states on the host"),
-        ({"offload_optimizer": 0.6}, "gradients and optimizer states on the host, of 60% of the model"),
-        ({"offload_optimizer": ("nvme", 1 << 30), "nvme": "/a"}, "gradients and optimizer states on NVMe, of up to 1 GiB of states a rank"),
         (
-            {"offload_optimizer": "nvme", "offload_gradients": "cpu", "offload_param": "nvme", "nvme": "/a"},
+            {"offload_optimizer": 0.6},
+            "gradients and optimizer states on the host, of 60% of the model",
+        ),
+        (
+            {"offload_optimizer": ("nvme", 1 << 30), "nvme": "/a"},
+            "gradients and optimizer states on NVMe, of up to 1 GiB of states a rank",
+        ),
+        (
+            {
+                "offload_optimizer": "nvme",
+                "offload_gradients": "cpu",
+                "offload_param": "nvme",
+                "nvme": "/a",
+            },
             "gradients on the host, parameters and optimizer states on NVMe",
         ),
-        ({"offload_activations": True, "tile": 1 << 20}, "activations on the host, weights above 1 MiB in tiles"),
+        (
+            {"offload_activations": True, "tile": 1 << 20},
+            "activations on the host, weights above 1 MiB in tiles",
+        ),
         ({"offload_activations": 1 << 30}, "activations on the host up to 1 GiB"),
     ],
     ids=repr,
@@ -126,23 +185,43 @@ def test_what_rests_elsewhere_is_a_sentence(options: dict[str, Any], said: str) 
 
 def prepared(tmp_path: Path, **given: Any) -> Run:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    plain = {"model": "llama:tiny", "tokenizer": "bytes", "data": str(tmp_path / "text.txt"), "seq": 32, "steps": 1, "eval_every": 0}
+    plain = {
+        "model": "llama:tiny",
+        "tokenizer": "bytes",
+        "data": str(tmp_path / "text.txt"),
+        "seq": 32,
+        "steps": 1,
+        "eval_every": 0,
+    }
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
     return prepare(resolve({**plain, **given}), alone, lambda line: None)
 
 
 def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> None:
     run = prepared(tmp_path, offload_optimizer="nvme", offload_param="nvme", nvme=[str(tmp_path)])
-    assert run.choice.stage == 3 and run.recipe.optimizer.tier is run.recipe.parameters.tier is Tier.NVME
+    assert (
+        run.choice.stage == 3
+        and run.recipe.optimizer.tier is run.recipe.parameters.tier is Tier.NVME
+    )
     facts = describe(run)
     assert facts["tiers"] == {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
     assert facts["off_the_device"] == "parameters, gradients and optimizer states on NVMe"
-    assert "nvme" in facts["recipe"] and "on NVMe" in facts["reason"] and facts["predicted"]["nvme"] > 0
+    assert (
+        "nvme" in facts["recipe"]
+        and "on NVMe" in facts["reason"]
+        and facts["predicted"]["nvme"] > 0
+    )
     engine = onefold.engine_of(run.model)
-    assert engine.on_disk and abs(sum(engine.transfers.disk.now().values()) - facts["predicted"]["nvme"]) < facts["predicted"]["nvme"]
+    assert (
+        engine.on_disk
+        and abs(sum(engine.transfers.disk.now().values()) - facts["predicted"]["nvme"])
+        < facts["predicted"]["nvme"]
+    )
 
 
-def test_a_disk_without_room_is_a_sentence_and_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_a_sentence_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from onefold.offload import preflight
     from onefold.offload.nvme import TierError
 
@@ -160,6 +239,8 @@ def test_tiles_are_decayed_as_the_weights_they_are_cut_from(tmp_path: Path) -> N
         return sum(p.numel() for p in group["params"])
 
     whole, tiled = prepared(tmp_path), prepared(tmp_path, tile="4KB")
-    assert sum(p.numel() for p in tiled.model.parameters()) == sum(p.numel() for p in whole.model.parameters())
+    assert sum(p.numel() for p in tiled.model.parameters()) == sum(
+        p.numel() for p in whole.model.parameters()
+    )
     assert len(list(tiled.model.parameters())) > len(list(whole.model.parameters()))
     assert without_decay(tiled) == without_decay(whole)

@@ -1,4 +1,6 @@
-"""Groups and codecs in the words of `onefold train`: read, refused, told, kept over a resume, and seen in what the run leaves."""
+"""Groups and codecs in the words of `onefold train`: read, refused, told, kept over a resume, and
+seen in what the run leaves.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,20 @@ ALL = {"second_copy": True, **CODECS, "error_feedback": True, "wire_rounding": "
         ({"group": 2}, {"group": 2}),
         ({"group": "node"}, {"group": "node"}),
         ({"group": "flat"}, {"group": "flat"}),
-        ({"group": "none", "gather_codec": "none", "frozen": "none", "wire_rounding": "nearest", "second_copy": False}, {}),
-        ({"shard_group": "4", "optimizer_over": "all"}, {"shard_group": 4, "optimizer_over": "all"}),
+        (
+            {
+                "group": "none",
+                "gather_codec": "none",
+                "frozen": "none",
+                "wire_rounding": "nearest",
+                "second_copy": False,
+            },
+            {},
+        ),
+        (
+            {"shard_group": "4", "optimizer_over": "all"},
+            {"shard_group": 4, "optimizer_over": "all"},
+        ),
         (ALL, ALL),
         ({"frozen": "nf4"}, {"frozen": "nf4"}),
         ({"reduce": "native"}, {"reduce": "native"}),
@@ -57,16 +71,22 @@ ALL = {"second_copy": True, **CODECS, "error_feedback": True, "wire_rounding": "
     ],
     ids=repr,
 )
-def test_words_become_arguments_that_a_recipe_takes(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_words_become_arguments_that_a_recipe_takes(
+    given: dict[str, Any], expected: dict[str, Any]
+) -> None:
     config = resolve(given)
     assert wire_arguments(config) == expected
     assert config.recipe(3) == Recipe.zero(3, precision="fp32", **expected)
 
 
 def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("group: 2\nsecond-copy: true\ngather-codec: int8\nreduce_codec: int4\nwire-rounding: stochastic\n")
+    (tmp_path / "a.yaml").write_text(
+        "group: 2\nsecond-copy: true\ngather-codec: int8\nreduce_codec: int4\nwire-rounding:"
+        " stochastic\n"
+    )
     (tmp_path / "a.toml").write_text(
-        'group = 2\nsecond-copy = true\ngather-codec = "int8"\nreduce_codec = "int4"\nwire-rounding = "stochastic"\n'
+        'group = 2\nsecond-copy = true\ngather-codec = "int8"\nreduce_codec = "int4"\nwire-rounding'
+        ' = "stochastic"\n'
     )
     line = resolve({"group": "2", "second_copy": True, **CODECS, "wire_rounding": "stochastic"})
     assert resolve({}, tmp_path / "a.yaml") == resolve({}, tmp_path / "a.toml") == line
@@ -84,15 +104,27 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"group": "nodes"}, "--group 'nodes': expected node, flat, or a number of ranks, 1 or more"),
+        (
+            {"group": "nodes"},
+            "--group 'nodes': expected node, flat, or a number of ranks, 1 or more",
+        ),
         ({"shard_group": 0}, "--shard-group 0: expected node, or a number of ranks"),
         ({"shard_group": True}, "--shard-group True: expected node"),
         ({"shard_group": "flat"}, "--shard-group 'flat': expected node, or a number of ranks"),
-        ({"group": "flat", "second_copy": True}, "the recipe says group='flat': give group='node' or a number of ranks"),
-        ({"gather_codec": "int9"}, "--gather-codec 'int9': input should be 'none', 'int8', 'fp8' or 'int4'"),
+        (
+            {"group": "flat", "second_copy": True},
+            "the recipe says group='flat': give group='node' or a number of ranks",
+        ),
+        (
+            {"gather_codec": "int9"},
+            "--gather-codec 'int9': input should be 'none', 'int8', 'fp8' or 'int4'",
+        ),
         ({"reduce_codec": "nf4"}, "--reduce-codec 'nf4': input should be"),
         ({"stage": "1", "second_copy": True}, "needs sharded parameters: stage 3"),
-        ({"stage": "2", "gather_codec": "int8"}, "parameters that are kept whole are gathered in full; use stage 3"),
+        (
+            {"stage": "2", "gather_codec": "int8"},
+            "parameters that are kept whole are gathered in full; use stage 3",
+        ),
         ({"stage": "0", "reduce_codec": "int4"}, "use stage 1, 2 or 3"),
         ({"stage": "0", "shard_group": "node"}, "at stage 0 nothing is divided"),
         ({"stage": "1", "frozen": "nf4"}, "use stage 3"),
@@ -101,7 +133,10 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
         ({"optimizer_over": "all"}, "needs a shard_group"),
         ({"shard_group": 2, "second_copy": True}, "divided inside the group already"),
         ({"shard_group": 2, "group": 4}, "they are the same groups; give one of them"),
-        ({"frozen": "int8", "offload_param": "cpu", "offload_optimizer": "cpu"}, "leave one of them out"),
+        (
+            {"frozen": "int8", "offload_param": "cpu", "offload_optimizer": "cpu"},
+            "leave one of them out",
+        ),
     ],
     ids=repr,
 )
@@ -112,29 +147,52 @@ def test_what_cannot_be_is_told_before_anything_starts(given: dict[str, Any], wo
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "ranks", "fitting"), [("group", 3, 4, "1, 2, 4"), ("shard_group", 8, 4, "1, 2, 4"), ("group", 2, 1, "1")]
+    ("name", "size", "ranks", "fitting"),
+    [("group", 3, 4, "1, 2, 4"), ("shard_group", 8, 4, "1, 2, 4"), ("group", 2, 1, "1")],
 )
-def test_groups_that_do_not_divide_the_ranks_are_told_with_those_that_do(name: str, size: int, ranks: int, fitting: str) -> None:
-    with pytest.raises(TrainError, match=rf"--{name.replace('_', '-')} {size}: groups of {size} .*choose a size of {fitting}\."):
+def test_groups_that_do_not_divide_the_ranks_are_told_with_those_that_do(
+    name: str, size: int, ranks: int, fitting: str
+) -> None:
+    with pytest.raises(
+        TrainError,
+        match=(
+            rf"--{name.replace('_', '-')} {size}: groups of {size} .*choose a size of {fitting}\."
+        ),
+    ):
         refuse_groups(resolve({name: size}), ranks)
     refuse_groups(resolve({name: int(fitting[-1])}), ranks)
 
 
 def test_the_command_refuses_groups_before_it_starts_any_rank() -> None:
-    done = CliRunner().invoke(app, ["train", "--model", "llama:tiny", "--nproc", "4", "--device", "cpu", "--group", "3"])
-    assert done.exit_code == 2 and "--group 3: groups of 3 ranks do not divide 4 ranks" in done.output and "Traceback" not in done.output
+    done = CliRunner().invoke(
+        app, ["train", "--model", "llama:tiny", "--nproc", "4", "--device", "cpu", "--group", "3"]
+    )
+    assert (
+        done.exit_code == 2
+        and "--group 3: groups of 3 ranks do not divide 4 ranks" in done.output
+        and "Traceback" not in done.output
+    )
 
 
 def job(folder: Path, **more: Any) -> dict[str, Any]:
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(TEXT)
-    given = {"model": "small_lm:plain", "data": str(text), "output": str(folder / "run"), "steps": 2, "seq": 32, "stage": "auto"}
+    given = {
+        "model": "small_lm:plain",
+        "data": str(text),
+        "output": str(folder / "run"),
+        "steps": 2,
+        "seq": 32,
+        "stage": "auto",
+    }
     return {**JOB, "save_every": None, "micro_batch": 1, **given, **more}
 
 
 def ran(ranks: Ranks, options: dict[str, Any]) -> tuple[Run, list[Row], list[str]]:
-    """(the run, its rows, what was said of going on) of a run in this process, its files left in the output folder."""
+    """(the run, its rows, what was said of going on) of a run in this process, its files left in
+    the output folder.
+    """
     config = resolve(options)
     folder, rows = Path(options["output"]), list[Row]()
     point = resume.find(config, restarted=False)
@@ -148,13 +206,21 @@ def ran(ranks: Ranks, options: dict[str, Any]) -> tuple[Run, list[Row], list[str
 
 
 def every_way(folder: str) -> dict[str, Any]:
-    """On one of four ranks, two to a node: what rows and notes say of runs with groups and codecs."""
+    """On one of four ranks, two to a node: what rows and notes say of runs with groups and
+    codecs.
+    """
     os.environ |= {"LOCAL_WORLD_SIZE": "4"}
     ranks, root, found = this_rank(), Path(folder), dict[str, Any]()
 
     def one(name: str, **options: Any) -> None:
         run, rows, said = ran(ranks, job(root, **{"output": str(root / name), **options}))
-        wanted = ("loss", "wire_bytes", "wire_bytes_total", "wire_bytes_between", "wire_bytes_plain")
+        wanted = (
+            "loss",
+            "wire_bytes",
+            "wire_bytes_total",
+            "wire_bytes_between",
+            "wire_bytes_plain",
+        )
         wanted += ("wire_bytes_between_total", "wire_bytes_plain_total")
         facts = describe(run)
         found[name] = {
@@ -189,7 +255,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return folder, run_ranks(4, every_way, str(folder))
 
 
-def test_rows_say_what_went_between_nodes_and_what_it_would_be_without_codecs(seen: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_rows_say_what_went_between_nodes_and_what_it_would_be_without_codecs(
+    seen: tuple[Path, list[dict[str, Any]]],
+) -> None:
     for rank in seen[1]:
         alike = {"loss", "wire_bytes", "wire_bytes_total"}
         across = {"wire_bytes_between", "wire_bytes_between_total"}
@@ -202,11 +270,20 @@ def test_rows_say_what_went_between_nodes_and_what_it_would_be_without_codecs(se
         ):
             assert all(set(row) == keys for row in rank[name]["rows"]), (name, rank[name]["rows"])
         for plain, encoded in zip(rank["plain"]["rows"], rank["encoded"]["rows"], strict=True):
-            assert encoded["wire_bytes_plain"] == plain["wire_bytes"], "what would have been sent is what was, without codecs"
-            assert encoded["wire_bytes"] < 0.5 * plain["wire_bytes"] and encoded["wire_bytes_between"] < 0.5 * plain["wire_bytes_between"]
+            assert encoded["wire_bytes_plain"] == plain["wire_bytes"], (
+                "what would have been sent is what was, without codecs"
+            )
+            assert (
+                encoded["wire_bytes"] < 0.5 * plain["wire_bytes"]
+                and encoded["wire_bytes_between"] < 0.5 * plain["wire_bytes_between"]
+            )
             assert 0 < plain["wire_bytes_between"] < plain["wire_bytes"]
             assert abs(encoded["loss"] - plain["loss"]) < 0.05 * plain["loss"]
-        assert rank["one node"]["borders"] == "" and rank["two groups"]["borders"] == "2 groups" and rank["plain"]["borders"] == "2 nodes"
+        assert (
+            rank["one node"]["borders"] == ""
+            and rank["two groups"]["borders"] == "2 groups"
+            and rank["plain"]["borders"] == "2 nodes"
+        )
 
 
 def test_nodes_are_groups_by_themselves_and_flat_sends_as_many_times_the_bytes_between_them_as_they_have_ranks(
@@ -214,19 +291,26 @@ def test_nodes_are_groups_by_themselves_and_flat_sends_as_many_times_the_bytes_b
 ) -> None:
     for rank in seen[1]:
         for two_levels, flat in zip(rank["by itself"]["rows"], rank["flat"]["rows"], strict=True):
-            assert two_levels["wire_bytes"] == flat["wire_bytes"] and 2 * two_levels["wire_bytes_between"] == flat["wire_bytes_between"]
+            assert (
+                two_levels["wire_bytes"] == flat["wire_bytes"]
+                and 2 * two_levels["wire_bytes_between"] == flat["wire_bytes_between"]
+            )
             assert abs(two_levels["loss"] - flat["loss"]) < 1e-4 * flat["loss"]
         assert rank["by itself"]["wires"] == {} and rank["flat"]["wires"] == {"group": "flat"}
 
 
-def test_stage_auto_takes_one_that_the_options_can_be_with(seen: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_stage_auto_takes_one_that_the_options_can_be_with(
+    seen: tuple[Path, list[dict[str, Any]]],
+) -> None:
     found = seen[1][0]
     assert found["one node"]["stage"] == 1 and found["encoded"]["stage"] == 3
     assert found["encoded"]["reason"].startswith("stage 3")
     assert found["encoded"]["wires"] == {"second_copy": True, **CODECS}
 
 
-def test_a_run_goes_on_over_other_groups_and_with_other_codecs_and_says_so(seen: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_run_goes_on_over_other_groups_and_with_other_codecs_and_says_so(
+    seen: tuple[Path, list[dict[str, Any]]],
+) -> None:
     for rank in seen[1]:
         before = rank["encoded"]["rows"][-1]
         said = "\n".join(rank["goes on"]["said"])
@@ -246,55 +330,114 @@ def test_a_run_goes_on_over_other_groups_and_with_other_codecs_and_says_so(seen:
         assert "wire_bytes_plain" in rank["goes on encoded"]["rows"][0]
 
 
-def test_what_cannot_be_on_these_ranks_or_with_this_model_is_a_sentence(seen: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_what_cannot_be_on_these_ranks_or_with_this_model_is_a_sentence(
+    seen: tuple[Path, list[dict[str, Any]]],
+) -> None:
     for rank in seen[1]:
-        assert rank["of three"] == "--group 3: groups of 3 ranks do not divide 4 ranks: choose a size of 1, 2, 4."
-        assert "every parameter of small_lm:plain is trained" in rank["nothing is frozen"] and "module:factory" in rank["nothing is frozen"]
+        assert (
+            rank["of three"]
+            == "--group 3: groups of 3 ranks do not divide 4 ranks: choose a size of 1, 2, 4."
+        )
+        assert (
+            "every parameter of small_lm:plain is trained" in rank["nothing is frozen"]
+            and "module:factory" in rank["nothing is frozen"]
+        )
 
 
-def test_the_files_of_a_run_hold_bytes_inside_and_between_encoded_and_plain(seen: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_the_files_of_a_run_hold_bytes_inside_and_between_encoded_and_plain(
+    seen: tuple[Path, list[dict[str, Any]]],
+) -> None:
     runs = {name: read_observed(seen[0] / name) for name in ("plain", "encoded")}
     for plain, encoded in zip(runs["plain"].ranks, runs["encoded"].ranks, strict=True):
         assert set(encoded.wire) == set(plain.wire) == {"all-gather", "reduce-scatter"}
         for move, sent in encoded.wire.items():
             without = plain.wire[move]
-            assert (sent.plain, sent.plain_between) == (without.nbytes, without.between), (move, sent, without)
+            assert (sent.plain, sent.plain_between) == (without.nbytes, without.between), (
+                move,
+                sent,
+                without,
+            )
             assert without.plain == without.nbytes and sent.between < sent.nbytes < sent.plain
         for rank in (plain, encoded):
             assert rank.measured.wire == {move: sent.nbytes for move, sent in rank.wire.items()}
-            assert rank.measured.links["between"] == sum(sent.between for sent in rank.wire.values())
+            assert rank.measured.links["between"] == sum(
+                sent.between for sent in rank.wire.values()
+            )
             assert sum(rank.measured.links.values()) == rank.measured.wire_bytes
-            assert rank.step is not None and rank.step.borders == "2 nodes" and rank.step.sent() == rank.wire
+            assert (
+                rank.step is not None
+                and rank.step.borders == "2 nodes"
+                and rank.step.sent() == rank.wire
+            )
     for name, borders in (("one node", ""), ("two groups", "2 groups")):
         for rank in read_observed(seen[0] / name).ranks:
-            assert set(rank.measured.links) == {"inside"} and rank.step is not None and rank.step.borders == borders
+            assert (
+                set(rank.measured.links) == {"inside"}
+                and rank.step is not None
+                and rank.step.borders == borders
+            )
     rows = {row.state: row for row in runs["encoded"].recipe}
-    assert rows["parameters"].placement == "sharded in each group" and rows["parameters"].wire == "float32 as int8"
+    assert (
+        rows["parameters"].placement == "sharded in each group"
+        and rows["parameters"].wire == "float32 as int8"
+    )
     assert rows["gradients"].wire == "float32 as int4" and rows["gradients"].placement == "sharded"
     own = json.loads((seen[0] / "encoded" / "observed-rank2.json").read_text())
     assert own["wire"]["all-gather"] == asdict(runs["encoded"].ranks[2].wire["all-gather"])
 
 
-def test_the_report_shows_what_went_where_and_nothing_of_it_for_one_node_without_codecs(seen: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_the_report_shows_what_went_where_and_nothing_of_it_for_one_node_without_codecs(
+    seen: tuple[Path, list[dict[str, Any]]],
+) -> None:
     pytest.importorskip("plotly", reason="plotly is not installed")
-    reports = {name: build(seen[0] / name) for name in ("one node", "two groups", "plain", "encoded")}
-    assert "wires" not in reports["one node"].tables and "between" not in reports["one node"].said["traffic"]
-    assert [line.name for line in reports["two groups"].tables["wires"]][-2:] == ["all", "all, between groups"]
+    reports = {
+        name: build(seen[0] / name) for name in ("one node", "two groups", "plain", "encoded")
+    }
+    assert (
+        "wires" not in reports["one node"].tables
+        and "between" not in reports["one node"].said["traffic"]
+    )
+    assert [line.name for line in reports["two groups"].tables["wires"]][-2:] == [
+        "all",
+        "all, between groups",
+    ]
     assert all(line.plain == "" for line in reports["plain"].tables["wires"])
     assert "without codecs" not in render(reports["plain"])
     lines = {line.name: line for line in reports["encoded"].tables["wires"]}
-    assert set(lines) == {f"{move}{where}" for move in ("all-gather", "reduce-scatter", "all") for where in ("", ", between nodes")}
-    assert lines["all"].plain == next(line.sent for line in reports["plain"].tables["wires"] if line.name == "all")
-    assert float(lines["all-gather"].ratio) > 2 and float(lines["reduce-scatter, between nodes"].ratio) > 3
+    assert set(lines) == {
+        f"{move}{where}"
+        for move in ("all-gather", "reduce-scatter", "all")
+        for where in ("", ", between nodes")
+    }
+    assert lines["all"].plain == next(
+        line.sent for line in reports["plain"].tables["wires"] if line.name == "all"
+    )
+    assert (
+        float(lines["all-gather"].ratio) > 2
+        and float(lines["reduce-scatter, between nodes"].ratio) > 3
+    )
     page = render(reports["encoded"])
-    assert "go to another of the 2 nodes" in page and "<td>float32 as int8</td>" in page and ">times as much</th>" in page
+    assert (
+        "go to another of the 2 nodes" in page
+        and "<td>float32 as int8</td>" in page
+        and ">times as much</th>" in page
+    )
     tile = next(tile for tile in reports["encoded"].tiles if tile.label == "Sent in a step")
     assert "between nodes" in tile.note and "without codecs" in tile.note
-    assert "sent between nodes" in {spread.name for spread in reports["encoded"].tables["imbalance"]}
+    assert "sent between nodes" in {
+        spread.name for spread in reports["encoded"].tables["imbalance"]
+    }
 
 
 def test_lines_and_the_closing_sentence_name_nodes_and_codecs_where_there_are_any() -> None:
-    plain = {"step": 1, "loss": 1.0, "tokens_per_s": 1.0, "memory": 1, "memory_peak": 1, "wire_bytes": 3 << 20}
+    plain = {
+        "step": 1,
+        "loss": 1.0,
+        "tokens_per_s": 1.0,
+        "memory": 1,
+        "memory_peak": 1,
+        "wire_bytes": 3 << 20,
+    }
     row = {**plain, "wire_bytes_between": 1 << 20, "wire_bytes_plain": 9 << 20}
     assert of_the_wire(plain, "") == ""
     assert of_the_wire(row, "2 nodes") == " (1 MiB between nodes, 9 MiB without codecs)"
@@ -312,18 +455,31 @@ def test_lines_and_the_closing_sentence_name_nodes_and_codecs_where_there_are_an
         "checkpoint": None,
         "metrics": "m",
     }
-    say.done({**closing, "memory_peak": 1, "wire_bytes_total": 3 << 20, "wire_bytes_between_total": 2 << 20})
+    say.done(
+        {
+            **closing,
+            "memory_peak": 1,
+            "wire_bytes_total": 3 << 20,
+            "wire_bytes_between_total": 2 << 20,
+        }
+    )
     assert "wire 3 MiB/step (1 MiB between groups, 9 MiB without codecs)" in out.getvalue()
     assert "3 MiB sent by each rank (2 MiB between groups), peak" in out.getvalue()
 
 
-def test_on_one_rank_codecs_do_nothing_and_the_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_one_rank_codecs_do_nothing_and_the_run_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, coded = (
-        ran(alone(), job(tmp_path, output=str(tmp_path / n), stage="3", precision="bf16", **o))[1] for n, o in (("a", {}), ("b", ALL))
+        ran(alone(), job(tmp_path, output=str(tmp_path / n), stage="3", precision="bf16", **o))[1]
+        for n, o in (("a", {}), ("b", ALL))
     )
     assert [row["loss"] for row in plain] == [row["loss"] for row in coded]
     assert "wire_bytes_plain" not in coded[0]
-    assert "gather_codec='int8' and reduce_codec='int4' and a division inside groups: no effect on one rank" in caplog.text
+    assert (
+        "gather_codec='int8' and reduce_codec='int4' and a division inside groups: no effect on one"
+        " rank" in caplog.text
+    )
     assert set(OPTIONS) <= set(TrainConfig.model_fields)
 
 
@@ -338,7 +494,9 @@ def test_a_run_over_frozen_weights_in_4_bits_goes_on_bit_for_bit(tmp_path: Path)
     given = {"model": f"{__name__}:half_frozen", "stage": "3", "schedule": "constant", "warmup": 0}
     for precision in ("fp32", "bf16"):
         one = {**given, "frozen": "nf4", "precision": precision}
-        at_once, broken_off, going_on = (str(tmp_path / f"{precision}-{name}") for name in ("at-once", "broken-off", "going-on"))
+        at_once, broken_off, going_on = (
+            str(tmp_path / f"{precision}-{name}") for name in ("at-once", "broken-off", "going-on")
+        )
         whole = ran(alone(), job(tmp_path, **one, steps=4, output=at_once))[1]
         ran(alone(), job(tmp_path, **one, steps=2, output=broken_off, save_every=2))
         rest = ran(alone(), job(tmp_path, **one, steps=4, output=going_on, resume=broken_off))[1]
@@ -350,17 +508,35 @@ def with_adapters() -> Any:
     import peft
     import transformers
 
-    shape = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, pad_token_id=256, bos_token_id=256, eos_token_id=256))
+    shape = {
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**shape, pad_token_id=256, bos_token_id=256, eos_token_id=256)
+    )
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     return peft.get_peft_model(model, lora)
 
 
-def test_frozen_weights_rest_in_4_bits_under_adapters_that_are_trained_and_exported(tmp_path: Path) -> None:
+def test_frozen_weights_rest_in_4_bits_under_adapters_that_are_trained_and_exported(
+    tmp_path: Path,
+) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     (tmp_path / "text.txt").write_text(TEXT)
     text = str(tmp_path / "text.txt")
-    given = {"model": f"{__name__}:with_adapters", "tokenizer": "bytes", "data": text, "seq": 32, "steps": 4, "lr": 1e-2, "eval_every": 0}
+    given = {
+        "model": f"{__name__}:with_adapters",
+        "tokenizer": "bytes",
+        "data": text,
+        "seq": 32,
+        "steps": 4,
+        "lr": 1e-2,
+        "eval_every": 0,
+    }
     given |= {"stage": "3", "schedule": "constant", "warmup": 0}
     losses, held = {}, {}
     for frozen in ("none", "nf4"):

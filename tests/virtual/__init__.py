@@ -1,4 +1,5 @@
-"""A virtual accelerator for tests: a torch device named "virtual" whose memory is host memory and whose streams run late and out of order.
+"""A virtual accelerator for tests: a torch device named "virtual" whose memory is host memory and
+whose streams run late and out of order.
 
 Use
     import virtual
@@ -9,48 +10,55 @@ Use
     assert virtual.violations() == []    # each says which two uses no wait orders
     virtual.reset(4)                     # the next schedule: all work is finished, then all that was recorded is forgotten
 
-    A process that has started it is marked for good: torch's accelerator is "virtual" there. A test starts it in a process of its own: in
-    the function that `ranks.run_ranks` runs, or with
+    A process that has started it is marked for good: torch's accelerator is "virtual" there. A test
+    starts it in a process of its own: in the function that `ranks.run_ranks` runs, or with
 
     @virtual.alone                       # runs the test in a process of its own, started with seed 0; skips where it cannot be had;
     def test_copies_are_ordered(): ...   # fails if there are violations at its end
 
 What runs when
-    Every operator on virtual tensors is put on the current stream of its device and returns at once. Nothing runs until the host waits for
-    something (`.item()`, a copy to the host, `synchronize`, ...). Then the operations that are needed run, and others before or between
-    them: the order is any order that streams and events allow, chosen by `seed`. The operations run torch's CPU kernels. So results are
-    those of the CPU to the bit, in any order, unless a wait is missing. `start(seed=None)` runs each operation at once.
-    Random operators take a seed when they are enqueued: results do not depend on the order.
+    Every operator on virtual tensors is put on the current stream of its device and returns at
+    once. Nothing runs until the host waits for something (`.item()`, a copy to the host,
+    `synchronize`, ...). Then the operations that are needed run, and others before or between
+    them: the order is any order that streams and events allow, chosen by `seed`. The operations run
+    torch's CPU kernels. So results are those of the CPU to the bit, in any order, unless a wait is
+    missing. `start(seed=None)` runs each operation at once. Random operators take a seed when they
+    are enqueued: results do not depend on the order.
 
 What is as on CUDA
-    Memory is cached by stream: a freed block goes back at once to the stream that allocated it, and the next allocation there gets it (last
-    in, first out); `record_stream` delays that. An operation that is still to run holds raw pointers only. Pinned memory is read and
-    written when a copy runs, not when it is enqueued; a pinned block that a copy still uses is given to nobody else. A copy from or to
-    pageable memory waits. Mixed devices raise. There are 32 streams in a device's pool, then the first comes again. `event.query()` may say
-    False for a while.
+    Memory is cached by stream: a freed block goes back at once to the stream that allocated it, and
+    the next allocation there gets it (last in, first out); `record_stream` delays that. An
+    operation that is still to run holds raw pointers only. Pinned memory is read and written when a
+    copy runs, not when it is enqueued; a pinned block that a copy still uses is given to nobody
+    else. A copy from or to pageable memory waits. Mixed devices raise. There are 32 streams in a
+    device's pool, then the first comes again. `event.query()` may say False for a while.
 
 What is checked (`start(check=True)`)
-    `violations()`: pairs of operations on overlapping bytes, one of them a write, that no stream order, event or host synchronization
-    orders. Each is a `Violation` with both operations (name, stream, Python stack) and `reused`: whether the memory was freed and allocated
-    again between them. An allocation counts as a use on its stream: another stream has to wait for what that stream did before.
-    Host accesses count, too: CPU operators on pinned memory are seen; numpy, `tolist`, files and C code are told with
-    `host_access(tensor, write=True)`.
+    `violations()`: pairs of operations on overlapping bytes, one of them a write, that no stream
+    order, event or host synchronization orders. Each is a `Violation` with both operations (name,
+    stream, Python stack) and `reused`: whether the memory was freed and allocated again between
+    them. An allocation counts as a use on its stream: another stream has to wait for what that
+    stream did before.
+    Host accesses count, too: CPU operators on pinned memory are seen; numpy, `tolist`, files and C
+    code are told with `host_access(tensor, write=True)`.
     `with allowing_violations() as found:` gives those of its body and forgets them.
 
-    `synchronizations()`: every time that the host waited (or copied from pageable memory), with name and Python stack.
-    `with no_synchronization():` raises at the place instead, in this thread and in backward passes that autograd runs.
-    `with no_synchronization(all_threads=True):` in every thread.
+    `synchronizations()`: every time that the host waited (or copied from pageable memory), with
+    name and Python stack. `with no_synchronization():` raises at the place instead, in this thread
+    and in backward passes that autograd runs. `with no_synchronization(all_threads=True):` in every
+    thread.
 
 For stand-ins of libraries (NCCL, kernels of our own)
     enqueue(stream, function, reads=[...], writes=[...], ready=None, name="all_gather")
-        `function(*cpu_reads, *cpu_writes)` runs when the stream gets there, with CPU tensors over the memory of the given ones. It must not
-        wait for other virtual work or for other ranks. `ready()` is asked when all earlier operations of the stream ran, and again until it
-        returns True. Other work goes on meanwhile, also while no host waits (a background thread sees to that). Its first call may start a
-        transfer.
+        `function(*cpu_reads, *cpu_writes)` runs when the stream gets there, with CPU tensors over
+        the memory of the given ones. It must not wait for other virtual work or for other ranks.
+        `ready()` is asked when all earlier operations of the stream ran, and again until it returns
+        True. Other work goes on meanwhile, also while no host waits (a background thread sees to
+        that). Its first call may start a transfer.
     cpu_alias(tensor): a CPU tensor over the same memory, at once and unchecked.
 
-Others: `name_stream(stream, name)`, `drain()` (runs all that was enqueued; not counted as a synchronization), `pending()` (what is still to
-run, by stream), `executed()`.
+Others: `name_stream(stream, name)`, `drain()` (runs all that was enqueued; not counted as a
+synchronization), `pending()` (what is still to run, by stream), `executed()`.
 """
 
 from __future__ import annotations
@@ -89,7 +97,8 @@ class Use:
         kind: "reads", "writes" or "allocates".
         name: the operator, or the name given to `enqueue` or `host_access`.
         stream: the name of its stream, or "the host".
-        stack: Python's frames outside torch, innermost first, "file:line function" each; empty in a thread without Python frames.
+        stack: Python's frames outside torch, innermost first, "file:line function" each; empty in a
+            thread without Python frames.
         backward: the autograd node that ran it, or "".
     """
 
@@ -101,12 +110,15 @@ class Use:
 
     def __str__(self) -> str:
         where = f" in {self.backward}" if self.backward else ""
-        return f"{self.name} {self.kind} on {self.stream}{where}" + "".join(f"\n    {frame}" for frame in self.stack)
+        return f"{self.name} {self.kind} on {self.stream}{where}" + "".join(
+            f"\n    {frame}" for frame in self.stack
+        )
 
 
 @dataclass(frozen=True)
 class Violation:
-    """Two uses of the same bytes that no wait orders. `reused`: between them the memory was freed and allocated again.
+    """Two uses of the same bytes that no wait orders. `reused`: between them the memory was freed
+    and allocated again.
 
     Attributes:
         bytes: of the second use's range that overlaps.
@@ -120,8 +132,12 @@ class Violation:
     times: int
 
     def __str__(self) -> str:
-        reused = "\n  (the memory was freed and allocated again between them)" if self.reused else ""
-        return f"no wait orders ({self.times} times)\n  {self.first}\n  and\n  {self.second}{reused}"
+        reused = (
+            "\n  (the memory was freed and allocated again between them)" if self.reused else ""
+        )
+        return (
+            f"no wait orders ({self.times} times)\n  {self.first}\n  and\n  {self.second}{reused}"
+        )
 
     def names(self, *words: str) -> bool:
         """Whether every word stands in the report."""
@@ -143,7 +159,11 @@ class Synchronization:
     thread: int
 
     def __str__(self) -> str:
-        return self.name + (f" in {self.backward}" if self.backward else "") + "".join(f"\n    {frame}" for frame in self.stack)
+        return (
+            self.name
+            + (f" in {self.backward}" if self.backward else "")
+            + "".join(f"\n    {frame}" for frame in self.stack)
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- building
@@ -153,7 +173,12 @@ _failure: str | None = None
 
 
 def _compiler() -> str | None:
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    return (
+        os.environ.get("CXX")
+        or shutil.which("g++")
+        or shutil.which("clang++")
+        or shutil.which("c++")
+    )
 
 
 def _flags() -> list[str]:
@@ -169,12 +194,15 @@ def _flags() -> list[str]:
 
 def _built() -> Path:
     """Where the library of this source and this torch is, or will be."""
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join([torch.__version__, *_flags()]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        SOURCE.read_bytes() + " ".join([torch.__version__, *_flags()]).encode()
+    ).hexdigest()[:16]
     return BUILD / f"virtual_device_{key}.so"
 
 
 def _build() -> Path:
-    """The compiled library: made once for each source and torch, by one process at a time (some 10 seconds).
+    """The compiled library: made once for each source and torch, by one process at a time (some 10
+    seconds).
 
     Raises:
         RuntimeError: there is no compiler, or it failed.
@@ -184,7 +212,9 @@ def _build() -> Path:
         return library
     compiler = _compiler()
     if compiler is None:
-        raise RuntimeError("the virtual device needs a C++ compiler (g++ or clang++), and there is none")
+        raise RuntimeError(
+            "the virtual device needs a C++ compiler (g++ or clang++), and there is none"
+        )
     BUILD.mkdir(exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -193,9 +223,17 @@ def _build() -> Path:
         handle, name = tempfile.mkstemp(suffix=".so", dir=BUILD)
         os.close(handle)
         try:
-            done = subprocess.run([compiler, str(SOURCE), "-o", name, *flags], capture_output=True, text=True, timeout=600, check=False)
+            done = subprocess.run(
+                [compiler, str(SOURCE), "-o", name, *flags],
+                capture_output=True,
+                text=True,
+                timeout=600,
+                check=False,
+            )
             if done.returncode:
-                raise RuntimeError(f"the virtual device did not compile with {compiler}:\n{done.stderr[-4000:]}")
+                raise RuntimeError(
+                    f"the virtual device did not compile with {compiler}:\n{done.stderr[-4000:]}"
+                )
             os.replace(name, library)
         finally:
             Path(name).unlink(missing_ok=True)
@@ -206,7 +244,9 @@ def _build() -> Path:
 
 
 def available() -> bool:
-    """Whether the device can be had here: a compiler is there (or the library was compiled before) and torch has no other accelerator."""
+    """Whether the device can be had here: a compiler is there (or the library was compiled before)
+    and torch has no other accelerator.
+    """
     global _failure
     if _library is not None:
         return True
@@ -232,7 +272,9 @@ def why_not() -> str:
 
 
 def alone(test: Callable[..., None]) -> Callable[..., None]:
-    """The test in a process of its own, with the device started (seed 0). Violations at its end fail it; without a device it is skipped."""
+    """The test in a process of its own, with the device started (seed 0). Violations at its end
+    fail it; without a device it is skipped.
+    """
     import functools
 
     @functools.wraps(test)
@@ -302,7 +344,13 @@ def _load() -> ctypes.CDLL:
     library.virtual_executed.restype = ctypes.c_uint64
     library.virtual_rng.restype = ctypes.c_uint64
     library.virtual_set_rng.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64]
-    library.virtual_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double]
+    library.virtual_configure.argtypes = [
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_double,
+    ]
     library.virtual_reset.argtypes = [ctypes.c_uint64]
     library.virtual_name_stream.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_char_p]
     torch.utils.rename_privateuse1_backend("virtual")
@@ -321,12 +369,20 @@ def _exit() -> None:
     assert _library is not None
     _library.virtual_configure(0, 0, 0, 0, 5.0)
     _library.virtual_drain()
-    time.sleep(0.05)  # autograd's threads let go of the last backward pass: torch aborts where one does so while Python ends
+    # autograd's threads let go of the last backward pass: torch aborts where one does so while
+    # Python ends
+    time.sleep(0.05)
     _library.virtual_stop()
 
 
 def start(
-    seed: int | None = 0, *, check: bool = True, poison: bool = True, stacks: bool = True, timeout: float = 120, stop_on_error: bool = True
+    seed: int | None = 0,
+    *,
+    check: bool = True,
+    poison: bool = True,
+    stacks: bool = True,
+    timeout: float = 120,
+    stop_on_error: bool = True,
 ) -> None:
     """Loads the device if it isn't there, and begins anew with these settings.
 
@@ -359,7 +415,8 @@ def _fail(error: str) -> None:
 
 
 def reset(seed: int = 0) -> None:
-    """Finishes all work, then forgets violations, synchronizations and uses of memory, and takes the next schedule.
+    """Finishes all work, then forgets violations, synchronizations and uses of memory, and takes
+    the next schedule.
 
     Raises:
         RuntimeError: an operation failed when it ran.
@@ -394,12 +451,21 @@ def executed() -> int:
 
 
 def _use(record: dict[str, Any]) -> Use:
-    return Use(record["kind"], record["name"], record["stream"], tuple(record["stack"].splitlines()), record["backward"])
+    return Use(
+        record["kind"],
+        record["name"],
+        record["stream"],
+        tuple(record["stack"].splitlines()),
+        record["backward"],
+    )
 
 
 def _violations(forget_from: int = -1) -> list[Violation]:
     records = json.loads(_load().virtual_violations(forget_from).decode())
-    return [Violation(_use(r["first"]), _use(r["second"]), r["reused"], r["bytes"], r["times"]) for r in records]
+    return [
+        Violation(_use(r["first"]), _use(r["second"]), r["reused"], r["bytes"], r["times"])
+        for r in records
+    ]
 
 
 def violations() -> list[Violation]:
@@ -421,12 +487,17 @@ def allowing_violations() -> Iterator[list[Violation]]:
 def synchronizations() -> list[Synchronization]:
     """Every host synchronization since the start or reset, in order."""
     records = json.loads(_load().virtual_synchronizations().decode())
-    return [Synchronization(r["name"], tuple(r["stack"].splitlines()), r["backward"], r["thread"]) for r in records]
+    return [
+        Synchronization(r["name"], tuple(r["stack"].splitlines()), r["backward"], r["thread"])
+        for r in records
+    ]
 
 
 @contextmanager
 def no_synchronization(all_threads: bool = False) -> Iterator[None]:
-    """Host synchronizations raise RuntimeError inside: in this thread and in autograd's, or in all threads."""
+    """Host synchronizations raise RuntimeError inside: in this thread and in autograd's, or in all
+    threads.
+    """
     library = _load()
     library.virtual_forbid(int(all_threads), 1)
     try:
@@ -447,7 +518,9 @@ def name_stream(stream: torch.Stream, name: str) -> None:
 
 
 def cpu_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the same memory: what is there now, whatever is still to run. It keeps nothing alive."""
+    """A CPU tensor over the same memory: what is there now, whatever is still to run. It keeps
+    nothing alive.
+    """
     alias: torch.Tensor = torch.ops.virtual_device.cpu_alias(tensor.detach())
     return alias
 
@@ -463,9 +536,11 @@ def enqueue(
     """Puts a Python function on a stream (None: the current one of the first tensor's device).
 
     Args:
-        function: called as `function(*reads, *writes)` with CPU tensors over the same memory. It may not use virtual tensors.
+        function: called as `function(*reads, *writes)` with CPU tensors over the same memory. It
+            may not use virtual tensors.
         reads, writes: virtual or pinned tensors. One that is read and written stands in both.
-        ready: asked when the earlier work of the stream ran, until it gives True. Other work runs meanwhile.
+        ready: asked when the earlier work of the stream ran, until it gives True. Other work runs
+            meanwhile.
         name: in reports; the function's name by default.
     """
     global _next_function
@@ -480,7 +555,9 @@ def enqueue(
         handle = _next_function
         _functions[handle] = (lambda: function(*tensors), ready)
     name = name or getattr(function, "__name__", "function")
-    torch.ops.virtual_device.enqueue(reads, writes, handle, ready is not None, name, stream.device_index, stream.stream_id)
+    torch.ops.virtual_device.enqueue(
+        reads, writes, handle, ready is not None, name, stream.device_index, stream.stream_id
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- torch.virtual
@@ -518,11 +595,15 @@ def _device_module() -> types.ModuleType:
     def get_rng_state(device: Any = None) -> torch.Tensor:
         index = _index(device)
         words = [library.virtual_rng(index, 0), library.virtual_rng(index, 1)]
-        return torch.frombuffer(bytearray(b"".join(w.to_bytes(8, "little") for w in words)), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(b"".join(w.to_bytes(8, "little") for w in words)), dtype=torch.uint8
+        )
 
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         data = bytes(state.tolist())
-        library.virtual_set_rng(_index(device), int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little"))
+        library.virtual_set_rng(
+            _index(device), int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little")
+        )
 
     def manual_seed(seed: int) -> None:
         library.virtual_set_rng(_index(None), seed % 2**64, 0)

@@ -1,4 +1,6 @@
-"""The virtual device itself: results of the CPU in any order, every kind of missing wait named, none found where there is none."""
+"""The virtual device itself: results of the CPU in any order, every kind of missing wait named,
+none found where there is none.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,17 @@ class Block(nn.Module):
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width))
-        return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), self.dropout, self.training)
+        q, k, v = (
+            self.qkv(self.first(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, length, width)
+        )
+        return x + F.dropout(
+            self.down(F.gelu(self.up(self.second(x)))), self.dropout, self.training
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
@@ -55,12 +65,16 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def trained(device: str, steps: int = 2, dropout: float = 0.0, autocast: bool = False, **adamw: Any) -> list[torch.Tensor]:
+def trained(
+    device: str, steps: int = 2, dropout: float = 0.0, autocast: bool = False, **adamw: Any
+) -> list[torch.Tensor]:
     """Losses, norms and final parameters, on the CPU."""
     torch.manual_seed(1)
     model = Model(dropout).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **adamw)
-    batches = torch.randint(0, 50, (steps, 2, 2, 8), generator=torch.Generator().manual_seed(5)).to(device)
+    batches = torch.randint(0, 50, (steps, 2, 2, 8), generator=torch.Generator().manual_seed(5)).to(
+        device
+    )
     kept = []
     with sdpa_kernel(SDPBackend.MATH):
         for tokens, targets in batches:
@@ -75,7 +89,9 @@ def trained(device: str, steps: int = 2, dropout: float = 0.0, autocast: bool = 
 
 def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
     different = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not torch.equal(x, y)]
-    assert not different, f"{len(different)} of {len(a)} tensors differ, the first is number {different[0]}"
+    assert not different, (
+        f"{len(different)} of {len(a)} tensors differ, the first is number {different[0]}"
+    )
 
 
 def assert_named(found: list[virtual.Violation], *words: str) -> virtual.Violation:
@@ -83,14 +99,19 @@ def assert_named(found: list[virtual.Violation], *words: str) -> virtual.Violati
     for violation in found:
         if violation.names(*words):
             return violation
-    raise AssertionError(f"no violation names {', '.join(words)}; there are {len(found)}:\n" + "\n".join(map(str, found)))
+    raise AssertionError(
+        f"no violation names {', '.join(words)}; there are {len(found)}:\n"
+        + "\n".join(map(str, found))
+    )
 
 
 # ---- training
 
 
 @virtual.alone
-@pytest.mark.parametrize("adamw", [{}, {"fused": True}, {"foreach": False}], ids=["foreach by default", "fused", "loop"])
+@pytest.mark.parametrize(
+    "adamw", [{}, {"fused": True}, {"foreach": False}], ids=["foreach by default", "fused", "loop"]
+)
 def test_training_gives_the_bits_of_the_cpu_in_any_order(adamw: dict[str, Any]) -> None:
     expected = trained("cpu", **adamw)
     for seed in [None, *range(35)]:
@@ -121,12 +142,22 @@ def test_autocast_computes_products_in_the_lower_dtype_and_norms_in_fp32() -> No
             *(torch.float32,) * 2,
             torch.bfloat16,
         )
-        assert F.cross_entropy(y, torch.zeros(4, dtype=torch.long, device="virtual")).dtype == torch.float32
+        assert (
+            F.cross_entropy(y, torch.zeros(4, dtype=torch.long, device="virtual")).dtype
+            == torch.float32
+        )
 
 
 def convolved(device: str) -> list[torch.Tensor]:
     torch.manual_seed(1)
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 2, groups=2), nn.GroupNorm(1, 2)]
+    layers = [
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 2, 2, groups=2),
+        nn.GroupNorm(1, 2),
+    ]
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
@@ -148,7 +179,9 @@ def test_convolutions_and_buffers_of_norms_have_the_bits_of_the_cpu() -> None:
 
 @virtual.alone
 def test_an_operator_that_no_kernel_runs_is_refused_when_it_is_called() -> None:
-    with pytest.raises(NotImplementedError, match="_thnn_fused_lstm_cell has no kernel for the CPU"):
+    with pytest.raises(
+        NotImplementedError, match="_thnn_fused_lstm_cell has no kernel for the CPU"
+    ):
         nn.LSTM(4, 4).to("virtual")(torch.ones(3, 2, 4, device="virtual"))
 
 
@@ -159,7 +192,9 @@ def test_a_backward_pass_on_the_cpu_before_the_device_came_does_no_harm() -> Non
          "x = torch.ones(3, device='virtual:1', requires_grad=True); (x * 3).sum().backward(); print(x.grad.tolist())"],
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip() == "[3.0, 3.0, 3.0]", done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.strip() == "[3.0, 3.0, 3.0]", (
+        done.stdout + done.stderr
+    )
 
 
 @virtual.alone
@@ -178,7 +213,9 @@ def test_nothing_runs_until_somebody_waits_and_a_steps_only_waits_are_those_aske
         optimizer.zero_grad()
     assert virtual.executed() == 0 and virtual.pending() and virtual.synchronizations() == []
     loss.item()
-    assert virtual.executed() > 0 and [s.name for s in virtual.synchronizations()] == ["aten::_local_scalar_dense"]
+    assert virtual.executed() > 0 and [s.name for s in virtual.synchronizations()] == [
+        "aten::_local_scalar_dense"
+    ]
 
 
 @virtual.alone
@@ -193,7 +230,9 @@ def test_random_numbers_follow_the_seed_and_the_generator() -> None:
     assert torch.equal(a, torch.rand(5, device="virtual"))
     generator = torch.Generator("virtual").manual_seed(7)
     c = torch.randn(5, device="virtual", generator=generator)
-    assert torch.equal(c, torch.randn(5, device="virtual", generator=torch.Generator("virtual").manual_seed(7)))
+    assert torch.equal(
+        c, torch.randn(5, device="virtual", generator=torch.Generator("virtual").manual_seed(7))
+    )
 
 
 # ---- torch's view of it
@@ -201,7 +240,10 @@ def test_random_numbers_follow_the_seed_and_the_generator() -> None:
 
 @virtual.alone
 def test_torch_takes_it_for_its_accelerator_with_four_devices() -> None:
-    assert str(torch.accelerator.current_accelerator()) == "virtual" and torch.accelerator.device_count() == 4
+    assert (
+        str(torch.accelerator.current_accelerator()) == "virtual"
+        and torch.accelerator.device_count() == 4
+    )
     torch.accelerator.set_device_index(2)
     assert torch.empty(1, device="virtual").device == torch.device("virtual:2")
     with torch.Stream("virtual:1") as stream:
@@ -273,7 +315,9 @@ def test_views_share_memory_and_indices_masks_and_shapes_of_data_work() -> None:
         assert torch.nonzero(x > 105).tolist() == [[1, 2], [2, 0], [2, 2]]
         x[x > 100] = 0.0
         assert x.max().item() == 90
-        assert torch.view_as_real(torch.ones(2, dtype=torch.complex64, device="virtual") * 1j).tolist() == [[0, 1], [0, 1]]
+        assert torch.view_as_real(
+            torch.ones(2, dtype=torch.complex64, device="virtual") * 1j
+        ).tolist() == [[0, 1], [0, 1]]
         values, order = torch.sort(torch.tensor([3, 1, 2], device="virtual"))
         assert (values.tolist(), order.tolist()) == ([1, 2, 3], [1, 2, 0])
         out = torch.empty(0, device="virtual")
@@ -282,7 +326,9 @@ def test_views_share_memory_and_indices_masks_and_shapes_of_data_work() -> None:
 
 
 @virtual.alone
-def test_what_fails_on_the_device_raises_at_the_next_wait_and_names_the_operator_and_the_place() -> None:
+def test_what_fails_on_the_device_raises_at_the_next_wait_and_names_the_operator_and_the_place() -> (
+    None
+):
     x = torch.ones(3, device="virtual")
     x.gather(0, torch.tensor([7], device="virtual"))
     with pytest.raises(RuntimeError, match=rf"(?s)aten::gather.*{HERE}"):
@@ -294,7 +340,9 @@ def test_what_fails_on_the_device_raises_at_the_next_wait_and_names_the_operator
 
 
 def both(program: Callable[[bool], None], *words: str, seeds: int = 10) -> virtual.Violation:
-    """Runs `program(True)`, which is right, and `program(False)`, which lacks a wait, by several seeds. Returns the violation found."""
+    """Runs `program(True)`, which is right, and `program(False)`, which lacks a wait, by several
+    seeds. Returns the violation found.
+    """
     for seed in range(seeds):
         virtual.reset(seed)
         program(True)
@@ -326,7 +374,9 @@ def test_a_missing_wait_between_compute_and_copy_is_named_and_seen_in_the_data()
         results[right].append(virtual.cpu_alias(y)[0].item())
         x.record_stream(side)
 
-    named = both(program, "aten::add_ writes on virtual:0 default stream", "aten::mul reads on copies", HERE)
+    named = both(
+        program, "aten::add_ writes on virtual:0 default stream", "aten::mul reads on copies", HERE
+    )
     assert not named.reused and named.bytes == 32
     assert set(results[True]) == {2.0} and any(value != 2.0 for value in results[False]), results
 
@@ -348,7 +398,12 @@ def test_a_missing_wait_after_a_copy_is_named() -> None:
         x.add_(1)
         torch.accelerator.synchronize()
 
-    both(program, "aten::copy_ (host to device) writes on copies", "aten::add_ writes on virtual:0 default stream", HERE)
+    both(
+        program,
+        "aten::copy_ (host to device) writes on copies",
+        "aten::add_ writes on virtual:0 default stream",
+        HERE,
+    )
 
 
 @virtual.alone
@@ -357,7 +412,8 @@ def test_memory_allocated_on_another_stream_needs_a_wait() -> None:
     virtual.name_stream(side, "copies")
 
     def program(right: bool) -> None:
-        torch.ones(8, device="virtual").sum()  # freed: the next allocation gets it while this is still to run
+        # Freed: the next allocation gets it while this is still to run
+        torch.ones(8, device="virtual").sum()
         x = torch.empty(8, device="virtual")
         if right:
             side.wait_stream(torch.accelerator.current_stream())
@@ -365,7 +421,9 @@ def test_memory_allocated_on_another_stream_needs_a_wait() -> None:
             x.zero_()
         torch.accelerator.synchronize()
 
-    both(program, "allocation allocates on virtual:0 default stream", "aten::zero_ writes on copies")
+    both(
+        program, "allocation allocates on virtual:0 default stream", "aten::zero_ writes on copies"
+    )
 
 
 @virtual.alone
@@ -387,7 +445,9 @@ def test_memory_freed_while_another_stream_uses_it_is_named_as_reused() -> None:
         if right:
             assert host.sum().item() == 1000
 
-    named = both(program, "aten::copy_ (device to host) reads on copies", "aten::zero_ writes", HERE)
+    named = both(
+        program, "aten::copy_ (device to host) reads on copies", "aten::zero_ writes", HERE
+    )
     assert named.reused
 
 
@@ -402,7 +462,8 @@ def test_memory_may_be_reused_when_the_allocating_stream_waited_for_the_others()
         with side:
             y = x * 3
         del x
-        fresh = torch.empty(1000, device="virtual")  # gets the memory; nothing touches it before the wait
+        # Gets the memory; nothing touches it before the wait
+        fresh = torch.empty(1000, device="virtual")
         main.wait_stream(side)
         fresh.zero_()
         assert y.sum().item() == 3000 and virtual.violations() == []
@@ -424,7 +485,12 @@ def test_the_host_may_not_write_pinned_memory_under_a_copy() -> None:
         assert value == 1 or not right
         results.add(value)
 
-    both(program, "aten::copy_ (host to device) reads on virtual:0 default stream", "aten::fill_ writes on the host", HERE)
+    both(
+        program,
+        "aten::copy_ (host to device) reads on virtual:0 default stream",
+        "aten::fill_ writes on the host",
+        HERE,
+    )
     assert results == {1.0, 2.0}, "a late copy sees what the host wrote later"
 
 
@@ -439,7 +505,12 @@ def test_the_host_may_not_read_pinned_memory_before_the_copy_is_done() -> None:
         host.sum()
         torch.accelerator.synchronize()
 
-    both(program, "aten::copy_ (device to host) writes on virtual:0 default stream", "aten::sum reads on the host", HERE)
+    both(
+        program,
+        "aten::copy_ (device to host) writes on virtual:0 default stream",
+        "aten::sum reads on the host",
+        HERE,
+    )
 
 
 @virtual.alone
@@ -549,10 +620,14 @@ def test_the_order_of_independent_streams_depends_on_the_seed_alone() -> None:
         ran: list[str] = []
         for number in range(4):
             for name, stream in zip("abc", streams, strict=True):
-                virtual.enqueue(stream, lambda name=name, number=number: ran.append(f"{name}{number}"))
+                virtual.enqueue(
+                    stream, lambda name=name, number=number: ran.append(f"{name}{number}")
+                )
         streams[0].synchronize()
         virtual.drain()
-        assert all([x for x in ran if x[0] == name] == [f"{name}{i}" for i in range(4)] for name in "abc"), "a stream is in order"
+        assert all(
+            [x for x in ran if x[0] == name] == [f"{name}{i}" for i in range(4)] for name in "abc"
+        ), "a stream is in order"
         return " ".join(ran)
 
     orders = [order(seed) for seed in range(30)]
@@ -570,13 +645,22 @@ SYNCHRONIZATIONS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "indices": ("indices in host memory", lambda x: x[torch.tensor([0, 1])]),
     "equal": ("equal", lambda x: torch.equal(x, x)),
     "cpu()": ("device to host, pageable", lambda x: x.cpu()),
-    "to pageable, non_blocking": ("device to host, pageable", lambda x: torch.empty(4).copy_(x, non_blocking=True)),
+    "to pageable, non_blocking": (
+        "device to host, pageable",
+        lambda x: torch.empty(4).copy_(x, non_blocking=True),
+    ),
     "to pinned": ("device to host, blocking", lambda x: torch.empty(4, pin_memory=True).copy_(x)),
-    "from pageable": ("host to device, pageable", lambda x: torch.ones(4).to("virtual", non_blocking=True)),
+    "from pageable": (
+        "host to device, pageable",
+        lambda x: torch.ones(4).to("virtual", non_blocking=True),
+    ),
     "tensor()": ("host to device, pageable", lambda x: torch.tensor([1.0], device="virtual")),
     "from pinned": ("host to device, blocking", lambda x: x.copy_(torch.ones(4).pin_memory())),
     "stream": ("stream.synchronize", lambda x: torch.accelerator.current_stream().synchronize()),
-    "event": ("event.synchronize", lambda x: torch.accelerator.current_stream().record_event().synchronize()),
+    "event": (
+        "event.synchronize",
+        lambda x: torch.accelerator.current_stream().record_event().synchronize(),
+    ),
     "device": ("device.synchronize", lambda x: torch.accelerator.synchronize()),
     "empty_cache": ("empty_cache", lambda x: torch.accelerator.empty_cache()),
 }
@@ -589,8 +673,13 @@ def test_host_synchronizations_are_counted_and_refused(kind: str) -> None:
     x = torch.ones(4, device="virtual")
     virtual.reset(0)
     act(x)
-    assert [name in str(s) and HERE in str(s) for s in virtual.synchronizations()] == [True], list(map(str, virtual.synchronizations()))
-    with virtual.no_synchronization(), pytest.raises(RuntimeError, match=rf"(?s)none is allowed.*{name}.*{HERE}"):
+    assert [name in str(s) and HERE in str(s) for s in virtual.synchronizations()] == [True], list(
+        map(str, virtual.synchronizations())
+    )
+    with (
+        virtual.no_synchronization(),
+        pytest.raises(RuntimeError, match=rf"(?s)none is allowed.*{name}.*{HERE}"),
+    ):
         act(x)
     act(x)
 
@@ -622,7 +711,10 @@ def test_a_synchronization_in_a_backward_pass_is_refused_and_names_the_node() ->
             return gradient * gradient.sum().item()
 
     x = torch.ones(4, device="virtual", requires_grad=True)
-    with virtual.no_synchronization(), pytest.raises(RuntimeError, match=r"none is allowed.*PeekBackward"):
+    with (
+        virtual.no_synchronization(),
+        pytest.raises(RuntimeError, match=r"none is allowed.*PeekBackward"),
+    ):
         Peek.apply(x).sum().backward()
     raised: list[Exception] = []
 
@@ -698,7 +790,9 @@ def test_work_that_waits_for_others_goes_on_while_the_host_does_not_wait() -> No
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stream: torch.Stream) -> None:
-    """A stand-in for NCCL's: starts when the stream gets there, ends when every rank's stream has got there."""
+    """A stand-in for NCCL's: starts when the stream gets there, ends when every rank's stream has
+    got there.
+    """
     started: list[dist.Work] = []
     memory, sent = virtual.cpu_alias(tensor), torch.empty(tensor.shape)
 
@@ -710,7 +804,14 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stream: torch.Str
             started.append(work)
         return started[0].is_completed()
 
-    virtual.enqueue(stream, lambda _, into: into.copy_(sent), reads=[tensor], writes=[tensor], ready=ready, name="all_reduce")
+    virtual.enqueue(
+        stream,
+        lambda _, into: into.copy_(sent),
+        reads=[tensor],
+        writes=[tensor],
+        ready=ready,
+        name="all_reduce",
+    )
 
 
 def _sums_of_two_groups(seeds: int) -> list[float]:
@@ -728,7 +829,8 @@ def _sums_of_two_groups(seeds: int) -> list[float]:
                 stream.wait_stream(main)
                 all_reduce(x, group, stream)
                 tensors.append((x, stream.record_event()))
-        if seed % 2:  # no rank waits for its device, but for the others: the device goes on by itself
+        # No rank waits for its device, but for the others: the device goes on by itself
+        if seed % 2:
             dist.barrier()
         for _, event in reversed(tensors):
             main.wait_event(event)
@@ -746,7 +848,10 @@ def test_collectives_of_several_ranks_in_any_order_neither_hang_nor_mix() -> Non
 
 @virtual.alone
 def test_events_measure_time_and_say_when_they_cannot() -> None:
-    first, last = torch.Event("virtual", enable_timing=True), torch.Event("virtual", enable_timing=True)
+    first, last = (
+        torch.Event("virtual", enable_timing=True),
+        torch.Event("virtual", enable_timing=True),
+    )
     first.record()
     virtual.enqueue(None, lambda: time.sleep(0.02))
     last.record()
@@ -761,7 +866,9 @@ def test_a_wait_for_what_never_comes_raises_and_says_what_waits() -> None:
     virtual.start(0, timeout=1)
     done = [False]
     virtual.enqueue(None, lambda: None, ready=lambda: done[0], name="all_reduce")
-    with pytest.raises(RuntimeError, match=r"(?s)nothing ran for 1 seconds.*all_reduce \(when it is ready\)"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)nothing ran for 1 seconds.*all_reduce \(when it is ready\)"
+    ):
         torch.accelerator.synchronize()
     done[0] = True
     virtual.drain()
@@ -793,17 +900,30 @@ def test_several_threads_enqueue_and_wait() -> None:
 
 @virtual.alone
 def test_a_process_ends_with_work_to_do_and_compiles_once() -> None:
-    code = "import torch, virtual; virtual.start(1); x = torch.ones(4, device='virtual') + 1; virtual.enqueue(None, print, reads=[x])"
+    code = (
+        "import torch, virtual; virtual.start(1); x = torch.ones(4, device='virtual') + 1;"
+        " virtual.enqueue(None, print, reads=[x])"
+    )
     started = time.monotonic()
     running = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(3)
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(3)
     ]
     said = [p.communicate(timeout=200)[0] for p in running]
-    assert all(p.returncode == 0 for p in running) and said == ["tensor([2., 2., 2., 2.])\n"] * 3, said
+    assert all(p.returncode == 0 for p in running) and said == ["tensor([2., 2., 2., 2.])\n"] * 3, (
+        said
+    )
     assert time.monotonic() - started < 150
 
 
-def test_without_a_compiler_the_tests_are_skipped_with_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_the_tests_are_skipped_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(virtual, "_failure", None)
     monkeypatch.setattr(virtual, "_library", None)
     monkeypatch.setattr(virtual, "BUILD", tmp_path)

@@ -1,4 +1,5 @@
-"""Checkpoints of sharded state: whole or absent, loaded at any stage on any number of ranks, bit-equal.
+"""Checkpoints of sharded state: whole or absent, loaded at any stage on any number of ranks,
+bit-equal.
 
     step-00000100/
       manifest.json             which tensors there are, and in which bytes of which file each element lies
@@ -7,8 +8,8 @@
       rank-00000.safetensors    what rank 0 wrote, as one-dimensional pieces; and so on
       config.json, tokenizer... a transformers model's own files
 
-There is no pickle in it. Modules: `saving`, `loading`, `checkpointer` are what people call; `parts` collects, `apply` distributes;
-`tensorfile`, `manifest`, `values`, `crc`, `folder` are the format.
+There is no pickle in it. Modules: `saving`, `loading`, `checkpointer` are what people call; `parts`
+collects, `apply` distributes; `tensorfile`, `manifest`, `values`, `crc`, `folder` are the format.
 """
 
 from onefold.checkpoint.background import Background
@@ -18,4 +19,15 @@ from onefold.checkpoint.folder import latest
 from onefold.checkpoint.loading import Loaded, Loading, load, load_async
 from onefold.checkpoint.saving import save, save_async
 
-__all__ = ["Background", "CheckpointError", "Checkpointer", "Loaded", "Loading", "latest", "load", "load_async", "save", "save_async"]
+__all__ = [
+    "Background",
+    "CheckpointError",
+    "Checkpointer",
+    "Loaded",
+    "Loading",
+    "latest",
+    "load",
+    "load_async",
+    "save",
+    "save_async",
+]

@@ -1,9 +1,11 @@
-"""Adapters alone, in peft's form: adapter_model.safetensors and adapter_config.json, which `PeftModel.from_pretrained` opens.
+"""Adapters alone, in peft's form: adapter_model.safetensors and adapter_config.json, which
+`PeftModel.from_pretrained` opens.
 
     in the model       base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight
     in the folder      base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
-Which tensors belong to an adapter, and what they are called, is peft's to say: it is asked with stand-ins that have no memory.
+Which tensors belong to an adapter, and what they are called, is peft's to say: it is asked with
+stand-ins that have no memory.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.export import masters, stream
 from onefold.checkpoint.fitted import Fitted, Outline, some
 from onefold.checkpoint.hf_names import Layout, whole
-from onefold.checkpoint.huggingface import HuggingFaceSource, each_rank, load_shards, same_everywhere
+from onefold.checkpoint.huggingface import (
+    HuggingFaceSource,
+    each_rank,
+    load_shards,
+    same_everywhere,
+)
 from onefold.checkpoint.streams import Progress, Sheet
 from onefold.checkpoint.together import Together, meet
 from onefold.runtime.registry import engine_of
@@ -41,17 +48,20 @@ def save_adapters(
 ) -> Path:
     """Write the adapters of a sharded peft model, and nothing of its base. Collective.
 
-    Each rank writes its own intervals, as in `onefold.export`. Embeddings of the base model are not written along.
+    Each rank writes its own intervals, as in `onefold.export`. Embeddings of the base model are not
+    written along.
 
     Args:
-        model: what `onefold.shard` returned of a PeftModel, or of a transformers model after `add_adapter`.
+        model: what `onefold.shard` returned of a PeftModel, or of a transformers model after
+            `add_adapter`.
         folder: to be made.
         adapter: which one; None takes the active one.
         dtype: in the file; None keeps the masters' (adapters are small, and nothing is lost).
         progress, overwrite: as for `onefold.export`.
 
     Raises:
-        CheckpointError: on every rank: there is no such adapter, something is at `folder`, no room, no permission.
+        CheckpointError: on every rank: there is no such adapter, something is at `folder`, no room,
+            no permission.
     """
     engine = engine_of(model)
 
@@ -61,34 +71,53 @@ def save_adapters(
         first = {name: names_[0] for names_ in outline.ties for name in names_}
         stepped = outline.dtypes | masters(engine)
         dtypes = {n: stepped[n] for n in names.values()}
-        dtypes = {n: dtype if dtype is not None and d.is_floating_point else d for n, d in dtypes.items()}
+        dtypes = {
+            n: dtype if dtype is not None and d.is_floating_point else d for n, d in dtypes.items()
+        }
         copies: dict[str, list[str]] = {}
         for name in names.values():
             copies.setdefault(first[name], []).append(name)
         shapes = {key: outline.tensors[name][1] for key, name in names.items()}
-        layout = Layout({key: (shapes[key], whole(name, shapes[key])) for key, name in names.items()}, [])
+        layout = Layout(
+            {key: (shapes[key], whole(name, shapes[key])) for key, name in names.items()}, []
+        )
         return Sheet.of(layout, dtypes, copies, FILES, 1 << 62)
 
-    return stream(engine, model, Path(folder), sheet, lambda there: _save_config(model, adapter, there), progress, overwrite)
+    return stream(
+        engine,
+        model,
+        Path(folder),
+        sheet,
+        lambda there: _save_config(model, adapter, there),
+        progress,
+        overwrite,
+    )
 
 
 def load_adapters(
-    model: nn.Module, folder: str | os.PathLike[str], adapter: str | None = None, strict: bool = True
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    adapter: str | None = None,
+    strict: bool = True,
 ) -> tuple[list[str], list[str]]:
-    """Load a folder of peft's into the adapters of a sharded model, which has them already. Collective.
+    """Load a folder of peft's into the adapters of a sharded model, which has them already.
+    Collective.
 
     Each rank reads what it owns; the base model stays as it is.
 
     Args:
-        model: what `onefold.shard` returned of a PeftModel, or of a transformers model after `add_adapter`.
+        model: what `onefold.shard` returned of a PeftModel, or of a transformers model after
+            `add_adapter`.
         folder: with adapter_model.safetensors.
         adapter: into which one; None takes the active one.
 
     Returns:
-        the model's tensors of the adapter that are missing in the folder, and the folder's that fit nowhere.
+        the model's tensors of the adapter that are missing in the folder, and the folder's that fit
+        nowhere.
 
     Raises:
-        CheckpointError: on every rank: there is no such adapter, the folder cannot be read, shapes differ, or names do under `strict`.
+        CheckpointError: on every rank: there is no such adapter, the folder cannot be read, shapes
+            differ, or names do under `strict`.
     """
     engine = engine_of(model)
     meet(engine, "load_adapters")
@@ -118,15 +147,21 @@ def adapter_names(model: nn.Module, adapter: str | None) -> dict[str, str]:
     from peft import PeftModel, get_peft_model_state_dict
 
     wrapped: Any = model
-    stand_ins = {name: torch.empty(shape, device="meta") for name, (_, shape) in Outline.of(model).tensors.items()}
+    stand_ins = {
+        name: torch.empty(shape, device="meta")
+        for name, (_, shape) in Outline.of(model).tensors.items()
+    }
     names = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    found = get_peft_model_state_dict(wrapped, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=False)
+    found = get_peft_model_state_dict(
+        wrapped, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=False
+    )
     odd = [key for key, value in found.items() if id(value) not in names]
     if odd or not found:
         raise CheckpointError(
-            f"the tensors of adapter {adapter!r} ({wrapped.peft_config[adapter].peft_type}) are not the model's own"
-            f"{f', but made of them: {some(odd)}' if odd else ''}. Save it by peft: `with onefold.full_params(model):` on every rank, and "
-            "model.save_pretrained(folder) on the first."
+            f"the tensors of adapter {adapter!r} ({wrapped.peft_config[adapter].peft_type}) are not"
+            f" the model's own{f', but made of them: {some(odd)}' if odd else ''}. Save it by peft:"
+            " `with onefold.full_params(model):` on every rank, and model.save_pretrained(folder)"
+            " on the first."
         )
     prefix = "" if isinstance(model, PeftModel) else PREFIX
     return {prefix + key: names[id(value)] for key, value in found.items()}
@@ -136,7 +171,8 @@ def _adapter(model: Any, adapter: str | None) -> str:
     known = list(getattr(model, "peft_config", None) or ())
     if not known:
         raise CheckpointError(
-            f"this {type(model).__name__} has no adapters of peft: wrap it with peft.get_peft_model(model, config) before onefold.shard."
+            f"this {type(model).__name__} has no adapters of peft: wrap it with"
+            " peft.get_peft_model(model, config) before onefold.shard."
         )
     if adapter is None:
         active = getattr(model, "active_adapter", None)
@@ -148,20 +184,35 @@ def _adapter(model: Any, adapter: str | None) -> str:
     return adapter
 
 
-def _fit(source: HuggingFaceSource, model: nn.Module, names: dict[str, str], strict: bool) -> Fitted:
+def _fit(
+    source: HuggingFaceSource, model: nn.Module, names: dict[str, str], strict: bool
+) -> Fitted:
     there = {item.name: stored.shape for item, stored in source.items().items()}
     outline = Outline.of(model)
     shapes = {k: outline.tensors[n][1] for k, n in names.items()}
-    wrong = [f"{k}: {there[k]} there, {shape} in the model" for k, shape in shapes.items() if there.get(k, shape) != shape]
+    wrong = [
+        f"{k}: {there[k]} there, {shape} in the model"
+        for k, shape in shapes.items()
+        if there.get(k, shape) != shape
+    ]
     if wrong:
-        raise CheckpointError(f"{source.folder} holds adapters of another form: {'; '.join(wrong[:5])}. Are rank and targets the same?")
-    missing, unexpected = [n for k, n in names.items() if k not in there], [k for k in there if k not in names]
+        raise CheckpointError(
+            f"{source.folder} holds adapters of another form: {'; '.join(wrong[:5])}. Are rank and"
+            " targets the same?"
+        )
+    missing, unexpected = (
+        [n for k, n in names.items() if k not in there],
+        [k for k in there if k not in names],
+    )
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{source.folder} holds other adapters than the model has: {len(missing)} of the model's are not there ({some(missing)}), "
-            f"{len(unexpected)} of the folder's fit nowhere ({some(unexpected)}). Give strict=False to load what fits."
+            f"{source.folder} holds other adapters than the model has: {len(missing)} of the"
+            f" model's are not there ({some(missing)}), {len(unexpected)} of the folder's fit"
+            f" nowhere ({some(unexpected)}). Give strict=False to load what fits."
         )
-    fitted = Fitted(source, outline, {n: whole(k, there[k]) for k, n in names.items() if k in there}, unexpected)
+    fitted = Fitted(
+        source, outline, {n: whole(k, there[k]) for k, n in names.items() if k in there}, unexpected
+    )
     fitted.missing = missing
     return fitted
 
@@ -169,11 +220,16 @@ def _fit(source: HuggingFaceSource, model: nn.Module, names: dict[str, str], str
 def _save_config(model: Any, adapter: str | None, folder: Path) -> None:
     """adapter_config.json as peft's own `save_pretrained` leaves it."""
     config = copy.deepcopy(model.peft_config[_adapter(model, adapter)])
-    inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    inner: Any = (
+        model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    )
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(inner, "name_or_path", None) or None
     config.inference_mode = True
     more: dict[str, Any] = {}
     if config.task_type is None:
-        more["auto_mapping_dict"] = {"base_model_class": type(inner).__name__, "parent_library": type(inner).__module__}
+        more["auto_mapping_dict"] = {
+            "base_model_class": type(inner).__name__,
+            "parent_library": type(inner).__module__,
+        }
     config.save_pretrained(str(folder), **more)

@@ -1,9 +1,11 @@
-"""What a source holds, into a sharded model and its optimizers. Each rank reads what it will own, and nothing else.
+"""What a source holds, into a sharded model and its optimizers. Each rank reads what it will own,
+and nothing else.
 
     divided     (stages 1 to 3)   rank r reads its interval straight into its master
     replicated  (stage 0)         rank r reads interval r, then the ranks gather: each byte is read once over all of them
 
-A rank that fails to read goes on with the others to the end, where all of them raise; until then nobody is left waiting.
+A rank that fails to read goes on with the others to the end, where all of them raise; until then
+nobody is left waiting.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ LOCAL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 @dataclass
 class Wanted:
-    """A tensor of the source and where it goes: `into` has the shape of the optimizer's object of `entry`."""
+    """A tensor of the source and where it goes: `into` has the shape of the optimizer's object of
+    `entry`.
+    """
 
     entry: Entry
     item: Item
@@ -54,7 +58,8 @@ class Fit:
     """How a source and a model go together.
 
     Attributes:
-        found: what each parameter is in the source, by the parameter's first name. buffers: the model's, by name.
+        found: what each parameter is in the source, by the parameter's first name. buffers: the
+            model's, by name.
         missing, unexpected: names that the source has not, and that the model has not.
     """
 
@@ -74,8 +79,9 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = 
     found, missing, unexpected, complaint = _match(engine, source, source.items(), buffers)
     if not complaint and strict and (missing or unexpected):
         complaint = (
-            f"{source.describe} is of another model: {len(missing)} names are missing in it ({', '.join(missing[:5])}), "
-            f"{len(unexpected)} are unknown to this model ({', '.join(unexpected[:5])}). Give strict=False to load what fits."
+            f"{source.describe} is of another model: {len(missing)} names are missing in it"
+            f" ({', '.join(missing[:5])}), {len(unexpected)} are unknown to this model"
+            f" ({', '.join(unexpected[:5])}). Give strict=False to load what fits."
         )
     if complaint:
         raise CheckpointError(complaint)
@@ -89,21 +95,34 @@ def fill_model(engine: Engine, fit: Fit, reading: Reading) -> None:
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
-                wanted = [Wanted(e, fit.found[e.names[0]], e.param.data) for e in flat.entries if e.names[0] in fit.found]
+                wanted = [
+                    Wanted(e, fit.found[e.names[0]], e.param.data)
+                    for e in flat.entries
+                    if e.names[0] in fit.found
+                ]
                 reading.masters(unit, flat, wanted)
                 for w in wanted if flat.unsharded else ():
-                    torch.autograd.graph.increment_version(w.entry.param)  # a backward pass over what was there before must not go on
-        buffers = {Item("buffer", name): tensor for name, tensor in fit.buffers.items() if Item("buffer", name) in items}
+                    # A backward pass over what was there before must not go on
+                    torch.autograd.graph.increment_version(w.entry.param)
+        buffers = {
+            Item("buffer", name): tensor
+            for name, tensor in fit.buffers.items()
+            if Item("buffer", name) in items
+        }
         reading.buffers(buffers)
         engine.make_stale()
         engine.unset.given({*fit.found, *(item.name for item in buffers)})
 
 
-def load_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> tuple[list[str], list[str]]:
-    """Parameters and buffers. Collective. Returns the names that the source has not, and those that the model has not.
+def load_model(
+    engine: Engine, module: nn.Module, source: Source, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Parameters and buffers. Collective. Returns the names that the source has not, and those that
+    the model has not.
 
     Raises:
-        CheckpointError: on every rank: shapes differ; or names do, under `strict`; or reading failed (the model is then undefined).
+        CheckpointError: on every rank: shapes differ; or names do, under `strict`; or reading
+            failed (the model is then undefined).
     """
     together = Together.of(engine)
     fit, error = None, None
@@ -120,16 +139,23 @@ def load_model(engine: Engine, module: nn.Module, source: Source, strict: bool =
 
 
 def _match(
-    engine: Engine, source: Source, items: Mapping[Item, Stored], buffers: Mapping[str, torch.Tensor]
+    engine: Engine,
+    source: Source,
+    items: Mapping[Item, Stored],
+    buffers: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, Item], list[str], list[str], str]:
-    """({parameter: what it is in the source}, missing, unexpected, what is wrong with the shapes)."""
+    """({parameter: what it is in the source}, missing, unexpected, what is wrong with the
+    shapes).
+    """
     aliases, found, missing, wrong = source.aliases(), {}, [], []
     for entry in engine.entries:
         item = _find(entry.part.names, items, aliases)
         if item is None:
             missing.append(entry.part.names[0])
         elif items[item].shape != entry.part.shape:
-            wrong.append(f"{entry.part.names[0]}: {items[item].shape} in it, {entry.part.shape} in the model")
+            wrong.append(
+                f"{entry.part.names[0]}: {items[item].shape} in it, {entry.part.shape} in the model"
+            )
         else:
             found[entry.names[0]] = item
     for name, tensor in buffers.items():
@@ -139,14 +165,24 @@ def _match(
         elif stored.shape != tuple(tensor.shape):
             wrong.append(f"{name}: {stored.shape} in it, {tuple(tensor.shape)} in the model")
     taken = set(found.values()) | {Item("buffer", name) for name in buffers}
-    unexpected = sorted(item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken)
-    wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))  # tiles say the same of their parameter
-    unexpected += getattr(source, "unexpected", ())  # what fits nowhere is no item of a source that was cut to fit
-    complaint = f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}." if wrong else ""
+    unexpected = sorted(
+        item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken
+    )
+    # Tiles say the same of their parameter
+    wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))
+    # What fits nowhere is no item of a source that was cut to fit
+    unexpected += getattr(source, "unexpected", ())
+    complaint = (
+        f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
+        if wrong
+        else ""
+    )
     return found, missing, unexpected, complaint
 
 
-def _find(names: Iterable[str], items: Mapping[Item, Stored], aliases: Mapping[str, str]) -> Item | None:
+def _find(
+    names: Iterable[str], items: Mapping[Item, Stored], aliases: Mapping[str, str]
+) -> Item | None:
     for name in names:
         for candidate in (name, aliases.get(name)):
             if candidate is not None and Item("parameter", candidate) in items:
@@ -182,7 +218,11 @@ class Reading:
             values = flat.load_master()
             for w in wanted:
                 a, b = flat.local(w.entry)
-                self._into(w.item, *_interval(w.entry, w.item, a, b), values[a - flat.owned[0] : b - flat.owned[0]])
+                self._into(
+                    w.item,
+                    *_interval(w.entry, w.item, a, b),
+                    values[a - flat.owned[0] : b - flat.owned[0]],
+                )
             flat.store_master(values)
         elif flat.offloaded is not None and flat.offloaded.on_disk:
             self.to_disk(flat, "master", wanted)
@@ -191,7 +231,9 @@ class Reading:
             self.local(flat, wanted)
 
     def local(self, flat: Flat, wanted: list[Wanted]) -> None:
-        """Into tensors of the shape of the optimizer's object, where this rank owns what it holds."""
+        """Into tensors of the shape of the optimizer's object, where this rank owns what it
+        holds.
+        """
         for w in wanted:
             a, b = (w.entry.slot.start, w.entry.slot.end) if flat.unsharded else flat.local(w.entry)
             self._into(w.item, *_interval(w.entry, w.item, a, b), w.into)
@@ -202,14 +244,25 @@ class Reading:
             a, b = flat.local(w.entry)
             if a < b and self.error is None:
                 try:
-                    read_to_disk(self.source, w.item, w.entry, kind, a - w.entry.slot.start, b - w.entry.slot.start)
+                    read_to_disk(
+                        self.source,
+                        w.item,
+                        w.entry,
+                        kind,
+                        a - w.entry.slot.start,
+                        b - w.entry.slot.start,
+                    )
                 except Exception as error:
                     self.error = error
 
-    def replicated_to_disk(self, unit: Unit, flat: Flat, kind: str, wanted: list[Wanted], dtype: torch.dtype) -> None:
+    def replicated_to_disk(
+        self, unit: Unit, flat: Flat, kind: str, wanted: list[Wanted], dtype: torch.dtype
+    ) -> None:
         """As `replicated`, into what several ranks have on NVMe as `kind`."""
         grain, first = grain_of_kind(kind), flat.owned[0]
-        buffer = torch.empty((flat.owned[1] - first) // grain, dtype=dtype, device=self.engine.device)
+        buffer = torch.empty(
+            (flat.owned[1] - first) // grain, dtype=dtype, device=self.engine.device
+        )
         self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         assert flat.offloaded is not None
         for w in wanted:
@@ -220,27 +273,48 @@ class Reading:
     def replicated(self, unit: Unit, flat: Flat, wanted: list[Wanted], dtype: torch.dtype) -> None:
         """Into tensors that several ranks hold: each reads its share, then they gather."""
         grain, first = grain_of(wanted[0].item.state), flat.owned[0]
-        buffer = torch.empty((flat.owned[1] - first) // grain, dtype=dtype, device=self.engine.device)
+        buffer = torch.empty(
+            (flat.owned[1] - first) // grain, dtype=dtype, device=self.engine.device
+        )
         self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         for w in wanted:
             a, b = flat.local(w.entry)
             w.into.view(-1).copy_(buffer[slice(*items_of(a - first, b - first, grain))])
 
-    def _gathered(self, unit: Unit, flat: Flat, wanted: list[tuple[Entry, Item]], buffer: torch.Tensor, grain: int = 1) -> None:
+    def _gathered(
+        self,
+        unit: Unit,
+        flat: Flat,
+        wanted: list[tuple[Entry, Item]],
+        buffer: torch.Tensor,
+        grain: int = 1,
+    ) -> None:
         first = flat.owned[0]
         for entry, item in wanted:
             a, b = overlap((entry.slot.start, entry.slot.end), flat.interval)
-            self._into(item, *_interval(entry, item, a, b), buffer[slice(*items_of(a - first, b - first, grain))])
-        buffer = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer  # the wire may not know it
+            self._into(
+                item,
+                *_interval(entry, item, a, b),
+                buffer[slice(*items_of(a - first, b - first, grain))],
+            )
+        # The wire may not know it
+        buffer = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
         holders = self.engine.group if flat.whole_master else self.engine.group.inter_group
-        holders.all_gather(buffer, CollectiveContext("state", unit.name, self.engine.step, "state"), flat.index, move="state").wait()
+        holders.all_gather(
+            buffer,
+            CollectiveContext("state", unit.name, self.engine.step, "state"),
+            flat.index,
+            move="state",
+        ).wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """The first rank reads them and sends them to all."""
         if self.engine.rank == 0:
             for item, tensor in wanted.items():
                 self._into(item, 0, tensor.numel(), tensor)
-        self.engine.group.broadcast(list(wanted.values()), CollectiveContext("state", "buffers", self.engine.step, "state"))
+        self.engine.group.broadcast(
+            list(wanted.values()), CollectiveContext("state", "buffers", self.engine.step, "state")
+        )
 
     def _into(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         if stop <= start or self.error is not None:
@@ -249,7 +323,11 @@ class Reading:
             if out.device.type == "cpu" and out.is_contiguous():
                 self.source.read(item, start, stop, out.detach().view(-1))
                 return
-            whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            whole = (
+                out
+                if out.is_contiguous()
+                else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            )
             flat = whole.view(-1)
             for a in range(start, stop, BUFFER):
                 b = min(stop, a + BUFFER)
@@ -263,13 +341,18 @@ class Reading:
 
 
 def _interval(entry: Entry, item: Item, a: int, b: int) -> tuple[int, int]:
-    """Addresses [a, b) in the flat buffer of `entry` as elements of `item`, or the items for them; a tile is a part of its parameter."""
+    """Addresses [a, b) in the flat buffer of `entry` as elements of `item`, or the items for them;
+    a tile is a part of its parameter.
+    """
     offset = entry.part.first - entry.slot.start
     return items_of(a + offset, b + offset, grain_of(item.state))
 
 
-def fill_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], reading: Reading) -> None:
-    """States and parameter groups, once `fit_groups` has found that they go together. Collective; what goes wrong is kept in `reading`.
+def fill_optimizers(
+    engine: Engine, optimizers: list[torch.optim.Optimizer], reading: Reading
+) -> None:
+    """States and parameter groups, once `fit_groups` has found that they go together. Collective;
+    what goes wrong is kept in `reading`.
 
     Whatever the optimizers held before for these parameters is gone.
     """
@@ -281,18 +364,30 @@ def fill_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], rea
     for item in known:
         if item.kind == "state":
             states.setdefault(item.name, []).append(item)
-    with reading.through(source), disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+    with (
+        reading.through(source),
+        disable_torch_function(),
+        torch.no_grad(),
+        torch.inference_mode(False),
+    ):
         for unit in engine.units:
             for flat in unit.flats:
                 _load_flat_states(reading, unit, flat, owner, states, known, aliases)
 
 
-def _recoded(engine: Engine, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]], source: Source) -> Source:
+def _recoded(
+    engine: Engine,
+    owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
+    source: Source,
+) -> Source:
     """`source` with moments as they rest here."""
     formats: dict[str, Format] = {}
     aliases, plain = source.aliases(), FORMATS["fp32"]
     for entry in engine.entries:
-        if id(entry.param) in owner and (how := rests(owner[id(entry.param)][0], engine.recipe, entry.flat)) is not None:
+        if (
+            id(entry.param) in owner
+            and (how := rests(owner[id(entry.param)][0], engine.recipe, entry.flat)) is not None
+        ):
             formats |= {aliases.get(name, name): how.format for name in entry.part.names}
     return Recoded(source, lambda name, numel: formats.get(name, plain).of(numel))
 
@@ -305,43 +400,60 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
     """
     groups = source.groups()
     if not groups:
-        raise CheckpointError(f"{source.describe} holds no optimizer; leave optimizer out, or give one that was saved with it.")
+        raise CheckpointError(
+            f"{source.describe} holds no optimizer; leave optimizer out, or give one that was saved"
+            " with it."
+        )
     if len(groups) != len(optimizers):
-        raise CheckpointError(f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given.")
+        raise CheckpointError(
+            f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given."
+        )
     names = {id(e.param): e.part.names for e in engine.entries}
     aliases = source.aliases()
     try:
         for optimizer in optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            stepped_apart(optimizer, engine, [entry for entry in engine.entries if id(entry.param) in stepped])
+            stepped_apart(
+                optimizer, engine, [entry for entry in engine.entries if id(entry.param) in stepped]
+            )
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     for number, (optimizer, stored) in enumerate(zip(optimizers, groups, strict=True)):
         if len(stored) != len(optimizer.param_groups):
             raise CheckpointError(
-                f"{source.describe}: its optimizer {number} has {len(stored)} parameter groups, the given {type(optimizer).__name__} "
-                f"{len(optimizer.param_groups)}. Make the groups as they were when it was saved."
+                f"{source.describe}: its optimizer {number} has {len(stored)} parameter groups, the"
+                f" given {type(optimizer).__name__} {len(optimizer.param_groups)}. Make the groups"
+                " as they were when it was saved."
             )
         for index, (group, saved) in enumerate(zip(optimizer.param_groups, stored, strict=True)):
             if any(id(p) not in names for p in group["params"]):
                 raise CheckpointError(
-                    f"group {index} of the given {type(optimizer).__name__} has a parameter of another model: make the optimizer of "
-                    "model.parameters() after shard(), and give both to one load."
+                    f"group {index} of the given {type(optimizer).__name__} has a parameter of"
+                    " another model: make the optimizer of model.parameters() after shard(), and"
+                    " give both to one load."
                 )
             ours = list(dict.fromkeys(names[id(p)] for p in group["params"]))
-            theirs = set(saved["params"]) | {alias for alias, name in aliases.items() if name in saved["params"]}
+            theirs = set(saved["params"]) | {
+                alias for alias, name in aliases.items() if name in saved["params"]
+            }
             extra = [n[0] for n in ours if not theirs & set(n)]
             known = {name for n in ours for name in n}
-            gone = [n for n in saved["params"] if n not in known and not any(aliases.get(k) == n for k in known)]
+            gone = [
+                n
+                for n in saved["params"]
+                if n not in known and not any(aliases.get(k) == n for k in known)
+            ]
             if extra or gone:
                 raise CheckpointError(
-                    f"{source.describe}: group {index} of its optimizer {number} is of other parameters: "
-                    f"it has not {extra[:3] or 'any more'}, and the given one has not {gone[:3] or 'any fewer'}. "
-                    "Make the groups as they were when it was saved."
+                    f"{source.describe}: group {index} of its optimizer {number} is of other"
+                    f" parameters: it has not {extra[:3] or 'any more'}, and the given one has not"
+                    f" {gone[:3] or 'any fewer'}. Make the groups as they were when it was saved."
                 )
 
 
-def _set_groups(optimizers: list[torch.optim.Optimizer], groups: list[list[dict[str, Any]]]) -> None:
+def _set_groups(
+    optimizers: list[torch.optim.Optimizer], groups: list[list[dict[str, Any]]]
+) -> None:
     for optimizer, stored in zip(optimizers, groups, strict=True):
         for group, saved in zip(optimizer.param_groups, stored, strict=True):
             for key, value in saved.items():
@@ -350,7 +462,11 @@ def _set_groups(optimizers: list[torch.optim.Optimizer], groups: list[list[dict[
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].copy_(torch.as_tensor(value))
                 else:
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) and isinstance(value, list) else value
+                    group[key] = (
+                        tuple(value)
+                        if isinstance(group.get(key), tuple) and isinstance(value, list)
+                        else value
+                    )
 
 
 def _load_flat_states(
@@ -366,29 +482,56 @@ def _load_flat_states(
         how = rests(optimizer, reading.engine.recipe, flat)
         parameter = _find(entry.part.names, known, aliases)
         name = parameter.name if parameter is not None else entry.part.names[0]
-        state: dict[str, Any] = {key: _placed(value, entry.param, group) for key, value in reading.source.scalars(name).items()}
+        state: dict[str, Any] = {
+            key: _placed(value, entry.param, group)
+            for key, value in reading.source.scalars(name).items()
+        }
         for item in states.get(name, ()):
             stored = known[item]
-            dtype = entry.param.dtype if parameter is not None and stored.dtype == known[parameter].dtype else stored.dtype
-            if item.state in SIGNED and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            dtype = (
+                entry.param.dtype
+                if parameter is not None and stored.dtype == known[parameter].dtype
+                else stored.dtype
+            )
+            if item.state in SIGNED and isinstance(
+                optimizer, (torch.optim.Adam, torch.optim.AdamW)
+            ):
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
-            away = _on_disk(flat) and not (how.small(entry) if how is not None else entry.param.dim() == 0)  # as the step has it
+            # As the step has it
+            away = _on_disk(flat) and not (
+                how.small(entry) if how is not None else entry.param.dim() == 0
+            )
             if packed(item.state) is not None or stored.shape == entry.part.shape:
-                shape = entry.param.shape if packed(item.state) is None else (-(-entry.param.numel() // grain_of(item.state)),)
-                state[item.state] = StatePlace.of(shape, dtype) if away else torch.empty(shape, dtype=dtype, device=entry.param.device)
-                found.setdefault((item.state, dtype, away), []).append(Wanted(entry, item, state[item.state]))
+                shape = (
+                    entry.param.shape
+                    if packed(item.state) is None
+                    else (-(-entry.param.numel() // grain_of(item.state)),)
+                )
+                state[item.state] = (
+                    StatePlace.of(shape, dtype)
+                    if away
+                    else torch.empty(shape, dtype=dtype, device=entry.param.device)
+                )
+                found.setdefault((item.state, dtype, away), []).append(
+                    Wanted(entry, item, state[item.state])
+                )
             elif (flat.whole_master or flat.unsharded) and not (flat.tiled or _on_disk(flat)):
-                state[item.state] = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
+                state[item.state] = torch.empty(
+                    stored.shape, dtype=dtype, device=entry.param.device
+                )
                 reading._into(item, 0, state[item.state].numel(), state[item.state])
             else:
                 reading.error = reading.error or CheckpointError(
-                    f"{reading.source.describe}: {item} has a shape of its own, {stored.shape}, and cannot be divided; load it at stage 0."
+                    f"{reading.source.describe}: {item} has a shape of its own, {stored.shape}, and"
+                    " cannot be divided; load it at stage 0."
                 )
         if state:
             optimizer.state[entry.param] = state
         else:
             optimizer.state.pop(entry.param, None)
-    for (key, dtype, away), wanted in sorted(found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]), pair[0][2])):
+    for (key, dtype, away), wanted in sorted(
+        found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]), pair[0][2])
+    ):
         if away:
             assert flat.offloaded is not None
             flat.offloaded.region(state_kind(key, dtype), dtype)
@@ -396,7 +539,11 @@ def _load_flat_states(
                 reading.replicated_to_disk(unit, flat, state_kind(key, dtype), wanted, dtype)
             else:
                 reading.to_disk(flat, state_kind(key, dtype), wanted)
-        elif not flat.unsharded and flat.owned != flat.interval and (packed(key) is None or flat.layout.block):
+        elif (
+            not flat.unsharded
+            and flat.owned != flat.interval
+            and (packed(key) is None or flat.layout.block)
+        ):
             reading.replicated(unit, flat, wanted, dtype)
         else:
             reading.local(flat, wanted)

@@ -1,4 +1,6 @@
-"""Work that goes on behind the training: a thread on each rank, whose failure is told at the next step and never lost."""
+"""Work that goes on behind the training: a thread on each rank, whose failure is told at the next
+step and never lost.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from onefold.runtime.engine import Engine
 if TYPE_CHECKING:
     from onefold.checkpoint.copying import Copying
 
-# Weak on both sides: a load under way holds its model, which must not keep itself alive through this table.
+# Weak on both sides: a load under way holds its model, which must not keep itself alive through
+# this table.
 _running: weakref.WeakKeyDictionary[Engine, weakref.ref[Background]] = weakref.WeakKeyDictionary()
 
 
@@ -29,7 +32,14 @@ class Background:
 
     tell_steps = True  # the next optimizer step raises what it fails with
 
-    def __init__(self, engine: Engine, path: Path, work: Callable[[], None], begun: float, copying: Copying | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        path: Path,
+        work: Callable[[], None],
+        begun: float,
+        copying: Copying | None = None,
+    ) -> None:
         self.path = path
         self.seconds: float | None = None
         self._error: BaseException | None = None
@@ -51,7 +61,8 @@ class Background:
             assert self._work is not None
             self._work()
         except BaseException as error:
-            logging.getLogger("onefold").error("%s: %s", self.path, error)  # also where the program ends without another step
+            # Also where the program ends without another step
+            logging.getLogger("onefold").error("%s: %s", self.path, error)
             self._failed(error)
         finally:
             self._work = None  # what it read is free from here
@@ -65,7 +76,9 @@ class Background:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that the training stood still for it so far: in the call, and in the step that waited for the copy."""
+        """Seconds that the training stood still for it so far: in the call, and in the step that
+        waited for the copy.
+        """
         return self._stall_s + (self._copying.waited if self._copying is not None else 0.0)
 
     @property
@@ -77,7 +90,8 @@ class Background:
         """Until it has ended; returns the checkpoint.
 
         Raises:
-            CheckpointError: it failed. Where it was told so by `wait` on every rank, no step tells it again.
+            CheckpointError: it failed. Where it was told so by `wait` on every rank, no step tells
+                it again.
             TimeoutError: it goes on after `timeout` seconds.
         """
         self._thread.join(timeout)

@@ -18,12 +18,14 @@ from onefold.checkpoint.together import Together, meet
 from onefold.runtime.registry import engine_of
 
 LOCK = ".lock"
-#: Seconds that a start waits for the lock: after a kill, the killed process's may take a moment to go.
+#: Seconds that a start waits for the lock: after a kill, the killed process's may take a moment to
+#: go.
 LOCK_PATIENCE = 10.0
 
 
 class Checkpointer:
-    """The folder `root` with one checkpoint a save, named step-00000100. One run at a time may have it.
+    """The folder `root` with one checkpoint a save, named step-00000100. One run at a time may have
+    it.
 
         checkpoints = onefold.Checkpointer("runs/a/checkpoints", model=model, keep=3)
         begun = checkpoints.load(optimizer=optimizer)          # the newest that is sound; None in an empty folder
@@ -44,13 +46,24 @@ class Checkpointer:
     """
 
     def __init__(
-        self, root: str | Path, *, model: nn.Module, keep: int = 3, asynchronous: bool = True, busy: Literal["wait", "skip"] = "wait"
+        self,
+        root: str | Path,
+        *,
+        model: nn.Module,
+        keep: int = 3,
+        asynchronous: bool = True,
+        busy: Literal["wait", "skip"] = "wait",
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise CheckpointError(f"keep={keep!r}: expected how many checkpoints stay, 1 or more.")
         if busy not in ("wait", "skip"):
             raise CheckpointError(f"busy={busy!r}: expected 'wait' or 'skip'.")
-        self.root, self.keep, self.asynchronous, self.busy = Path(root).absolute(), keep, asynchronous, busy
+        self.root, self.keep, self.asynchronous, self.busy = (
+            Path(root).absolute(),
+            keep,
+            asynchronous,
+            busy,
+        )
         self.model, self._engine = model, engine_of(model)
         meet(self._engine, "Checkpointer(...)")
         settle(self._engine)
@@ -77,19 +90,26 @@ class Checkpointer:
                 except BlockingIOError as holder:
                     if time.monotonic() > end:
                         raise CheckpointError(
-                            f"{self.root} is in use by {holder}: two runs cannot save into one folder. Name another, or end that run."
+                            f"{self.root} is in use by {holder}: two runs cannot save into one"
+                            " folder. Name another, or end that run."
                         ) from None
                     time.sleep(0.1)
             for left in remove_litter(self.root):
-                logging.getLogger("onefold").info("removed %s, which a save that was killed had left", left)
+                logging.getLogger("onefold").info(
+                    "removed %s, which a save that was killed had left", left
+                )
         except OSError as error:
-            raise CheckpointError(f"no checkpoints can be kept in {self.root}: {in_words(error)}.") from None
+            raise CheckpointError(
+                f"no checkpoints can be kept in {self.root}: {in_words(error)}."
+            ) from None
 
     def save(self, step: int, **parts: Any) -> Path | None:
-        """Save `step` with `parts` (those of `onefold.save`); replaces a checkpoint of the same step. Collective.
+        """Save `step` with `parts` (those of `onefold.save`); replaces a checkpoint of the same
+        step. Collective.
 
         Returns:
-            the checkpoint, which an asynchronous save has yet to complete; None if this one is skipped.
+            the checkpoint, which an asynchronous save has yet to complete; None if this one is
+            skipped.
 
         Raises:
             CheckpointError: this save, or the one before behind the training, failed.
@@ -100,7 +120,9 @@ class Checkpointer:
         self.wait()
         number = step_of(step)
         if number is None:
-            raise CheckpointError("Checkpointer.save() was given no step: expected the number of steps done.")
+            raise CheckpointError(
+                "Checkpointer.save() was given no step: expected the number of steps done."
+            )
         path = self.root / f"step-{number:08d}"
         if self.asynchronous:
             self._saving = save_async(path, model=self.model, step=step, overwrite=True, **parts)
@@ -114,13 +136,17 @@ class Checkpointer:
         return any(self._together_now(running(self._engine) is not None))
 
     def _together_now(self, value: bool) -> list[bool]:
-        # The background save talks on the checkpoint's communicator: this question goes through the training's.
+        # The background save talks on the checkpoint's communicator: this question goes through the
+        # training's.
         import torch
 
         from onefold.comm import CollectiveContext
 
-        payload = torch.tensor([255, value], dtype=torch.uint8, device="cpu")  # of a length of its own
-        said = self._engine.group.exchange_control(payload, CollectiveContext("control", "(checkpoint)", self._engine.step, "state"))
+        # Of a length of its own
+        payload = torch.tensor([255, value], dtype=torch.uint8, device="cpu")
+        said = self._engine.group.exchange_control(
+            payload, CollectiveContext("control", "(checkpoint)", self._engine.step, "state")
+        )
         return [bool(s[1].item()) for s in said]
 
     def wait(self) -> None:
@@ -134,12 +160,18 @@ class Checkpointer:
             try:
                 prune(self.root, self.keep, just_saved)
             except OSError as error:
-                logging.getLogger("onefold").warning("an old checkpoint could not be removed: %s", in_words(error))
+                logging.getLogger("onefold").warning(
+                    "an old checkpoint could not be removed: %s", in_words(error)
+                )
 
     def check(self) -> None:
-        """Look at the save under way, if any, without waiting. Raises: CheckpointError: it has failed."""
+        """Look at the save under way, if any, without waiting. Raises: CheckpointError: it has
+        failed.
+        """
         if self._saving is not None and self._saving.done:
-            self._saving.wait()  # and stays known: ranks see its end at different moments, and must decide alike at the next save
+            # And stays known: ranks see its end at different moments, and must decide alike at the
+            # next save
+            self._saving.wait()
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose manifest is sound, as the first rank sees it. Collective."""
@@ -148,7 +180,8 @@ class Checkpointer:
         return self._together.from_first(latest(self.root) if self._together.rank == 0 else None)
 
     def load(self, **parts: Any) -> Loaded | None:
-        """Load the newest checkpoint that is sound: where one turns out damaged, the one before. Collective.
+        """Load the newest checkpoint that is sound: where one turns out damaged, the one before.
+        Collective.
 
         Returns:
             None: there is no checkpoint.
@@ -158,7 +191,11 @@ class Checkpointer:
         """
         meet(self._engine, "Checkpointer.load")
         self.wait()
-        listed = sorted((step, p.name, p) for step, p in checkpoints(self.root)) if self._together.rank == 0 else []
+        listed = (
+            sorted((step, p.name, p) for step, p in checkpoints(self.root))
+            if self._together.rank == 0
+            else []
+        )
         found = [path for _, _, path in self._together.from_first(listed)]
         errors = []
         for path in reversed(found):
@@ -169,11 +206,16 @@ class Checkpointer:
                 if self._together.rank == 0:
                     logging.getLogger("onefold").warning("%s Trying the one before.", error)
         if errors:
-            raise CheckpointError(f"none of the {len(errors)} checkpoints in {self.root} can be loaded. The newest: {errors[0]}")
+            raise CheckpointError(
+                f"none of the {len(errors)} checkpoints in {self.root} can be loaded. The newest:"
+                f" {errors[0]}"
+            )
         return None
 
     def close(self) -> None:
-        """Wait for the save under way and give the folder back. Raises: CheckpointError: it failed."""
+        """Wait for the save under way and give the folder back. Raises: CheckpointError: it
+        failed.
+        """
         try:
             self.wait()
         finally:

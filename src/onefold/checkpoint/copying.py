@@ -1,13 +1,15 @@
-"""The copy of a run's state in host memory that an asynchronous save is written from, taken while the training computes.
+"""The copy of a run's state in host memory that an asynchronous save is written from, taken while
+the training computes.
 
     training   save_async | forward   backward | step
     copy                  |──────────────|      ^ waits here for the rest of the copy, if there is any
 
-Between two optimizer steps masters and states do not change, so they are copied behind the training; what a forward pass may change
-(buffers, generators) is copied before the call returns.
+Between two optimizer steps masters and states do not change, so they are copied behind the
+training; what a forward pass may change (buffers, generators) is copied before the call returns.
 
-[Note: nobody writes under the copy] Whoever writes through the engine (a step, a load, full_params(write=True)) waits for the copy first.
-A write of the user's own shows in the tensors' version counters, and the save then fails with a sentence instead of mixing two moments.
+[Note: nobody writes under the copy] Whoever writes through the engine (a step, a load,
+full_params(write=True)) waits for the copy first. A write of the user's own shows in the tensors'
+version counters, and the save then fails with a sentence instead of mixing two moments.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _STILL = ("parameter", "state")
 
 
 class Copying:
-    """One copy. Attributes: waited: seconds that the training stood still for it after the call had returned."""
+    """One copy. Attributes: waited: seconds that the training stood still for it after the call had
+    returned.
+    """
 
     def __init__(self, engine: Engine, parts: Parts) -> None:
         self._parts, self.waited, self._done = parts, 0.0, threading.Event()
@@ -41,23 +45,33 @@ class Copying:
         self._buffer, self._places = _buffer_for(engine, parts)
         self._copies: dict[int, Part] = {}
         self._event: Any = None
-        still = [i for i, part in enumerate(parts.tensors) if part.item.kind in _STILL and not isinstance(part.tensor, OnDisk)]
+        still = [
+            i
+            for i, part in enumerate(parts.tensors)
+            if part.item.kind in _STILL and not isinstance(part.tensor, OnDisk)
+        ]
         self._versions = {i: _version(parts.tensors[i].tensor) for i in still}
         with torch.no_grad():
             for i in sorted(set(range(len(parts.tensors))) - set(still)):
                 self._copy(i)
-        # The copies so far, and whatever the training still writes to masters and states, come before what the other thread copies.
+        # The copies so far, and whatever the training still writes to masters and states, come
+        # before what the other thread copies.
         computing = current_stream(self._device)
         self._event = computing.record_event() if computing is not None else None
 
     def _copy(self, i: int) -> None:
         part = self._parts.tensors[i]
-        if isinstance(part.tensor, OnDisk):  # memory is what there is too little of: it is written before the training goes on
+        # Memory is what there is too little of: it is written before the training goes on
+        if isinstance(part.tensor, OnDisk):
             self._copies[i] = part
             return
         nbytes = part.tensor.numel() * part.tensor.element_size()
         at = self._places[i]
-        copy = self._buffer[at : at + nbytes].view(part.tensor.dtype).copy_(part.tensor, non_blocking=True)
+        copy = (
+            self._buffer[at : at + nbytes]
+            .view(part.tensor.dtype)
+            .copy_(part.tensor, non_blocking=True)
+        )
         self._copies[i] = replace(part, tensor=copy)
 
     def run(self) -> Parts:
@@ -76,15 +90,22 @@ class Copying:
                         self._copy(i)
                 if stream is not None:
                     stream.synchronize()  # the first copies too: it came after them
-            torn = [i for i, version in self._versions.items() if _version(self._parts.tensors[i].tensor) != version]
+            torn = [
+                i
+                for i, version in self._versions.items()
+                if _version(self._parts.tensors[i].tensor) != version
+            ]
         finally:
             self._done.set()
         if torn:
             raise CheckpointError(
-                f"{self._parts.tensors[torn[0]].item} was written to while save_async was copying it, so the copy is of two moments. "
-                "Write to parameters before save_async or after its wait(), or use save()."
+                f"{self._parts.tensors[torn[0]].item} was written to while save_async was copying"
+                " it, so the copy is of two moments. Write to parameters before save_async or"
+                " after its wait(), or use save()."
             )
-        parts = Parts([self._copies[i] for i in range(len(self._parts.tensors))], self._parts.values)
+        parts = Parts(
+            [self._copies[i] for i in range(len(self._parts.tensors))], self._parts.values
+        )
         self._parts = parts  # lets go of what was copied
         return parts
 
@@ -101,12 +122,19 @@ def _buffer_for(engine: Engine, parts: Parts) -> tuple[torch.Tensor, list[int]]:
     places, total = [], 0
     for part in parts.tensors:
         places.append(total)
-        total += 0 if isinstance(part.tensor, OnDisk) else -(-part.tensor.numel() * part.tensor.element_size() // 64) * 64
+        total += (
+            0
+            if isinstance(part.tensor, OnDisk)
+            else -(-part.tensor.numel() * part.tensor.element_size() // 64) * 64
+        )
     buffer = _buffers.get(engine)
     if buffer is None or buffer.numel() < total:
         _buffers.pop(engine, None)
         buffer = _buffers[engine] = empty(
-            total, torch.uint8, torch.device("cpu"), pinned=engine.device if has_streams(engine.device) else None
+            total,
+            torch.uint8,
+            torch.device("cpu"),
+            pinned=engine.device if has_streams(engine.device) else None,
         )
     return buffer, places
 

@@ -1,10 +1,12 @@
 """CRC-32 of a whole from the CRC-32s of its parts.
 
-Ranks that load at another world size each read a part of what one rank wrote. Their parts' checksums combine to the one in the
-manifest, so every byte is checked although no rank reads more than it needs.
+Ranks that load at another world size each read a part of what one rank wrote. Their parts'
+checksums combine to the one in the manifest, so every byte is checked although no rank reads more
+than it needs.
 
-A checksum is a polynomial over GF(2) modulo the CRC-32 generator, lowest power in the highest bit. Appending n bytes multiplies what
-came before by x^(8n); hence crc(a + b) = crc(a) · x^(8·len(b)) + crc(b), where the conditioning at both ends cancels.
+A checksum is a polynomial over GF(2) modulo the CRC-32 generator, lowest power in the highest bit.
+Appending n bytes multiplies what came before by x^(8n); hence crc(a + b) = crc(a) · x^(8·len(b)) +
+crc(b), where the conditioning at both ends cancels.
 """
 
 from __future__ import annotations

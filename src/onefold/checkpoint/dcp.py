@@ -1,4 +1,5 @@
-"""Sharded models and their optimizers through torch.distributed.checkpoint (DCP): FSDP2 runs and Onefold runs load each other.
+"""Sharded models and their optimizers through torch.distributed.checkpoint (DCP): FSDP2 runs and
+Onefold runs load each other.
 
     Onefold run                                                FSDP2 run
     state = onefold.dcp_state_dict(model, optimizer)           m, o = get_state_dict(model, optimizer)
@@ -13,8 +14,9 @@
 | optimizer state of the parameter's shape          | each rank its interval, as boxes         | DCP picks one rank a tensor    |
 | its scalars; options of parameter groups; buffers | DCP picks one rank of those that have it | DCP picks one rank             |
 
-A rank that holds no element of a parameter has no say in that parameter's optimizer state: its optimizer never steps it, so a `step`
-it might hold would be out of date. It neither writes nor reads any.
+A rank that holds no element of a parameter has no say in that parameter's optimizer state: its
+optimizer never steps it, so a `step` it might hold would be out of date. It neither writes nor
+reads any.
 """
 
 from __future__ import annotations
@@ -35,41 +37,53 @@ from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import plain_state_dict
 
-# Options of a parameter group that say how the update is computed here, not what it is: a checkpoint does not decide them.
+# Options of a parameter group that say how the update is computed here, not what it is: a
+# checkpoint does not decide them.
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
-def dcp_state_dict(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> dict[str, Any]:
-    """What to give `torch.distributed.checkpoint.save`, `async_save` and `load` for a sharded model: {"model": ..., "optimizer": ...}.
+def dcp_state_dict(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None
+) -> dict[str, Any]:
+    """What to give `torch.distributed.checkpoint.save`, `async_save` and `load` for a sharded
+    model: {"model": ..., "optimizer": ...}.
 
-    The two values are `Stateful`: DCP asks them for their state dicts, whose keys are those of torch's `get_model_state_dict` and
-    `get_optimizer_state_dict`, reads and writes the ranks' own memory, and lets them finish after a load (kept copies, parameter
-    groups, new optimizer state). Nothing is gathered, and nothing travels but DCP's own plans. One such dict serves a whole run.
+    The two values are `Stateful`: DCP asks them for their state dicts, whose keys are those of
+    torch's `get_model_state_dict` and `get_optimizer_state_dict`, reads and writes the ranks' own
+    memory, and lets them finish after a load (kept copies, parameter groups, new optimizer state).
+    Nothing is gathered, and nothing travels but DCP's own plans. One such dict serves a whole run.
 
         dcp.save(onefold.dcp_state_dict(model, optimizer), checkpoint_id="runs/a/step-100")
         dcp.load(onefold.dcp_state_dict(model, optimizer), checkpoint_id="runs/a/step-100")
 
-    What an FSDP2 run saved at another world size loads here and the reverse, at any stage, bit by bit where dtypes agree and converted
-    where they do not. An optimizer without state gets it in the load. Under other keys, put the values there: `{"net": state["model"]}`.
-    DCP finds them at the top of its dict only; deeper, use their `.state_dict()` before and `.load_state_dict(it)` after the load.
+    What an FSDP2 run saved at another world size loads here and the reverse, at any stage, bit by
+    bit where dtypes agree and converted where they do not. An optimizer without state gets it in
+    the load. Under other keys, put the values there: `{"net": state["model"]}`. DCP finds them at
+    the top of its dict only; deeper, use their `.state_dict()` before and `.load_state_dict(it)`
+    after the load.
 
-    What DCP does not do, here or for FSDP2: a tied parameter is written once for each of its names; the file reader fetches a stored part
-    again for each box that needs some of it (up to three times for a matrix); a key that the checkpoint lacks stops the load unless it is
-    given `planner=DefaultLoadPlanner(allow_partial_load=True)`; planners must flatten state dicts, as the default ones do.
+    What DCP does not do, here or for FSDP2: a tied parameter is written once for each of its names;
+    the file reader fetches a stored part again for each box that needs some of it (up to three
+    times for a matrix); a key that the checkpoint lacks stops the load unless it is given
+    `planner=DefaultLoadPlanner(allow_partial_load=True)`; planners must flatten state dicts, as the
+    default ones do.
 
     Args:
         model: what `onefold.shard` returned.
-        optimizer: over parameters of `model`; several are saved as one, as torch does. None leaves the key out.
+        optimizer: over parameters of `model`; several are saved as one, as torch does. None leaves
+            the key out.
 
     Raises:
-        ValueError: `model` was not sharded. Later, as CheckpointError: an optimizer's parameter is not the model's, or its state does not
-            divide like its parameter.
+        ValueError: `model` was not sharded. Later, as CheckpointError: an optimizer's parameter is
+            not the model's, or its state does not divide like its parameter.
     """
     state: dict[str, Any] = {"model": ModelState(model)}
     if optimizer is not None:
-        state["optimizer"] = OptimizerState(model, [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
+        state["optimizer"] = OptimizerState(
+            model, [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        )
     return state
 
 
@@ -80,31 +94,48 @@ class _State:
         self.model, self.engine = model, engine_of(model)
         if self.engine.on_disk or any(f.route.stored for u in self.engine.units for f in u.flats):
             raise CheckpointError(
-                "torch.distributed.checkpoint reads and writes tensors in memory, and this model's state rests on NVMe, or encoded: use "
-                "onefold.save, then load that checkpoint without offload and frozen= and write it with dcp_state_dict."
+                "torch.distributed.checkpoint reads and writes tensors in memory, and this model's"
+                " state rests on NVMe, or encoded: use onefold.save, then load that checkpoint"
+                " without offload and frozen= and write it with dcp_state_dict."
             )
         if self.engine.recipe.moments not in (None, "fp32"):
             raise CheckpointError(
-                f"moments in {self.engine.recipe.moments} mean nothing to other readers of torch.distributed.checkpoint: use onefold.save; "
-                "a recipe without moments= loads that checkpoint, and dcp_state_dict writes it."
+                f"moments in {self.engine.recipe.moments} mean nothing to other readers of"
+                " torch.distributed.checkpoint: use onefold.save; a recipe without moments= loads"
+                " that checkpoint, and dcp_state_dict writes it."
             )
-        tiled = next((e.part.names[0] for u in self.engine.units for f in u.flats if f.tiled for e in f.entries), None)
+        tiled = next(
+            (
+                e.part.names[0]
+                for u in self.engine.units
+                for f in u.flats
+                if f.tiled
+                for e in f.entries
+            ),
+            None,
+        )
         if tiled is not None:
             raise CheckpointError(
-                f"parameter {tiled!r} is computed in tiles, which torch.distributed.checkpoint would store as parameters of their own. Use "
-                "onefold.save and onefold.load, which know no tiles, or give the recipe tile=None."
+                f"parameter {tiled!r} is computed in tiles, which torch.distributed.checkpoint"
+                " would store as parameters of their own. Use onefold.save and onefold.load, which"
+                " know no tiles, or give the recipe tile=None."
             )
 
     def _check(self) -> None:
         if self.engine.stack or self.engine.whole_depth:
             where = "a forward pass" if self.engine.stack else "onefold.full_params"
-            raise CheckpointError(f"a sharded model was to be saved or loaded inside {where}; do it outside, between steps.")
-        self.engine.transfers.up.wait()  # who loads writes to the very tensors, which copies to the device may still read
+            raise CheckpointError(
+                f"a sharded model was to be saved or loaded inside {where}; do it outside, between"
+                " steps."
+            )
+        # Who loads writes to the very tensors, which copies to the device may still read
+        self.engine.transfers.up.wait()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CheckpointError(
-            f"{type(self).__name__} was to be pickled: torch.distributed.checkpoint finds it at the top of its dict only, as in "
-            '{"model": state["model"]}. Deeper, use its .state_dict() before saving or loading, and .load_state_dict(it) after loading.'
+            f"{type(self).__name__} was to be pickled: torch.distributed.checkpoint finds it at the"
+            ' top of its dict only, as in {"model": state["model"]}. Deeper, use its'
+            " .state_dict() before saving or loading, and .load_state_dict(it) after loading."
         )
 
 
@@ -112,7 +143,9 @@ class ModelState(_State):
     """Parameters, persistent buffers and extra state under their names in the model."""
 
     def state_dict(self) -> dict[str, Any]:
-        """{name: this rank's part}. Tensors alias the model's memory; a tied parameter stands under each of its names."""
+        """{name: this rank's part}. Tensors alias the model's memory; a tied parameter stands under
+        each of its names.
+        """
         self._check()
         with disable_torch_function(), torch.no_grad():
             entries = {id(e.param): e for e in self.engine.entries}
@@ -128,11 +161,15 @@ class ModelState(_State):
         """Finish a load into what `state_dict()` returned (values of another such dict are copied).
 
         Raises:
-            CheckpointError: a value is not this rank's part of that name, or the model has no place to put it.
+            CheckpointError: a value is not this rank's part of that name, or the model has no place
+                to put it.
         """
         mine = self.state_dict()
         with disable_torch_function(), torch.no_grad():
-            named = (self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False))
+            named = (
+                self.model.named_parameters(remove_duplicate=False),
+                self.model.named_buffers(remove_duplicate=False),
+            )
             places = {_clean(name) for name, _ in chain(*named)}
             for name in (n for n in mine if n in state):
                 if name in places:
@@ -141,28 +178,34 @@ class ModelState(_State):
                     _module_of(self.model, name).set_extra_state(state[name])
                 else:
                     raise CheckpointError(
-                        f"{name!r} is in the model's state dict, but is no parameter, buffer or extra state of a module, so what was "
-                        "read has no place. Leave it out of the dict that DCP loads, and set it yourself."
+                        f"{name!r} is in the model's state dict, but is no parameter, buffer or"
+                        " extra state of a module, so what was read has no place. Leave it out of"
+                        " the dict that DCP loads, and set it yourself."
                     )
             self.engine.make_stale()
             self.engine.unset.given({name for name in (*places, *mine) if _clean(name) in state})
 
 
 class OptimizerState(_State):
-    """{"state": {name: {key: part}}, "param_groups": [{option: value, "params": [names]}]}, the optimizers' groups one after another."""
+    """{"state": {name: {key: part}}, "param_groups": [{option: value, "params": [names]}]}, the
+    optimizers' groups one after another.
+    """
 
     def __init__(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         super().__init__(model)
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
-                raise CheckpointError(f"dcp_state_dict was given a {type(optimizer).__name__} as optimizer, expected a torch.optim one.")
+                raise CheckpointError(
+                    f"dcp_state_dict was given a {type(optimizer).__name__} as optimizer, expected"
+                    " a torch.optim one."
+                )
         self.optimizers = optimizers
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the optimizers' state; tensors alias it.
 
-        State that does not exist yet stands in the dict only, as one step with zero gradients makes it, its `step` set back to 0. The
-        optimizers are left as they are.
+        State that does not exist yet stands in the dict only, as one step with zero gradients makes
+        it, its `step` set back to 0. The optimizers are left as they are.
         """
         self._check()
         state: dict[str, Any] = {}
@@ -170,7 +213,10 @@ class OptimizerState(_State):
         with disable_torch_function(), torch.no_grad():
             for optimizer, group, name, entry in self._parameters():
                 if name in state:
-                    raise CheckpointError(f"parameter {name!r} is in two parameter groups or optimizers: DCP holds one state for a name.")
+                    raise CheckpointError(
+                        f"parameter {name!r} is in two parameter groups or optimizers: DCP holds"
+                        " one state for a name."
+                    )
                 if not _holds_some(entry):
                     continue
                 values = optimizer.state.get(entry.param)
@@ -182,16 +228,23 @@ class OptimizerState(_State):
             names = self._names()
             groups = []
             for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
-                # Tensors copied: options are taken over by name of parameter, and the checkpoint's groups may stand in another order.
-                options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+                # Tensors copied: options are taken over by name of parameter, and the checkpoint's
+                # groups may stand in another order.
+                options = {
+                    k: v.clone() if isinstance(v, torch.Tensor) else v
+                    for k, v in group.items()
+                    if k != "params"
+                }
                 groups.append({**options, "params": [names[id(p)] for p in group["params"]]})
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` returned after a load: new state, scalars that are no tensors, options of groups.
+        """Take over what `state_dict()` returned after a load: new state, scalars that are no
+        tensors, options of groups.
 
         Raises:
-            CheckpointError: a group's parameters are in several of the checkpoint's groups or in none, or a value is not this rank's part.
+            CheckpointError: a group's parameters are in several of the checkpoint's groups or in
+                none, or a value is not this rank's part.
         """
         self._check()
         with disable_torch_function(), torch.no_grad():
@@ -218,13 +271,16 @@ class OptimizerState(_State):
                 for number, param in enumerate(group["params"]):
                     if id(param) not in entries or id(param) not in names:
                         raise CheckpointError(
-                            f"parameter {number} of group {at} of the {type(optimizer).__name__} is none of the sharded model's: make the "
-                            "optimizer from model.parameters() after onefold.shard(model)."
+                            f"parameter {number} of group {at} of the {type(optimizer).__name__} is"
+                            " none of the sharded model's: make the optimizer from"
+                            " model.parameters() after onefold.shard(model)."
                         )
                     yield optimizer, group, names[id(param)], entries[id(param)]
 
     def _take_options(self, loaded: list[dict[str, Any]]) -> None:
-        """Each group's options from the loaded group that has its parameters, wherever that stands."""
+        """Each group's options from the loaded group that has its parameters, wherever that
+        stands.
+        """
         offloaded = {name: at for at, group in enumerate(loaded) for name in group["params"]}
         names = self._names()
         for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
@@ -233,8 +289,10 @@ class OptimizerState(_State):
             if here and len(found) != 1:
                 where = f"in its groups {found}" if found else "in none of its groups"
                 raise CheckpointError(
-                    f"a parameter group holds {', '.join(map(repr, here[:3]))}{' ...' if here[3:] else ''}, which the checkpoint has "
-                    f"{where}. Give the optimizer the parameter groups that the checkpoint was saved with; their order is free."
+                    "a parameter group holds"
+                    f" {', '.join(map(repr, here[:3]))}{' ...' if here[3:] else ''}, which the"
+                    f" checkpoint has {where}. Give the optimizer the parameter groups that the"
+                    " checkpoint was saved with; their order is free."
                 )
             for key, value in loaded[found[0]].items() if found else ():
                 if isinstance(group.get(key), torch.Tensor):
@@ -251,7 +309,11 @@ def _clean(name: str) -> str:
 
 
 def _module_of(model: nn.Module, name: str) -> nn.Module:
-    return next(m for path, m in model.named_modules() if _clean(f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE) == name)
+    return next(
+        m
+        for path, m in model.named_modules()
+        if _clean(f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE) == name
+    )
 
 
 def _holds_some(entry: Entry) -> bool:
@@ -260,10 +322,12 @@ def _holds_some(entry: Entry) -> bool:
 
 
 def _part(entry: Entry, value: Any, key: str = "") -> Any:
-    """What belongs to `entry` (itself, or state `key` of the optimizer) as a leaf for DCP: an interval, a whole tensor, or no tensor.
+    """What belongs to `entry` (itself, or state `key` of the optimizer) as a leaf for DCP: an
+    interval, a whole tensor, or no tensor.
 
     Raises:
-        CheckpointError: on this rank it is a part of something, but not of a tensor of the parameter's shape.
+        CheckpointError: on this rank it is a part of something, but not of a tensor of the
+            parameter's shape.
     """
     slot, replicated = entry.slot, entry.flat.whole_master
     if isinstance(value, torch.Tensor):
@@ -279,9 +343,10 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
     else:
         what = f"a {type(value).__name__}"
     raise CheckpointError(
-        f"the optimizer's {key!r} of parameter {slot.name!r} is {what}, where this rank holds {entry.param.numel()} elements of it: how "
-        "the whole is put together from the ranks' parts is not known. State that is shaped like its parameter, and scalars, can "
-        "be saved at every stage; other state at stage 0."
+        f"the optimizer's {key!r} of parameter {slot.name!r} is {what}, where this rank holds"
+        f" {entry.param.numel()} elements of it: how the whole is put together from the ranks'"
+        " parts is not known. State that is shaped like its parameter, and scalars, can be saved"
+        " at every stage; other state at stage 0."
     )
 
 
@@ -312,9 +377,11 @@ def _kind(value: Any) -> str:
 
 
 def _fresh(optimizer: Optimizer, group: dict[str, Any], entry: Entry) -> dict[str, Any]:
-    """The state that `optimizer` would give a parameter at its first step, made on a stand-in: no parameter, hook or count is touched.
+    """The state that `optimizer` would give a parameter at its first step, made on a stand-in: no
+    parameter, hook or count is touched.
 
-    torch's `_init_optim_state` steps the real optimizer with zero gradients and a learning rate of zero instead, and leaves `step` at 1.
+    torch's `_init_optim_state` steps the real optimizer with zero gradients and a learning rate of
+    zero instead, and leaves `step` at 1.
 
     Raises:
         CheckpointError: the optimizer cannot step by itself, for want of a closure for instance.
@@ -322,7 +389,8 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], entry: Entry) -> dict[st
     stand_in = nn.Parameter(torch.zeros_like(entry.param))
     stand_in.grad = torch.zeros_like(stand_in)
     twin = object.__new__(type(optimizer))
-    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # schedulers put a counting `step` there
+    # Schedulers put a counting `step` there
+    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, "params": [stand_in]}]
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -330,8 +398,9 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], entry: Entry) -> dict[st
         twin.step()
     except Exception as error:
         raise CheckpointError(
-            f"the state of a fresh {type(optimizer).__name__} could not be made by a step with zero gradients "
-            f"({type(error).__name__}: {error}). Take a training step before loading; its effect is overwritten."
+            f"the state of a fresh {type(optimizer).__name__} could not be made by a step with zero"
+            f" gradients ({type(error).__name__}: {error}). Take a training step before loading;"
+            " its effect is overwritten."
         ) from error
     state = dict(twin.state.get(stand_in, {}))
     step = state.get("step")

@@ -1,7 +1,9 @@
-"""One rank's interval of a whole tensor, in the form that torch.distributed.checkpoint (DCP) plans with: boxes.
+"""One rank's interval of a whole tensor, in the form that torch.distributed.checkpoint (DCP) plans
+with: boxes.
 
-A rank holds elements [start, stop) of the flattened tensor. DCP describes parts of a tensor as boxes (offsets, sizes). An interval of an
-n-dimensional tensor is at most 2n - 1 boxes, each one contiguous piece of the interval; elements 5 to 16 of a (4, 5) tensor are two:
+A rank holds elements [start, stop) of the flattened tensor. DCP describes parts of a tensor as
+boxes (offsets, sizes). An interval of an n-dimensional tensor is at most 2n - 1 boxes, each one
+contiguous piece of the interval; elements 5 to 16 of a (4, 5) tensor are two:
 
     . . . . .
     1 1 1 1 1      offsets (1, 0), sizes (2, 5)
@@ -23,7 +25,11 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from onefold.checkpoint.errors import CheckpointError
@@ -32,7 +38,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a flattened tensor of `shape` as boxes (offsets, sizes), in order; at most 2n - 1 for n dimensions."""
+    """Elements [start, stop) of a flattened tensor of `shape` as boxes (offsets, sizes), in order;
+    at most 2n - 1 for n dimensions.
+    """
     if start >= stop:
         return []
     if len(shape) < 2:
@@ -53,7 +61,9 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 class _Held:
-    """The interval's memory. DCP stages a state dict for `async_save` by copying whole storages; this has it copy the interval only."""
+    """The interval's memory. DCP stages a state dict for `async_save` by copying whole storages;
+    this has it copy the interval only.
+    """
 
     __slots__ = ("data",)
 
@@ -65,9 +75,11 @@ class _Held:
 
 
 class Interval(torch.Tensor):
-    """Elements [start, start + len(local)) of a flattened tensor of `shape`. Looks like the whole tensor, holds `local` only.
+    """Elements [start, start + len(local)) of a flattened tensor of `shape`. Looks like the whole
+    tensor, holds `local` only.
 
-    DCP accepts nothing but tensors where shards are looked up, hence the subclass; nothing can be computed with it.
+    DCP accepts nothing but tensors where shards are looked up, hence the subclass; nothing can be
+    computed with it.
 
     Args:
         local: [stop - start], contiguous; it is saved from and loaded into in place.
@@ -80,8 +92,12 @@ class Interval(torch.Tensor):
     start: int
 
     @staticmethod
-    def __new__(cls: type[Interval], local: torch.Tensor, shape: Sequence[int], start: int) -> Interval:
-        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
+    def __new__(
+        cls: type[Interval], local: torch.Tensor, shape: Sequence[int], start: int
+    ) -> Interval:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
 
     def __init__(self, local: torch.Tensor, shape: Sequence[int], start: int) -> None:
         self._held, self.start = _Held(local), start
@@ -94,17 +110,24 @@ class Interval(torch.Tensor):
     def _boxes(self) -> list[Box]:
         return boxes(self.size(), self.start, self.start + self.local.numel())
 
-    # -- what DCP's planners call ----------------------------------------------------------------------------------------------
+    # -- what DCP's planners call ------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
         return [
-            WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.size()))
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._boxes()]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in self._boxes()
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         at = 0
@@ -113,12 +136,13 @@ class Interval(torch.Tensor):
                 return self.local[at : at + prod(sizes)].view(sizes)
             at += prod(sizes)
         raise CheckpointError(
-            f"the planner asked for the part of {index.fqn!r} at {index.offset}; this rank holds {self!r}, whose parts begin at "
-            f"{[list(offsets) for offsets, _ in self._boxes()]}. A planner of your own must plan with the chunks that "
-            "__create_chunk_list__ of the tensor names."
+            f"the planner asked for the part of {index.fqn!r} at {index.offset}; this rank holds"
+            f" {self!r}, whose parts begin at {[list(offsets) for offsets, _ in self._boxes()]}. A"
+            " planner of your own must plan with the chunks that __create_chunk_list__ of the"
+            " tensor names."
         )
 
-    # -- what DCP's stagers call -----------------------------------------------------------------------------------------------
+    # -- what DCP's stagers call -------------------------------------------------------------------
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -134,8 +158,9 @@ class Interval(torch.Tensor):
             me.local.copy_(args[1].local)
             return me
         raise CheckpointError(
-            f"{func} was called on {me!r}. It stands for a part of a tensor, for torch.distributed.checkpoint to save and to load; "
-            "nothing can be computed with it. `.local` is the part itself, one-dimensional."
+            f"{func} was called on {me!r}. It stands for a part of a tensor, for"
+            " torch.distributed.checkpoint to save and to load; nothing can be computed with it."
+            " `.local` is the part itself, one-dimensional."
         )
 
     def _like(self, local: torch.Tensor) -> Interval:
@@ -145,17 +170,23 @@ class Interval(torch.Tensor):
         return self._like(self.local.clone())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"elements {self.start} to {self.start + self.local.numel()} of a tensor of shape {tuple(self.size())}"
+        return (
+            f"elements {self.start} to {self.start + self.local.numel()} of a tensor of shape"
+            f" {tuple(self.size())}"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CheckpointError(
-            f"{self!r} was to be pickled, which would save this rank's part under the name of the whole. Save it by "
-            "torch.distributed.checkpoint.save, with a planner that flattens state dicts (the default)."
+            f"{self!r} was to be pickled, which would save this rank's part under the name of the"
+            " whole. Save it by torch.distributed.checkpoint.save, with a planner that flattens"
+            " state dicts (the default)."
         )
 
 
 def _between_processes(leaf: Interval) -> Any:
-    """Memory shared with the process that writes for `async_save(async_checkpointer_type=PROCESS)`."""
+    """Memory shared with the process that writes for
+    `async_save(async_checkpointer_type=PROCESS)`.
+    """
     return Interval, (leaf.local, tuple(leaf.size()), leaf.start)
 
 

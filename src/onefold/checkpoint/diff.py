@@ -1,8 +1,10 @@
-"""What differs between two checkpoints: tensors, element by element, and everything else that a run resumes from.
+"""What differs between two checkpoints: tensors, element by element, and everything else that a run
+resumes from.
 
-How they were saved (ranks, stage, versions, time) is no difference. Both are read through `Source`, so they may have been saved on other
-ranks, at another stage, or by another library. Memory is bounded: tensors are compared in blocks. The same bits are the same (a NaN
-equals itself); where tensors have different dtypes, values are compared.
+How they were saved (ranks, stage, versions, time) is no difference. Both are read through `Source`,
+so they may have been saved on other ranks, at another stage, or by another library. Memory is
+bounded: tensors are compared in blocks. The same bits are the same (a NaN equals itself); where
+tensors have different dtypes, values are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from onefold.checkpoint.values import decode
 
 #: Elements compared at a time.
 BLOCK = 1 << 20
-#: What can be compared, and the kinds of tensors in each. "rest": step, scheduler, scaler, position in the data, extra.
+#: What can be compared, and the kinds of tensors in each. "rest": step, scheduler, scaler, position
+#: in the data, extra.
 KINDS_OF: dict[str, tuple[str, ...]] = {
     "weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra", "residual"), "random": (),
 }  # fmt: skip
@@ -42,7 +45,8 @@ class TensorDifference:
         what: "only in the first", "only in the second", "shape", "dtype" or "values".
         first, second: dtype and shape in each, "" where it is not.
         differing, of: elements that differ, and all.
-        largest: the greatest |a - b|; nan where one of them is no number. relative: the greatest |a - b| / max(|a|, |b|).
+        largest: the greatest |a - b|; nan where one of them is no number. relative: the greatest |a
+            - b| / max(|a|, |b|).
         at: the flattened index where it is greatest.
     """
 
@@ -59,7 +63,9 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """Something else than a tensor: in which part, where it stands, such as "group 1, lr", and what it is in each."""
+    """Something else than a tensor: in which part, where it stands, such as "group 1, lr", and what
+    it is in each.
+    """
 
     part: str
     where: str
@@ -70,7 +76,8 @@ class ValueDifference:
 @dataclass
 class Difference:
     """Attributes:
-    tensors, values: what differs. compared: {part: the tensors that both have}. nbytes: of these in the first.
+    tensors, values: what differs. compared: {part: the tensors that both have}. nbytes: of these in
+        the first.
     skipped: parts that were asked for and that another library's checkpoint does not tell.
     """
 
@@ -93,7 +100,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Elements a and b count as the same where |a - b| <= absolute + relative · max(|a|, |b|). Zero and zero: the same bits."""
+    """Elements a and b count as the same where |a - b| <= absolute + relative · max(|a|, |b|). Zero
+    and zero: the same bits.
+    """
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -127,11 +136,17 @@ def differences(
     for item, a, b in paired(first, second, lambda item: item.kind in kinds and wanted(item.name)):
         if a is None or b is None:
             one, other = here.get(item) if a else None, there.get(item) if b else None
-            found.tensors.append(TensorDifference(item, f"only in the {'first' if a else 'second'}", _shown(one), _shown(other)))
+            found.tensors.append(
+                TensorDifference(
+                    item, f"only in the {'first' if a else 'second'}", _shown(one), _shown(other)
+                )
+            )
             continue
         found.compared[kinds[item.kind]] += 1
         found.nbytes += numel_of(here[a].shape) * here[a].dtype.itemsize
-        difference = _tensor(first, second, a, b, here[a], there[b], tolerance, advance or (lambda n: None))
+        difference = _tensor(
+            first, second, a, b, here[a], there[b], tolerance, advance or (lambda n: None)
+        )
         if difference is not None:
             found.tensors.append(difference)
         for source in (first, second):
@@ -139,7 +154,9 @@ def differences(
                 verify_read(source, source.checks)
                 source.checks.clear()
     if "optimizer" in parts:
-        names = dict.fromkeys(i.name for i in (*here, *there) if i.kind == "parameter" and wanted(i.name))
+        names = dict.fromkeys(
+            i.name for i in (*here, *there) if i.kind == "parameter" and wanted(i.name)
+        )
         for where, value, others in _optimizer_values(first, second, names):
             found.values += values_differing("optimizer", value, others, where, tolerance)
     if isinstance(first, FolderSource) and isinstance(second, FolderSource):
@@ -152,8 +169,12 @@ def differences(
     return found
 
 
-def paired(first: Source, second: Source, wanted: Callable[[Item], bool]) -> Iterator[tuple[Item, Item | None, Item | None]]:
-    """(tensor to show, the one in the first, the one in the second) of all that are wanted; None where there is none."""
+def paired(
+    first: Source, second: Source, wanted: Callable[[Item], bool]
+) -> Iterator[tuple[Item, Item | None, Item | None]]:
+    """(tensor to show, the one in the first, the one in the second) of all that are wanted; None
+    where there is none.
+    """
     here, there = first.items(), second.items()
     own, others, met = first.aliases(), second.aliases(), set()
     for item in here:
@@ -166,18 +187,41 @@ def paired(first: Source, second: Source, wanted: Callable[[Item], bool]) -> Ite
             yield item, _in_other(item, here, others, own), item
 
 
-def _in_other(item: Item, there: Mapping[Item, Stored], own: Mapping[str, str], others: Mapping[str, str]) -> Item | None:
-    """`item` in the other source: a tied tensor may be stored under another of its names, and some formats know no buffers."""
-    names = [item.name, others.get(item.name, ""), *(alias for alias, name in own.items() if name == item.name)]
+def _in_other(
+    item: Item, there: Mapping[Item, Stored], own: Mapping[str, str], others: Mapping[str, str]
+) -> Item | None:
+    """`item` in the other source: a tied tensor may be stored under another of its names, and some
+    formats know no buffers.
+    """
+    names = [
+        item.name,
+        others.get(item.name, ""),
+        *(alias for alias, name in own.items() if name == item.name),
+    ]
     kinds = ("parameter", "buffer") if item.kind in ("parameter", "buffer") else ()
-    return next((match for kind in (item.kind, *kinds) for name in names if (match := Item(kind, name, item.state)) in there), None)
+    return next(
+        (
+            match
+            for kind in (item.kind, *kinds)
+            for name in names
+            if (match := Item(kind, name, item.state)) in there
+        ),
+        None,
+    )
 
 
-# -- tensors ---------------------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def _tensor(
-    first: Source, second: Source, a: Item, b: Item, one: Stored, other: Stored, tolerance: Tolerance, advance: Advance
+    first: Source,
+    second: Source,
+    a: Item,
+    b: Item,
+    one: Stored,
+    other: Stored,
+    tolerance: Tolerance,
+    advance: Advance,
 ) -> TensorDifference | None:
     numel = numel_of(one.shape)
     if one.shape != other.shape:
@@ -185,7 +229,10 @@ def _tensor(
     seen = _Seen()
     for start in range(0, numel, BLOCK):
         stop = min(start + BLOCK, numel)
-        x, y = torch.empty(stop - start, dtype=one.dtype), torch.empty(stop - start, dtype=other.dtype)
+        x, y = (
+            torch.empty(stop - start, dtype=one.dtype),
+            torch.empty(stop - start, dtype=other.dtype),
+        )
         first.read(a, start, stop, x)
         second.read(b, start, stop, y)
         seen.look(x, y, start, tolerance)
@@ -193,7 +240,17 @@ def _tensor(
     if not seen.differing and (one.dtype == other.dtype or not tolerance.exact):
         return None
     what = "values" if seen.differing else "dtype"
-    return TensorDifference(a, what, _shown(one), _shown(other), seen.differing, numel, seen.largest, seen.relative, seen.at)
+    return TensorDifference(
+        a,
+        what,
+        _shown(one),
+        _shown(other),
+        seen.differing,
+        numel,
+        seen.largest,
+        seen.relative,
+        seen.at,
+    )
 
 
 class _Seen:
@@ -219,14 +276,23 @@ class _Seen:
         gap[same] = 0.0
         nans = gap.isnan()
         where = int(nans.to(torch.uint8).argmax() if bool(nans.any()) else gap.argmax())
-        largest, relative = float(gap[where]), float((gap / both.clamp_min(torch.finfo(torch.float64).tiny)).nan_to_num().max())
-        if self.at < 0 or largest > self.largest or (math.isnan(largest) and not math.isnan(self.largest)):
+        largest, relative = (
+            float(gap[where]),
+            float((gap / both.clamp_min(torch.finfo(torch.float64).tiny)).nan_to_num().max()),
+        )
+        if (
+            self.at < 0
+            or largest > self.largest
+            or (math.isnan(largest) and not math.isnan(self.largest))
+        ):
             self.largest, self.at = largest, start + where
         self.relative = max(self.relative, relative)
 
 
 def _as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """Elements as float64, exact for every dtype but whole numbers past 2^53; a complex number is its modulus."""
+    """Elements as float64, exact for every dtype but whole numbers past 2^53; a complex number is
+    its modulus.
+    """
     return x.abs().double() if x.is_complex() else x.double()
 
 
@@ -237,17 +303,25 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _shown(stored: Stored | None) -> str:
-    return "" if stored is None else f"{str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
+    return (
+        "" if stored is None else f"{str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
+    )
 
 
-# -- everything else -------------------------------------------------------------------------------------------------------------
+# -- everything else -------------------------------------------------------------------------------
 
 
-def _optimizer_values(first: Source, second: Source, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+def _optimizer_values(
+    first: Source, second: Source, names: Iterable[str]
+) -> Iterator[tuple[str, Any, Any]]:
     one, other = first.groups(), second.groups()
     if one is None or other is None:
         if one is not other:
-            yield "optimizer", "absent" if one is None else "there", "absent" if other is None else "there"
+            yield (
+                "optimizer",
+                "absent" if one is None else "there",
+                "absent" if other is None else "there",
+            )
         return
     if len(one) != len(other):
         yield "optimizers", len(one), len(other)
@@ -264,7 +338,11 @@ def _optimizer_values(first: Source, second: Source, names: Iterable[str]) -> It
 def _rest(source: FolderSource) -> dict[str, Any]:
     """What else resumes. Tensors in it are compared by themselves: here they are their numbers."""
     keys = ("step", "scheduler", "scaler", "data", "extra", "extra_state", "wire")
-    return {key: decode(source.state[key], lambda number: f"tensor {number}") for key in keys if source.state.get(key) is not None}  # type: ignore[arg-type,return-value]
+    return {
+        key: decode(source.state[key], lambda number: f"tensor {number}")  # type: ignore[arg-type, return-value]
+        for key in keys
+        if source.state.get(key) is not None
+    }
 
 
 def _random(source: FolderSource) -> dict[str, dict[str, str]]:
@@ -273,21 +351,34 @@ def _random(source: FolderSource) -> dict[str, dict[str, str]]:
     for item in source.records:
         if item.kind == "rng":
             states = json.loads(bytes(source.whole(item).numpy()))
-            digests = {name: hashlib.sha256(json.dumps(state).encode()).hexdigest()[:12] for name, state in states.items()}
+            digests = {
+                name: hashlib.sha256(json.dumps(state).encode()).hexdigest()[:12]
+                for name, state in states.items()
+            }
             out[f"rank {item.name}"] = digests
     return out
 
 
-def values_differing(part: str, a: Any, b: Any, where: str, tolerance: Tolerance = Tolerance()) -> list[ValueDifference]:
+def values_differing(
+    part: str, a: Any, b: Any, where: str, tolerance: Tolerance = Tolerance()
+) -> list[ValueDifference]:
     """What differs in two nested values, by place."""
     inside: Iterable[tuple[Any, Any, Any]]
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        inside = [(key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in dict.fromkeys((*a, *b))]
+        inside = [
+            (key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in dict.fromkeys((*a, *b))
+        ]
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
         inside = [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
     else:
-        return [] if _same(a, b, tolerance) else [ValueDifference(part, where, _plain(a), _plain(b))]
-    return [d for key, x, y in inside for d in values_differing(part, x, y, f"{where}, {key}" if where else str(key), tolerance)]
+        return (
+            [] if _same(a, b, tolerance) else [ValueDifference(part, where, _plain(a), _plain(b))]
+        )
+    return [
+        d
+        for key, x, y in inside
+        for d in values_differing(part, x, y, f"{where}, {key}" if where else str(key), tolerance)
+    ]
 
 
 class _Absent:
@@ -299,7 +390,9 @@ _ABSENT = _Absent()
 
 
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
-    if isinstance(a, (torch.Tensor, np.ndarray, np.generic)) or isinstance(b, (torch.Tensor, np.ndarray, np.generic)):
+    if isinstance(a, (torch.Tensor, np.ndarray, np.generic)) or isinstance(
+        b, (torch.Tensor, np.ndarray, np.generic)
+    ):
         try:
             x, y = torch.as_tensor(a), torch.as_tensor(b)
         except (TypeError, ValueError, RuntimeError):
@@ -310,7 +403,11 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
         seen.look(x.reshape(-1).contiguous(), y.reshape(-1).contiguous(), 0, tolerance)
         return not seen.differing
     if isinstance(a, (int, float)) and isinstance(b, (int, float)) and float in (type(a), type(b)):
-        return a == b or (a != a and b != b) or abs(a - b) <= tolerance.absolute + tolerance.relative * max(abs(a), abs(b))
+        return (
+            a == b
+            or (a != a and b != b)
+            or abs(a - b) <= tolerance.absolute + tolerance.relative * max(abs(a), abs(b))
+        )
     return type(a) is type(b) and bool(a == b)
 
 
@@ -318,7 +415,11 @@ def _plain(value: Any) -> Any:
     """For people and for JSON: short."""
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         tensor = torch.as_tensor(value)
-        return tensor.item() if tensor.numel() == 1 else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return (
+            tensor.item()
+            if tensor.numel() == 1
+            else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     text = repr(value)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, found, read or applied; the message says which file or tensor, and what to change."""
+    """A checkpoint cannot be written, found, read or applied; the message says which file or
+    tensor, and what to change.
+    """
 
 
 class DamagedCheckpoint(CheckpointError):

@@ -1,9 +1,11 @@
-"""A model as a folder that others open: safetensors in Hugging Face's layout, its configuration, its tokenizer.
+"""A model as a folder that others open: safetensors in Hugging Face's layout, its configuration,
+its tokenizer.
 
     onefold.export        from a sharded model: each rank writes its own intervals into the same files (streams.py)
     export_folder         from a checkpoint, without ranks: tensor by tensor
 
-The folder appears under its name when it is whole, and not before. What goes wrong on one rank is raised on all, and nothing is left.
+The folder appears under its name when it is whole, and not before. What goes wrong on one rank is
+raised on all, and nothing is left.
 """
 
 from __future__ import annotations
@@ -62,19 +64,22 @@ def export(
 ) -> Path:
     """Write a sharded model as a folder that transformers' `from_pretrained` opens. Collective.
 
-    A transformers model is written as its `save_pretrained` would write it: names, tied weights once, config.json. Any other
-    model becomes safetensors with the names of its state dict. No rank holds more than its shard and a few MiB; nothing crosses the
-    wire, so all ranks must see the same folder. Persistent buffers are written as they are.
+    A transformers model is written as its `save_pretrained` would write it: names, tied weights
+    once, config.json. Any other model becomes safetensors with the names of its state dict. No rank
+    holds more than its shard and a few MiB; nothing crosses the wire, so all ranks must see the
+    same folder. Persistent buffers are written as they are.
 
     Args:
         model: what `onefold.shard` returned.
         folder: to be made; parents as well.
-        dtype: of floating-point parameters in the files. None takes the one that each parameter computes in: what the model is
-            in use, and what an unsharded model in that precision would save (bf16 under bf16). "master" takes what the optimizer
-            steps (fp32 under bf16), so that nothing is rounded.
+        dtype: of floating-point parameters in the files. None takes the one that each parameter
+            computes in: what the model is in use, and what an unsharded model in that precision
+            would save (bf16 under bf16). "master" takes what the optimizer steps (fp32 under bf16),
+            so that nothing is rounded.
         max_shard_bytes: of tensors in one file; more become several files with an index.
         progress: called on each rank with (bytes done, bytes to do) of what that rank writes.
-        tokenizer: something with `save_pretrained(folder)`. None copies the tokenizer of the folder that the model was loaded from.
+        tokenizer: something with `save_pretrained(folder)`. None copies the tokenizer of the folder
+            that the model was loaded from.
         overwrite: replace a model that is at `folder`, in one step, once the new one is whole.
 
     Returns:
@@ -95,8 +100,9 @@ def export(
         _check_arguments(asked, max_shard_bytes)
         if getattr(model, "peft_config", None):
             raise CheckpointError(
-                "this model is one of peft, adapters around another: onefold.save_adapters(model, folder) writes the adapters. To export "
-                "the merged model, call merge_and_unload() before shard()."
+                "this model is one of peft, adapters around another: onefold.save_adapters(model,"
+                " folder) writes the adapters. To export the merged model, call merge_and_unload()"
+                " before shard()."
             )
         return plan(outline, model if is_transformers(model) else None, asked, max_shard_bytes)
 
@@ -121,12 +127,14 @@ def export_folder(
     beside: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write the model in a checkpoint as a folder that `from_pretrained` opens, without ranks, 4 MiB at a time.
+    """Write the model in a checkpoint as a folder that `from_pretrained` opens, without ranks, 4
+    MiB at a time.
 
     Args:
         source: an opened checkpoint.
         folder, max_shard_bytes, progress, overwrite: as for `export`.
-        dtype: of floating-point parameters in the files; None leaves them as the checkpoint has them (its masters).
+        dtype: of floating-point parameters in the files; None leaves them as the checkpoint has
+            them (its masters).
         beside: where config.json and the tokenizer's files are; None takes the source's own folder.
 
     Raises:
@@ -136,13 +144,24 @@ def export_folder(
     target = Path(folder)
     near = Path(beside) if beside is not None else getattr(source, "folder", None)
     outline = _outline_of(source)
-    sheet = plan(outline, _twin(near, outline), dtype, max_shard_bytes, tied_once=near is not None and (near / "config.json").is_file())
+    sheet = plan(
+        outline,
+        _twin(near, outline),
+        dtype,
+        max_shard_bytes,
+        tied_once=near is not None and (near / "config.json").is_file(),
+    )
     items = {item.name: item for item in source.items() if item.kind in ("parameter", "buffer")}
 
     def pieces() -> Iterator[tuple[str, int, torch.Tensor]]:
         for name, item in items.items():
             count = numel_of(outline.tensors[name][1])
-            yield from in_chunks(name, count, outline.dtypes[name], lambda a, b, out, item=item: source.read(item, a, b, out))  # type: ignore[misc]
+            yield from in_chunks(
+                name,
+                count,
+                outline.dtypes[name],
+                lambda a, b, out, item=item: source.read(item, a, b, out),  # type: ignore[misc]
+            )
 
     made = Export(target, overwrite)
     try:
@@ -198,9 +217,14 @@ def stream(
         there = Path(together.from_first(str(made.folder.resolve()) if made is not None else ""))
         with each_rank(together), disable_torch_function(), torch.no_grad():
             if not there.is_dir():
-                raise CheckpointError(f"{there}, made by the first rank, is not there: export to a folder that all ranks share.")
+                raise CheckpointError(
+                    f"{there}, made by the first rank, is not there: export to a folder that all"
+                    " ranks share."
+                )
             mine = list(_own(engine, model))
-            total = planned.nbytes_of((name, start, start + data.numel()) for name, start, data in mine)
+            total = planned.nbytes_of(
+                (name, start, start + data.numel()) for name, start, data in mine
+            )
             planned.write(there, _in_memory(mine), total, progress)
         with each_rank(together):
             if made is not None:
@@ -213,14 +237,21 @@ def stream(
 
 
 def plan(
-    outline: Outline, model: nn.Module | None, dtype: torch.dtype | None, limit: int, tied_once: bool = False, name: str = "model"
+    outline: Outline,
+    model: nn.Module | None,
+    dtype: torch.dtype | None,
+    limit: int,
+    tied_once: bool = False,
+    name: str = "model",
 ) -> Sheet:
     """Where the tensors of `outline` go.
 
     Args:
-        model: the transformers model that they are of, for its names. None: the names are what they are.
+        model: the transformers model that they are of, for its names. None: the names are what they
+            are.
         dtype: of floating-point parameters; None leaves `outline.dtypes`.
-        tied_once: write a tied parameter under its first name only, where no `model` says under which.
+        tied_once: write a tied parameter under its first name only, where no `model` says under
+            which.
     """
     once = _tied_patterns(model) if model is not None else None
     unwanted = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -232,9 +263,17 @@ def plan(
         own = outline.dtypes[names[0]]
         for kept_name in copies[names[0]]:
             shapes[kept_name] = shape
-            dtypes[kept_name] = dtype if dtype is not None and kind == "parameter" and own.is_floating_point else own
+            dtypes[kept_name] = (
+                dtype
+                if dtype is not None and kind == "parameter" and own.is_floating_point
+                else own
+            )
     in_order = {n: shapes[n] for n in outline.tensors if n in shapes}
-    layout = writing(in_order, model) if model is not None else Layout({n: (s, whole(n, s)) for n, s in in_order.items()}, [])
+    layout = (
+        writing(in_order, model)
+        if model is not None
+        else Layout({n: (s, whole(n, s)) for n, s in in_order.items()}, [])
+    )
     return Sheet.of(layout, dtypes, copies, name, limit)
 
 
@@ -252,7 +291,9 @@ def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Ten
         yield name, 0, value.detach().reshape(-1)
 
 
-def _in_memory(mine: Iterable[tuple[str, int, torch.Tensor | OnDisk]]) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _in_memory(
+    mine: Iterable[tuple[str, int, torch.Tensor | OnDisk]],
+) -> Iterator[tuple[str, int, torch.Tensor]]:
     """`mine` with what rests on NVMe read a piece at a time."""
     for name, start, data in mine:
         if isinstance(data, OnDisk):
@@ -272,27 +313,45 @@ def _finish(made: Export, overwrite: bool) -> None:
 
 def _check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise CheckpointError(f"dtype={dtype!r}: expected a floating-point torch.dtype such as torch.bfloat16, or None.")
+        raise CheckpointError(
+            f"dtype={dtype!r}: expected a floating-point torch.dtype such as torch.bfloat16, or"
+            " None."
+        )
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes={max_shard_bytes!r}: expected a number of bytes from 1 up, such as 5_000_000_000.")
+        raise CheckpointError(
+            f"max_shard_bytes={max_shard_bytes!r}: expected a number of bytes from 1 up, such as"
+            " 5_000_000_000."
+        )
 
 
-# -- tied weights --------------------------------------------------------------------------------------------------------------
+# -- tied weights ----------------------------------------------------------------------------------
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
-    """What transformers calls the names that are not saved since another name's tensor is tied to them."""
-    return [f"{path}.{key}" if path else key for path, m in model.named_modules() for key in (getattr(m, "_tied_weights_keys", None) or ())]
+    """What transformers calls the names that are not saved since another name's tensor is tied to
+    them.
+    """
+    return [
+        f"{path}.{key}" if path else key
+        for path, m in model.named_modules()
+        for key in getattr(m, "_tied_weights_keys", None) or ()
+    ]
 
 
 def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
-    """The names of one tensor that `save_pretrained` keeps: those that no pattern names, at least one."""
+    """The names of one tensor that `save_pretrained` keeps: those that no pattern names, at least
+    one.
+    """
     patterns = list(patterns)
-    free = [n for n in names if not any(re.search(p, n) for p in patterns)] if len(names) > 1 else list(names)
+    free = (
+        [n for n in names if not any(re.search(p, n) for p in patterns)]
+        if len(names) > 1
+        else list(names)
+    )
     return free or [max(names)]
 
 
-# -- beside the weights --------------------------------------------------------------------------------------------------------
+# -- beside the weights ----------------------------------------------------------------------------
 
 
 def _save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
@@ -310,12 +369,18 @@ def _save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
 
 def _first_dtype(outline: Outline) -> torch.dtype:
     """What transformers calls the dtype of a model."""
-    found = (outline.dtypes[n] for n, (kind, _) in outline.tensors.items() if kind == "parameter" and outline.dtypes[n].is_floating_point)
+    found = (
+        outline.dtypes[n]
+        for n, (kind, _) in outline.tensors.items()
+        if kind == "parameter" and outline.dtypes[n].is_floating_point
+    )
     return next(found, torch.float32)
 
 
 def _copy(near: Path, names: Iterable[str], folder: Path) -> None:
-    """A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its folder."""
+    """A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its
+    folder.
+    """
     whole = (near / MANIFEST).is_file()
     for name in names:
         path = path_in(near, name) if whole else near / name
@@ -333,7 +398,7 @@ def _say_dtype(path: Path, dtype: torch.dtype) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# -- without ranks -------------------------------------------------------------------------------------------------------------
+# -- without ranks ---------------------------------------------------------------------------------
 
 
 def _outline_of(source: Source) -> Outline:
@@ -353,7 +418,9 @@ def _outline_of(source: Source) -> Outline:
 
 
 def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
-    """The transformers model that config.json describes, on the meta device, if its names are the checkpoint's."""
+    """The transformers model that config.json describes, on the meta device, if its names are the
+    checkpoint's.
+    """
     if near is None or not (near / "config.json").is_file():
         return None
     try:
@@ -364,5 +431,7 @@ def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
         with torch.device("meta"):
             twin: nn.Module = kind(config)
     except Exception:
-        return None  # no transformers here, or a model of somebody's own: the names stay as they are, which opens as well
+        # No transformers here, or a model of somebody's own: the names stay as they are, which
+        # opens as well
+        return None
     return twin if Outline.of(twin).tensors.keys() == outline.tensors.keys() else None

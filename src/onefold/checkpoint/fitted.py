@@ -1,4 +1,6 @@
-"""Another's tensors under the names of a model: what a model consists of, and a source that was cut to fit it."""
+"""Another's tensors under the names of a model: what a model consists of, and a source that was cut
+to fit it.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +42,35 @@ class Outline:
     def of(cls, module: nn.Module) -> Outline:
         out = cls()
         engine = engine_of(module) if is_sharded(module) else None
-        entries: dict[Any, Any] = {id(e.param): e for e in engine.entries} if engine is not None else {}
-        entries |= {name: e for e in engine.entries for name in e.part.names} if engine is not None else {}
+        entries: dict[Any, Any] = (
+            {id(e.param): e for e in engine.entries} if engine is not None else {}
+        )
+        entries |= (
+            {name: e for e in engine.entries for name in e.part.names} if engine is not None else {}
+        )
         known: dict[int, list[str]] = {}
         with disable_torch_function():
-            found = module.state_dict(keep_vars=True) if engine is None else plain_state_dict(engine, module)
+            found = (
+                module.state_dict(keep_vars=True)
+                if engine is None
+                else plain_state_dict(engine, module)
+            )
             for name, value in found.items():
                 if not isinstance(value, torch.Tensor):
                     continue
                 entry = entries.get(id(value), entries.get(name))
-                if entry is not None and name not in entry.part.names:  # a hook of the module has renamed it
+                # A hook of the module has renamed it
+                if entry is not None and name not in entry.part.names:
                     name = entry.part.names[0]
-                kind = "parameter" if isinstance(value, nn.Parameter) or entry is not None else "buffer"
-                out.tensors[name] = (kind, tuple(value.shape if entry is None else entry.part.shape))
+                kind = (
+                    "parameter"
+                    if isinstance(value, nn.Parameter) or entry is not None
+                    else "buffer"
+                )
+                out.tensors[name] = (
+                    kind,
+                    tuple(value.shape if entry is None else entry.part.shape),
+                )
                 out.dtypes[name] = value.dtype if entry is None else entry.flat.dtypes.compute
                 if kind == "parameter" and id(value) in known:
                     known[id(value)].append(name)
@@ -63,20 +81,27 @@ class Outline:
 
 
 def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str, str]]:
-    """The model inside peft's wrappings, and {name in `module`: name in the model inside}, without the adapters' own tensors."""
+    """The model inside peft's wrappings, and {name in `module`: name in the model inside}, without
+    the adapters' own tensors.
+    """
     inner: Any = getattr(module, "get_base_model", None) if hasattr(module, "peft_config") else None
     base: nn.Module = inner() if callable(inner) else module
     adapters = tuple(
         f"{path}.{part}." if path else f"{part}."
         for path, m in module.named_modules()
-        for part in (*(getattr(m, "adapter_layer_names", None) or ()), *(getattr(m, "other_param_names", None) or ()))
+        for part in (
+            *(getattr(m, "adapter_layer_names", None) or ()),
+            *(getattr(m, "other_param_names", None) or ()),
+        )
     )
     prefix = next((path + "." for path, m in module.named_modules() if m is base and path), "")
     out = {}
     for name in outline.tensors:
         if not name.startswith(adapters) and name.startswith(prefix):
             plain = name.removeprefix(prefix)
-            out[name] = re.sub(r"\.(base_layer|original_module)\.", ".", plain) if adapters else plain
+            out[name] = (
+                re.sub(r"\.(base_layer|original_module)\.", ".", plain) if adapters else plain
+            )
     return base, out
 
 
@@ -108,7 +133,12 @@ class Fitted:
     """
 
     def __init__(
-        self, source: Readable, outline: Outline, made: Mapping[str, Runs], unexpected: Iterable[str] = (), rules: Any = None
+        self,
+        source: Readable,
+        outline: Outline,
+        made: Mapping[str, Runs],
+        unexpected: Iterable[str] = (),
+        rules: Any = None,
     ) -> None:
         self.source, self.rules = source, rules
         self.missing: list[str] = []
@@ -154,8 +184,10 @@ class Fitted:
                 self._read(runs, begin, end, again)
                 if not torch.equal(again, out[begin - start : end - start]):
                     raise CheckpointError(
-                        f"{self.describe} has two different tensors for {one!r} and {two!r}, which are one parameter in the model: build "
-                        "it without tying them (tie_word_embeddings=False in a transformers config), or remove one from the folder."
+                        f"{self.describe} has two different tensors for {one!r} and {two!r}, which"
+                        " are one parameter in the model: build it without tying them"
+                        " (tie_word_embeddings=False in a transformers config), or remove one from"
+                        " the folder."
                     )
 
     def _read(self, runs: Runs, start: int, stop: int, out: torch.Tensor) -> None:
@@ -174,7 +206,12 @@ class Fitted:
 
     def digest(self) -> bytes:
         """The same for the same tensors, shapes and places of them."""
-        text = repr(sorted((str(item), str(s.dtype), s.shape, self._runs[item]) for item, s in self._items.items()))
+        text = repr(
+            sorted(
+                (str(item), str(s.dtype), s.shape, self._runs[item])
+                for item, s in self._items.items()
+            )
+        )
         return hashlib.sha256(text.encode()).digest()[:16]
 
 

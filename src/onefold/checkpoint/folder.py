@@ -1,11 +1,14 @@
 """Folders that are whole or absent.
 
     runs/a/step-00000100/                  a checkpoint: it has this name only since it is whole
-    runs/a/.step-00000200.4f1c.unfinished/ one that is being written; `owner` in it is locked by the process that writes
+    runs/a/.step-00000200.4f1c.unfinished/ one that is being written; `owner` in it is locked by the
+    process that writes
 
-A save writes into a hidden sibling, flushes every file and the folder, and renames. One rename is the commit; where another checkpoint
-is to be replaced the two exchange their names, which is one step as well. A process that dies leaves a hidden folder whose `owner` nobody
-holds a lock on: the next start removes it. `latest` reads what is there; no file says which is the latest.
+A save writes into a hidden sibling, flushes every file and the folder, and renames. One rename is
+the commit; where another checkpoint is to be replaced the two exchange their names, which is one
+step as well. A process that dies leaves a hidden folder whose `owner` nobody
+holds a lock on: the next start removes it. `latest` reads what is there; no file says which is the
+latest.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ OWNER = "owner"
 OF_RUN = "checkpoints"
 #: Seconds in which a folder without an owner may be one whose owner is about to lock it.
 YOUNG = 60.0
-#: Seconds after which an unfinished folder is litter where the file system cannot tell who holds it.
+#: Seconds after which an unfinished folder is litter where the file system cannot tell who holds
+#: it.
 OLD = 24 * 3600.0
 _HIDDEN = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<what>unfinished|removed|replaced)$")
 _OF_A_RUN = re.compile(r"^step-\d+$")
@@ -39,7 +43,8 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
 class Lock:
-    """A file that one process at a time holds; the system lets go of it when the process ends, however it ends.
+    """A file that one process at a time holds; the system lets go of it when the process ends,
+    however it ends.
 
     Attributes:
         known: False where the file system has no locks: then nobody is kept out.
@@ -70,7 +75,8 @@ class Lock:
 
     def release(self) -> None:
         if self._file >= 0:
-            if os.getpid() == self._process:  # a forked child has the descriptor too: it must neither keep the lock nor take it away
+            # A forked child has the descriptor too: it must neither keep the lock nor take it away
+            if os.getpid() == self._process:
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
@@ -78,7 +84,9 @@ class Lock:
 
 
 class Unfinished:
-    """A folder in the making, on the rank that makes it. `what` says in messages what cannot be where."""
+    """A folder in the making, on the rank that makes it. `what` says in messages what cannot be
+    where.
+    """
 
     what = "no checkpoint can be written at"
 
@@ -126,7 +134,10 @@ class Unfinished:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             if not overwrite:
-                raise CheckpointError(f"{self.target} came to be while this checkpoint was written; it was left as it is.") from None
+                raise CheckpointError(
+                    f"{self.target} came to be while this checkpoint was written; it was left as"
+                    " it is."
+                ) from None
             exchange(self.folder, self.target)
             replaced = True
         (self.target / OWNER).unlink(missing_ok=True)
@@ -144,11 +155,15 @@ class Unfinished:
 def check_place(target: Path) -> None:
     """Raises: CheckpointError: no folder can have this name."""
     if not target.name:
-        raise CheckpointError(f"{str(target)!r} is no name for a folder; give one such as runs/a/step-100.")
+        raise CheckpointError(
+            f"{str(target)!r} is no name for a folder; give one such as runs/a/step-100."
+        )
     if target.is_symlink():
         raise CheckpointError(f"{target} is a link; name the folder itself, or another one.")
     if os.path.ismount(target):
-        raise CheckpointError(f"{target} is where a disk is mounted, which cannot be replaced; name a folder in it.")
+        raise CheckpointError(
+            f"{target} is where a disk is mounted, which cannot be replaced; name a folder in it."
+        )
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; name a folder that does not exist yet.")
 
@@ -160,7 +175,8 @@ def exchange(a: Path, b: Path) -> None:
         return
     if rename is not None and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(a))
-    # A file system without it: for a moment the old one lies under a hidden name, from where `remove_litter` brings it back.
+    # A file system without it: for a moment the old one lies under a hidden name, from where
+    # `remove_litter` brings it back.
     aside = b.parent / f".{b.name}.{secrets.token_hex(4)}.replaced"
     os.rename(b, aside)
     os.rename(a, b)
@@ -185,7 +201,8 @@ def flush_file(path: Path) -> None:
 
 
 def remove_litter(root: Path, name: str | None = None) -> list[Path]:
-    """Remove what dead saves have left in `root` (of checkpoint `name` alone, if given) and say what it was.
+    """Remove what dead saves have left in `root` (of checkpoint `name` alone, if given) and say
+    what it was.
 
     A save that is under way, of this process or another, is left alone.
     """
@@ -203,7 +220,9 @@ def remove_litter(root: Path, name: str | None = None) -> list[Path]:
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether a living process writes into it. One without an `owner` that is young was made just now, and will be locked next."""
+    """Whether a living process writes into it. One without an `owner` that is young was made just
+    now, and will be locked next.
+    """
     try:
         age = time.time() - folder.stat().st_mtime
         if not (folder / OWNER).exists():
@@ -218,7 +237,9 @@ def _is_held(folder: Path) -> bool:
 
 
 def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
-    """(step, folder) of every folder in `root` that has a manifest, in no order; step -1 where none can be read."""
+    """(step, folder) of every folder in `root` that has a manifest, in no order; step -1 where none
+    can be read.
+    """
     for folder in root.iterdir() if root.is_dir() else ():
         if not folder.name.startswith(".") and (folder / MANIFEST).is_file():
             try:
@@ -229,7 +250,9 @@ def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def latest(root: Path | str) -> Path | None:
-    """The checkpoint of the greatest step in folder `root` whose manifest is sound; None if there is none."""
+    """The checkpoint of the greatest step in folder `root` whose manifest is sound; None if there
+    is none.
+    """
     found = [(step, folder.name, folder) for step, folder in checkpoints(Path(root)) if step >= 0]
     return max(found)[2] if found else None
 
@@ -246,21 +269,29 @@ def of_run(path: Path) -> Path:
         return path / OF_RUN
     if (path / "train.yaml").is_file() and (path / "metrics.jsonl").is_file():
         model = f" Its model is in {path / 'model'}." if (path / "model").is_dir() else ""
-        raise CheckpointError(f"the run in {path} has kept no checkpoint; --save-every N keeps some.{model}")
+        raise CheckpointError(
+            f"the run in {path} has kept no checkpoint; --save-every N keeps some.{model}"
+        )
     return path
 
 
 def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
     """Remove all but the `keep` newest of a run's checkpoints in `root`, and say which.
 
-    Left alone: the one just saved, also if others have greater steps; folders of other names than a run gives; damaged manifests.
+    Left alone: the one just saved, also if others have greater steps; folders of other names than a
+    run gives; damaged manifests.
     """
-    found = sorted((step, folder.name, folder) for step, folder in checkpoints(root) if step >= 0 and _OF_A_RUN.match(folder.name))
+    found = sorted(
+        (step, folder.name, folder)
+        for step, folder in checkpoints(root)
+        if step >= 0 and _OF_A_RUN.match(folder.name)
+    )
     removed = []
     for _, _, folder in found[: max(0, len(found) - keep)]:
         if folder.name == just_saved.name:
             continue
-        # First out of sight under one rename: a kill in the middle leaves litter, not half a checkpoint.
+        # First out of sight under one rename: a kill in the middle leaves litter, not half a
+        # checkpoint.
         aside = root / f".{folder.name}.{secrets.token_hex(4)}.removed"
         os.rename(folder, aside)
         shutil.rmtree(aside, ignore_errors=True)
@@ -270,7 +301,11 @@ def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
 
 def in_words(error: OSError) -> str:
     """An OSError for people, with what to do."""
-    what = f"{error.strerror or error} ({error.filename})" if error.filename else str(error.strerror or error)
+    what = (
+        f"{error.strerror or error} ({error.filename})"
+        if error.filename
+        else str(error.strerror or error)
+    )
     hints = {
         errno.ENOSPC: "free space there, or choose another disk",
         errno.EDQUOT: "the quota is used up: free space, or choose another disk",

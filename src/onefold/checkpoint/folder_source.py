@@ -25,7 +25,9 @@ OPEN = 64
 
 @dataclass(frozen=True, order=True)
 class Check:
-    """Elements `[start, stop)` of a tensor were read, all of one piece, and their bytes have this CRC-32."""
+    """Elements `[start, stop)` of a tensor were read, all of one piece, and their bytes have this
+    CRC-32.
+    """
 
     item: Item
     start: int
@@ -63,12 +65,16 @@ class FolderSource:
             try:
                 text = path.read_bytes()
             except FileNotFoundError:
-                raise DamagedCheckpoint(f"{path} is missing: the checkpoint is not whole any more.") from None
+                raise DamagedCheckpoint(
+                    f"{path} is missing: the checkpoint is not whole any more."
+                ) from None
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
             record = self.manifest.files.get(STATE)
             if record is None or hashlib.sha256(text).hexdigest() != record.sha256:
-                raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 is not the one in the manifest.")
+                raise DamagedCheckpoint(
+                    f"{path} is damaged: its SHA-256 is not the one in the manifest."
+                )
             self._state = json.loads(text)
         return self._state
 
@@ -111,9 +117,14 @@ class FolderSource:
                 continue
             file, key = self._open(piece.file), key_of(item, piece.start)
             entry = file.header.get(key)
-            if entry is None or entry.shape != (piece.stop - piece.start,) or entry.dtype != DTYPES[record.dtype]:
+            if (
+                entry is None
+                or entry.shape != (piece.stop - piece.start,)
+                or entry.dtype != DTYPES[record.dtype]
+            ):
                 raise DamagedCheckpoint(
-                    f"{file.path} does not hold {item} as the manifest says: it belongs to another checkpoint, or is damaged."
+                    f"{file.path} does not hold {item} as the manifest says: it belongs to another"
+                    " checkpoint, or is damaged."
                 )
             crc = file.read(key, a - piece.start, b - piece.start, out[a - start : b - start])
             self.checks.append(Check(item, a, b, crc))
@@ -129,16 +140,22 @@ class FolderSource:
             record = self.manifest.files.get(name)
             if record is None or hashlib.sha256(file.head).hexdigest() != record.sha256:
                 file.close()
-                raise DamagedCheckpoint(f"{path} is damaged: its header is not the one in the manifest.")
+                raise DamagedCheckpoint(
+                    f"{path} is damaged: its header is not the one in the manifest."
+                )
             self._files[name] = file
         return self._files[name]
 
     def scalars(self, name: str) -> Mapping[str, Any]:
-        return {key: decode(value) for key, value in self.state.get("scalars", {}).get(name, {}).items()}
+        return {
+            key: decode(value) for key, value in self.state.get("scalars", {}).get(name, {}).items()
+        }
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
         optimizers = self.state.get("optimizers")
-        return [[decode(group) for group in o["groups"]] for o in optimizers] if optimizers else None
+        return (
+            [[decode(group) for group in o["groups"]] for o in optimizers] if optimizers else None
+        )
 
     def close(self) -> None:
         for file in self._files.values():
@@ -147,7 +164,8 @@ class FolderSource:
 
 
 def compare(source: FolderSource, checks: list[Check]) -> None:
-    """Compare what was read with the manifest, piece by piece; ranks' parts of a piece are put together.
+    """Compare what was read with the manifest, piece by piece; ranks' parts of a piece are put
+    together.
 
     Pieces that were not read wholly are passed over.
 
@@ -163,13 +181,17 @@ def compare(source: FolderSource, checks: list[Check]) -> None:
         for piece in source.records[item].pieces:
             inside = [c for c in parts if piece.start <= c.start and c.stop <= piece.stop]
             ends = [piece.start, *(c.stop for c in inside)]
-            if ends[-1] != piece.stop or any(c.start != end for c, end in zip(inside, ends, strict=False)):
+            if ends[-1] != piece.stop or any(
+                c.start != end for c, end in zip(inside, ends, strict=False)
+            ):
                 continue
             if joined((c.crc, (c.stop - c.start) * size) for c in inside) != piece.crc:
-                bad.append(f"{source.folder / piece.file}: {item}, elements {piece.start} to {piece.stop}")
+                bad.append(
+                    f"{source.folder / piece.file}: {item}, elements {piece.start} to {piece.stop}"
+                )
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise DamagedCheckpoint(
-            f"bytes have changed since they were written: {'; '.join(bad[:3])}{more}. Load an earlier checkpoint; "
-            "`onefold checkpoint verify` lists all that is damaged."
+            f"bytes have changed since they were written: {'; '.join(bad[:3])}{more}. Load an"
+            " earlier checkpoint; `onefold checkpoint verify` lists all that is damaged."
         )

@@ -1,4 +1,5 @@
-"""Which elements of a Hugging Face folder's tensors are which elements of the model's, in both directions.
+"""Which elements of a Hugging Face folder's tensors are which elements of the model's, in both
+directions.
 
     in the folder                                 in the model
     ...experts.0.w1.weight  [I, H]   ─┐
@@ -6,10 +7,12 @@
     ...experts.1.w1.weight  [I, H]   ─┘
     wte.weight                       ──────►      transformer.wte.weight        (prefix of the base model)
 
-[Note: rows are tagged] transformers renames tensors while it loads them, and stacks, joins and splits them. Its own rules are asked
-where everything goes: they run on small integer tensors in which every row holds its number instead of its values, and the numbers
-that come out say which rows of which tensor each result is made of. A row is what the last dimension spans; two numbers stand for it, so
-that a rule which reaches inside rows (a transposition, a cut across them, arithmetic) comes out visibly wrong and is refused.
+[Note: rows are tagged] transformers renames tensors while it loads them, and stacks, joins and
+splits them. Its own rules are asked
+where everything goes: they run on small integer tensors in which every row holds its number instead
+of its values, and the numbers that come out say which rows of which tensor each result is made of.
+A row is what the last dimension spans; two numbers stand for it, so that a rule which reaches
+inside rows (a transposition, a cut across them, arithmetic) comes out visibly wrong and is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Run:
-    """Elements `[at, at + length)` of a flattened tensor are elements `[start, start + length)` of tensor `name` on the other side."""
+    """Elements `[at, at + length)` of a flattened tensor are elements `[start, start + length)` of
+    tensor `name` on the other side.
+    """
 
     at: int
     name: str
@@ -57,7 +62,9 @@ class Tags:
         self._sources: list[tuple[str, int, int]] = []  # name, elements in a row, rows
 
     def add(self, name: str, shape: Shape) -> torch.Tensor:
-        """An int64 tensor that stands for tensor `name`: its shape, with a last dimension of at most 2."""
+        """An int64 tensor that stands for tensor `name`: its shape, with a last dimension of at
+        most 2.
+        """
         width = shape[-1] if len(shape) > 1 else 1
         kept, rows = min(2, width), numel_of(shape) // max(1, width)
         self._starts.append(self._next)
@@ -85,7 +92,9 @@ class Tags:
         for begin, end in zip([0, *breaks], [*breaks, len(first)], strict=True):
             number = int(first[begin])
             name, its_width, rows = self._source(number)
-            row, inside = divmod(number - self._starts[bisect.bisect_right(self._starts, number) - 1], kept)
+            row, inside = divmod(
+                number - self._starts[bisect.bisect_right(self._starts, number) - 1], kept
+            )
             if inside or its_width != width or row + end - begin > rows:
                 raise NotRows
             runs.append(Run(begin * width, name, row * width, (end - begin) * width))
@@ -113,7 +122,7 @@ def overlapping(runs: Sequence[Run], start: int, stop: int) -> Iterable[Run]:
             yield Run(begin, run.name, run.start + begin - run.at, end - begin)
 
 
-# -- transformers' rules -------------------------------------------------------------------------------------------------------
+# -- transformers' rules ---------------------------------------------------------------------------
 
 
 def is_transformers(module: nn.Module) -> bool:
@@ -123,18 +132,27 @@ def is_transformers(module: nn.Module) -> bool:
 
 
 class Rules:
-    """transformers' renamings and converters for one model, in the direction of loading or of saving."""
+    """transformers' renamings and converters for one model, in the direction of loading or of
+    saving.
+    """
 
     def __init__(self, module: nn.Module, saving: bool) -> None:
         self.module: Any = module
         self.loading: Any = importlib.import_module("transformers.core_model_loading")
-        mapping: Any = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping
+        mapping: Any = importlib.import_module(
+            "transformers.conversion_mapping"
+        ).get_model_conversion_mapping
         if saving:
-            # Those that the weights came through; of a model that was never loaded, those that it would be loaded through, but
-            # for the changes of a prefix, which the files may or may not have had.
+            # Those that the weights came through; of a model that was never loaded, those that it
+            # would be loaded through, but for the changes of a prefix, which the files may or may
+            # not have had.
             used = getattr(module, "_weight_conversions", None)
             if used is None:
-                used = [c for c in mapping(module, add_legacy=False) if not isinstance(c, self.loading.PrefixChange)]
+                used = [
+                    c
+                    for c in mapping(module, add_legacy=False)
+                    if not isinstance(c, self.loading.PrefixChange)
+                ]
             self.rules = [c.reverse_transform() for c in reversed(used)]
         else:
             self.rules = list(mapping(module))
@@ -148,17 +166,27 @@ class Rules:
     def converter(self, pattern: str) -> Any:
         return copy.deepcopy(self._by_pattern[pattern])
 
-    def run(self, converter: Any, first: str, shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
-        made = converter.convert(first, model=_Outline(shapes, self.module.config), config=self.module.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    def run(
+        self, converter: Any, first: str, shapes: Mapping[str, Shape]
+    ) -> dict[str, torch.Tensor]:
+        made = converter.convert(
+            first, model=_Outline(shapes, self.module.config), config=self.module.config
+        )
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
 
     def remember(self) -> None:
-        """Leave word on the model which rules its weights came through, as `from_pretrained` does: saving goes back through them."""
+        """Leave word on the model which rules its weights came through, as `from_pretrained` does:
+        saving goes back through them.
+        """
         self.module._weight_conversions = [c for c in self.rules if c.was_used()]
 
 
 class _Outline:
-    """What converters ask of a model: the shapes of its parameters (those of a sharded one are intervals)."""
+    """What converters ask of a model: the shapes of its parameters (those of a sharded one are
+    intervals).
+    """
 
     def __init__(self, shapes: Mapping[str, Shape], config: Any) -> None:
         self._shapes, self.config = shapes, config
@@ -168,7 +196,9 @@ class _Outline:
 
 
 def rules_of(module: nn.Module, saving: bool) -> Rules | None:
-    """None: names are what they are (no transformers model, or a transformers before 5, which has no such rules)."""
+    """None: names are what they are (no transformers model, or a transformers before 5, which has
+    no such rules).
+    """
     if not is_transformers(module):
         return None
     try:
@@ -179,14 +209,18 @@ def rules_of(module: nn.Module, saving: bool) -> Rules | None:
 
 @dataclass
 class Layout:
-    """Made of what: {name here: (shape, runs of tensors on the other side)}; `left`: names of the other side that fit nothing here."""
+    """Made of what: {name here: (shape, runs of tensors on the other side)}; `left`: names of the
+    other side that fit nothing here.
+    """
 
     made: dict[str, tuple[Shape, Runs]]
     left: list[str]
     rules: Rules | None = None
 
 
-def reading(stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: nn.Module) -> Layout:
+def reading(
+    stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: nn.Module
+) -> Layout:
     """How the model's tensors (`expected`) are made of the folder's (`stored`).
 
     Raises:
@@ -216,9 +250,11 @@ def reading(stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: 
                 out.made[name] = tags.trace(value)
         except (NotRows, RuntimeError, ValueError, KeyError, IndexError) as error:
             raise CheckpointError(
-                f"{first!r} of the model is computed from {', '.join(map(repr, converter.source_patterns[:3]))} of the folder by more than "
-                f"moving rows ({converter.operations}), which cannot be streamed{f' ({error})' if str(error) else ''}. Load the model "
-                "with from_pretrained on rank 0 and shard that."
+                f"{first!r} of the model is computed from"
+                f" {', '.join(map(repr, converter.source_patterns[:3]))} of the folder by more than"
+                f" moving rows ({converter.operations}), which cannot be"
+                f" streamed{f' ({error})' if str(error) else ''}. Load the model with"
+                " from_pretrained on rank 0 and shard that."
             ) from None
     out.left += [name for name in out.made if name not in expected]
     out.made = {name: made for name, made in out.made.items() if name in expected}
@@ -226,9 +262,11 @@ def reading(stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: 
 
 
 def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
-    """How the folder's tensors are made of the model's (`shapes`), so that the folder looks as `save_pretrained` would leave it.
+    """How the folder's tensors are made of the model's (`shapes`), so that the folder looks as
+    `save_pretrained` would leave it.
 
-    What a rule cannot say by moving rows keeps the model's own names (in `left`), which `from_pretrained` opens as well.
+    What a rule cannot say by moving rows keeps the model's own names (in `left`), which
+    `from_pretrained` opens as well.
     """
     rules = rules_of(module, saving=True)
     if rules is None or not rules.rules:
@@ -238,7 +276,10 @@ def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
     for name in rules.order(shapes):
         renamed, pattern = rules.loading.apply_converters(name, rules.converters)
         if pattern is None:
-            out.made[rules.loading.apply_renamings(name, rules.renamings)] = (shapes[name], whole(name, shapes[name]))
+            out.made[rules.loading.apply_renamings(name, rules.renamings)] = (
+                shapes[name],
+                whole(name, shapes[name]),
+            )
             continue
         converter, tags, names = groups.setdefault(renamed, (rules.converter(pattern), Tags(), []))
         converter.add_tensor(renamed, name, pattern, tags.add(name, shapes[name]))
@@ -259,11 +300,17 @@ def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
 
 
 def _renamed(key: str, rules: Rules | None) -> tuple[str, str | None]:
-    return rules.loading.rename_source_key(key, rules.renamings, rules.converters) if rules else (key, None)
+    return (
+        rules.loading.rename_source_key(key, rules.renamings, rules.converters)
+        if rules
+        else (key, None)
+    )
 
 
 def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:
-    """`name` with the base model's prefix taken off or put on, if that is how the model calls it."""
+    """`name` with the base model's prefix taken off or put on, if that is how the model calls
+    it.
+    """
     if not prefix:
         return name
     without = name.removeprefix(prefix + ".")

@@ -36,7 +36,8 @@ from onefold.runtime.registry import engine_of
 
 
 class HuggingFaceSource:
-    """A folder with `model.safetensors`, or `model.safetensors.index.json` and the files that it names; or one such file.
+    """A folder with `model.safetensors`, or `model.safetensors.index.json` and the files that it
+    names; or one such file.
 
     Args:
         folder: the folder, or a safetensors file.
@@ -60,7 +61,10 @@ class HuggingFaceSource:
         path = self.folder
         if path.is_file():
             if path.suffix != ".safetensors":
-                raise CheckpointError(f"{path} is no folder and no .safetensors file: no weights can be read out of it.{_instead(path)}")
+                raise CheckpointError(
+                    f"{path} is no folder and no .safetensors file: no weights can be read out of"
+                    f" it.{_instead(path)}"
+                )
             self._take(path, None)
             self.folder = path.parent
         elif (path / f"{name}.safetensors").is_file():
@@ -73,8 +77,9 @@ class HuggingFaceSource:
         method = _quantized(self.folder) if name == "model" else None
         if method:
             raise CheckpointError(
-                f"the weights in {self.folder} are quantized ({method}): they cannot be put into a model as they are. Open it with "
-                "transformers' from_pretrained, dequantize it, and save that."
+                f"the weights in {self.folder} are quantized ({method}): they cannot be put into a"
+                " model as they are. Open it with transformers' from_pretrained, dequantize it,"
+                " and save that."
             )
 
     def _take(self, path: Path, keys: list[str] | None) -> None:
@@ -82,7 +87,10 @@ class HuggingFaceSource:
         self._files.append(file)
         for key in file.header if keys is None else keys:
             if key not in file.header:
-                raise CheckpointError(f"the index of {self.folder} says that {key!r} is in {path.name}, which does not hold it.")
+                raise CheckpointError(
+                    f"the index of {self.folder} says that {key!r} is in {path.name}, which does"
+                    " not hold it."
+                )
             self._where[key] = file
 
     @property
@@ -113,19 +121,28 @@ class HuggingFaceSource:
             file.close()
 
     def fitted(self, module: nn.Module) -> Fitted:
-        """The same weights under the names and in the shapes of `module` (sharded or not, also on the meta device).
+        """The same weights under the names and in the shapes of `module` (sharded or not, also on
+        the meta device).
 
         Raises:
             CheckpointError: shapes differ, or a tensor would have to be computed.
         """
         outline = Outline.of(module)
         inner, names = unwrapped(module, outline)
-        expected = {names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names}
+        expected = {
+            names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names
+        }
         layout = reading({key: self.stored(key).shape for key in self._where}, expected, inner)
         shapes = {name: shape for name, (shape, _) in layout.made.items()}
-        wrong = [f"{n}: {shape} there, {expected[n]} in the model" for n, shape in shapes.items() if shape != expected[n]]
+        wrong = [
+            f"{n}: {shape} there, {expected[n]} in the model"
+            for n, shape in shapes.items()
+            if shape != expected[n]
+        ]
         if wrong:
-            raise CheckpointError(f"{self.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}.")
+            raise CheckpointError(
+                f"{self.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
+            )
         made = {full: layout.made[name][1] for full, name in names.items() if name in layout.made}
         left = [key for key in layout.left if not _ignored(inner, key)]
         out = Fitted(self, outline, made, left, layout.rules)
@@ -134,7 +151,9 @@ class HuggingFaceSource:
 
 
 def opened(folder: str | os.PathLike[str], module: nn.Module) -> Fitted:
-    """The folder's weights fitted to the model; nothing stays open if that fails. Raises: CheckpointError."""
+    """The folder's weights fitted to the model; nothing stays open if that fails. Raises:
+    CheckpointError.
+    """
     source = HuggingFaceSource(folder)
     try:
         return source.fitted(module)
@@ -143,21 +162,27 @@ def opened(folder: str | os.PathLike[str], module: nn.Module) -> Fitted:
         raise
 
 
-def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], strict: bool = True) -> tuple[list[str], list[str]]:
+def load_pretrained(
+    module: nn.Module, folder: str | os.PathLike[str], strict: bool = True
+) -> tuple[list[str], list[str]]:
     """Load the weights of a Hugging Face folder into an already sharded model. Collective.
 
-    Each rank reads what it owns, in the file's dtype, and holds a few MiB more than its shard meanwhile. Under `strict=False` what
-    the folder does not have stays as it is. Adapters of peft in the model stay as they are.
+    Each rank reads what it owns, in the file's dtype, and holds a few MiB more than its shard
+    meanwhile. Under `strict=False` what the folder does not have stays as it is. Adapters of peft
+    in the model stay as they are.
 
     Args:
         module: what `onefold.shard` returned.
-        folder: with `model.safetensors`, or `model.safetensors.index.json` and its files; or one .safetensors file.
+        folder: with `model.safetensors`, or `model.safetensors.index.json` and its files; or one
+            .safetensors file.
 
     Returns:
-        the names that are missing in the folder (the model's) and those that fit nowhere in the model (the folder's).
+        the names that are missing in the folder (the model's) and those that fit nowhere in the
+        model (the folder's).
 
     Raises:
-        CheckpointError: on every rank: the folder cannot be read, shapes differ, or names do under `strict`.
+        CheckpointError: on every rank: the folder cannot be read, shapes differ, or names do under
+            `strict`.
     """
     engine = engine_of(module)
     meet(engine, "load_pretrained")
@@ -177,7 +202,9 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], strict: b
 
 
 def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list[str], list[str]]:
-    """Read everything that `fitted` has into the model. Collective. Returns its missing and unexpected names."""
+    """Read everything that `fitted` has into the model. Collective. Returns its missing and
+    unexpected names.
+    """
     load_model(engine, module, fitted, strict=False)
     if fitted.rules is not None:
         fitted.rules.remember()
@@ -188,37 +215,54 @@ def refuse_differences(fitted: Fitted) -> None:
     """Raise CheckpointError if the source has not everything, or more."""
     parts = []
     if fitted.missing:
-        parts.append(f"it has nothing for {len(fitted.missing)} of the model's tensors ({some(fitted.missing)})")
+        parts.append(
+            f"it has nothing for {len(fitted.missing)} of the model's tensors"
+            f" ({some(fitted.missing)})"
+        )
     if fitted.unexpected:
-        parts.append(f"{len(fitted.unexpected)} of its tensors fit nowhere in the model ({some(fitted.unexpected)})")
+        parts.append(
+            f"{len(fitted.unexpected)} of its tensors fit nowhere in the model"
+            f" ({some(fitted.unexpected)})"
+        )
     if parts:
         raise CheckpointError(
-            f"{fitted.describe} does not fit this model: {' and '.join(parts)}. Is it of another model, or another version of it? Give "
-            "strict=False to load what fits."
+            f"{fitted.describe} does not fit this model: {' and '.join(parts)}. Is it of another"
+            " model, or another version of it? Give strict=False to load what fits."
         )
 
 
 def same_everywhere(together: Together, fitted: Fitted) -> None:
-    """Raise CheckpointError on every rank unless all have the same weights before them. Collective."""
+    """Raise CheckpointError on every rank unless all have the same weights before them.
+    Collective.
+    """
     said = together.all_gather(fitted.digest())
     others = [together.ranks[rank] for rank, digest in enumerate(said) if digest != said[0]]
     if others:
         raise CheckpointError(
-            f"{fitted.describe} holds other tensors on rank {together.ranks[0]} and on rank {', '.join(map(str, others))}: "
-            "give every rank the same folder."
+            f"{fitted.describe} holds other tensors on rank {together.ranks[0]} and on rank"
+            f" {', '.join(map(str, others))}: give every rank the same folder."
         )
 
 
 class Weights:
-    """What `onefold.shard(weights=...)` was given, opened before anything is divided. An error waits until all ranks can hear of it.
+    """What `onefold.shard(weights=...)` was given, opened before anything is divided. An error
+    waits until all ranks can hear of it.
 
     Attributes:
         coming: every name of the model that the folder brings.
         error: why it cannot be.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], module: nn.Module, device: torch.device, makes_up: bool) -> None:
-        """`makes_up`: there is a function to initialize what the folder has not. Adapters of peft get memory on `device`."""
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        module: nn.Module,
+        device: torch.device,
+        makes_up: bool,
+    ) -> None:
+        """`makes_up`: there is a function to initialize what the folder has not. Adapters of peft
+        get memory on `device`.
+        """
         self.coming: set[str] = set()
         self.error: Exception | None = None
         self._fitted: Fitted | None = None
@@ -230,10 +274,15 @@ class Weights:
             absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.coming]
             if absent and not makes_up:
                 left = self._fitted.unexpected
-                more = f", and {len(left)} tensors that fit nowhere in it ({some(left)})" if left else ""
+                more = (
+                    f", and {len(left)} tensors that fit nowhere in it ({some(left)})"
+                    if left
+                    else ""
+                )
                 raise CheckpointError(
-                    f"{self._fitted.describe} has nothing for {len(absent)} of the parameters that the model has on the meta device "
-                    f"({some(absent)}){more}. Is it of another model? Give shard(..., init=function) to initialize what is missing."
+                    f"{self._fitted.describe} has nothing for {len(absent)} of the parameters that"
+                    f" the model has on the meta device ({some(absent)}){more}. Is it of another"
+                    " model? Give shard(..., init=function) to initialize what is missing."
                 )
         except Exception as error:
             self.close()
@@ -264,7 +313,9 @@ class Weights:
         kept = "not in it, so left as the model brought them or as init made them"
         for names, what in ((missing, kept), (unexpected, "fitting nowhere in the model")):
             if names and engine.rank == 0:
-                logging.getLogger("onefold").warning(f"{self._fitted.describe}: {what} ({len(names)}): {some(names)}")
+                logging.getLogger("onefold").warning(
+                    f"{self._fitted.describe}: {what} ({len(names)}): {some(names)}"
+                )
 
     def close(self) -> None:
         if self._fitted is not None:
@@ -273,7 +324,9 @@ class Weights:
 
 @contextlib.contextmanager
 def each_rank(together: Together) -> Iterator[None]:
-    """Around work that every rank does by itself, without collectives: what goes wrong on one raises on all. Collective."""
+    """Around work that every rank does by itself, without collectives: what goes wrong on one
+    raises on all. Collective.
+    """
     error: Exception | None = None
     try:
         yield
@@ -286,12 +339,19 @@ def each_rank(together: Together) -> Iterator[None]:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether there are weights of Hugging Face in a folder, also such that `HuggingFaceSource` refuses."""
-    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+    """Whether there are weights of Hugging Face in a folder, also such that `HuggingFaceSource`
+    refuses.
+    """
+    names = (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    )
     return any((path / name).is_file() for name in (*names, "adapter_config.json"))
 
 
-# -- what is in a folder -------------------------------------------------------------------------------------------------------
+# -- what is in a folder ---------------------------------------------------------------------------
 
 
 def _index(path: Path) -> dict[str, list[str]]:
@@ -304,24 +364,40 @@ def _index(path: Path) -> dict[str, list[str]]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files ({type(error).__name__}: {error}).") from None
+        raise CheckpointError(
+            f"{path} is no index of safetensors files ({type(error).__name__}: {error})."
+        ) from None
     bad = [file for file in out if not isinstance(file, str) or Path(file).name != file]
     if bad:
         raise CheckpointError(f"{path} names {bad[0]!r}, which is no file in its folder.")
     gone = [file for file in out if not (path.parent / file).is_file()]
     if gone:
-        raise CheckpointError(f"{len(gone)} of the {len(out)} files that {path} names are missing: {some(sorted(gone))}.")
+        raise CheckpointError(
+            f"{len(gone)} of the {len(out)} files that {path} names are missing:"
+            f" {some(sorted(gone))}."
+        )
     return out
 
 
 def _no_weights(path: Path, name: str) -> str:
     if not path.exists():
-        return f"{path} does not exist: expected a folder with {name}.safetensors. Nothing is downloaded."
+        return (
+            f"{path} does not exist: expected a folder with {name}.safetensors. Nothing is"
+            " downloaded."
+        )
     if (path / "manifest.json").is_file():
-        return f"{path} is a checkpoint of Onefold: load it with onefold.load(path, model=model), or onefold.export it first."
+        return (
+            f"{path} is a checkpoint of Onefold: load it with onefold.load(path, model=model), or"
+            " onefold.export it first."
+        )
     if name == "model" and (path / "adapter_config.json").is_file():
-        return f"{path} holds adapters only: load the base model's folder, and these with onefold.load_adapters(model, folder)."
-    return f"{path} has neither {name}.safetensors nor {name}.safetensors.index.json.{_instead(path)}"
+        return (
+            f"{path} holds adapters only: load the base model's folder, and these with"
+            " onefold.load_adapters(model, folder)."
+        )
+    return (
+        f"{path} has neither {name}.safetensors nor {name}.safetensors.index.json.{_instead(path)}"
+    )
 
 
 def _instead(path: Path) -> str:
@@ -329,11 +405,15 @@ def _instead(path: Path) -> str:
     pickles = [p.name for p in files if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")]
     if pickles:
         return (
-            f" Its weights are pickles ({some(pickles)}), which can run code and cannot be read in parts, so they are not opened. Convert "
-            "it once: AutoModel.from_pretrained(folder).save_pretrained(other_folder)."
+            f" Its weights are pickles ({some(pickles)}), which can run code and cannot be read in"
+            " parts, so they are not opened. Convert it once:"
+            " AutoModel.from_pretrained(folder).save_pretrained(other_folder)."
         )
     if any(p.suffix == ".gguf" for p in files):
-        return " GGUF files hold quantized weights: open it with transformers' from_pretrained(gguf_file=...) and save that."
+        return (
+            " GGUF files hold quantized weights: open it with transformers'"
+            " from_pretrained(gguf_file=...) and save that."
+        )
     return ""
 
 
@@ -348,7 +428,9 @@ def _quantized(folder: Path) -> str | None:
 
 
 def _ignored(module: nn.Module, key: str) -> bool:
-    """Whether transformers itself passes over a tensor of this name: its own lists, and buffers that older versions saved."""
+    """Whether transformers itself passes over a tensor of this name: its own lists, and buffers
+    that older versions saved.
+    """
     if not is_transformers(module):
         return False
     patterns = [*(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]

@@ -1,4 +1,6 @@
-"""What a checkpoint holds, without reading its tensors: the manifest, the state's values, sizes of files."""
+"""What a checkpoint holds, without reading its tensors: the manifest, the state's values, sizes of
+files.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group: the optimizer's class and number, its own number, the names in it, their elements, its options."""
+    """A parameter group: the optimizer's class and number, its own number, the names in it, their
+    elements, its options.
+    """
 
     optimizer: str
     number: int
@@ -54,8 +58,10 @@ class Group:
 @dataclass(frozen=True)
 class Summary:
     """Attributes:
-    form: "Onefold", "Hugging Face" or "DeepSpeed". created: ISO date and time, UTC; "" if it is not known.
-    saved_by: versions, ranks, stage and recipe of the run that saved. resumes: what else a run takes up, in words.
+    form: "Onefold", "Hugging Face" or "DeepSpeed". created: ISO date and time, UTC; "" if it is not
+        known.
+    saved_by: versions, ranks, stage and recipe of the run that saved. resumes: what else a run
+        takes up, in words.
     files: {name: bytes}.
     """
 
@@ -78,7 +84,11 @@ class Summary:
     @property
     def model_files(self) -> list[str]:
         """What other libraries know: config.json, a tokenizer."""
-        return [n for n in self.files if n not in (MANIFEST, CHECKSUM, STATE) and not n.endswith((".safetensors", ".pt"))]
+        return [
+            n
+            for n in self.files
+            if n not in (MANIFEST, CHECKSUM, STATE) and not n.endswith((".safetensors", ".pt"))
+        ]
 
 
 def summarize(source: Source, path: Path) -> Summary:
@@ -93,15 +103,31 @@ def summarize(source: Source, path: Path) -> Summary:
     tensors = tuple(_tensors(source, own))
     return Summary(
         path=folder,
-        form="Onefold" if own else "DeepSpeed" if "DeepSpeed" in type(source).__name__ else "Hugging Face",
+        form=(
+            "Onefold"
+            if own
+            else "DeepSpeed"
+            if "DeepSpeed" in type(source).__name__
+            else "Hugging Face"
+        ),
         step=manifest.step if manifest else getattr(source, "step", None),
         created=manifest.created if manifest else "",
         saved_by=manifest.saved_by if manifest else {},
         sorts=tuple(_sorts(tensors)),
         tensors=tensors,
-        groups=tuple(_groups(source, own, {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"})),
+        groups=tuple(
+            _groups(
+                source,
+                own,
+                {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"},
+            )
+        ),
         resumes=_resumes(own, source),
-        files={p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()},
+        files={
+            p.relative_to(folder).as_posix(): p.stat().st_size
+            for p in sorted(folder.rglob("*"))
+            if p.is_file()
+        },
     )
 
 
@@ -111,9 +137,18 @@ def _tensors(source: Source, own: FolderSource | None) -> Iterator[Tensor]:
         names.setdefault(name, []).append(alias)
     for item, stored in source.items().items():
         aliases = tuple(names.get(item.name, ())) if item.kind == "parameter" else ()
-        files = tuple(dict.fromkeys(piece.file for piece in own.records[item].pieces)) if own else ()
+        files = (
+            tuple(dict.fromkeys(piece.file for piece in own.records[item].pieces)) if own else ()
+        )
         code = CODES.get(stored.dtype, str(stored.dtype).removeprefix("torch."))
-        yield Tensor(item, code, tuple(stored.shape), numel_of(stored.shape) * stored.dtype.itemsize, aliases, files)
+        yield Tensor(
+            item,
+            code,
+            tuple(stored.shape),
+            numel_of(stored.shape) * stored.dtype.itemsize,
+            aliases,
+            files,
+        )
 
 
 def _sorts(tensors: Iterable[Tensor]) -> list[Sort]:
@@ -123,7 +158,10 @@ def _sorts(tensors: Iterable[Tensor]) -> list[Sort]:
         for i, n in enumerate((1, numel_of(t.shape), t.nbytes)):
             count[i] += n
     order = {kind: i for i, kind in enumerate(KINDS)}
-    return [Sort(*key, *counts[key]) for key in sorted(counts, key=lambda k: (order.get(k[0], len(order)), *k[1:]))]
+    return [
+        Sort(*key, *counts[key])
+        for key in sorted(counts, key=lambda k: (order.get(k[0], len(order)), *k[1:]))
+    ]
 
 
 def _groups(source: Source, own: FolderSource | None, numels: Mapping[str, int]) -> Iterator[Group]:
@@ -134,7 +172,14 @@ def _groups(source: Source, own: FolderSource | None, numels: Mapping[str, int])
             names = tuple(group["params"])
             options = {key: value for key, value in group.items() if key != "params"}
             name = classes[number] if number < len(classes) else ""
-            yield Group(name or "optimizer", number, index, names, sum(numels.get(n, 0) for n in names), options)
+            yield Group(
+                name or "optimizer",
+                number,
+                index,
+                names,
+                sum(numels.get(n, 0) for n in names),
+                options,
+            )
 
 
 def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
@@ -151,7 +196,11 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
         return out
     if "data" in state:
         stored = state["data"]
-        out["data"] = _in_short(stored["all"]) if "all" in stored else f"a position for each of {len(stored['ranks'])} ranks"
+        out["data"] = (
+            _in_short(stored["all"])
+            if "all" in stored
+            else f"a position for each of {len(stored['ranks'])} ranks"
+        )
     ranks = sum(item.kind == "rng" for item in own.records)
     if ranks:
         out["random states"] = f"of {ranks} rank{'s' if ranks > 1 else ''}"
@@ -165,19 +214,25 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
 def _in_short(value: Any, most: int = 100) -> str:
     """A value of state.json, in a line."""
     if isinstance(value, dict) and value and not next(iter(value)).startswith("$"):
-        plain = {k: v for k, v in value.items() if v is None or isinstance(v, (bool, int, float, str))}
-        text = ", ".join([*(f"{k} {v}" for k, v in plain.items()), *(k for k in value if k not in plain)])
+        plain = {
+            k: v for k, v in value.items() if v is None or isinstance(v, (bool, int, float, str))
+        }
+        text = ", ".join(
+            [*(f"{k} {v}" for k, v in plain.items()), *(k for k in value if k not in plain)]
+        )
     else:
         text = str(value)
     return text if len(text) <= most else text[: most - 4] + " ..."
 
 
-# -- a folder of checkpoints -----------------------------------------------------------------------------------------------------
+# -- a folder of checkpoints -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint in a folder. `wrong`: why it is not whole as far as names and sizes tell, "" if it is."""
+    """A checkpoint in a folder. `wrong`: why it is not whole as far as names and sizes tell, "" if
+    it is.
+    """
 
     path: Path
     step: int | None = None
@@ -192,11 +247,27 @@ def listed(root: Path) -> list[Listed]:
     """The checkpoints in `root`, the newest first; damaged ones and remains of dead saves last."""
     found = []
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if folder.is_dir() and folder.name.startswith(".") and folder.name.endswith((".unfinished", ".replaced", ".removed")):
-            found.append(Listed(folder, wrong="belongs to a save under way, or a killed one has left it: the next start removes it"))
+        if (
+            folder.is_dir()
+            and folder.name.startswith(".")
+            and folder.name.endswith((".unfinished", ".replaced", ".removed"))
+        ):
+            found.append(
+                Listed(
+                    folder,
+                    wrong=(
+                        "belongs to a save under way, or a killed one has left it: the next start"
+                        " removes it"
+                    ),
+                )
+            )
         elif not folder.name.startswith(".") and is_like_a_checkpoint(folder):
             found.append(glance(folder))
-    return sorted(found, key=lambda c: (c.step is not None, c.step if c.step is not None else -1, c.path.name), reverse=True)
+    return sorted(
+        found,
+        key=lambda c: (c.step is not None, c.step if c.step is not None else -1, c.path.name),
+        reverse=True,
+    )
 
 
 def glance(folder: Path) -> Listed:
@@ -214,7 +285,11 @@ def glance(folder: Path) -> Listed:
             continue
         size = path.stat().st_size if path.is_file() else -1
         if size != recorded.nbytes:
-            wrong.append(f"{name} is missing" if size < 0 else f"{name} has {size} bytes and should have {recorded.nbytes}")
+            wrong.append(
+                f"{name} is missing"
+                if size < 0
+                else f"{name} has {size} bytes and should have {recorded.nbytes}"
+            )
     nbytes = sum(f.nbytes for f in manifest.files.values())
     ranks = manifest.saved_by.get("world_size")
     what = "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")

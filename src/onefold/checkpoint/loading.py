@@ -1,4 +1,6 @@
-"""Loading: at any stage, on any number of ranks. Each rank reads the bytes it will own; every byte that was read is checked."""
+"""Loading: at any stage, on any number of ranks. Each rank reads the bytes it will own; every byte
+that was read is checked.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from typing import Any
 from torch import nn
 
 import onefold.checkpoint.rng as random_states
-from onefold.checkpoint.apply import Fit, Reading, fill_model, fill_optimizers, fit_groups, fit_model
+from onefold.checkpoint.apply import (
+    Fit,
+    Reading,
+    fill_model,
+    fill_optimizers,
+    fit_groups,
+    fit_model,
+)
 from onefold.checkpoint.background import Background, settle
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import checkpoints, latest, of_run
@@ -36,9 +45,12 @@ class Loaded:
     """What a checkpoint said.
 
     Attributes:
-        path: its folder. step, extra: as they were given to `save`. saved_by: versions, world size, stage and recipe of the run that saved.
-        data: what this rank gave as data, where each rank may have it: all had the same, or there are as many ranks as then.
-        missing, unexpected: with strict=False, names that the checkpoint has not, and that the model has not.
+        path: its folder. step, extra: as they were given to `save`. saved_by: versions, world size,
+            stage and recipe of the run that saved.
+        data: what this rank gave as data, where each rank may have it: all had the same, or there
+            are as many ranks as then.
+        missing, unexpected: with strict=False, names that the checkpoint has not, and that the
+            model has not.
     notes: a sentence for each thing that could not be resumed as it was.
     """
 
@@ -63,20 +75,24 @@ def load(
     strict: bool = True,
     rng: bool = True,
 ) -> Loaded:
-    """Load what `save` has written, on whatever ranks and at whatever stage there are now. Collective.
+    """Load what `save` has written, on whatever ranks and at whatever stage there are now.
+    Collective.
 
     Args:
-        path: a checkpoint; or a folder of checkpoints, of which the newest is taken; or a DeepSpeed checkpoint; or, for the model alone, a
-            Hugging Face folder.
+        path: a checkpoint; or a folder of checkpoints, of which the newest is taken; or a DeepSpeed
+            checkpoint; or, for the model alone, a Hugging Face folder.
         model: what `onefold.shard` returned; None reads step and extra only.
-        optimizer: one or several, with the groups of the one that was saved; what it held before is gone.
+        optimizer: one or several, with the groups of the one that was saved; what it held before is
+            gone.
         scheduler, scaler, data: things with load_state_dict().
         strict: names must agree.
-        rng: restore the random generators (Python, numpy, torch, CUDA); see `onefold.checkpoint.rng` for other numbers of ranks.
+        rng: restore the random generators (Python, numpy, torch, CUDA); see
+            `onefold.checkpoint.rng` for other numbers of ranks.
 
     Raises:
-        CheckpointError: on every rank. Model and optimizer are as they were if there is no such checkpoint or it is of another model;
-            if bytes were found damaged while they were read, both are undefined, and an earlier checkpoint must be loaded.
+        CheckpointError: on every rank. Model and optimizer are as they were if there is no such
+            checkpoint or it is of another model; if bytes were found damaged while they were read,
+            both are undefined, and an earlier checkpoint must be loaded.
     """
     if model is None:
         return _without_model(Path(path), optimizer, scheduler, scaler, data)
@@ -96,7 +112,15 @@ class Loading(Background):
 
     tell_steps = False
 
-    def __init__(self, engine: Engine, source: Source, ahead: Prefetched, finish: Any, begun: float, path: Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        source: Source,
+        ahead: Prefetched,
+        finish: Any,
+        begun: float,
+        path: Path,
+    ) -> None:
         self._finish, self._source = finish, source
         super().__init__(engine, path, ahead.read_all, begun)
 
@@ -125,9 +149,11 @@ def load_async(
     strict: bool = True,
     rng: bool = True,
 ) -> Loading:
-    """As `load`, but this rank's bytes are read into host memory behind whatever the program does meanwhile; `.wait()` applies them.
+    """As `load`, but this rank's bytes are read into host memory behind whatever the program does
+    meanwhile; `.wait()` applies them.
 
-    It takes as many bytes of host memory as this rank reads. Nothing of model and optimizer changes before `.wait()`.
+    It takes as many bytes of host memory as this rank reads. Nothing of model and optimizer changes
+    before `.wait()`.
     """
     begun = time.perf_counter()
     engine = engine_of(model)
@@ -147,7 +173,8 @@ def load_async(
         raise
 
     def finish(error: Exception | None) -> Loaded:
-        Together.of(engine).agree(error)  # ranks read at different speeds: they wait longer here than `meet` would
+        # Ranks read at different speeds: they wait longer here than `meet` would
+        Together.of(engine).agree(error)
         return _apply(engine, model, source, ahead, optimizer, scheduler, scaler, data, strict, rng)
 
     return Loading(engine, source, ahead, finish, begun, Path(path))
@@ -169,17 +196,23 @@ def source_of(path: Path) -> Source:
         unnumbered = sorted(folder.name for _, folder in checkpoints(path))
         if unnumbered:
             raise CheckpointError(
-                f"{path} holds checkpoints whose step cannot be told ({', '.join(unnumbered[:5])}): "
-                "saved without step=, or damaged. Name one."
+                f"{path} holds checkpoints whose step cannot be told ({', '.join(unnumbered[:5])}):"
+                " saved without step=, or damaged. Name one."
             )
         if (other := read_by_another(path)) is not None:
             return other
         if is_hugging_face(path):
             return HuggingFaceSource(path)
-    what = "a file" if path.is_file() else "a folder without a checkpoint" if path.is_dir() else "nothing"
+    what = (
+        "a file"
+        if path.is_file()
+        else "a folder without a checkpoint"
+        if path.is_dir()
+        else "nothing"
+    )
     raise CheckpointError(
-        f"{path} is {what}; expected a checkpoint that onefold.save wrote, a folder of them, a run's output folder, a DeepSpeed or a "
-        "Hugging Face folder."
+        f"{path} is {what}; expected a checkpoint that onefold.save wrote, a folder of them, a"
+        " run's output folder, a DeepSpeed or a Hugging Face folder."
     )
 
 
@@ -192,7 +225,9 @@ def _open(engine: Engine, path: Path) -> Source:
         source = source_of(path)
     except (CheckpointError, OSError) as failure:
         error = failure
-    said = together.all_gather((None if error is None else worded(error), source.describe if source is not None else ""))
+    said = together.all_gather(
+        (None if error is None else worded(error), source.describe if source is not None else "")
+    )
     try:
         raise_first([e for e, _ in said])
     except CheckpointError:
@@ -204,13 +239,16 @@ def _open(engine: Engine, path: Path) -> Source:
     if len(set(seen)) > 1:
         source.close()
         raise CheckpointError(
-            f"{path}: ranks see different checkpoints ({', '.join(sorted(set(seen)))}). It must be on a file system that all share."
+            f"{path}: ranks see different checkpoints ({', '.join(sorted(set(seen)))}). It must be"
+            " on a file system that all share."
         )
     return source
 
 
 def _named_as(model: nn.Module, source: Source) -> Source:
-    """`source` under the names of `model`: those of a Hugging Face folder are of another library's model. Raises: CheckpointError."""
+    """`source` under the names of `model`: those of a Hugging Face folder are of another library's
+    model. Raises: CheckpointError.
+    """
     return source.fitted(model) if isinstance(source, HuggingFaceSource) else source
 
 
@@ -272,14 +310,31 @@ def _apply(
     together.agree(error)
     names = tuple(fit.missing), tuple(fit.unexpected)
     if not isinstance(source, FolderSource):
-        return Loaded(Path(getattr(source, "folder", "")), getattr(source, "step", None), getattr(source, "extra", None), {}, None, *names)
+        return Loaded(
+            Path(getattr(source, "folder", "")),
+            getattr(source, "step", None),
+            getattr(source, "extra", None),
+            {},
+            None,
+            *names,
+        )
     notes = (lost.note,) if lost is not None and lost.note else ()
-    return Loaded(source.folder, source.state["step"], beside.extra, source.manifest.saved_by, beside.data, *names, notes)
+    return Loaded(
+        source.folder,
+        source.state["step"],
+        beside.extra,
+        source.manifest.saved_by,
+        beside.data,
+        *names,
+        notes,
+    )
 
 
 @dataclass(frozen=True)
 class _Beside:
-    """What a checkpoint has for this rank beside weights and states; `streams`: of how many ranks it has generators."""
+    """What a checkpoint has for this rank beside weights and states; `streams`: of how many ranks
+    it has generators.
+    """
 
     random: dict[str, Any] | None = None
     streams: int = 0
@@ -291,11 +346,19 @@ class _Beside:
     def of(cls, source: FolderSource, together: Together, rng: bool) -> _Beside:
         streams = sum(item.kind == "rng" for item in source.records)
         random = _random(source, together.rank % streams) if rng and streams else None
-        return cls(random, streams, source.value("extra"), source.value("extra_state") or {}, _own_data(source, together))
+        return cls(
+            random,
+            streams,
+            source.value("extra"),
+            source.value("extra_state") or {},
+            _own_data(source, together),
+        )
 
 
 def _verify(together: Together, source: Source, error: Exception | None) -> None:
-    """Whether all ranks could read, and, on the first of them, whether what all have read is what the manifest says."""
+    """Whether all ranks could read, and, on the first of them, whether what all have read is what
+    the manifest says.
+    """
     checks = source.checks if isinstance(source, FolderSource) else []
     said = together.gather((None if error is None else worded(error), checks))
     told: Said | None = None
@@ -312,24 +375,31 @@ def _verify(together: Together, source: Source, error: Exception | None) -> None
         raise told.raised()
 
 
-def _values(source: Source, together: Together, scheduler: Any, scaler: Any, data: Any) -> dict[str, Any]:
+def _values(
+    source: Source, together: Together, scheduler: Any, scaler: Any, data: Any
+) -> dict[str, Any]:
     """The stored states of what was given."""
     out: dict[str, Any] = {}
     for name, thing in (("scheduler", scheduler), ("scaler", scaler)):
         if thing is None:
             continue
-        found = source.value(name) if isinstance(source, FolderSource) else getattr(source, name, None)
+        found = (
+            source.value(name) if isinstance(source, FolderSource) else getattr(source, name, None)
+        )
         if found is None:
             raise CheckpointError(f"{source.describe} holds no {name}; leave {name} out of load().")
         out[name] = found
     if data is not None:
         stored = source.state.get("data") if isinstance(source, FolderSource) else None
         if stored is None:
-            raise CheckpointError(f"{source.describe} holds no position in the data; leave data out of load().")
+            raise CheckpointError(
+                f"{source.describe} holds no position in the data; leave data out of load()."
+            )
         if "ranks" in stored and len(stored["ranks"]) != together.size:
             raise CheckpointError(
-                f"{source.describe}: each of its {len(stored['ranks'])} ranks was elsewhere in its data, which cannot be divided among "
-                f"{together.size}. Load on as many ranks, or leave data out and give a position that is the same on every rank when saving."
+                f"{source.describe}: each of its {len(stored['ranks'])} ranks was elsewhere in its"
+                f" data, which cannot be divided among {together.size}. Load on as many ranks, or"
+                " leave data out and give a position that is the same on every rank when saving."
             )
         out["data"] = decode(stored["all"] if "all" in stored else stored["ranks"][together.rank])
     return out
@@ -339,16 +409,31 @@ def _own_data(source: FolderSource, together: Together) -> Any:
     """What this rank, or every rank, had given as data; None where it cannot be told."""
     stored = source.state.get("data") or {}
     ranks = stored.get("ranks", ())
-    return decode(stored["all"] if "all" in stored else ranks[together.rank] if len(ranks) == together.size else None)
+    return decode(
+        stored["all"]
+        if "all" in stored
+        else ranks[together.rank]
+        if len(ranks) == together.size
+        else None
+    )
 
 
-def _fit_extra_state(engine: Engine, model: nn.Module, source: FolderSource, fit: Fit, strict: bool) -> None:
-    """Compare the modules with extra state (get_extra_state), and enter differences in `fit`. Raises: CheckpointError: under `strict`."""
-    theirs, ours = set(source.state.get("extra_state", {})), set(beside_parameters(engine, model)[1])
+def _fit_extra_state(
+    engine: Engine, model: nn.Module, source: FolderSource, fit: Fit, strict: bool
+) -> None:
+    """Compare the modules with extra state (get_extra_state), and enter differences in `fit`.
+    Raises: CheckpointError: under `strict`.
+    """
+    theirs, ours = (
+        set(source.state.get("extra_state", {})),
+        set(beside_parameters(engine, model)[1]),
+    )
     if strict and theirs != ours:
         raise CheckpointError(
-            f"{source.describe} is of another model: extra states are missing in it ({', '.join(sorted(ours - theirs)[:5]) or 'none'}) or "
-            f"unknown to this model ({', '.join(sorted(theirs - ours)[:5]) or 'none'}). Give strict=False to load what fits."
+            f"{source.describe} is of another model: extra states are missing in it"
+            f" ({', '.join(sorted(ours - theirs)[:5]) or 'none'}) or unknown to this model"
+            f" ({', '.join(sorted(theirs - ours)[:5]) or 'none'}). Give strict=False to load what"
+            " fits."
         )
     fit.missing.extend(sorted(ours - theirs))
     fit.unexpected.extend(sorted(theirs - ours))
@@ -376,12 +461,16 @@ def _random(source: FolderSource, rank: int) -> dict[str, Any]:
 
 def _without_model(path: Path, *things: Any) -> Loaded:
     if any(thing is not None for thing in things):
-        raise CheckpointError("load() was given no model; without one it reads step and extra only.")
+        raise CheckpointError(
+            "load() was given no model; without one it reads step and extra only."
+        )
     source = source_of(path)
     try:
         if not isinstance(source, FolderSource):
             return Loaded(path)
-        return Loaded(source.folder, source.state["step"], source.value("extra"), source.manifest.saved_by)
+        return Loaded(
+            source.folder, source.state["step"], source.value("extra"), source.manifest.saved_by
+        )
     finally:
         source.close()
 

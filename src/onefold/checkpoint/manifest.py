@@ -1,14 +1,16 @@
-"""The manifest: which tensors a checkpoint holds, and in which bytes of which file each element lies.
+"""The manifest: which tensors a checkpoint holds, and in which bytes of which file each element
+lies.
 
     tensor   parameter 'h.0.weight'   float32 [48, 16]                 768 elements
     pieces   |rank-00000: 0 .. 300|rank-00001: 300 .. 768|             tile them exactly
 
-Nothing in it depends on how many ranks, which stage or which tier it was saved from: who loads cuts the pieces anew. The checker in
-`Record.__post_init__` verifies that the pieces of a tensor tile it. The manifest's own SHA-256 lies beside it, in the form that
-`sha256sum -c manifest.sha256` reads.
+Nothing in it depends on how many ranks, which stage or which tier it was saved from: who loads cuts
+the pieces anew. The checker in `Record.__post_init__` verifies that the pieces of a tensor tile it.
+The manifest's own SHA-256 lies beside it, in the form that `sha256sum -c manifest.sha256` reads.
 
-[Note: nothing outside the folder] A checkpoint may come from anywhere, and a checksum proves only that its parts belong together. So
-`path_in` is the one way from a name to a file: a name that leaves the folder, by itself or through a symbolic link, is refused.
+[Note: nothing outside the folder] A checkpoint may come from anywhere, and a checksum proves only
+that its parts belong together. So `path_in` is the one way from a name to a file: a name that
+leaves the folder, by itself or through a symbolic link, is refused.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ def path_in(folder: Path, name: str) -> Path:
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise CheckpointError(
-            f"{path} is a symbolic link that leads out of the checkpoint, to {path.resolve()}: only files inside its folder are read. Copy "
-            "the checkpoint with its links followed (cp -rL)."
+            f"{path} is a symbolic link that leads out of the checkpoint, to {path.resolve()}: only"
+            " files inside its folder are read. Copy the checkpoint with its links followed (cp"
+            " -rL)."
         )
     return path
 
@@ -66,10 +69,14 @@ def path_in(folder: Path, name: str) -> Path:
 def _refuse_outside(name: Any, where: Path) -> None:
     """Raises: CheckpointError: `name` is no plain name below the folder."""
     plain = isinstance(name, str) and bool(name) and "\0" not in name and "\\" not in name
-    if not plain or PurePosixPath(name).is_absolute() or not {"..", "."}.isdisjoint(name.split("/")):
+    if (
+        not plain
+        or PurePosixPath(name).is_absolute()
+        or not {"..", "."}.isdisjoint(name.split("/"))
+    ):
         raise CheckpointError(
-            f"{where} names the file {name!r}, which is not inside the checkpoint's folder: only what is inside is read. "
-            "Onefold did not write this checkpoint; do not use it."
+            f"{where} names the file {name!r}, which is not inside the checkpoint's folder: only"
+            " what is inside is read. Onefold did not write this checkpoint; do not use it."
         )
 
 
@@ -87,18 +94,28 @@ class Record:
         end = 0
         for piece in self.pieces:
             if piece.start != end or piece.stop < piece.start:
-                covers = f"covers elements {piece.start} to {piece.stop}, expected one that begins at {end}"
+                covers = (
+                    f"covers elements {piece.start} to {piece.stop}, expected one that begins at"
+                    f" {end}"
+                )
                 raise DamagedCheckpoint(f"{self.item}: a piece {covers}.")
             end = piece.stop
         if end != numel_of(self.shape):
-            raise DamagedCheckpoint(f"{self.item}: its pieces cover {end} of its {numel_of(self.shape)} elements.")
+            raise DamagedCheckpoint(
+                f"{self.item}: its pieces cover {end} of its {numel_of(self.shape)} elements."
+            )
         if self.dtype not in DTYPES:
-            raise CheckpointError(f"{self.item} has the dtype {self.dtype!r}, which this version of Onefold does not know.")
+            raise CheckpointError(
+                f"{self.item} has the dtype {self.dtype!r}, which this version of Onefold does not"
+                " know."
+            )
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: its bytes and a SHA-256, of all of it, or of the head alone where the pieces' checksums cover the rest."""
+    """A file: its bytes and a SHA-256, of all of it, or of the head alone where the pieces'
+    checksums cover the rest.
+    """
 
     nbytes: int
     sha256: str
@@ -109,8 +126,8 @@ class FileRecord:
 class Manifest:
     """Attributes:
     step: as the user counts; None if it was not given. created: ISO date and time, UTC.
-    saved_by: versions, world size, stage and recipe of the run that saved (for people; loading needs none of it).
-    """
+    saved_by: versions, world size, stage and recipe of the run that saved (for people; loading
+    needs none of it)."""
 
     records: tuple[Record, ...]
     files: Mapping[str, FileRecord]
@@ -128,7 +145,14 @@ class Manifest:
             "created": self.created,
             "step": self.step,
             "saved_by": dict(self.saved_by),
-            "files": {n: {"bytes": f.nbytes, "sha256": f.sha256, **({"of": "head"} if f.head_only else {})} for n, f in self.files.items()},
+            "files": {
+                n: {
+                    "bytes": f.nbytes,
+                    "sha256": f.sha256,
+                    **({"of": "head"} if f.head_only else {}),
+                }
+                for n, f in self.files.items()
+            },
             "tensor_files": names,
             "tensors": [
                 {
@@ -144,7 +168,10 @@ class Manifest:
             ],
         }
         # A tensor a line: people read it, and two of them compare line by line.
-        tensors = ",\n".join("  " + json.dumps(t, separators=(",", ":")) for t in body.pop("tensors"))  # type: ignore[attr-defined]
+        tensors = ",\n".join(
+            "  " + json.dumps(t, separators=(",", ":"))
+            for t in body.pop("tensors")  # type: ignore[attr-defined]
+        )
         return json.dumps(body, indent=1)[:-2] + ',\n "tensors": [\n' + tensors + "\n ]\n}\n"
 
     @classmethod
@@ -156,8 +183,9 @@ class Manifest:
                 raise CheckpointError(f"{where} is no manifest of an Onefold checkpoint.")
             if body["version"] > VERSION:
                 raise CheckpointError(
-                    f"{where} was written in version {body['version']} of the format, by Onefold {body['saved_by'].get('onefold', '?')}; "
-                    f"this Onefold reads versions up to {VERSION}. Install a later Onefold to read it."
+                    f"{where} was written in version {body['version']} of the format, by Onefold"
+                    f" {body['saved_by'].get('onefold', '?')}; this Onefold reads versions up to"
+                    f" {VERSION}. Install a later Onefold to read it."
                 )
             names = body["tensor_files"]
             for name in (*names, *body["files"]):
@@ -172,12 +200,19 @@ class Manifest:
                 )
                 for t in body["tensors"]
             )
-            files = {n: FileRecord(f["bytes"], f["sha256"], f.get("of") == "head") for n, f in body["files"].items()}
-            return cls(records, files, body["step"], body["created"], body["saved_by"], body["version"])
+            files = {
+                n: FileRecord(f["bytes"], f["sha256"], f.get("of") == "head")
+                for n, f in body["files"].items()
+            }
+            return cls(
+                records, files, body["step"], body["created"], body["saved_by"], body["version"]
+            )
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise DamagedCheckpoint(f"{where} is damaged: {type(error).__name__}: {error}.") from None
+            raise DamagedCheckpoint(
+                f"{where} is damaged: {type(error).__name__}: {error}."
+            ) from None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -204,12 +239,17 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError as error:
         if not folder.exists():
             raise CheckpointError(f"there is no {folder}.") from None
-        raise DamagedCheckpoint(f"{folder} is no whole checkpoint: it has no {Path(str(error.filename)).name}.") from None
+        raise DamagedCheckpoint(
+            f"{folder} is no whole checkpoint: it has no {Path(str(error.filename)).name}."
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from None
     if line != checksum_line(text).encode():
         said = line[:64].decode(errors="replace")
-        raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 is {hashlib.sha256(text).hexdigest()}, {CHECKSUM} says {said}.")
+        raise DamagedCheckpoint(
+            f"{path} is damaged: its SHA-256 is {hashlib.sha256(text).hexdigest()}, {CHECKSUM} says"
+            f" {said}."
+        )
     return Manifest.from_text(text.decode(), path)
 
 

@@ -11,7 +11,8 @@ from onefold.checkpoint.errors import CheckpointError
 
 
 def materialize_adapters(module: nn.Module, device: torch.device) -> None:
-    """Give adapters that were built on the meta device memory, and the values that peft starts them with. Local.
+    """Give adapters that were built on the meta device memory, and the values that peft starts them
+    with. Local.
 
     Raises:
         CheckpointError: they start from the base model's weights, which are not there yet.
@@ -21,19 +22,36 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
         if not hasattr(layer, "reset_lora_parameters"):
             continue
         for name, config in configs.items():
-            parts = [getattr(layer, part) for part in layer.adapter_layer_names if name in getattr(layer, part, ())]  # type: ignore[union-attr]
-            tensors = [p for part in parts for p in ([part[name]] if isinstance(part[name], torch.Tensor) else part[name].parameters())]
+            parts = [
+                getattr(layer, part)
+                for part in layer.adapter_layer_names  # type: ignore[union-attr]
+                if name in getattr(layer, part, ())
+            ]
+            tensors = [
+                p
+                for part in parts
+                for p in (
+                    [part[name]]
+                    if isinstance(part[name], torch.Tensor)
+                    else part[name].parameters()
+                )
+            ]
             if not any(p.is_meta for p in tensors):
                 continue
             how = config.init_lora_weights
             if how not in (True, False, "gaussian") or config.use_dora:
                 raise CheckpointError(
-                    f"adapter {name!r} starts from the base model's weights ({'DoRA' if config.use_dora else repr(how)}), which are not "
-                    "there while the model is on the meta device: build it in memory, or give init_lora_weights=True or 'gaussian'."
+                    f"adapter {name!r} starts from the base model's weights"
+                    f" ({'DoRA' if config.use_dora else repr(how)}), which are not there while the"
+                    " model is on the meta device: build it in memory, or give"
+                    " init_lora_weights=True or 'gaussian'."
                 )
             for part in parts:
                 if isinstance(part[name], torch.Tensor):
-                    part[name] = nn.Parameter(torch.zeros_like(part[name], device=device), requires_grad=part[name].requires_grad)
+                    part[name] = nn.Parameter(
+                        torch.zeros_like(part[name], device=device),
+                        requires_grad=part[name].requires_grad,
+                    )
                 else:
                     part[name].to_empty(device=device)
                     if hasattr(part[name], "reset_parameters"):

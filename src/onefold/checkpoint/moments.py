@@ -5,7 +5,8 @@
     exp_avg.int8, exp_avg.int8.scale   exp_avg, fp32                     the values they stand for
     exp_avg, fp32 or bf16              exp_avg.int4, exp_avg.int4.scale  packed, as a step would have packed them
 
-Blocks are counted from the parameter's beginning, so every rank makes the same codes of a block, whatever it reads of it.
+Blocks are counted from the parameter's beginning, so every rank makes the same codes of a block,
+whatever it reads of it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,26 @@ _CPU = torch.device("cpu")
 
 
 class Recoded:
-    """`source` with the moments of each parameter in the format that `wanted` gives for (its name, its elements)."""
+    """`source` with the moments of each parameter in the format that `wanted` gives for (its name,
+    its elements).
+    """
 
     def __init__(self, source: Source, wanted: Callable[[str, int], Format]) -> None:
         self.source = source
         self._items = dict(source.items())
-        self._made: dict[Item, tuple[Item, Format, int]] = {}  # asked for: (the moment as if it were plain, its format there, elements)
+        # Asked for: (the moment as if it were plain, its format there, elements)
+        self._made: dict[Item, tuple[Item, Format, int]] = {}
         self._codecs: dict[str, Codec] = {}
-        shapes = {item.name: stored.shape for item, stored in self._items.items() if item.kind == "parameter"}
-        for item in [i for i in self._items if i.kind == "state" and (packed(i.state) or i.state in SIGNED) and i.name in shapes]:
+        shapes = {
+            item.name: stored.shape
+            for item, stored in self._items.items()
+            if item.kind == "parameter"
+        }
+        for item in [
+            i
+            for i in self._items
+            if i.kind == "state" and (packed(i.state) or i.state in SIGNED) and i.name in shapes
+        ]:
             part, shape = packed(item.state), shapes[item.name]
             there = part.format if part is not None else FORMATS["fp32"]
             asked = wanted(item.name, numel_of(shape))
@@ -89,7 +101,9 @@ class Recoded:
             out[low - start : high - start].copy_(values[low - i : high - i])
 
     def _values(self, plain: Item, there: Format, a: int, b: int) -> torch.Tensor:
-        """Elements [a, b) of a moment in fp32; they begin with a block, and end with one or the parameter."""
+        """Elements [a, b) of a moment in fp32; they begin with a block, and end with one or the
+        parameter.
+        """
         if not there.packed:
             out = torch.empty(b - a, dtype=torch.float32, device=_CPU)
             self.source.read(plain, a, b, out)
@@ -103,7 +117,9 @@ class Recoded:
             self.source.read(Item("state", plain.name, key), i, j, parts[-1])
         return self._codec(there).decode(parts[0], parts[1], b - a, SIGNED[plain.state])
 
-    def _packed(self, format: Format, signed: bool, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _packed(
+        self, format: Format, signed: bool, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         codes = torch.empty(-(-values.numel() // format.grain), dtype=format.dtype, device=_CPU)
         scales = torch.empty(-(-values.numel() // format.block), dtype=torch.float32, device=_CPU)
         self._codec(format).encode(values, signed, codes, scales)

@@ -1,4 +1,6 @@
-"""State that rests on NVMe, on its way to and from a checkpoint: a chunk at a time, never whole in memory."""
+"""State that rests on NVMe, on its way to and from a checkpoint: a chunk at a time, never whole in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Elements [start, stop) of what `offloaded` has on NVMe as `kind`: stands for a one-dimensional tensor in a save."""
+    """Elements [start, stop) of what `offloaded` has on NVMe as `kind`: stands for a
+    one-dimensional tensor in a save.
+    """
 
     offloaded: Offloaded
     kind: str
@@ -44,15 +48,21 @@ class OnDisk:
 
 
 def held_on_disk(entry: Entry, kind: str, start: int, stop: int) -> OnDisk:
-    """Elements [start, stop) of the flattened parameter `entry`, of what its home has as `kind`; or the items for them."""
+    """Elements [start, stop) of the flattened parameter `entry`, of what its home has as `kind`; or
+    the items for them.
+    """
     offloaded = entry.flat.offloaded
     assert offloaded is not None
     base = entry.slot.start - entry.flat.owned[0]
     return OnDisk(offloaded, kind, *items_of(base + start, base + stop, grain_of_kind(kind)))
 
 
-def read_to_disk(source: Source, item: Item, entry: Entry, kind: str, start: int, stop: int) -> None:
-    """Elements [start, stop) of `entry`, a part of `item`, into what its home has as `kind`; or the items for them."""
+def read_to_disk(
+    source: Source, item: Item, entry: Entry, kind: str, start: int, stop: int
+) -> None:
+    """Elements [start, stop) of `entry`, a part of `item`, into what its home has as `kind`; or the
+    items for them.
+    """
     offloaded, grain = entry.flat.offloaded, grain_of_kind(kind)
     assert offloaded is not None
     base, first = (entry.slot.start - entry.flat.owned[0]) // grain, entry.part.first // grain
@@ -65,9 +75,15 @@ def read_to_disk(source: Source, item: Item, entry: Entry, kind: str, start: int
 
 
 def held(share: Share, kind: str, value: torch.Tensor) -> torch.Tensor | OnDisk:
-    """The share of `value`, the optimizer's object or a state of it; where it is on NVMe, what stands for it."""
+    """The share of `value`, the optimizer's object or a state of it; where it is on NVMe, what
+    stands for it.
+    """
     offloaded = share.flat.offloaded
-    if offloaded is not None and offloaded.on_disk and (kind == "master" or value.device.type == "meta"):
+    if (
+        offloaded is not None
+        and offloaded.on_disk
+        and (kind == "master" or value.device.type == "meta")
+    ):
         return held_on_disk(share.entry, kind, share.start, share.stop)
     if kind == "master" and share.flat.route.stored:  # encoded: what it stands for
         a, b = share.flat.local(share.entry)

@@ -1,4 +1,5 @@
-"""Everything of a run that a checkpoint holds, as this rank has it, and what the first rank makes of all ranks' reports.
+"""Everything of a run that a checkpoint holds, as this rank has it, and what the first rank makes
+of all ranks' reports.
 
     every rank   parts ─► planned tensors ─► its file ─► report: (item, dtype, shape, start, stop, crc) of each piece
     first rank   reports ─► records ─► manifest;  values ─► state.json
@@ -45,7 +46,9 @@ class Part:
 
 @dataclass
 class Parts:
-    """What this rank has to say: `tensors` to its file, `values` (already JSON) to the first rank."""
+    """What this rank has to say: `tensors` to its file, `values` (already JSON) to the first
+    rank.
+    """
 
     tensors: list[Part] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +59,13 @@ class Parts:
 
 
 def collect(
-    engine: Engine, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any, scaler: Any, data: Any, extra: Any
+    engine: Engine,
+    module: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    scheduler: Any,
+    scaler: Any,
+    data: Any,
+    extra: Any,
 ) -> Parts:
     """This rank's part of everything. Local; nothing is copied but what is not contiguous.
 
@@ -67,7 +76,15 @@ def collect(
     with disable_torch_function(), torch.no_grad():
         for share in shares(engine):
             part, ours = share.entry.part, held(share, "master", share.entry.param)
-            _add(out, Item("parameter", share.name), part.shape, *share.interval, ours, first, part.names[1:])
+            _add(
+                out,
+                Item("parameter", share.name),
+                part.shape,
+                *share.interval,
+                ours,
+                first,
+                part.names[1:],
+            )
         states = States(engine, optimizers)
         for share, key, value in states.tensors:
             ours = held(share, state_kind(key, value.dtype), value)
@@ -78,7 +95,12 @@ def collect(
                 own.add(Item("state", share.name, key), value)
             _collect_first(out, own, engine, module, scheduler, scaler, extra)
             out.values["optimizers"] = [
-                {"class": type(o).__name__, "groups": [encode(g, f"group {i} of {type(o).__name__}") for i, g in enumerate(groups)]}
+                {
+                    "class": type(o).__name__,
+                    "groups": [
+                        encode(g, f"group {i} of {type(o).__name__}") for i, g in enumerate(groups)
+                    ],
+                }
                 for o, groups in zip(optimizers, states.groups, strict=True)
             ]
         out.values["scalars"] = {
@@ -93,18 +115,30 @@ def collect(
         if data is not None:
             out.values["data"] = encode(state_of(data, "data"), "data")
         text = json.dumps(encode(rng.capture(), "the random state")).encode()
-        own.add(Item("rng", str(engine.rank)), torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()))
+        own.add(
+            Item("rng", str(engine.rank)),
+            torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()),
+        )
     return out
 
 
-def _collect_first(out: Parts, own: _Own, engine: Engine, module: nn.Module, scheduler: Any, scaler: Any, extra: Any) -> None:
+def _collect_first(
+    out: Parts,
+    own: _Own,
+    engine: Engine,
+    module: nn.Module,
+    scheduler: Any,
+    scaler: Any,
+    extra: Any,
+) -> None:
     """What only the first rank stores: buffers, and values that are the same on every rank."""
     buffers, odd = beside_parameters(engine, module)
     for name, buffer in buffers.items():
         own.add(Item("buffer", name), buffer)
     if odd:
         out.values["extra_state"] = {
-            name: encode(value, f"the extra state {name!r} of the model", own.keep) for name, value in odd.items()
+            name: encode(value, f"the extra state {name!r} of the model", own.keep)
+            for name, value in odd.items()
         }
     for name, thing in (("scheduler", scheduler), ("scaler", scaler)):
         if thing is not None:
@@ -120,7 +154,9 @@ class _Own:
         self._out, self._kept = out, 0
 
     def add(self, item: Item, value: torch.Tensor) -> None:
-        _add(self._out, item, tuple(value.shape), 0, value.numel(), value.detach().reshape(-1), True)
+        _add(
+            self._out, item, tuple(value.shape), 0, value.numel(), value.detach().reshape(-1), True
+        )
 
     def keep(self, value: torch.Tensor) -> int:
         self._kept += 1
@@ -132,7 +168,8 @@ def _add(
     out: Parts, item: Item, shape: Iterable[int], start: int, stop: int, tensor: torch.Tensor | OnDisk, first: bool,
     aliases: Iterable[str] = (),
 ) -> None:  # fmt: skip
-    if stop > start or first:  # the first rank also says what is there where nobody holds an element
+    # The first rank also says what is there where nobody holds an element
+    if stop > start or first:
         out.tensors.append(Part(item, tuple(shape), start, stop, tensor, tuple(aliases)))
 
 
@@ -153,8 +190,14 @@ def planned(parts: Parts) -> Iterator[Planned]:
     """The tensors of this rank's file, each fetched to the host when its turn comes."""
     for part in parts.tensors:
         if part.stop > part.start:
-            fetch = part.tensor.pieces if isinstance(part.tensor, OnDisk) else lambda t=part.tensor: t.contiguous().cpu()
-            yield Planned(key_of(part.item, part.start), part.tensor.dtype, (part.stop - part.start,), fetch)
+            fetch = (
+                part.tensor.pieces
+                if isinstance(part.tensor, OnDisk)
+                else lambda t=part.tensor: t.contiguous().cpu()
+            )
+            yield Planned(
+                key_of(part.item, part.start), part.tensor.dtype, (part.stop - part.start,), fetch
+            )
 
 
 Report = list[tuple[Item, str, tuple[int, ...], int, int, int, tuple[str, ...]]]
@@ -163,7 +206,16 @@ Report = list[tuple[Item, str, tuple[int, ...], int, int, int, tuple[str, ...]]]
 def report(parts: Parts, crcs: dict[str, int]) -> Report:
     """What this rank has written, for the first rank."""
     return [
-        (p.item, code(p.tensor.dtype), p.shape, p.start, p.stop, crcs.get(key_of(p.item, p.start), 0), p.aliases) for p in parts.tensors
+        (
+            p.item,
+            code(p.tensor.dtype),
+            p.shape,
+            p.start,
+            p.stop,
+            crcs.get(key_of(p.item, p.start), 0),
+            p.aliases,
+        )
+        for p in parts.tensors
     ]
 
 
@@ -178,14 +230,22 @@ def records(reports: list[Report]) -> tuple[Record, ...]:
         for item, dtype, shape, start, stop, crc, aliases in said:
             known = found.setdefault(item, (dtype, shape, [], aliases))
             if known[:2] != (dtype, shape):
-                raise CheckpointError(f"{item} is {DTYPES[dtype]} {shape} on rank {rank} and {DTYPES[known[0]]} {known[1]} on another.")
+                raise CheckpointError(
+                    f"{item} is {DTYPES[dtype]} {shape} on rank {rank} and {DTYPES[known[0]]}"
+                    f" {known[1]} on another."
+                )
             if stop > start:
                 known[2].append(Piece(rank_file(rank), start, stop, crc))
     made = []
     for item, (dtype, shape, parts, aliases) in found.items():
         if sum(p.stop - p.start for p in parts) != numel_of(shape) and item.kind == "state":
-            raise CheckpointError(f"{item}: only some of the ranks have it. An optimizer must have stepped on all ranks alike.")
-        made.append(Record(item, dtype, shape, tuple(sorted(parts, key=lambda p: p.start)), aliases))
+            raise CheckpointError(
+                f"{item}: only some of the ranks have it. An optimizer must have stepped on all"
+                " ranks alike."
+            )
+        made.append(
+            Record(item, dtype, shape, tuple(sorted(parts, key=lambda p: p.start)), aliases)
+        )
     return tuple(made)
 
 

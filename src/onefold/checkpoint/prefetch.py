@@ -13,7 +13,8 @@ from onefold.runtime.engine import Engine
 
 
 class Prefetched:
-    """A source in front of another: what this rank will ask for lies in memory, the rest is passed on.
+    """A source in front of another: what this rank will ask for lies in memory, the rest is passed
+    on.
 
     Args:
         source: with the model's own names.
@@ -25,7 +26,10 @@ class Prefetched:
 
     def __init__(self, engine: Engine, source: Source, states: bool) -> None:
         self._source = source
-        self.rules, self.unexpected = getattr(source, "rules", None), getattr(source, "unexpected", ())
+        self.rules, self.unexpected = (
+            getattr(source, "rules", None),
+            getattr(source, "unexpected", ()),
+        )
         self._held: dict[tuple[Item, int, int], torch.Tensor] = {}
         items, aliases = source.items(), source.aliases()
         by_name: dict[str, list[Item]] = {}
@@ -34,7 +38,12 @@ class Prefetched:
                 by_name.setdefault(item.name, []).append(item)
         self._wanted: list[tuple[Item, int, int]] = []
         for share in shares(engine):
-            names = [n for name in share.entry.part.names for n in (name, aliases.get(name)) if n in by_name]
+            names = [
+                n
+                for name in share.entry.part.names
+                for n in (name, aliases.get(name))
+                if n in by_name
+            ]
             for item in by_name[names[0]] if names and share.stop > share.start else ():
                 if items[item].shape == share.entry.part.shape:
                     self._wanted.append((item, *share.interval))

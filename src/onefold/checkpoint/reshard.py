@@ -1,14 +1,17 @@
 """The same checkpoint in another number of files: one for each of N ranks, or all of it in one.
 
-Loading never needs this, since it cuts pieces as it likes. It is for moving files (64 into one), and for readers that come one to a file.
+Loading never needs this, since it cuts pieces as it likes. It is for moving files (64 into one),
+and for readers that come one to a file.
 
     tensor          0 ............................. 768
     before  rank-00000 |        | rank-00001           |     each old piece is read once, in blocks, and its checksum
     after   rank-00000 | rank-00001 | rank-00002       |     put together from those of its parts
 
-The cut is the one that a save on N ranks of a single unit would make: the parameters in a row, divided evenly, and each parameter's
-optimizer states where its elements are. What only the first rank stores stays with the first; the random states keep the number of the
-rank they belong to (a load hands them out by that), whichever file they are in. Nothing is written that was not read whole and sound.
+The cut is the one that a save on N ranks of a single unit would make: the parameters in a row,
+divided evenly, and each parameter's optimizer states where its elements are. What only the first
+rank stores stays with the first; the random states keep the number of the rank they belong to (a
+load hands them out by that), whichever file they are in. Nothing is written that was not read whole
+and sound.
 """
 
 from __future__ import annotations
@@ -23,31 +26,52 @@ import torch
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Unfinished, flush_file, in_words
 from onefold.checkpoint.folder_source import FolderSource, compare
-from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, FileRecord, Manifest, Piece, Record, key_of, path_in, rank_file, write_manifest
+from onefold.checkpoint.manifest import (
+    CHECKSUM,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Piece,
+    Record,
+    key_of,
+    path_in,
+    rank_file,
+    write_manifest,
+)
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CHUNK, DTYPES, Planned, numel_of, write_tensors
 from onefold.layout import FlatLayout
 from onefold.recipe.moments import grain_of, items_of
 
-#: Bytes of a tensor that are in memory at a time; a larger share of a tensor becomes several pieces.
+#: Bytes of a tensor that are in memory at a time; a larger share of a tensor becomes several
+#: pieces.
 BLOCK = 64 << 20
 
 Advance = Callable[[int], object]
 Cut = tuple[Record, int, int]
 
 
-def reshard(source: Path | str, target: Path | str, ranks: int, *, overwrite: bool = False, advance: Advance | None = None) -> Path:
+def reshard(
+    source: Path | str,
+    target: Path | str,
+    ranks: int,
+    *,
+    overwrite: bool = False,
+    advance: Advance | None = None,
+) -> Path:
     """Write the checkpoint `source` as `target`, in files for `ranks` ranks.
 
     Args:
-        overwrite: replace a checkpoint at `target` (which may be `source`) once the new one is whole.
+        overwrite: replace a checkpoint at `target` (which may be `source`) once the new one is
+            whole.
         advance: called with the bytes of tensors written since its last call.
 
     Returns:
         target.
 
     Raises:
-        CheckpointError: the source is damaged, or nothing can be written at `target`. Nothing is left of it then.
+        CheckpointError: the source is damaged, or nothing can be written at `target`. Nothing is
+            left of it then.
     """
     if ranks < 1:
         raise CheckpointError(f"a checkpoint for {ranks} ranks was asked for; expected 1 or more.")
@@ -58,7 +82,9 @@ def reshard(source: Path | str, target: Path | str, ranks: int, *, overwrite: bo
         opened.close()
         raise
     try:
-        write_manifest(unfinished.folder, _write(opened, unfinished.folder, ranks, advance or (lambda n: None)))
+        write_manifest(
+            unfinished.folder, _write(opened, unfinished.folder, ranks, advance or (lambda n: None))
+        )
         for name in (MANIFEST, CHECKSUM):
             flush_file(unfinished.folder / name)
         unfinished.commit(overwrite)
@@ -80,7 +106,15 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
     for rank, cuts in enumerate(_cuts(manifest, ranks)):
         name = rank_file(rank)
         blocks = [block for cut in cuts for block in _blocks(*cut)]
-        planned = [Planned(key_of(r.item, a), DTYPES[r.dtype], (b - a,), partial(_read, source, r, a, b, advance)) for r, a, b in blocks]
+        planned = [
+            Planned(
+                key_of(r.item, a),
+                DTYPES[r.dtype],
+                (b - a,),
+                partial(_read, source, r, a, b, advance),
+            )
+            for r, a, b in blocks
+        ]
         written = write_tensors(folder / name, planned)
         files[name] = FileRecord(written.nbytes, written.head, head_only=True)
         for r, a, b in blocks:
@@ -89,8 +123,16 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
     for name, recorded in manifest.files.items():
         if not recorded.head_only:
             files[name] = _copy(source.folder, folder, name, recorded)
-    records = [Record(r.item, r.dtype, r.shape, tuple(pieces[r.item]), r.aliases) for r in manifest.records]
-    return Manifest(tuple(records), files, manifest.step, manifest.created, {**manifest.saved_by, "resharded_for": ranks})
+    records = [
+        Record(r.item, r.dtype, r.shape, tuple(pieces[r.item]), r.aliases) for r in manifest.records
+    ]
+    return Manifest(
+        tuple(records),
+        files,
+        manifest.step,
+        manifest.created,
+        {**manifest.saved_by, "resharded_for": ranks},
+    )
 
 
 def _cuts(manifest: Manifest, ranks: int) -> list[list[Cut]]:
@@ -102,7 +144,11 @@ def _cuts(manifest: Manifest, ranks: int) -> list[list[Cut]]:
     for record in manifest.records:
         numel, slot = numel_of(record.shape), slots.get(record.item.name)
         grain = grain_of(record.item.state)
-        if record.item.kind in ("parameter", "state") and slot is not None and -(-slot.numel // grain) == numel:
+        if (
+            record.item.kind in ("parameter", "state")
+            and slot is not None
+            and -(-slot.numel // grain) == numel
+        ):
             for rank in range(ranks):
                 start, stop = layout.local(slot, rank)
                 out[rank].append((record, *items_of(start - slot.start, stop - slot.start, grain)))
@@ -118,7 +164,9 @@ def _blocks(record: Record, start: int, stop: int) -> Iterator[Cut]:
         yield record, begin, min(begin + step, stop)
 
 
-def _read(source: FolderSource, record: Record, start: int, stop: int, advance: Advance) -> torch.Tensor:
+def _read(
+    source: FolderSource, record: Record, start: int, stop: int, advance: Advance
+) -> torch.Tensor:
     out = torch.empty(stop - start, dtype=DTYPES[record.dtype])
     source.read(record.item, start, stop, out)
     advance(out.numel() * out.element_size())
@@ -136,8 +184,14 @@ def _copy(source: Path, folder: Path, name: str, recorded: FileRecord) -> FileRe
                 digest.update(block)
                 new.write(block)
     except FileNotFoundError:
-        raise CheckpointError(f"{source / name} is missing. Run `onefold checkpoint verify {source}` to see what else is.") from None
+        raise CheckpointError(
+            f"{source / name} is missing. Run `onefold checkpoint verify {source}` to see what"
+            " else is."
+        ) from None
     if digest.hexdigest() != recorded.sha256:
-        raise CheckpointError(f"{source / name} is damaged. Run `onefold checkpoint verify {source}` to see what else is.")
+        raise CheckpointError(
+            f"{source / name} is damaged. Run `onefold checkpoint verify {source}` to see what"
+            " else is."
+        )
     flush_file(folder / name)
     return recorded

@@ -1,8 +1,11 @@
-"""What encoded gradients carry from one step to the next: what encoding lost (error feedback), and where random rounding stands.
+"""What encoded gradients carry from one step to the next: what encoding lost (error feedback), and
+where random rounding stands.
 
-What encoding lost is each rank's own, in fp32: as long as what it encodes, which is all gradients on the first hop and a shard of them
-on the second. It is saved as it is, beside the optimizer's states, and given back to as many ranks in the same groups. On others error
-feedback begins anew: what one rank lost of its own gradients says nothing of how another's are cut. `Loaded.notes` then says so.
+What encoding lost is each rank's own, in fp32: as long as what it encodes, which is all gradients
+on the first hop and a shard of them on the second. It is saved as it is, beside the optimizer's
+states, and given back to as many ranks in the same groups. On others error
+feedback begins anew: what one rank lost of its own gradients says nothing of how another's are cut.
+`Loaded.notes` then says so.
 
     item    kind "residual", name: the rank, state: flat buffer.first address.hop
     value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}
@@ -22,7 +25,10 @@ from onefold.checkpoint.together import Together
 from onefold.runtime.engine import Engine
 
 Key = tuple[int, int, int]
-ANEW, LEFT_OUT = "error feedback begins anew", "what encoding gradients lost (error feedback) is in the checkpoint and left out"
+ANEW, LEFT_OUT = (
+    "error feedback begins anew",
+    "what encoding gradients lost (error feedback) is in the checkpoint and left out",
+)
 
 
 def kept(engine: Engine) -> dict[Item, torch.Tensor]:
@@ -43,16 +49,23 @@ def value(engine: Engine) -> dict[str, Any] | None:
 
 
 class Lost:
-    """What a checkpoint has for this rank. `note` is the same on every rank, "" if there is nothing to say."""
+    """What a checkpoint has for this rank. `note` is the same on every rank, "" if there is nothing
+    to say.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.feedback = engine, engine.recipe.error_feedback and engine.recipe.gradients.codec is not None
+        self.engine, self.feedback = (
+            engine,
+            engine.recipe.error_feedback and engine.recipe.gradients.codec is not None,
+        )
         self.found: dict[Key, torch.Tensor] = {}
         self.said: dict[str, Any] = {}
         self.note = ""
 
     @classmethod
-    def read(cls, engine: Engine, source: FolderSource, together: Together, reading: Reading) -> Lost:
+    def read(
+        cls, engine: Engine, source: FolderSource, together: Together, reading: Reading
+    ) -> Lost:
         """Collective. What goes wrong is kept in `reading`."""
         lost, items = cls(engine), None
         try:
@@ -75,8 +88,15 @@ class Lost:
         here = self.said.get("ranks"), self.said.get("inner"), self.said.get("feedback")
         if not self.feedback or here != (group.size, group.topology.inner, True):
             return None
-        wanted = {_item(engine, key): (key, (numel,)) for key, numel in engine.reduce.summing.spans().items()}
-        mine = {item: tuple(s.shape) for item, s in source.items().items() if item.kind == "residual" and item.name == str(engine.rank)}
+        wanted = {
+            _item(engine, key): (key, (numel,))
+            for key, numel in engine.reduce.summing.spans().items()
+        }
+        mine = {
+            item: tuple(s.shape)
+            for item, s in source.items().items()
+            if item.kind == "residual" and item.name == str(engine.rank)
+        }
         if any(item not in wanted or wanted[item][1] != shape for item, shape in mine.items()):
             return None
         return {wanted[item][0]: item for item in mine}
@@ -90,8 +110,9 @@ class Lost:
         if fits:
             return ""
         return (
-            f"{ANEW}: what encoding lost was kept by {said['ranks']} ranks in groups of {said['inner']}, or of other units, and cannot be "
-            f"divided anew among {group.size} in groups of {group.topology.inner}."
+            f"{ANEW}: what encoding lost was kept by {said['ranks']} ranks in groups of"
+            f" {said['inner']}, or of other units, and cannot be divided anew among {group.size} in"
+            f" groups of {group.topology.inner}."
         )
 
     def apply(self) -> None:

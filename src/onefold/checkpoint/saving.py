@@ -1,10 +1,10 @@
 """Saving: every rank writes what it owns, the first one makes the whole of it.
 
-    all     collect parts ─► [copy to the host]                     the training stands still (an asynchronous save: only here)
-    first   make the hidden folder
-    all     write rank-0000R.safetensors, flush ─► report
-    first   state.json, HF's files, manifest, flush, look at every file, rename          whole, or absent
-    all     hear whether it worked
+all     collect parts ─► [copy to the host]                     the training stands still (an asynchronous save: only here)
+first   make the hidden folder
+all     write rank-0000R.safetensors, flush ─► report
+first   state.json, HF's files, manifest, flush, look at every file, rename          whole, or absent
+all     hear whether it worked
 """
 
 from __future__ import annotations
@@ -49,25 +49,43 @@ def save(
     tokenizer: Any = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a checkpoint folder that loads on any number of ranks, at any stage. Collective; returns when the disk has it.
+    """Write a checkpoint folder that loads on any number of ranks, at any stage. Collective;
+    returns when the disk has it.
 
     Args:
         path: the folder to make, on a file system that all ranks see.
         model: what `onefold.shard` returned.
         optimizer: one torch optimizer over its parameters, or several.
         scheduler, scaler: anything with state_dict(); the first rank's is stored.
-        data: the data loader's position: anything with state_dict(), or a dict; each rank's is stored.
-        extra: more values of the first rank: numbers, strings, lists, dicts, tensors, arrays. Nothing that needs pickle.
-        step: the number of steps done; `onefold.load(...).step` gives it back, and the newest checkpoint is the one of the greatest.
+        data: the data loader's position: anything with state_dict(), or a dict; each rank's is
+            stored.
+        extra: more values of the first rank: numbers, strings, lists, dicts, tensors, arrays.
+            Nothing that needs pickle.
+        step: the number of steps done; `onefold.load(...).step` gives it back, and the newest
+            checkpoint is the one of the greatest.
         tokenizer: anything with save_pretrained(folder), stored beside the weights.
         overwrite: replace the checkpoint of this name, in one step, once the new one is whole.
 
     Raises:
-        CheckpointError: on every rank; nothing is left of the new one, nothing has happened to an older one.
+        CheckpointError: on every rank; nothing is left of the new one, nothing has happened to an
+            older one.
     """
     engine = engine_of(model)
     refuse_changes(engine, "save")
-    work = _begin(engine, path, model, optimizer, scheduler, scaler, data, extra, step, tokenizer, overwrite, copy=False)
+    work = _begin(
+        engine,
+        path,
+        model,
+        optimizer,
+        scheduler,
+        scaler,
+        data,
+        extra,
+        step,
+        tokenizer,
+        overwrite,
+        copy=False,
+    )
     work()
     return Path(path)
 
@@ -85,23 +103,39 @@ def save_async(
     tokenizer: Any = None,
     overwrite: bool = False,
 ) -> Background:
-    """As `save`, but behind the training: the call returns at once, the state is copied in host memory, then written.
+    """As `save`, but behind the training: the call returns at once, the state is copied in host
+    memory, then written.
 
-    Masters and optimizer states are copied until the next optimizer step at the latest, which waits for the copy. Do not write to
-    parameters by other ways meanwhile: the save notices (not writes through `.data`) and fails. State on NVMe is not copied, there is
+    Masters and optimizer states are copied until the next optimizer step at the latest, which waits
+    for the copy. Do not write to
+    parameters by other ways meanwhile: the save notices (not writes through `.data`) and fails.
+        State on NVMe is not copied, there is
     no memory for it: such a save is written before the call returns.
 
-    A save that is under way on this model is waited for first. The copy takes as many bytes of host memory as this rank's file, and
-    the model keeps the buffer for the next time.
+    A save that is under way on this model is waited for first. The copy takes as many bytes of host
+    memory as this rank's file, and the model keeps the buffer for the next time.
 
     Returns:
-        `.wait()` returns the path or raises what went wrong, `.done`, `.stall_s`, `.seconds`. A failure that nobody waits for is
-        raised by the next optimizer step.
+        `.wait()` returns the path or raises what went wrong, `.done`, `.stall_s`, `.seconds`. A
+        failure that nobody waits for is raised by the next optimizer step.
     """
     begun = time.perf_counter()
     engine = engine_of(model)
     refuse_changes(engine, "save")
-    work = _begin(engine, path, model, optimizer, scheduler, scaler, data, extra, step, tokenizer, overwrite, copy=True)
+    work = _begin(
+        engine,
+        path,
+        model,
+        optimizer,
+        scheduler,
+        scaler,
+        data,
+        extra,
+        step,
+        tokenizer,
+        overwrite,
+        copy=True,
+    )
     if engine.on_disk:
         work()
         return Background(engine, Path(path), _nothing, begun)
@@ -116,7 +150,9 @@ def _begin(
     engine: Engine, path: str | Path, model: nn.Module, optimizer: Optimizers, scheduler: Any, scaler: Any, data: Any, extra: Any,
     step: int | None, tokenizer: Any, overwrite: bool, copy: bool,
 ) -> _Writing:  # fmt: skip
-    """All that needs the training to stand still, and the errors that can be found before anything is written."""
+    """All that needs the training to stand still, and the errors that can be found before anything
+    is written.
+    """
     meet(engine, "save_async" if copy else "save")
     settle(engine)
     together, target = Together.of(engine), Path(path).absolute()
@@ -134,8 +170,15 @@ def _begin(
             place = Unfinished(target, overwrite)
     except Exception as failure:
         error = failure
-    mine = {"path": str(target), "step": step, "optimizers": len(optimizers_of(optimizer)), "overwrite": overwrite}
-    said = together.all_gather((None if error is None else worded(error), str(place.folder) if place else "", mine))
+    mine = {
+        "path": str(target),
+        "step": step,
+        "optimizers": len(optimizers_of(optimizer)),
+        "overwrite": overwrite,
+    }
+    said = together.all_gather(
+        (None if error is None else worded(error), str(place.folder) if place else "", mine)
+    )
     try:
         raise_first([message for message, *_ in said])
         raise_different("save", [others for *_, others in said])
@@ -149,7 +192,9 @@ def _begin(
         error = None  # its traceback holds this frame, and with it the model
     config = getattr(model, "config", None) if together.rank == 0 else None
     texts = _texts(model, config, tokenizer, together)
-    return _Writing(together, parts, copying, Path(said[0][1]), place, overwrite, step, saved_by(engine), texts)
+    return _Writing(
+        together, parts, copying, Path(said[0][1]), place, overwrite, step, saved_by(engine), texts
+    )
 
 
 def step_of(step: Any) -> int | None:
@@ -166,13 +211,20 @@ def step_of(step: Any) -> int | None:
 def check_moment(engine: Engine, call: str, optimizer: Optimizers) -> None:
     """Raises: CheckpointError: it is no moment to save or load, or `optimizer` is none."""
     if engine.stack:
-        raise CheckpointError(f"{call}() was called inside a forward pass of the model; call it between two steps.")
+        raise CheckpointError(
+            f"{call}() was called inside a forward pass of the model; call it between two steps."
+        )
     if engine.whole_depth:
-        raise CheckpointError(f"{call}() was called inside full_params(); leave it first, so that what was written there is kept.")
+        raise CheckpointError(
+            f"{call}() was called inside full_params(); leave it first, so that what was written"
+            " there is kept."
+        )
     given = optimizers_of(optimizer)
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
-            raise CheckpointError(f"optimizer={one!r}: expected a torch.optim.Optimizer, or a list of them.")
+            raise CheckpointError(
+                f"optimizer={one!r}: expected a torch.optim.Optimizer, or a list of them."
+            )
     if len({id(one) for one in given}) < len(given):
         raise CheckpointError("one optimizer was given twice; give each once.")
 
@@ -184,14 +236,20 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
-
-
 def _texts(model: nn.Module, config: Any, tokenizer: Any, together: Together) -> Mapping[str, Any]:
     """What writes HF's files, on the first rank."""
     if together.rank != 0:
         return {}
-    found = {"config": config, "generation config": getattr(model, "generation_config", None), "tokenizer": tokenizer}
-    return {name: thing for name, thing in found.items() if callable(getattr(thing, "save_pretrained", None))}
+    found = {
+        "config": config,
+        "generation config": getattr(model, "generation_config", None),
+        "tokenizer": tokenizer,
+    }
+    return {
+        name: thing
+        for name, thing in found.items()
+        if callable(getattr(thing, "save_pretrained", None))
+    }
 
 
 class _Writing:
@@ -201,7 +259,13 @@ class _Writing:
         self, together: Together, parts: Parts, copying: Copying | None, folder: Path, place: Unfinished | None, overwrite: bool,
         step: int | None, saver: dict[str, Any], texts: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self.together, self.parts, self.copying, self.folder, self.place = together, parts, copying, folder, place
+        self.together, self.parts, self.copying, self.folder, self.place = (
+            together,
+            parts,
+            copying,
+            folder,
+            place,
+        )
         self.overwrite, self.step, self.saver, self.texts = overwrite, step, saver, texts
 
     def __call__(self) -> None:
@@ -218,7 +282,12 @@ class _Writing:
             if self.place is not None:
                 self.place.discard()
             raise
-        said = (error, written, report(self.parts, written.crcs) if written else [], self.parts.values if me == 0 or written else {})
+        said = (
+            error,
+            written,
+            report(self.parts, written.crcs) if written else [],
+            self.parts.values if me == 0 or written else {},
+        )
         try:
             reports = self.together.gather(said)
             error = self._finish(reports) if me == 0 else None
@@ -231,11 +300,16 @@ class _Writing:
             raise error.raised()
 
     def _finish(self, reports: list[Any]) -> Said | None:
-        """On the first rank: complete the folder and give it its name. Returns what went wrong, in words."""
+        """On the first rank: complete the folder and give it its name. Returns what went wrong, in
+        words.
+        """
         assert self.place is not None
         try:
             raise_first([error for error, *_ in reports])
-            files = {rank_file(rank): FileRecord(w.nbytes, w.head, True) for rank, (_, w, _, _) in enumerate(reports)}
+            files = {
+                rank_file(rank): FileRecord(w.nbytes, w.head, True)
+                for rank, (_, w, _, _) in enumerate(reports)
+            }
             found = records([said for *_, said, _ in reports])
             state = values_of([values for *_, values in reports])
             self._write(found, files, state)
@@ -247,13 +321,17 @@ class _Writing:
         return None
 
     def _write(self, found: Any, files: dict[str, FileRecord], state: dict[str, Any]) -> None:
-        (self.folder / STATE).write_text(json.dumps({**state, "step": self.step}) + "\n", encoding="utf-8")
+        (self.folder / STATE).write_text(
+            json.dumps({**state, "step": self.step}) + "\n", encoding="utf-8"
+        )
         for thing in self.texts.values():
             thing.save_pretrained(str(self.folder))
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
             if path.is_file() and name not in files and name != OWNER:
-                files[name] = FileRecord(path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+                files[name] = FileRecord(
+                    path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
+                )
         created = datetime.now(UTC).isoformat(timespec="seconds")
         write_manifest(self.folder, Manifest(found, files, self.step, created, self.saver))
         for path in self.folder.rglob("*"):
@@ -268,12 +346,13 @@ class _Writing:
             path = self.folder / name
             if not path.exists():
                 raise CheckpointError(
-                    f"{name} was written but is not seen by the first rank: {self.folder.parent} must be on a file system that all ranks "
-                    "share."
+                    f"{name} was written but is not seen by the first rank: {self.folder.parent}"
+                    " must be on a file system that all ranks share."
                 )
             if record.head_only:
                 with TensorFile(path) as file:
                     if hashlib.sha256(file.head).hexdigest() != record.sha256:
                         raise CheckpointError(
-                            f"{name} reads differently than it was written: another save writes there, or the disk fails."
+                            f"{name} reads differently than it was written: another save writes"
+                            " there, or the disk fails."
                         )

@@ -1,4 +1,5 @@
-"""What weights and states can be read from: an Onefold checkpoint, a Hugging Face folder, another library's checkpoint.
+"""What weights and states can be read from: an Onefold checkpoint, a Hugging Face folder, another
+library's checkpoint.
 
 | kind      | name                         | state            | shape                                    |
 |-----------|------------------------------|------------------|------------------------------------------|
@@ -44,7 +45,9 @@ class Stored:
 
 
 class Source(Protocol):
-    """Something to load from. `describe` names it in messages. Everything raises CheckpointError."""
+    """Something to load from. `describe` names it in messages. Everything raises
+    CheckpointError.
+    """
 
     @property
     def describe(self) -> str: ...
@@ -58,22 +61,30 @@ class Source(Protocol):
         ...
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        """Elements `[start, stop)` of the flattened tensor into `out` ([stop - start], on the host), as out's dtype."""
+        """Elements `[start, stop)` of the flattened tensor into `out` ([stop - start], on the
+        host), as out's dtype.
+        """
         ...
 
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """The optimizer's state of parameter `name` that is no tensor, or of no dimensions, such as {"step": tensor(3.)}."""
+        """The optimizer's state of parameter `name` that is no tensor, or of no dimensions, such as
+        {"step": tensor(3.)}.
+        """
         ...
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
-        """For each optimizer its parameter groups: the options, and under "params" the names. None: there is no optimizer in it."""
+        """For each optimizer its parameter groups: the options, and under "params" the names. None:
+        there is no optimizer in it.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 def read_by_another(path: Path) -> Source | None:
-    """What another library has left at `path`, by the first of the package's `READERS` that knows it."""
+    """What another library has left at `path`, by the first of the package's `READERS` that knows
+    it.
+    """
     import onefold  # the package says who reads what; this room knows nobody else's files
 
     for name in onefold.READERS:

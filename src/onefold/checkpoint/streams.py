@@ -36,8 +36,8 @@ Pieces = Iterable[tuple[str, int, torch.Tensor]]
 @dataclass(frozen=True)
 class Files:
     """Attributes:
-    heads: {file: its first bytes}. lengths: {file: its bytes}. places: {tensor: (file, where in it)}.
-    """
+    heads: {file: its first bytes}. lengths: {file: its bytes}. places: {tensor: (file, where in
+    it)}."""
 
     name: str
     heads: Mapping[str, bytes]
@@ -45,10 +45,14 @@ class Files:
     places: Mapping[str, tuple[str, Entry]]
 
     @classmethod
-    def plan(cls, tensors: Sequence[tuple[str, torch.dtype, Shape]], name: str, limit: int) -> Files:
-        """Files called after `name`, of at most `limit` bytes of tensors each (a larger tensor has a file of its own).
+    def plan(
+        cls, tensors: Sequence[tuple[str, torch.dtype, Shape]], name: str, limit: int
+    ) -> Files:
+        """Files called after `name`, of at most `limit` bytes of tensors each (a larger tensor has
+        a file of its own).
 
-        Within a file the widest dtypes come first, so that every element lies at a multiple of its size.
+        Within a file the widest dtypes come first, so that every element lies at a multiple of its
+        size.
 
         Raises:
             CheckpointError: a dtype that the format has no name for, or a name twice.
@@ -66,7 +70,11 @@ class Files:
         lengths: dict[str, int] = {}
         places: dict[str, tuple[str, Entry]] = {}
         for number, group in enumerate(groups, 1):
-            file = f"{name}.safetensors" if len(groups) == 1 else f"{name}-{number:05d}-of-{len(groups):05d}.safetensors"
+            file = (
+                f"{name}.safetensors"
+                if len(groups) == 1
+                else f"{name}-{number:05d}-of-{len(groups):05d}.safetensors"
+            )
             head, entries = header_of(sorted(group, key=lambda t: -t[1].itemsize), {"format": "pt"})
             if again := next((key for key in entries if key in places), None):
                 raise CheckpointError(f"two tensors are called {again!r}.")
@@ -87,8 +95,8 @@ class Files:
         free = shutil.disk_usage(folder).free
         if free < self.nbytes:
             raise CheckpointError(
-                f"{folder.parent} has {free / 2**20:,.2f} MiB free, and {self.nbytes / 2**20:,.2f} MiB are to be written there; free space "
-                "there, or choose another disk."
+                f"{folder.parent} has {free / 2**20:,.2f} MiB free, and {self.nbytes / 2**20:,.2f}"
+                " MiB are to be written there; free space there, or choose another disk."
             )
         for file, head in self.heads.items():
             with open(folder / file, "xb") as out:
@@ -101,18 +109,29 @@ class Files:
                 "metadata": {"total_parameters": count, "total_size": size},
                 "weight_map": {key: file for key, (file, _) in sorted(self.places.items())},
             }
-            (folder / f"{self.name}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (folder / f"{self.name}.safetensors.index.json").write_text(
+                json.dumps(index, indent=2) + "\n", encoding="utf-8"
+            )
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """What goes where: `files`, and for each tensor that is given the runs of the files' tensors that it becomes (one list a copy)."""
+    """What goes where: `files`, and for each tensor that is given the runs of the files' tensors
+    that it becomes (one list a copy).
+    """
 
     files: Files
     goes: Mapping[str, Sequence[Sequence[Run]]]
 
     @classmethod
-    def of(cls, layout: Layout, dtypes: Mapping[str, torch.dtype], copies: Mapping[str, Sequence[str]], name: str, limit: int) -> Sheet:
+    def of(
+        cls,
+        layout: Layout,
+        dtypes: Mapping[str, torch.dtype],
+        copies: Mapping[str, Sequence[str]],
+        name: str,
+        limit: int,
+    ) -> Sheet:
         """Args:
         layout: the files' tensors, made of tensors by the names in `copies`.
         dtypes: {such a name: its dtype in the files}.
@@ -127,7 +146,10 @@ class Sheet:
                 backward.setdefault(run.name, []).append(Run(run.start, key, run.at, run.length))
         for runs_there in backward.values():
             runs_there.sort(key=lambda run: run.at)
-        goes = {given: [backward[name] for name in names if name in backward] for given, names in copies.items()}
+        goes = {
+            given: [backward[name] for name in names if name in backward]
+            for given, names in copies.items()
+        }
         return cls(Files.plan(tensors, name, limit), goes)
 
     def write(self, folder: Path, pieces: Pieces, total: int, progress: Progress | None) -> None:
@@ -136,14 +158,19 @@ class Sheet:
             for name, start, data in pieces:
                 for runs in self.goes.get(name, ()):
                     for run in overlapping(runs, start, start + data.numel()):
-                        writer.put(run.name, run.start, data[run.at - start : run.at - start + run.length])
+                        writer.put(
+                            run.name, run.start, data[run.at - start : run.at - start + run.length]
+                        )
 
     def nbytes_of(self, intervals: Iterable[tuple[str, int, int]]) -> int:
         """Bytes in the files of `(tensor, start, stop)`."""
         total = 0
         for name, start, stop in intervals:
             for runs in self.goes.get(name, ()):
-                total += sum(run.length * self.files.places[run.name][1].dtype.itemsize for run in overlapping(runs, start, stop))
+                total += sum(
+                    run.length * self.files.places[run.name][1].dtype.itemsize
+                    for run in overlapping(runs, start, stop)
+                )
         return total
 
 
@@ -174,7 +201,12 @@ class _Writer:
     def __enter__(self) -> _Writer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             for file in self._open.values() if error is None else ():
                 os.fsync(file)
@@ -185,7 +217,9 @@ class _Writer:
 
 
 class Export(Unfinished):
-    """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier export."""
+    """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier
+    export.
+    """
 
     what = "nothing can be exported to"
 
@@ -196,7 +230,11 @@ class Export(Unfinished):
         if target.is_dir() and any(target.iterdir()):
             known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
             if not (overwrite and known):
-                hint = "give overwrite=True to replace it, or name another folder" if known else "name another folder"
+                hint = (
+                    "give overwrite=True to replace it, or name another folder"
+                    if known
+                    else "name another folder"
+                )
                 what = "a model" if known else "something else than a model"
                 raise CheckpointError(f"{target} is there already and holds {what}: {hint}.")
 

@@ -3,9 +3,9 @@
     |8 bytes: n|n bytes: JSON header, padded with spaces|data of the 1st tensor|data of the 2nd|...|
                                                         ^ data_start, a multiple of 8
 
-The format's own library writes a file from tensors in memory at once, and reads without checksums. A checkpoint's files are written
-tensor by tensor while the checksum is taken, and read by ranges, straight into the memory that keeps them. What is written here
-every reader of safetensors opens.
+The format's own library writes a file from tensors in memory at once, and reads without checksums.
+A checkpoint's files are written tensor by tensor while the checksum is taken, and read by ranges,
+straight into the memory that keeps them. What is written here every reader of safetensors opens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to write: `tensor` is it (contiguous, on the host), or makes it or its parts in order when its turn comes."""
+    """A tensor to write: `tensor` is it (contiguous, on the host), or makes it or its parts in
+    order when its turn comes.
+    """
 
     key: str
     dtype: torch.dtype
@@ -72,7 +74,9 @@ def numel_of(shape: Sequence[int]) -> int:
     return count
 
 
-def header_of(planned: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+def header_of(
+    planned: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
     """The first bytes of a file with these tensors in this order, and where each lies.
 
     Raises:
@@ -82,22 +86,34 @@ def header_of(planned: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadat
     at, places = 0, {}
     for key, dtype, shape in planned:
         if dtype not in CODES:
-            raise CheckpointError(f"tensor {key!r} has dtype {dtype}, which safetensors files cannot hold; known are {', '.join(DTYPES)}.")
+            raise CheckpointError(
+                f"tensor {key!r} has dtype {dtype}, which safetensors files cannot hold; known are"
+                f" {', '.join(DTYPES)}."
+            )
         if key in places:
             raise CheckpointError(f"two tensors are called {key!r}.")
         nbytes = numel_of(shape) * dtype.itemsize
-        table[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        table[key] = {
+            "dtype": CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [at, at + nbytes],
+        }
         places[key] = (dtype, tuple(shape), at, at + nbytes)
         at += nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return head, {key: Entry(dtype, shape, len(head) + a, len(head) + b) for key, (dtype, shape, a, b) in places.items()}
+    return head, {
+        key: Entry(dtype, shape, len(head) + a, len(head) + b)
+        for key, (dtype, shape, a, b) in places.items()
+    }
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a file has become: its size, the SHA-256 of its head (length and header), each tensor's CRC-32."""
+    """What a file has become: its size, the SHA-256 of its head (length and header), each tensor's
+    CRC-32.
+    """
 
     nbytes: int
     head: str
@@ -115,7 +131,12 @@ def _chunks(planned: Planned) -> Iterator[memoryview]:
             yield data[start : start + CHUNK]
 
 
-def write_tensors(path: Path, planned: Sequence[Planned], metadata: Mapping[str, str] | None = None, sync: bool = True) -> Written:
+def write_tensors(
+    path: Path,
+    planned: Sequence[Planned],
+    metadata: Mapping[str, str] | None = None,
+    sync: bool = True,
+) -> Written:
     """Write a new file, tensor after tensor; `sync` returns when the disk has it.
 
     Raises:
@@ -135,7 +156,8 @@ def write_tensors(path: Path, planned: Sequence[Planned], metadata: Mapping[str,
                 _write(file, chunk)
                 at, given = at + len(chunk), given + len(chunk)
                 if at - begun >= AHEAD and hasattr(os, "posix_fadvise"):
-                    # Linux begins to write dirty pages that it is told to forget: the disk works while the next are being checksummed.
+                    # Linux begins to write dirty pages that it is told to forget: the disk works
+                    # while the next are being checksummed.
                     os.posix_fadvise(file, begun, at - begun, os.POSIX_FADV_DONTNEED)
                     begun = at
             if given != numel_of(p.shape) * p.dtype.itemsize:
@@ -145,7 +167,9 @@ def write_tensors(path: Path, planned: Sequence[Planned], metadata: Mapping[str,
             os.fsync(file)
     finally:
         os.close(file)
-    return Written(max([len(head), *(e.end for e in places.values())]), hashlib.sha256(head).hexdigest(), crcs)
+    return Written(
+        max([len(head), *(e.end for e in places.values())]), hashlib.sha256(head).hexdigest(), crcs
+    )
 
 
 def _write(file: int, data: memoryview) -> None:
@@ -157,7 +181,8 @@ class TensorFile:
     """A safetensors file to read ranges from.
 
     Raises:
-        CheckpointError: there is no such file, or it is none of the format, or not as long as its header says.
+        CheckpointError: there is no such file, or it is none of the format, or not as long as its
+            header says.
     """
 
     def __init__(self, path: Path) -> None:
@@ -178,7 +203,8 @@ class TensorFile:
         length = int.from_bytes(os.pread(self._file, 8, 0), "little")
         if self.nbytes < 8 or length > min(LARGEST_HEADER, self.nbytes - 8):
             raise DamagedCheckpoint(
-                f"{self.path} is no safetensors file: it has {self.nbytes} bytes and says that its header has {length}."
+                f"{self.path} is no safetensors file: it has {self.nbytes} bytes and says that its"
+                f" header has {length}."
             )
         return os.pread(self._file, 8 + length, 0)
 
@@ -188,24 +214,40 @@ class TensorFile:
             metadata = table.pop("__metadata__", {})
             base = len(self.head)
             header = {
-                key: Entry(DTYPES[t["dtype"]], tuple(t["shape"]), base + t["data_offsets"][0], base + t["data_offsets"][1])
+                key: Entry(
+                    DTYPES[t["dtype"]],
+                    tuple(t["shape"]),
+                    base + t["data_offsets"][0],
+                    base + t["data_offsets"][1],
+                )
                 for key, t in table.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DamagedCheckpoint(
-                f"{self.path} has a header that is none of the safetensors format ({type(error).__name__}: {error})."
+                f"{self.path} has a header that is none of the safetensors format"
+                f" ({type(error).__name__}: {error})."
             ) from None
         end = len(self.head)
         for key, entry in sorted(header.items(), key=lambda item: (item[1].begin, item[1].end)):
-            if entry.begin != end or entry.end - entry.begin != numel_of(entry.shape) * entry.dtype.itemsize:
-                raise DamagedCheckpoint(f"{self.path}: tensor {key!r} lies at bytes {entry.begin} to {entry.end}, which cannot be.")
+            if (
+                entry.begin != end
+                or entry.end - entry.begin != numel_of(entry.shape) * entry.dtype.itemsize
+            ):
+                raise DamagedCheckpoint(
+                    f"{self.path}: tensor {key!r} lies at bytes {entry.begin} to {entry.end}, which"
+                    " cannot be."
+                )
             end = entry.end
         if end != self.nbytes:
-            raise DamagedCheckpoint(f"{self.path} has {self.nbytes} bytes and should have {end}: it was cut short, or something was added.")
+            raise DamagedCheckpoint(
+                f"{self.path} has {self.nbytes} bytes and should have {end}: it was cut short, or"
+                " something was added."
+            )
         return metadata, header
 
     def read(self, key: str, start: int, stop: int, out: torch.Tensor) -> int:
-        """Elements `[start, stop)` of the flattened tensor `key` into `out` ([stop - start], on the host), as out's dtype.
+        """Elements `[start, stop)` of the flattened tensor `key` into `out` ([stop - start], on the
+        host), as out's dtype.
 
         Returns:
             the CRC-32 of the bytes as they lie in the file.
@@ -216,7 +258,9 @@ class TensorFile:
         entry = self.header[key]
         size = entry.dtype.itemsize
         if not 0 <= start <= stop <= numel_of(entry.shape) or out.numel() != stop - start:
-            raise AssertionError(f"{key}: elements {start} to {stop} of {entry.shape} into {tuple(out.shape)}")
+            raise AssertionError(
+                f"{key}: elements {start} to {stop} of {entry.shape} into {tuple(out.shape)}"
+            )
         at, crc = entry.begin + start * size, 0
         if out.dtype == entry.dtype and out.is_contiguous():
             data = bytes_of(out)
@@ -250,5 +294,10 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

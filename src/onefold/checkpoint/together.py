@@ -1,4 +1,6 @@
-"""What the ranks of a sharded model tell each other about a checkpoint, on a communicator of its own, beside the training's."""
+"""What the ranks of a sharded model tell each other about a checkpoint, on a communicator of its
+own, beside the training's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from onefold.checkpoint.folder import in_words
 from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
 
-#: Seconds that a rank waits for the others: as long as the largest shard may take to write. A rank that ends is noticed at once.
+#: Seconds that a rank waits for the others: as long as the largest shard may take to write. A rank
+#: that ends is noticed at once.
 PATIENCE = 4 * 3600.0
 
 _known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary()
@@ -27,7 +30,8 @@ CALLS = ("save", "save_async", "load", "load_async", "Checkpointer(...)", "Check
 
 
 def meet(engine: Engine, call: str) -> None:
-    """Every rank has come to the same call. On the training's communicator, whose waits end within the recipe's `stall_timeout`.
+    """Every rank has come to the same call. On the training's communicator, whose waits end within
+    the recipe's `stall_timeout`.
 
     Raises:
         StallError: another rank does not come. CheckpointError: another rank calls something else.
@@ -35,13 +39,18 @@ def meet(engine: Engine, call: str) -> None:
     if engine.group.fake:
         return
     payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
-    said = [int(p.item()) for p in engine.group.exchange_control(payload, CollectiveContext("control", f"({call})", engine.step, "state"))]
+    said = [
+        int(p.item())
+        for p in engine.group.exchange_control(
+            payload, CollectiveContext("control", f"({call})", engine.step, "state")
+        )
+    ]
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:
         raise CheckpointError(
-            f"rank {engine.group.ranks[engine.group.rank]} called {call} while rank {engine.group.ranks[other]} called "
-            f"{CALLS[said[other]]}: "
-            "every rank must call the same, in the same order."
+            f"rank {engine.group.ranks[engine.group.rank]} called {call} while rank"
+            f" {engine.group.ranks[other]} called {CALLS[said[other]]}: every rank must call the"
+            " same, in the same order."
         )
 
 
@@ -50,10 +59,15 @@ class Together:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self.rank, self.size, self.ranks = engine.group.number, engine.group.size, sorted(engine.group.ranks)
+        self.rank, self.size, self.ranks = (
+            engine.group.number,
+            engine.group.size,
+            sorted(engine.group.ranks),
+        )
         if engine.group.fake:
             raise CheckpointError(
-                "this model is sharded over ranks that are only imagined (a fake process group): there is nothing to save or load."
+                "this model is sharded over ranks that are only imagined (a fake process group):"
+                " there is nothing to save or load."
             )
         self._group: Any = engine.group.communicator(PATIENCE) if self.size > 1 else None
 
@@ -76,11 +90,15 @@ class Together:
 
     def from_first(self, value: Any) -> Any:
         """The first rank's value."""
-        return value if self.size == 1 else self._exchange(value if self.rank == 0 else None, range(1))[0]
+        return (
+            value
+            if self.size == 1
+            else self._exchange(value if self.rank == 0 else None, range(1))[0]
+        )
 
     def _exchange(self, value: Any, of: Iterable[int]) -> list[Any]:
-        # On the group itself and not by dist.all_gather_object, which asks a registry that destroy_process_group() empties: a save that is
-        # under way when a script ends is completed.
+        # On the group itself and not by dist.all_gather_object, which asks a registry that
+        # destroy_process_group() empties: a save that is under way when a script ends is completed.
         text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
         self._talk(lengths, torch.tensor([len(text)], device="cpu"))
@@ -100,13 +118,15 @@ class Together:
     def _talk(self, out: list[torch.Tensor], mine: torch.Tensor) -> None:
         engine = self._engine()
         if engine is not None:
-            settle(engine)  # one conversation at a time: what goes on behind the training talks here too
+            # One conversation at a time: what goes on behind the training talks here too
+            settle(engine)
         try:
             self._group.allgather([out], [mine]).wait()
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
-                f"rank {self.ranks[self.rank]} lost the other ranks of {self.ranks} while they saved or loaded a checkpoint together: "
-                f"one has ended, or did not call the same. ({str(error).splitlines()[0][:200]})"
+                f"rank {self.ranks[self.rank]} lost the other ranks of {self.ranks} while they"
+                " saved or loaded a checkpoint together: one has ended, or did not call the same."
+                f" ({str(error).splitlines()[0][:200]})"
             ) from None
 
 
@@ -127,7 +147,8 @@ def raise_different(call: str, said: Sequence[Mapping[str, Any]]) -> None:
         other = next((rank for rank, theirs in enumerate(said) if theirs[name] != mine), None)
         if other is not None:
             raise CheckpointError(
-                f"{call} was given {name} {mine} on rank 0 and {said[other][name]} on rank {other}: every rank must be given the same."
+                f"{call} was given {name} {mine} on rank 0 and {said[other][name]} on rank {other}:"
+                " every rank must be given the same."
             )
 
 
@@ -135,7 +156,9 @@ def worded(error: Exception) -> Said:
     """An error as every rank is to say it."""
     if isinstance(error, CheckpointError):
         return Said(str(error), isinstance(error, DamagedCheckpoint))
-    return Said(in_words(error) + "." if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
+    return Said(
+        in_words(error) + "." if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    )
 
 
 def raise_first(errors: Sequence[Said | None]) -> None:
@@ -143,5 +166,9 @@ def raise_first(errors: Sequence[Said | None]) -> None:
     bad = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if bad:
         rank, said = bad[0]
-        others = f" (rank {rank}" + (f", and {len(bad) - 1} more)" if len(bad) > 1 else ")") if len(errors) > 1 else ""
+        others = (
+            f" (rank {rank}" + (f", and {len(bad) - 1} more)" if len(bad) > 1 else ")")
+            if len(errors) > 1
+            else ""
+        )
         raise Said(said.text + others, said.damaged).raised()

@@ -1,4 +1,5 @@
-"""Python values as JSON and back, without pickle: what schedulers, scalers, data loaders and users keep beside tensors.
+"""Python values as JSON and back, without pickle: what schedulers, scalers, data loaders and users
+keep beside tensors.
 
 | value                                  | in JSON                                                    |
 |----------------------------------------|------------------------------------------------------------|
@@ -36,7 +37,8 @@ Fetch = Callable[[int], torch.Tensor]
 
 
 def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
-    """`value` as JSON. `where` names it in messages; `keep` stores a large tensor and returns its number.
+    """`value` as JSON. `where` names it in messages; `keep` stores a large tensor and returns its
+    number.
 
     Raises:
         CheckpointError: a value that only pickle could write.
@@ -67,28 +69,42 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
         if isinstance(value, kind):
             return {name: write(value)}
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle could store, "
-        "and a checkpoint holds no pickle. Give its numbers instead (a dict, a list, tensors), for instance its state_dict()."
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle could"
+        " store, and a checkpoint holds no pickle. Give its numbers instead (a dict, a list,"
+        " tensors), for instance its state_dict()."
     )
 
 
 def _encode_dict(value: dict[Any, Any], where: str, keep: Keep | None) -> Any:
     if type(value) is not Counter and all(type(k) is str and not k.startswith("$") for k in value):
         return {k: encode(v, f"{where}[{k!r}]", keep) for k, v in value.items()}
-    pairs = [[encode(k, f"a key of {where}", keep), encode(v, f"{where}[{k!r}]", keep)] for k, v in value.items()]
+    pairs = [
+        [encode(k, f"a key of {where}", keep), encode(v, f"{where}[{k!r}]", keep)]
+        for k, v in value.items()
+    ]
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 
 def _encode_array(value: Any, where: str, keep: Keep | None) -> Any:
     array = not isinstance(value, torch.Tensor)
     try:
-        tensor = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="))) if array else value.detach().resolve_conj()
+        tensor = (
+            torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+            if array
+            else value.detach().resolve_conj()
+        )
         tensor = tensor.cpu().contiguous()
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
         what = "array" if array else f"tensor ({value.layout}, {value.device})"
-        raise CheckpointError(f"{where} is an {what} of {value.dtype}, which cannot be stored; give a plain one of numbers.") from None
+        raise CheckpointError(
+            f"{where} is an {what} of {value.dtype}, which cannot be stored; give a plain one of"
+            " numbers."
+        ) from None
     if tensor.dtype not in CODES:
-        raise CheckpointError(f"{where} is a tensor of {tensor.dtype}, which cannot be stored; known are {', '.join(DTYPES)}.")
+        raise CheckpointError(
+            f"{where} is a tensor of {tensor.dtype}, which cannot be stored; known are"
+            f" {', '.join(DTYPES)}."
+        )
     name = ("$scalar" if isinstance(value, np.generic) else "$array") if array else "$tensor"
     if tensor.numel() * tensor.element_size() > INLINE and keep is not None:
         return {name: {"stored": keep(tensor)}}
@@ -110,7 +126,13 @@ def decode(value: Any, fetch: Fetch | None = None) -> Any:
 def _decode_tagged(name: str, inner: Any, fetch: Fetch | None) -> Any:
     if name in ("$tensor", "$array", "$scalar"):
         tensor = _decode_tensor(inner, fetch)
-        return tensor if name == "$tensor" else tensor.numpy() if name == "$array" else tensor.numpy()[()]
+        return (
+            tensor
+            if name == "$tensor"
+            else tensor.numpy()
+            if name == "$array"
+            else tensor.numpy()[()]
+        )
     if name in ("$dict", "$counter"):
         pairs = {decode(k, fetch): decode(v, fetch) for k, v in inner}
         return Counter(pairs) if name == "$counter" else pairs
@@ -125,14 +147,20 @@ def _decode_tagged(name: str, inner: Any, fetch: Fetch | None) -> Any:
         "$path": lambda v: PurePath(v),
     }
     if name not in readers:
-        raise CheckpointError(f"the checkpoint holds a value of the kind {name!r}, which this version of Onefold does not know.")
+        raise CheckpointError(
+            f"the checkpoint holds a value of the kind {name!r}, which this version of Onefold does"
+            " not know."
+        )
     return readers[name](inner)
 
 
 def _decode_tensor(inner: dict[str, Any], fetch: Fetch | None) -> torch.Tensor:
     if "stored" in inner:
         if fetch is None:
-            raise CheckpointError(f"tensor number {inner['stored']} of the checkpoint was asked for without its files.")
+            raise CheckpointError(
+                f"tensor number {inner['stored']} of the checkpoint was asked for without its"
+                " files."
+            )
         return fetch(inner["stored"])
     tensor = torch.empty(inner["shape"], dtype=DTYPES[inner["dtype"]], device="cpu")
     data = base64.b64decode(inner["data"])

@@ -1,10 +1,11 @@
-"""Is a checkpoint what was saved? Every byte is read and checked against the manifest; what is wrong is named by file and tensor.
+"""Is a checkpoint what was saved? Every byte is read and checked against the manifest; what is
+wrong is named by file and tensor.
 
     manifest.sha256 ──► manifest.json ──► SHA-256 of each small file, and of each tensor file's head
                                      └──► CRC-32 of each piece of each tensor (head and pieces are all of a tensor file)
 
-No rank and no model is needed. Memory is bounded: threads (a checksum lets go of the interpreter) share the pieces, cut into segments,
-and each reads through one buffer.
+No rank and no model is needed. Memory is bounded: threads (a checksum lets go of the interpreter)
+share the pieces, cut into segments, and each reads through one buffer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Problem:
-    """Something is not as it was saved: the file's name in the checkpoint, the tensor in it ("" for all of it), what is wrong."""
+    """Something is not as it was saved: the file's name in the checkpoint, the tensor in it ("" for
+    all of it), what is wrong.
+    """
 
     file: str
     tensor: str
@@ -60,7 +63,9 @@ class Problem:
 
 @dataclass
 class Verdict:
-    """What came of reading a checkpoint: its problems, what is no problem but worth a word, and how much was read."""
+    """What came of reading a checkpoint: its problems, what is no problem but worth a word, and how
+    much was read.
+    """
 
     folder: Path
     problems: list[Problem] = field(default_factory=list)
@@ -82,10 +87,12 @@ def examine(folder: Path | str, advance: Advance | None = None) -> Verdict:
     """Read every byte of the checkpoint in `folder`.
 
     Args:
-        advance: called, from several threads, with the bytes of tensor files read since its last call.
+        advance: called, from several threads, with the bytes of tensor files read since its last
+            call.
 
     Raises:
-        CheckpointError: there is no such folder, it is no checkpoint at all, or one from a later version.
+        CheckpointError: there is no such folder, it is no checkpoint at all, or one from a later
+            version.
     """
     folder = Path(folder)
     verdict = Verdict(folder)
@@ -97,8 +104,13 @@ def examine(folder: Path | str, advance: Advance | None = None) -> Verdict:
         return verdict
     try:
         _check_files(verdict, manifest, advance)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:  # a number that has become something else
-        verdict.notes.append(Problem(MANIFEST, "", f"not all could be checked by it: {type(error).__name__}: {error}"))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        # A number that has become something else
+        verdict.notes.append(
+            Problem(
+                MANIFEST, "", f"not all could be checked by it: {type(error).__name__}: {error}"
+            )
+        )
     _shake(verdict)
     return verdict
 
@@ -110,7 +122,11 @@ def _check_files(verdict: Verdict, manifest: Manifest, advance: Advance | None) 
     for record in manifest.records:
         for piece in record.pieces:
             if piece.file not in manifest.files:
-                verdict.add(MANIFEST, str(record.item), f"a piece of it lies in {piece.file}, which the manifest does not list.")
+                verdict.add(
+                    MANIFEST,
+                    str(record.item),
+                    f"a piece of it lies in {piece.file}, which the manifest does not list.",
+                )
             inside.setdefault(piece.file, []).append((record, piece))
     with _Reader(advance) as reader:
         for name, recorded in manifest.files.items():
@@ -122,17 +138,25 @@ def is_like_a_checkpoint(folder: Path) -> bool:
     """Whether `folder` is a checkpoint or what is left of one."""
     if not folder.is_dir():
         return False
-    return (folder / MANIFEST).exists() or (folder / CHECKSUM).exists() or any(folder.glob("rank-[0-9]*.safetensors"))
+    return (
+        (folder / MANIFEST).exists()
+        or (folder / CHECKSUM).exists()
+        or any(folder.glob("rank-[0-9]*.safetensors"))
+    )
 
 
-# -- the manifest ----------------------------------------------------------------------------------------------------------------
+# -- the manifest ----------------------------------------------------------------------------------
 
 
 def _manifest(verdict: Verdict) -> Manifest | None:
     """The manifest as far as it can be read; problems go into the verdict."""
     folder = verdict.folder
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; name a checkpoint's folder." if folder.exists() else f"there is no folder {folder}.")
+        raise CheckpointError(
+            f"{folder} is a file; name a checkpoint's folder."
+            if folder.exists()
+            else f"there is no folder {folder}."
+        )
     if not is_like_a_checkpoint(folder):
         raise CheckpointError(f"{folder} is no Onefold checkpoint: it has no {MANIFEST}.")
     text, line = _small(verdict, MANIFEST), _small(verdict, CHECKSUM)
@@ -171,26 +195,45 @@ def _small(verdict: Verdict, name: str) -> bytes | None:
 def _blame(verdict: Verdict, text: bytes, line: bytes) -> None:
     """The two do not agree: which one is damaged?
 
-    A checksum that lost some digits still has the others in common with the right one. A manifest with a changed byte has a checksum that
-    has nothing in common with it; and so has a sound manifest beside another one's checksum.
+    A checksum that lost some digits still has the others in common with the right one. A manifest
+    with a changed byte has a checksum that has nothing in common with it; and so has a sound
+    manifest beside another one's checksum.
     """
     right = checksum_line(text).encode()
     alike = sum(a == b for a, b in zip(right[:64], line[:64], strict=False))
     if alike >= _ALIKE or not _FORM.fullmatch(line):
-        verdict.add(CHECKSUM, "", f"it should read {right.decode().strip()!r}, and reads {_shown(line)}.")
+        verdict.add(
+            CHECKSUM, "", f"it should read {right.decode().strip()!r}, and reads {_shown(line)}."
+        )
     else:
-        verdict.add(MANIFEST, "", f"its SHA-256 is {right[:64].decode()}, {CHECKSUM} says {_shown(line[:64])}.")
+        verdict.add(
+            MANIFEST,
+            "",
+            f"its SHA-256 is {right[:64].decode()}, {CHECKSUM} says {_shown(line[:64])}.",
+        )
 
 
 def _shake(verdict: Verdict) -> None:
-    """The manifest does not agree with its checksum. Say what that means for all that was found by it."""
+    """The manifest does not agree with its checksum. Say what that means for all that was found by
+    it.
+    """
     own = [p for p in verdict.problems if p.file in (MANIFEST, CHECKSUM)]
     rest = [p for p in verdict.problems if p.file not in (MANIFEST, CHECKSUM)]
     if not any(p.file == MANIFEST for p in own):
         return
     if not rest and len(own) == 1:
-        own.append(Problem(CHECKSUM, "", f"or it is this file that is not the right one: all other files agree with {MANIFEST}."))
-    verdict.problems = own + [Problem(p.file, p.tensor, f"{p.what} So says the manifest, which is damaged itself.") for p in rest]
+        own.append(
+            Problem(
+                CHECKSUM,
+                "",
+                "or it is this file that is not the right one: all other files agree with"
+                f" {MANIFEST}.",
+            )
+        )
+    verdict.problems = own + [
+        Problem(p.file, p.tensor, f"{p.what} So says the manifest, which is damaged itself.")
+        for p in rest
+    ]
 
 
 def _shown(line: bytes) -> str:
@@ -206,10 +249,16 @@ def _is_later(text: bytes) -> bool:
     return isinstance(version, int) and version > VERSION
 
 
-# -- the other files -------------------------------------------------------------------------------------------------------------
+# -- the other files -------------------------------------------------------------------------------
 
 
-def _check_file(verdict: Verdict, name: str, recorded: FileRecord, inside: list[tuple[Record, Piece]], reader: _Reader) -> None:
+def _check_file(
+    verdict: Verdict,
+    name: str,
+    recorded: FileRecord,
+    inside: list[tuple[Record, Piece]],
+    reader: _Reader,
+) -> None:
     try:
         path = path_in(verdict.folder, name)
         size = path.stat().st_size
@@ -221,7 +270,12 @@ def _check_file(verdict: Verdict, name: str, recorded: FileRecord, inside: list[
         return
     except FileNotFoundError:
         names = ", ".join(str(r.item) for r, _ in inside[:3])
-        holds = f" It holds a part of {len(inside)} tensors: {names}{', ...' if len(inside) > 3 else ''}." if inside else ""
+        holds = (
+            f" It holds a part of {len(inside)} tensors:"
+            f" {names}{', ...' if len(inside) > 3 else ''}."
+            if inside
+            else ""
+        )
         verdict.add(name, "", f"it is missing.{holds}")
         return
     except OSError as error:
@@ -249,7 +303,12 @@ def _check_whole(verdict: Verdict, name: str, recorded: FileRecord, named: bool)
             verdict.nbytes += len(block)
     if digest.hexdigest() != recorded.sha256:
         if named:
-            verdict.add(name, "", f"its bytes are not those that were saved (SHA-256 {digest.hexdigest()}, saved {recorded.sha256}).")
+            verdict.add(
+                name,
+                "",
+                f"its bytes are not those that were saved (SHA-256 {digest.hexdigest()}, saved"
+                f" {recorded.sha256}).",
+            )
     elif name == STATE:
         try:
             json.loads((verdict.folder / name).read_bytes())
@@ -257,7 +316,13 @@ def _check_whole(verdict: Verdict, name: str, recorded: FileRecord, named: bool)
             verdict.add(name, "", f"it is no JSON: {error}.")
 
 
-def _check_tensors(verdict: Verdict, name: str, recorded: FileRecord, inside: list[tuple[Record, Piece]], reader: _Reader) -> None:
+def _check_tensors(
+    verdict: Verdict,
+    name: str,
+    recorded: FileRecord,
+    inside: list[tuple[Record, Piece]],
+    reader: _Reader,
+) -> None:
     """A tensor file: its head, then every piece."""
     path = verdict.folder / name
     length = recorded.nbytes - sum((p.stop - p.start) * DTYPES[r.dtype].itemsize for r, p in inside)
@@ -265,7 +330,12 @@ def _check_tensors(verdict: Verdict, name: str, recorded: FileRecord, inside: li
         head = file.read(min(max(0, length), LARGEST_HEADER, recorded.nbytes))
     verdict.nbytes += len(head)
     if hashlib.sha256(head).hexdigest() != recorded.sha256:
-        verdict.add(name, "", f"its head (the first {length} bytes: names and places of its {len(inside)} tensors) is damaged.")
+        verdict.add(
+            name,
+            "",
+            f"its head (the first {length} bytes: names and places of its {len(inside)} tensors) is"
+            " damaged.",
+        )
         return
     entries = _entries(head)
     pieces = []
@@ -274,12 +344,20 @@ def _check_tensors(verdict: Verdict, name: str, recorded: FileRecord, inside: li
         entry = entries.pop(key, None)
         if entry is None:
             verdict.add(name, str(record.item), f"the file has no tensor {key!r}.")
-        elif entry.dtype != DTYPES[record.dtype] or numel_of(entry.shape) != piece.stop - piece.start:
-            verdict.add(name, str(record.item), f"it is {entry.dtype} {list(entry.shape)} there, the manifest says {record.dtype}.")
+        elif (
+            entry.dtype != DTYPES[record.dtype] or numel_of(entry.shape) != piece.stop - piece.start
+        ):
+            verdict.add(
+                name,
+                str(record.item),
+                f"it is {entry.dtype} {list(entry.shape)} there, the manifest says {record.dtype}.",
+            )
         else:
             pieces.append((record, piece, entry))
     for key in entries:
-        verdict.notes.append(Problem(name, key, "the manifest does not know this tensor: nothing reads it."))
+        verdict.notes.append(
+            Problem(name, key, "the manifest does not know this tensor: nothing reads it.")
+        )
     for record, piece, what in reader.wrong(path, pieces):
         verdict.add(name, str(record.item), f"elements {piece.start} to {piece.stop}: {what}")
     verdict.nbytes += reader.taken()
@@ -290,27 +368,37 @@ def _entries(head: bytes) -> dict[str, Entry]:
     table = json.loads(head[8:])
     table.pop("__metadata__", None)
     return {
-        key: Entry(DTYPES[t["dtype"]], tuple(t["shape"]), len(head) + t["data_offsets"][0], len(head) + t["data_offsets"][1])
+        key: Entry(
+            DTYPES[t["dtype"]],
+            tuple(t["shape"]),
+            len(head) + t["data_offsets"][0],
+            len(head) + t["data_offsets"][1],
+        )
         for key, t in table.items()
     }
 
 
 def _note_others(verdict: Verdict, manifest: Manifest) -> None:
-    known = {MANIFEST, CHECKSUM, OWNER, *manifest.files}  # a kill right after the commit leaves the owner
+    # A kill right after the commit leaves the owner
+    known = {MANIFEST, CHECKSUM, OWNER, *manifest.files}
     for path in sorted(verdict.folder.rglob("*")):
         name = path.relative_to(verdict.folder).as_posix()
         if name not in known and not path.is_dir():
-            verdict.notes.append(Problem(name, "", "the manifest does not know this file: nothing reads it."))
+            verdict.notes.append(
+                Problem(name, "", "the manifest does not know this file: nothing reads it.")
+            )
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 class _Reader:
     """Threads that take checksums, each with a buffer of its own."""
 
     def __init__(self, advance: Advance | None) -> None:
-        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="onefold-verify")
+        self._pool = ThreadPoolExecutor(
+            min(8, os.cpu_count() or 1), thread_name_prefix="onefold-verify"
+        )
         self._local, self._lock = threading.local(), threading.Lock()
         self._advance, self._bytes = advance, 0
 
@@ -326,11 +414,16 @@ class _Reader:
             taken, self._bytes = self._bytes, 0
         return taken
 
-    def wrong(self, path: Path, pieces: Iterable[tuple[Record, Piece, Entry]]) -> Iterator[tuple[Record, Piece, str]]:
+    def wrong(
+        self, path: Path, pieces: Iterable[tuple[Record, Piece, Entry]]
+    ) -> Iterator[tuple[Record, Piece, str]]:
         """The pieces whose bytes are not those that were saved, and what is wrong with them."""
         file = os.open(path, os.O_RDONLY)
         try:
-            waiting = [(r, piece, [self._pool.submit(self._crc, file, a, b) for a, b in _segments(entry)]) for r, piece, entry in pieces]
+            waiting = [
+                (r, piece, [self._pool.submit(self._crc, file, a, b) for a, b in _segments(entry)])
+                for r, piece, entry in pieces
+            ]
             for record, piece, segments in waiting:
                 try:
                     found = joined(s.result() for s in segments)
@@ -340,7 +433,14 @@ class _Reader:
                     yield record, piece, f"they cannot be read: {in_words(error)}."
                 else:
                     if found != piece.crc:
-                        yield record, piece, f"the bytes are not those that were saved (CRC-32 {found:08x}, saved {piece.crc:08x})."
+                        yield (
+                            record,
+                            piece,
+                            (
+                                f"the bytes are not those that were saved (CRC-32 {found:08x},"
+                                f" saved {piece.crc:08x})."
+                            ),
+                        )
         finally:
             os.close(file)
 

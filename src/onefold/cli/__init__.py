@@ -1,6 +1,6 @@
 """Room `cli`: the command `onefold`.
 
-    main ─► interrupt (Ctrl-C ends at once) ─► options, what can be told without torch ─► torch and the rest of Onefold
+main ─► interrupt (Ctrl-C ends at once) ─► options, what can be told without torch ─► torch and the rest of Onefold
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in NEEDED:
             raise
-        sys.exit(f"the onefold command needs {error.name}, which is not installed: pip install 'onefold[train]'")
+        sys.exit(
+            f"the onefold command needs {error.name}, which is not installed: pip install"
+            " 'onefold[train]'"
+        )
     app()
 
 

@@ -38,6 +38,11 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    show: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
 ) -> None:
     """Options before the command."""

@@ -1,4 +1,6 @@
-"""`onefold checkpoint inspect|verify|export|reshard|diff`: what can be done with a checkpoint without ranks, a model or a GPU."""
+"""`onefold checkpoint inspect|verify|export|reshard|diff`: what can be done with a checkpoint
+without ranks, a model or a GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,36 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Look into checkpoints, verify them, write them in other forms, compare them. No ranks and no GPU are needed. "
-    "Exit status: 0 all is well, 1 something is damaged or differs, 2 something cannot be read or written.",
+    help=(
+        "Look into checkpoints, verify them, write them in other forms, compare them. No ranks and"
+        " no GPU are needed. Exit status: 0 all is well, 1 something is damaged or differs, 2"
+        " something cannot be read or written."
+    ),
 )
 
 Path_ = Annotated[
     Path,
     typer.Argument(
-        metavar="PATH", help="A checkpoint, a folder of them or a run's output folder; of several the newest.", show_default=False
+        metavar="PATH",
+        help="A checkpoint, a folder of them or a run's output folder; of several the newest.",
+        show_default=False,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of words and tables.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the target, once the new one is whole.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead of words and tables.")
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace what is at the target, once the new one is whole."),
+]
 Filter = Annotated[
-    str | None, typer.Option("--filter", metavar="GLOB", help="Only tensors of these names, such as '*.mlp.*'.", show_default=False)
+    str | None,
+    typer.Option(
+        "--filter",
+        metavar="GLOB",
+        help="Only tensors of these names, such as '*.mlp.*'.",
+        show_default=False,
+    ),
 ]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -58,9 +76,11 @@ def inspect_command(
     only: Filter = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Say what a checkpoint holds: step, versions, ranks it was saved with, tensors, optimizer groups, what resumes. Reads no tensor.
+    """Say what a checkpoint holds: step, versions, ranks it was saved with, tensors, optimizer
+    groups, what resumes. Reads no tensor.
 
-    A folder of checkpoints, or a run's output folder, is listed instead, the newest first, with those that are not whole.
+    A folder of checkpoints, or a run's output folder, is listed instead, the newest first, with
+    those that are not whole.
     """
     from onefold.checkpoint.folder import of_run
     from onefold.checkpoint.inspect import listed, summarize
@@ -70,17 +90,39 @@ def inspect_command(
         found = [] if (path / "manifest.json").exists() else listed(path)
         if found:
             if as_json:
-                print(json.dumps({"event": "list", "path": str(path), "checkpoints": [_plain(c) for c in found]}))
+                print(
+                    json.dumps(
+                        {
+                            "event": "list",
+                            "path": str(path),
+                            "checkpoints": [_plain(c) for c in found],
+                        }
+                    )
+                )
             else:
                 _tables().show_list(path, found)
-            raise typer.Exit(1 if any(c.wrong and not c.path.name.startswith(".") for c in found) else 0)
+            raise typer.Exit(
+                1 if any(c.wrong and not c.path.name.startswith(".") for c in found) else 0
+            )
         with _opened(path) as source:
             summary = summarize(source, path)
-        shown = [t for t in summary.tensors if only is None or fnmatchcase(t.item.name, only)] if tensors or only else None
+        shown = (
+            [t for t in summary.tensors if only is None or fnmatchcase(t.item.name, only)]
+            if tensors or only
+            else None
+        )
         if as_json:
             said = {k: v for k, v in _plain(summary).items() if k != "tensors"}
-            said |= {"event": "inspect", "parameters": summary.parameters, "model_files": summary.model_files}
-            print(json.dumps(said | ({} if shown is None else {"tensors": [_plain(t) for t in shown]})))
+            said |= {
+                "event": "inspect",
+                "parameters": summary.parameters,
+                "model_files": summary.model_files,
+            }
+            print(
+                json.dumps(
+                    said | ({} if shown is None else {"tensors": [_plain(t) for t in shown]})
+                )
+            )
         else:
             _tables().show_summary(summary, shown)
 
@@ -97,14 +139,21 @@ def verify_command(
 ) -> None:  # fmt: skip
     """Read every byte of a checkpoint and name every file and tensor that is not as it was saved.
 
-    Exit status 1 if anything is damaged or missing. Files that do not belong to the checkpoint are mentioned only.
+    Exit status 1 if anything is damaged or missing. Files that do not belong to the checkpoint are
+    mentioned only.
     """
     from onefold.checkpoint.folder import of_run
     from onefold.checkpoint.verify import examine, is_like_a_checkpoint
 
     with _told(as_json):
         path = path if is_like_a_checkpoint(path) else of_run(path)
-        inside = sorted(p for p in path.iterdir() if not p.name.startswith(".") and is_like_a_checkpoint(p)) if path.is_dir() else []
+        inside = (
+            sorted(
+                p for p in path.iterdir() if not p.name.startswith(".") and is_like_a_checkpoint(p)
+            )
+            if path.is_dir()
+            else []
+        )
         folders = [path] if is_like_a_checkpoint(path) or not inside else inside
         verdicts = []
         for folder in folders:
@@ -117,7 +166,11 @@ def verify_command(
         whole = not any(v.problems for v, _ in verdicts)
         if as_json:
             said = [_plain(v) | {"whole": not v.problems, "seconds": s} for v, s in verdicts]
-            print(json.dumps({"event": "verify", "path": str(path), "whole": whole, "checkpoints": said}))
+            print(
+                json.dumps(
+                    {"event": "verify", "path": str(path), "whole": whole, "checkpoints": said}
+                )
+            )
     if not whole:
         raise typer.Exit(1)
 
@@ -151,7 +204,13 @@ def export_command(
         with _opened(path) as source, _bar(f"exporting to {target}", None, as_json) as advance:
             written = _Total(advance)
             export_folder(
-                source, target, getattr(torch, DTYPES[dtype]) if dtype else None, limit, written, beside=beside, overwrite=overwrite
+                source,
+                target,
+                getattr(torch, DTYPES[dtype]) if dtype else None,
+                limit,
+                written,
+                beside=beside,
+                overwrite=overwrite,
             )
             said = {"source": source.describe}
         _written("export", target, written.done, time.perf_counter() - begun, as_json, said)
@@ -167,19 +226,31 @@ def reshard_command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Write the same checkpoint in the files of another number of ranks. Loading does not need it: it loads on any number as it is."""
+    """Write the same checkpoint in the files of another number of ranks. Loading does not need it:
+    it loads on any number as it is.
+    """
     with _told(as_json):
         from onefold.checkpoint.folder_source import FolderSource
         from onefold.checkpoint.reshard import reshard
 
         with _opened(path) as source:
             if not isinstance(source, FolderSource):
-                raise _error(f"{source.describe} is not a checkpoint of Onefold. Load it in a run and save it there, or export it.")
+                raise _error(
+                    f"{source.describe} is not a checkpoint of Onefold. Load it in a run and save"
+                    " it there, or export it."
+                )
             folder, nbytes = source.folder, sum(f.nbytes for f in source.manifest.files.values())
         begun = time.perf_counter()
         with _bar(f"writing {target.name}", nbytes, as_json) as advance:
             reshard(folder, target, ranks, overwrite=overwrite, advance=advance)
-        _written("reshard", target, _bytes_in(target), time.perf_counter() - begun, as_json, {"source": str(folder), "ranks": ranks})
+        _written(
+            "reshard",
+            target,
+            _bytes_in(target),
+            time.perf_counter() - begun,
+            as_json,
+            {"source": str(folder), "ranks": ranks},
+        )
 
 
 @app.command("diff")
@@ -195,15 +266,19 @@ def diff_command(
     rtol: Annotated[float, typer.Option("--rtol", min=0, help="The same, as a part of the larger of the two.")] = 0.0,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Compare two checkpoints: which tensors differ and by how much, and parameter groups, step counts and all else that resumes.
+    """Compare two checkpoints: which tensors differ and by how much, and parameter groups, step
+    counts and all else that resumes.
 
-    How they were saved (ranks, stage, versions) is shown and is no difference. Exit status 1 if they differ.
+    How they were saved (ranks, stage, versions) is shown and is no difference. Exit status 1 if
+    they differ.
     """
     from onefold.checkpoint.diff import PARTS, Tolerance, differences
     from onefold.checkpoint.tensorfile import numel_of
 
     with _told(as_json):
-        chosen = [part.value for part in only] if only else ["weights", "optimizer"] if names else PARTS
+        chosen = (
+            [part.value for part in only] if only else ["weights", "optimizer"] if names else PARTS
+        )
         parts = [p for p in PARTS if p in chosen]
         with _opened(first) as one, _opened(second) as other:
             elements = sum(numel_of(s.shape) for s in one.items().values())
@@ -214,7 +289,12 @@ def diff_command(
                 )  # fmt: skip
             made = [{"from": s.describe, **_made(s)} for s in (one, other)]
         if as_json:
-            said = {"event": "diff", "equal": found.equal, "first": made[0], "second": made[1]} | _plain(found)
+            said = {
+                "event": "diff",
+                "equal": found.equal,
+                "first": made[0],
+                "second": made[1],
+            } | _plain(found)
             print(json.dumps(said))
         else:
             _tables().show_difference(found, made, parts)
@@ -222,12 +302,14 @@ def diff_command(
         raise typer.Exit(1)
 
 
-# -- common ----------------------------------------------------------------------------------------------------------------------
+# -- common ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _told(as_json: bool) -> Iterator[None]:
-    """What a person can mend ends in one sentence and status 2; Ctrl-C in status 130, with nothing left behind."""
+    """What a person can mend ends in one sentence and status 2; Ctrl-C in status 130, with nothing
+    left behind.
+    """
     import onefold.checkpoint.diff
     import onefold.checkpoint.reshard  # noqa: F401, torch is imported before Ctrl-C becomes an exception
     from onefold.checkpoint.errors import CheckpointError
@@ -261,16 +343,31 @@ def _opened(path: Path) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def _bar(title: str, total: int | None, as_json: bool) -> Iterator[Callable[..., object]]:
-    """A progress bar where somebody watches: call it with (bytes since the last call, bytes in all if that is news)."""
+    """A progress bar where somebody watches: call it with (bytes since the last call, bytes in all
+    if that is news).
+    """
     if as_json or not sys.stderr.isatty():
         yield lambda done, of=None: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    done, rate, left = DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    done, rate, left = (
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     title_column, console = TextColumn("{task.description}"), Console(stderr=True)
-    with Progress(title_column, BarColumn(), done, rate, left, console=console, transient=True) as progress:
+    with Progress(
+        title_column, BarColumn(), done, rate, left, console=console, transient=True
+    ) as progress:
         task = progress.add_task(title, total=total)
 
         def advance(more: int, of: int | None = None) -> None:
@@ -290,10 +387,23 @@ class _Total:
         self.done = done
 
 
-def _written(event: str, target: Path, nbytes: int, seconds: float, as_json: bool, more: dict[str, Any]) -> None:
+def _written(
+    event: str, target: Path, nbytes: int, seconds: float, as_json: bool, more: dict[str, Any]
+) -> None:
     files = sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file())
     if as_json:
-        print(json.dumps({"event": event, **more, "target": str(target), "files": files, "bytes": nbytes, "seconds": seconds}))
+        print(
+            json.dumps(
+                {
+                    "event": event,
+                    **more,
+                    "target": str(target),
+                    "files": files,
+                    "bytes": nbytes,
+                    "seconds": seconds,
+                }
+            )
+        )
     else:
         _tables().show_written(target, files, nbytes, seconds)
 
@@ -306,7 +416,9 @@ def _made(source: Source) -> dict[str, Any]:
         return {}
     manifest = source.manifest
     keys = ("world_size", "stage", "onefold", "torch")
-    return {"step": manifest.step, "created": manifest.created} | {k: manifest.saved_by[k] for k in keys if k in manifest.saved_by}
+    return {"step": manifest.step, "created": manifest.created} | {
+        k: manifest.saved_by[k] for k in keys if k in manifest.saved_by
+    }
 
 
 def _bytes_in(folder: Path) -> int:
@@ -315,7 +427,18 @@ def _bytes_in(folder: Path) -> int:
 
 def _size(text: str) -> int:
     """Bytes: "5GB" is 5·10⁹, "2GiB" 2·2³⁰."""
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+    units = {
+        "": 1,
+        "B": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+        "TIB": 2**40,
+    }
     number = text.strip().upper().rstrip("BKMGTI")
     unit = text.strip().upper()[len(number) :].strip()
     try:
@@ -348,7 +471,11 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     item = getattr(value, "item", None)
-    return _plain(item()) if callable(item) and getattr(value, "numel", lambda: 1)() == 1 else str(value)
+    return (
+        _plain(item())
+        if callable(item) and getattr(value, "numel", lambda: 1)() == 1
+        else str(value)
+    )
 
 
 def _tables() -> Any:

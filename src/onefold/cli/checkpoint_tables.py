@@ -37,17 +37,34 @@ def _table(title: str, *columns: str) -> Table:
     """Names to the left, figures (columns that begin with a space) to the right."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
     for name in columns:
-        table.add_column(name.strip(), justify="right" if name.startswith(" ") else "left", no_wrap=True)
+        table.add_column(
+            name.strip(), justify="right" if name.startswith(" ") else "left", no_wrap=True
+        )
     return table
 
 
 def show_list(root: Path, found: Sequence[Listed]) -> None:
     """A folder of checkpoints, and the end of those that are not whole."""
     out = _console()
-    table = _table(f"checkpoints in {escape(str(root))}, the newest first", "name", " step", "saved", " ranks", " size", "")
+    table = _table(
+        f"checkpoints in {escape(str(root))}, the newest first",
+        "name",
+        " step",
+        "saved",
+        " ranks",
+        " size",
+        "",
+    )
     for c in found:
         state = "[bold red]not whole[/bold red]" if c.wrong else "whole by names and sizes"
-        table.add_row(escape(c.path.name), _or_dash(c.step), c.created or "–", _or_dash(c.ranks), _bytes(c.nbytes), state)
+        table.add_row(
+            escape(c.path.name),
+            _or_dash(c.step),
+            c.created or "–",
+            _or_dash(c.ranks),
+            _bytes(c.nbytes),
+            state,
+        )
     _print(out, table)
     for c in found:
         if c.wrong:
@@ -59,22 +76,39 @@ def show_summary(summary: Summary, tensors: Sequence[Tensor] | None) -> None:
     """All of a checkpoint; its tensors one by one if they are given."""
     out = _console()
     step = f"step {summary.step}" if summary.step is not None else "no step given"
-    out.print(f"[bold]{escape(str(summary.path))}[/bold]: {summary.form}, {step}, {count(summary.parameters)} parameters")
+    out.print(
+        f"[bold]{escape(str(summary.path))}[/bold]: {summary.form}, {step},"
+        f" {count(summary.parameters)} parameters"
+    )
     by = summary.saved_by
     if by:
         where = f"on {_plural(by.get('world_size', '?'), 'rank')} at stage {by.get('stage', '?')}"
-        versions = ", ".join(f"{name} {by[name]}" for name in ("onefold", "torch", "python") if name in by)
+        versions = ", ".join(
+            f"{name} {by[name]}" for name in ("onefold", "torch", "python") if name in by
+        )
         cut = f"; resharded for {by['resharded_for']} ranks" if "resharded_for" in by else ""
-        out.print(f"saved {summary.created or 'at an unknown time'} {where}, by {escape(versions)}{cut}")
+        out.print(
+            f"saved {summary.created or 'at an unknown time'} {where}, by {escape(versions)}{cut}"
+        )
     table = _table("tensors", "kind", "state", "dtype", " tensors", " elements", " bytes")
     for s in summary.sorts:
-        table.add_row(s.kind, escape(s.state), s.dtype, str(s.tensors), f"{s.elements:,}", _bytes(s.nbytes))
+        table.add_row(
+            s.kind, escape(s.state), s.dtype, str(s.tensors), f"{s.elements:,}", _bytes(s.nbytes)
+        )
     _print(out, table)
     if summary.groups:
-        table = _table("parameter groups", "optimizer", " group", " tensors", " elements", "options")
+        table = _table(
+            "parameter groups", "optimizer", " group", " tensors", " elements", "options"
+        )
         for g in summary.groups:
             number = f" {g.number}" if any(x.number for x in summary.groups) else ""
-            table.add_row(escape(g.optimizer) + number, str(g.index), str(len(g.names)), f"{g.elements:,}", escape(_options(g.options)))
+            table.add_row(
+                escape(g.optimizer) + number,
+                str(g.index),
+                str(len(g.names)),
+                f"{g.elements:,}",
+                escape(_options(g.options)),
+            )
         _print(out, table)
     if summary.resumes:
         table = _table("what resumes besides the weights", "", "")
@@ -87,10 +121,29 @@ def show_summary(summary: Summary, tensors: Sequence[Tensor] | None) -> None:
         table.add_row(escape(name), _bytes(nbytes) if nbytes >= 0 else "")
     _print(out, table)
     if tensors is not None:
-        table = _table(f"{len(tensors)} tensors", "name", "kind", "state", "dtype", "shape", " bytes", "in", "also called")
+        table = _table(
+            f"{len(tensors)} tensors",
+            "name",
+            "kind",
+            "state",
+            "dtype",
+            "shape",
+            " bytes",
+            "in",
+            "also called",
+        )
         for t in tensors:
             files = f"{t.files[0]} to {t.files[-1]}" if len(t.files) > 1 else "".join(t.files)
-            names = (t.item.name, t.item.kind, t.item.state, t.dtype, str(list(t.shape)), _bytes(t.nbytes), files, ", ".join(t.aliases))
+            names = (
+                t.item.name,
+                t.item.kind,
+                t.item.state,
+                t.dtype,
+                str(list(t.shape)),
+                _bytes(t.nbytes),
+                files,
+                ", ".join(t.aliases),
+            )
             table.add_row(*(escape(n) for n in names))
         _print(out, table)
 
@@ -99,7 +152,10 @@ def show_verdict(verdict: Verdict, seconds: float) -> None:
     """Whole, or all that is not."""
     out = _console()
     name = escape(str(verdict.folder))
-    read = f"{verdict.files} files, {verdict.tensors} tensors, {_bytes(verdict.nbytes)} read in {seconds:.1f} s"
+    read = (
+        f"{verdict.files} files, {verdict.tensors} tensors, {_bytes(verdict.nbytes)} read in"
+        f" {seconds:.1f} s"
+    )
     if verdict.problems:
         count = len(verdict.problems)
         out.print(f"[bold red]{name}: {_plural(count, 'problem')}[/bold red] ({read})")
@@ -116,14 +172,21 @@ def show_verdict(verdict: Verdict, seconds: float) -> None:
 def show_written(target: Path, files: Sequence[str], nbytes: int, seconds: float) -> None:
     """Where the new folder is, and what is in it."""
     out = _console()
-    out.print(f"wrote {escape(str(target))}: {_plural(len(files), 'file')}, {_bytes(nbytes)} in {seconds:.1f} s")
+    out.print(
+        f"wrote {escape(str(target))}: {_plural(len(files), 'file')}, {_bytes(nbytes)} in"
+        f" {seconds:.1f} s"
+    )
 
 
-def show_difference(found: Difference, made: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> None:
+def show_difference(
+    found: Difference, made: Sequence[Mapping[str, Any]], parts: Sequence[str]
+) -> None:
     """Each part's verdict, then every difference."""
     out = _console()
     for which, m in zip(("first", "second"), made, strict=True):
-        facts = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in m.items() if k != "from" and v is not None)
+        facts = ", ".join(
+            f"{k.replace('_', ' ')} {v}" for k, v in m.items() if k != "from" and v is not None
+        )
         out.print(f"{which}: {escape(str(m['from']))}{f' ({escape(facts)})' if facts else ''}")
     for part in parts:
         if part in found.skipped:
@@ -136,13 +199,29 @@ def show_difference(found: Difference, made: Sequence[Mapping[str, Any]], parts:
             out.print(f"  [bold red]{part}: {' and '.join(counts)} {verb}[/bold red]")
         else:
             count = found.compared.get(part, 0)
-            looked = ", ".join(x for x in (_plural(count, "tensor") if count else "", VALUES[part]) if x)
+            looked = ", ".join(
+                x for x in (_plural(count, "tensor") if count else "", VALUES[part]) if x
+            )
             out.print(f"  {part}: the same{f' ({looked})' if looked else ''}")
     if found.tensors:
-        table = _table("tensors that differ", "name", "kind", "what", " elements", " of", " largest", " relative", " at", "first", "second")
+        table = _table(
+            "tensors that differ",
+            "name",
+            "kind",
+            "what",
+            " elements",
+            " of",
+            " largest",
+            " relative",
+            " at",
+            "first",
+            "second",
+        )
         for d in found.tensors[:MOST]:
             kind = f"{d.item.kind} {d.item.state}".strip()
-            table.add_row(*(escape(x) for x in (d.item.name, kind, d.what, *_figures(d), d.first, d.second)))
+            table.add_row(
+                *(escape(x) for x in (d.item.name, kind, d.what, *_figures(d), d.first, d.second))
+            )
         _print(out, table)
     if found.values:
         table = _table("values that differ", "part", "where", "first", "second")
@@ -152,7 +231,11 @@ def show_difference(found: Difference, made: Sequence[Mapping[str, Any]], parts:
     left = max(0, len(found.tensors) - MOST) + max(0, len(found.values) - MOST)
     if left:
         out.print(f"and {left} more; --json lists all")
-    out.print("[bold]they differ[/bold]" if not found.equal else f"[bold]the same[/bold] ({_bytes(found.nbytes)} of tensors compared)")
+    out.print(
+        "[bold]they differ[/bold]"
+        if not found.equal
+        else f"[bold]the same[/bold] ({_bytes(found.nbytes)} of tensors compared)"
+    )
 
 
 def _figures(d: TensorDifference) -> tuple[str, ...]:
@@ -160,7 +243,13 @@ def _figures(d: TensorDifference) -> tuple[str, ...]:
         return ("", f"{d.of:,}" if d.of else "", "", "", "")
     bits = d.largest == 0  # such as 0.0 and -0.0
     largest = "nan" if math.isnan(d.largest) else "bits only" if bits else f"{d.largest:.3g}"
-    return (f"{d.differing:,}", f"{d.of:,}", largest, "" if bits else f"{d.relative:.2g}", f"{d.at:,}")
+    return (
+        f"{d.differing:,}",
+        f"{d.of:,}",
+        largest,
+        "" if bits else f"{d.relative:.2g}",
+        f"{d.at:,}",
+    )
 
 
 def _shortened(files: Mapping[str, int], most: int = 24) -> list[tuple[str, int]]:
@@ -170,7 +259,11 @@ def _shortened(files: Mapping[str, int], most: int = 24) -> list[tuple[str, int]
         return listed
     half = most // 2
     between = listed[half:-half]
-    return [*listed[:half], (f"... {len(between)} more, {_bytes(sum(n for _, n in between))}", -1), *listed[-half:]]
+    return [
+        *listed[:half],
+        (f"... {len(between)} more, {_bytes(sum(n for _, n in between))}", -1),
+        *listed[-half:],
+    ]
 
 
 def _options(options: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""`onefold doctor`: what this machine has, with --calibrate what it can do, and with --check whether Onefold is right on it."""
+"""`onefold doctor`: what this machine has, with --calibrate what it can do, and with --check
+whether Onefold is right on it.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,14 @@ def doctor_command(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="With --calibrate: a rough picture in a fraction of the time.")] = False,
 ) -> None:  # fmt: skip
-    """Show what this machine has for training: processors, memory, GPUs, backends, the ranks that would start.
+    """Show what this machine has for training: processors, memory, GPUs, backends, the ranks that
+    would start.
 
-    With --calibrate also measure what they can do. `onefold plan --here` predicts with these figures. With --check see whether Onefold is
-    right here: alone it starts ranks of its own, under torchrun it takes part with the launcher's. Exit status 1 if a check failed.
+    With --calibrate also measure what they can do. `onefold plan --here` predicts with these
+    figures. With --check see whether Onefold is
+    right here: alone it starts ranks of its own, under torchrun it takes part with the launcher's.
+    Exit status 1 if a check failed.
     """
-    from onefold.cli.doctor_facts import facts  # noqa: F401, imports torch: from here on a Ctrl-C finds nothing half imported
     from onefold.cli.doctor_ranks import MeasurementError, Stopped
     from onefold.plan.calibrate import CalibrationError
     from onefold.train.errors import TrainError
@@ -60,16 +64,31 @@ def doctor_command(
             with interruptible():
                 status = _check(as_json, file, device, ranks)
             raise typer.Exit(status)
-        only = [name for name, given in (("--ranks", ranks), ("--disk", disk), ("--quick", quick)) if given]
+        only = [
+            name
+            for name, given in (("--ranks", ranks), ("--disk", disk), ("--quick", quick))
+            if given
+        ]
         if only and not calibrate:
-            raise CalibrationError(f"{' and '.join(only)} say{'s' if len(only) == 1 else ''} how to measure: add --calibrate.")
+            raise CalibrationError(
+                f"{' and '.join(only)} say{'s' if len(only) == 1 else ''} how to measure: add"
+                " --calibrate."
+            )
         with interruptible():
             _doctor(calibrate, as_json, output, device, ranks, disk, quick)
     except Stopped as stop:
-        _tell(f"stopped by {stop}; nothing was {'checked' if check else 'measured'}.", as_json, "Stopped")
+        _tell(
+            f"stopped by {stop}; nothing was {'checked' if check else 'measured'}.",
+            as_json,
+            "Stopped",
+        )
         raise typer.Exit(128 + stop.number) from None
     except KeyboardInterrupt:
-        _tell(f"stopped by SIGINT; nothing was {'checked' if check else 'measured'}.", as_json, "Stopped")
+        _tell(
+            f"stopped by SIGINT; nothing was {'checked' if check else 'measured'}.",
+            as_json,
+            "Stopped",
+        )
         raise typer.Exit(130) from None
     except (CalibrationError, TrainError) as error:
         _tell(f"error: {error}", as_json, type(error).__name__, str(error))
@@ -79,7 +98,15 @@ def doctor_command(
         raise typer.Exit(1) from None
 
 
-def _doctor(calibrate: bool, as_json: bool, output: Path | None, device: str, ranks: str | None, disk: Path | None, quick: bool) -> None:
+def _doctor(
+    calibrate: bool,
+    as_json: bool,
+    output: Path | None,
+    device: str,
+    ranks: str | None,
+    disk: Path | None,
+    quick: bool,
+) -> None:
     from onefold.cli.doctor_facts import facts
     from onefold.plan.calibrate import default_path
 
@@ -89,13 +116,19 @@ def _doctor(calibrate: bool, as_json: bool, output: Path | None, device: str, ra
     if calibrate:
         from onefold.cli.doctor_calibrate import measure_machine
 
-        measured = measure_machine(found, ranks, disk or Path.cwd(), path, quick=quick, silent=as_json)
+        measured = measure_machine(
+            found, ranks, disk or Path.cwd(), path, quick=quick, silent=as_json
+        )
         calibration, note = measured, measured.stale()
     else:
         calibration, note = _saved(path, asked=output is not None)
     if as_json:
         values = calibration.to_json() if calibration else None
-        print(json.dumps({"machine": found, "calibration": values, "file": str(path), "note": note}, indent=1))
+        print(
+            json.dumps(
+                {"machine": found, "calibration": values, "file": str(path), "note": note}, indent=1
+            )
+        )
         return
     from rich.console import Console
 
@@ -111,21 +144,45 @@ def _doctor(calibrate: bool, as_json: bool, output: Path | None, device: str, ra
         console.print(f"\n{note}", markup=False, soft_wrap=True)
 
 
-def _refuse(check: bool, calibrate: bool, as_json: bool, file: Path | None, output: Path | None, disk: Path | None, quick: bool) -> None:
+def _refuse(
+    check: bool,
+    calibrate: bool,
+    as_json: bool,
+    file: Path | None,
+    output: Path | None,
+    disk: Path | None,
+    quick: bool,
+) -> None:
     """Raise CalibrationError for options that mean nothing together."""
     from onefold.plan.calibrate import CalibrationError
 
     if file is not None and not (check and as_json):
         raise CalibrationError(f"{file}: a file is written by --check --json FILE only.")
-    unfit = [name for name, given in (("--calibrate", calibrate), ("--output", output), ("--disk", disk), ("--quick", quick)) if given]
+    unfit = [
+        name
+        for name, given in (
+            ("--calibrate", calibrate),
+            ("--output", output),
+            ("--disk", disk),
+            ("--quick", quick),
+        )
+        if given
+    ]
     if check and unfit:
-        raise CalibrationError(f"--check and {' and '.join(unfit)}: one at a time. The result of a check goes to --json FILE.")
+        raise CalibrationError(
+            f"--check and {' and '.join(unfit)}: one at a time. The result of a check goes to"
+            " --json FILE."
+        )
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise CalibrationError(f"--json {file}: this is a folder, or its folder is not there; name a file.")
+        raise CalibrationError(
+            f"--json {file}: this is a folder, or its folder is not there; name a file."
+        )
 
 
 def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> int:
-    """Check and show; the exit status. With a launcher rank 0 shows, and the others have status 0."""
+    """Check and show; the exit status. With a launcher rank 0 shows, and the others have status
+    0.
+    """
     import os
     import shlex
     import time
@@ -148,13 +205,19 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
             print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
 
     try:
-        rows = check_with_launcher(found, say) if launched else check_here(found, int(ranks) if ranks else None, say)
+        rows = (
+            check_with_launcher(found, say)
+            if launched
+            else check_here(found, int(ranks) if ranks else None, say)
+        )
     finally:
         if first and not as_json and sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
     if not first:
         return 0
-    report = report_of(found, rows, shlex.join(["onefold", *sys.argv[1:]]), time.monotonic() - begun)
+    report = report_of(
+        found, rows, shlex.join(["onefold", *sys.argv[1:]]), time.monotonic() - begun
+    )
     if file is not None:
         file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if as_json and file is None:
@@ -173,7 +236,9 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
 
 
 def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
-    """The calibration that is there, and what is to be said about it. One that was asked for by name must be good."""
+    """The calibration that is there, and what is to be said about it. One that was asked for by
+    name must be good.
+    """
     from onefold.plan.calibrate import Calibration, CalibrationError
 
     try:

@@ -1,4 +1,6 @@
-"""What `onefold doctor --calibrate` does before and after its ranks measure: how many, at which sizes, and the file."""
+"""What `onefold doctor --calibrate` does before and after its ranks measure: how many, at which
+sizes, and the file.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from onefold.train.machine import readable
 RANK_BYTES = 400 * MIB
 
 
-def measure_machine(found: dict[str, Any], ranks: str | None, disk: Path, path: Path, *, quick: bool, silent: bool) -> Calibration:
+def measure_machine(
+    found: dict[str, Any], ranks: str | None, disk: Path, path: Path, *, quick: bool, silent: bool
+) -> Calibration:
     """Measure this machine and save the figures at `path`.
 
     Args:
@@ -39,10 +43,15 @@ def measure_machine(found: dict[str, Any], ranks: str | None, disk: Path, path: 
         MeasurementError, Stopped: see `measure_with_ranks`.
     """
     if "RANK" in os.environ:
-        raise CalibrationError(f"RANK={os.environ['RANK']} is set: onefold doctor starts its own ranks. Run it once, without a launcher.")
+        raise CalibrationError(
+            f"RANK={os.environ['RANK']} is set: onefold doctor starts its own ranks. Run it once,"
+            " without a launcher."
+        )
     counts = parse_ranks(ranks, found) if ranks is not None else default_ranks(found["ranks"])
     _check_writable(path)
-    sizes = Sizes.for_device(found["device"], quick, _half_dtypes(found["device"])).within(_free_for_a_rank(found, counts[-1]))
+    sizes = Sizes.for_device(found["device"], quick, _half_dtypes(found["device"])).within(
+        _free_for_a_rank(found, counts[-1])
+    )
     begin, busy = time.monotonic(), _others()
     with Progress(says(counts, sizes, steps=True) + 2, counts, silent) as progress:
         progress.say("disk")
@@ -51,7 +60,9 @@ def measure_machine(found: dict[str, Any], ranks: str | None, disk: Path, path: 
         except ValueError as error:
             raise CalibrationError(str(error)) from None
         progress.say("starting ranks")
-        figures = measure_with_ranks(sizes, threads_of(counts, found["cpu"]["physical_cores"]), found["device"], progress.say)
+        figures = measure_with_ranks(
+            sizes, threads_of(counts, found["cpu"]["physical_cores"]), found["device"], progress.say
+        )
     gpu = found["gpus"][0] if found["device"] == "cuda" else None
     calibration = Calibration.from_json({
         "kind": KIND,
@@ -84,16 +95,21 @@ def parse_ranks(given: str, found: dict[str, Any]) -> list[int]:
     except ValueError:
         counts = [0]
     if counts[0] < 1:
-        raise CalibrationError(f"--ranks {given}: expected numbers of ranks, each 1 or more, such as 1,2,4.")
+        raise CalibrationError(
+            f"--ranks {given}: expected numbers of ranks, each 1 or more, such as 1,2,4."
+        )
     most = counts[-1]
     gpus = len(found["gpus"])
     if found["device"] == "cuda" and most > gpus:
-        raise CalibrationError(f"--ranks {given}: each rank takes a GPU, and {gpus} {'is' if gpus == 1 else 'are'} here. Or: --device cpu.")
+        raise CalibrationError(
+            f"--ranks {given}: each rank takes a GPU, and {gpus} {'is' if gpus == 1 else 'are'}"
+            " here. Or: --device cpu."
+        )
     free, taken = found["memory"]["free"], most * RANK_BYTES
     if most > 1 and taken > free:
         raise CalibrationError(
-            f"--ranks {given}: {most} ranks take {readable(taken)} before they measure anything, and {readable(free)} are free. "
-            f"Use at most {max(1, free // RANK_BYTES)}."
+            f"--ranks {given}: {most} ranks take {readable(taken)} before they measure anything,"
+            f" and {readable(free)} are free. Use at most {max(1, free // RANK_BYTES)}."
         )
     return counts
 
@@ -104,13 +120,20 @@ def default_ranks(most: int) -> list[int]:
 
 
 def threads_of(counts: list[int], cores: int) -> dict[int, int]:
-    """Threads of one rank by number of ranks: what `onefold train` gives it, which OMP_NUM_THREADS overrules there and here."""
+    """Threads of one rank by number of ranks: what `onefold train` gives it, which OMP_NUM_THREADS
+    overrules there and here.
+    """
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return {count: int(asked) if asked.isdigit() and int(asked) else max(1, cores // count) for count in counts}
+    return {
+        count: int(asked) if asked.isdigit() and int(asked) else max(1, cores // count)
+        for count in counts
+    }
 
 
 class Progress:
-    """A bar on standard error where that is a terminal, one line where it is not, nothing if silent."""
+    """A bar on standard error where that is a terminal, one line where it is not, nothing if
+    silent.
+    """
 
     def __init__(self, total: int, counts: list[int], silent: bool) -> None:
         self.total, self.counts, self.silent = total, counts, silent
@@ -120,13 +143,19 @@ class Progress:
     def say(self, text: str) -> None:
         """The next thing begins."""
         if self.bar is not None:
-            self.bar.update(self.task, advance=1 if self.bar.tasks[0].description else 0, description=text)
+            self.bar.update(
+                self.task, advance=1 if self.bar.tasks[0].description else 0, description=text
+            )
 
     def __enter__(self) -> Progress:
         if self.silent:
             return self
         if not sys.stderr.isatty():
-            print(f"measuring; numbers of ranks: {', '.join(map(str, self.counts))}", file=sys.stderr, flush=True)
+            print(
+                f"measuring; numbers of ranks: {', '.join(map(str, self.counts))}",
+                file=sys.stderr,
+                flush=True,
+            )
             return self
         from rich import progress as rich_progress
         from rich.console import Console
@@ -141,13 +170,19 @@ class Progress:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.bar is not None:
             self.bar.stop()
 
 
 def _others() -> Callable[[], float]:
-    """Begin to watch; what is returned says which share of all processors' time others took since, 0.0 where the system does not tell.
+    """Begin to watch; what is returned says which share of all processors' time others took since,
+    0.0 where the system does not tell.
 
     Others are whoever is neither this process nor one of its children that have ended.
     """
@@ -176,7 +211,11 @@ def _half_dtypes(device: str) -> tuple[str, ...]:
 
     if device == "cpu":
         return ("bfloat16",)
-    return ("bfloat16", "float16") if torch.cuda.is_bf16_supported(including_emulation=False) else ("float16",)
+    return (
+        ("bfloat16", "float16")
+        if torch.cuda.is_bf16_supported(including_emulation=False)
+        else ("float16",)
+    )
 
 
 def _free_for_a_rank(found: dict[str, Any], ranks: int) -> int:
@@ -193,10 +232,15 @@ def _check_writable(path: Path) -> None:
         CalibrationError: it cannot.
     """
     if path.is_dir():
-        raise CalibrationError(f"--output {path}: this is a folder; name a file in it, such as {path / 'doctor.json'}.")
+        raise CalibrationError(
+            f"--output {path}: this is a folder; name a file in it, such as {path / 'doctor.json'}."
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise CalibrationError(f"the calibration cannot be written to {path}: {error.strerror}. Name another file with --output.") from None
+        raise CalibrationError(
+            f"the calibration cannot be written to {path}: {error.strerror}. Name another file with"
+            " --output."
+        ) from None

@@ -1,4 +1,6 @@
-"""The check that Triton's kernels write what torch's operations write: on the device, or on a CPU in Triton's interpreter."""
+"""The check that Triton's kernels write what torch's operations write: on the device, or on a CPU
+in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,17 @@ NUMELS = {"cpu": (1000,), "cuda": (1000, 256 * 17 + 64, 1 << 20)}
 def kernels_run_here(device: torch.device) -> str:
     """Why they cannot be compared on this device; "" if they can."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: torch's operations encode and add up, to the same bits but slower"
+        return (
+            "Triton is not installed: torch's operations encode and add up, to the same bits but"
+            " slower"
+        )
     if device.type == "cpu" and not INTERPRETED:
         return "TRITON_INTERPRET is set to 0: on a CPU kernels run in Triton's interpreter only"
     if not usable(device):
-        return "Triton runs no kernel on this device (it needs compute capability 8.0 and a C compiler): torch's operations do it"
+        return (
+            "Triton runs no kernel on this device (it needs compute capability 8.0 and a C"
+            " compiler): torch's operations do it"
+        )
     return ""
 
 
@@ -52,7 +60,12 @@ def cases(numel: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     info, generator = torch.finfo(dtype), torch.Generator().manual_seed(7)
     floats = torch.randn(numel, generator=generator, dtype=torch.float64)
     floats *= torch.exp2(torch.randint(-12, 6, (numel,), generator=generator))
-    for at, factor in ((0, 4 * info.smallest_normal), (200, info.max / 2), (500, 0.0), (700, 2.0**-140)):
+    for at, factor in (
+        (0, 4 * info.smallest_normal),
+        (200, info.max / 2),
+        (500, 0.0),
+        (700, 2.0**-140),
+    ):
         floats[at : at + 150] *= factor
     finite = floats.clamp(info.min, info.max).to(dtype)
     yield "numbers", finite
@@ -63,13 +76,17 @@ def cases(numel: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bits; one NaN is as good as another."""
-    broken = a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
+    broken = (
+        a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
+    )
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return bool(((a.view(bits) == b.view(bits)) | broken).all())
 
 
 def kernels_and_operations(here: Here, findings: Findings) -> str:
-    """Encoding, decoding and adding of every codec that has kernels, and the sums of reductions, with both."""
+    """Encoding, decoding and adding of every codec that has kernels, and the sums of reductions,
+    with both.
+    """
     reason = kernels_run_here(here.device)
     if reason:
         raise LeftOut(reason)
@@ -79,7 +96,10 @@ def kernels_and_operations(here: Here, findings: Findings) -> str:
             for ranks in RANKS:
                 compared += 1
                 format_ranks = str(dtype).removeprefix("torch.")
-                findings.expect(_sums_agree(here.device, ranks, numel, dtype), f"sums of {ranks} parts of {numel:,} {format_ranks} differ")
+                findings.expect(
+                    _sums_agree(here.device, ranks, numel, dtype),
+                    f"sums of {ranks} parts of {numel:,} {format_ranks} differ",
+                )
     for name in kernels.NAMES:
         for block in BLOCK_SIZES:
             by = _blockwise(name, block)
@@ -89,10 +109,25 @@ def kernels_and_operations(here: Here, findings: Findings) -> str:
                         for act, right in _acts(by, source.to(here.device)):
                             compared += 1
                             format_ranks = str(dtype).removeprefix("torch.")
-                            findings.expect(right, f"{name}, {block} a block, {numel:,} {format_ranks} {what}: {act} differ")
-    findings.figures |= {"compared": compared, "codecs": list(kernels.NAMES), "interpreted": interpreted}
-    how = " in Triton's interpreter (the device's own compiler is not tried on a CPU)" if interpreted else ""
-    return f"{compared} sums and results of {', '.join(kernels.NAMES)} have the bits of torch's operations{how}"
+                            findings.expect(
+                                right,
+                                f"{name}, {block} a block, {numel:,} {format_ranks} {what}: {act}"
+                                " differ",
+                            )
+    findings.figures |= {
+        "compared": compared,
+        "codecs": list(kernels.NAMES),
+        "interpreted": interpreted,
+    }
+    how = (
+        " in Triton's interpreter (the device's own compiler is not tried on a CPU)"
+        if interpreted
+        else ""
+    )
+    return (
+        f"{compared} sums and results of {', '.join(kernels.NAMES)} have the bits of torch's"
+        f" operations{how}"
+    )
 
 
 def _acts(by: Blockwise, source: torch.Tensor) -> Iterator[tuple[str, bool]]:
@@ -111,14 +146,22 @@ def _acts(by: Blockwise, source: torch.Tensor) -> Iterator[tuple[str, bool]]:
     yield "encoded", both(lambda into: by.encode(source, into), torch.empty_like(payload))
     if by.stochastic:
         chance = Stochastic(2, 3, 2**33 - 77)
-        yield "stochastically encoded", both(lambda into: by.encode(source, into, rounding=chance), torch.empty_like(payload))
+        yield (
+            "stochastically encoded",
+            both(lambda into: by.encode(source, into, rounding=chance), torch.empty_like(payload)),
+        )
     for dtype in DTYPES:
-        yield f"decoded into {dtype}", both(lambda into: by.decode(payload, into), torch.empty_like(source, dtype=dtype))
+        yield (
+            f"decoded into {dtype}",
+            both(lambda into: by.decode(payload, into), torch.empty_like(source, dtype=dtype)),
+        )
     yield "decoded and added", both(lambda into: by.decode_add(payload, into), source.float())
 
 
 def _sums_agree(device: torch.device, ranks: int, numel: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel that adds up the parts of a reduction gives torch's bits, rounded to the dtype of the parts."""
+    """Whether the kernel that adds up the parts of a reduction gives torch's bits, rounded to the
+    dtype of the parts.
+    """
     parts = torch.stack([values(numel, rank, dtype) for rank in range(ranks)]).to(device)
     results = []
     for alone in (contextlib.nullcontext, by_torch):

@@ -1,4 +1,5 @@
-"""Checks of what moves between ranks: torch's collectives against arithmetic, Onefold's sums against sums in rank order.
+"""Checks of what moves between ranks: torch's collectives against arithmetic, Onefold's sums
+against sums in rank order.
 
 Every rank can make every other rank's numbers, so each computes on the host what must arrive.
 """
@@ -17,28 +18,41 @@ from onefold.cli.doctor_checks import Findings, Here, LeftOut
 from onefold.recipe import Recipe
 from onefold.shard import engine_of
 
-#: Elements that each rank contributes; the last is large enough for the algorithms that NCCL takes for much data.
+#: Elements that each rank contributes; the last is large enough for the algorithms that NCCL takes
+#: for much data.
 NUMELS = {"cpu": (1, 1000, 1 << 16), "cuda": (1, 1000, 1 << 22)}
 DTYPES = (torch.float32, torch.bfloat16)
 #: Elements of the parameters whose gradients are summed: nothing divides them.
 PARAMETERS = (1, 63, 4097, 30011)
 
 
-def values(numel: int, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """What a rank contributes, on the host: [numel], of many magnitudes, so that the order of a sum shows in its bits."""
+def values(
+    numel: int, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
+    """What a rank contributes, on the host: [numel], of many magnitudes, so that the order of a sum
+    shows in its bits.
+    """
     generator = torch.Generator().manual_seed(1 + 7919 * rank + 104729 * seed)
-    found = torch.randn(numel, generator=generator) * torch.exp2(torch.randint(-8, 8, (numel,), generator=generator))
+    found = torch.randn(numel, generator=generator) * torch.exp2(
+        torch.randint(-8, 8, (numel,), generator=generator)
+    )
     return found.to(dtype)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether both hold the same bytes, wherever they are."""
     a, b = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    )
 
 
 def ordered(parts: list[torch.Tensor], inner: int = 0) -> torch.Tensor:
-    """The sum in rank order in fp32; with groups of `inner` ranks, of each group first and then of the groups."""
+    """The sum in rank order in fp32; with groups of `inner` ranks, of each group first and then of
+    the groups.
+    """
     inner = inner or len(parts)
     groups = [parts[i : i + inner] for i in range(0, len(parts), inner)]
     if len(groups) > 1:
@@ -50,8 +64,12 @@ def ordered(parts: list[torch.Tensor], inner: int = 0) -> torch.Tensor:
 
 
 def collectives(here: Here, findings: Findings) -> str:
-    """Each collective of torch.distributed that Onefold uses, on gloo and on the device's own backend."""
-    where = [("gloo", torch.device("cpu"))] + ([(here.backend, here.device)] if here.device.type != "cpu" else [])
+    """Each collective of torch.distributed that Onefold uses, on gloo and on the device's own
+    backend.
+    """
+    where = [("gloo", torch.device("cpu"))] + (
+        [(here.backend, here.device)] if here.device.type != "cpu" else []
+    )
     count = 0
     for name, device in where:
         numels = NUMELS["cpu" if name == "gloo" else "cuda"]
@@ -59,12 +77,20 @@ def collectives(here: Here, findings: Findings) -> str:
             for dtype in DTYPES:
                 for move, right in _moves(here, name, device, numel, dtype):
                     count += 1
-                    findings.expect(right, f"{move} of {numel:,} {str(dtype).removeprefix('torch.')} on {name} brings wrong numbers")
+                    findings.expect(
+                        right,
+                        f"{move} of {numel:,} {str(dtype).removeprefix('torch.')} on {name} brings"
+                        " wrong numbers",
+                    )
     findings.figures |= {"compared": count, "backends": [name for name, _ in where]}
-    return f"{count} results of {' and '.join(name for name, _ in where)} equal what arithmetic says"
+    return (
+        f"{count} results of {' and '.join(name for name, _ in where)} equal what arithmetic says"
+    )
 
 
-def _moves(here: Here, backend: str, device: torch.device, numel: int, dtype: torch.dtype) -> Iterator[tuple[str, bool]]:
+def _moves(
+    here: Here, backend: str, device: torch.device, numel: int, dtype: torch.dtype
+) -> Iterator[tuple[str, bool]]:
     """(collective, whether what it brought is right)"""
     n, rank = here.world, here.rank
     every = [values(numel * n, r, dtype) for r in range(n)]  # of rank r, a part for each rank
@@ -103,7 +129,9 @@ def _moves(here: Here, backend: str, device: torch.device, numel: int, dtype: to
 
 
 def near(found: torch.Tensor, parts: list[torch.Tensor], scale: float = 1.0) -> bool:
-    """Whether a sum of `parts`, times `scale`, is right within what any order of adding them up may round."""
+    """Whether a sum of `parts`, times `scale`, is right within what any order of adding them up may
+    round.
+    """
     wide = torch.stack([part.double() for part in parts])
     unit = torch.finfo(found.dtype).eps
     room = len(parts) * unit * wide.abs().sum(0) * scale
@@ -111,14 +139,18 @@ def near(found: torch.Tensor, parts: list[torch.Tensor], scale: float = 1.0) -> 
 
 
 class Probe(nn.Module):
-    """Parameters whose gradient on each rank is known: the loss is Σ wᵢ·cᵢ with the rank's own c. It notes what it computes with."""
+    """Parameters whose gradient on each rank is known: the loss is Σ wᵢ·cᵢ with the rank's own c.
+    It notes what it computes with.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(Part(numel) for numel in PARAMETERS)
 
     def forward(self, factors: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([part(c, w) for part, c, w in zip(self.parts, factors, expected, strict=True)]).sum()
+        return torch.stack(
+            [part(c, w) for part, c, w in zip(self.parts, factors, expected, strict=True)]
+        ).sum()
 
 
 class Part(nn.Module):
@@ -135,21 +167,35 @@ class Part(nn.Module):
 
 
 def ordered_sums(here: Here, findings: Findings) -> str:
-    """Onefold's reduction at every stage, to the bit; and that the next gather brings what was stepped."""
+    """Onefold's reduction at every stage, to the bit; and that the next gather brings what was
+    stepped.
+    """
     for stage in range(4):
         _reduced(here, findings, Recipe.zero(stage), is_ordered_mean)
     findings.figures |= {"stages": 4, "elements": sum(PARAMETERS)}
-    return f"stages 0 to 3 add {sum(PARAMETERS):,} gradients up in rank order, to the bit, and gather what was stepped"
+    return (
+        f"stages 0 to 3 add {sum(PARAMETERS):,} gradients up in rank order, to the bit, and gather"
+        " what was stepped"
+    )
 
 
 def native_sums(here: Here, findings: Findings) -> str:
-    """`reduce="native"` within rounding; torch's own reduce-scatter where this Onefold does not know the option."""
+    """`reduce="native"` within rounding; torch's own reduce-scatter where this Onefold does not
+    know the option.
+    """
     if "reduce" in Recipe.__dataclass_fields__ and here.backend != "gloo":
         for stage in range(1, 4):
-            _reduced(here, findings, Recipe.zero(stage, reduce="native"), lambda g, parts, _: near(g, parts, 1 / len(parts)))
+            _reduced(
+                here,
+                findings,
+                Recipe.zero(stage, reduce="native"),
+                lambda g, parts, _: near(g, parts, 1 / len(parts)),
+            )
         return "reduce='native' at stages 1 to 3 is right within rounding"
     if here.backend == "gloo" and here.device.type != "cpu":
-        raise LeftOut("ranks that share a GPU move through gloo: NCCL's own sums need a GPU for each rank")
+        raise LeftOut(
+            "ranks that share a GPU move through gloo: NCCL's own sums need a GPU for each rank"
+        )
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     compared = 0
     for numel in PARAMETERS:
@@ -157,24 +203,43 @@ def native_sums(here: Here, findings: Findings) -> str:
         sums = torch.empty(numel, device=here.device)
         scatter(sums, every[here.rank].to(here.device))
         mine = [part[numel * here.rank : numel * (here.rank + 1)] for part in every]
-        findings.expect(near(sums, mine), f"the reduce-scatter of {numel:,} numbers differs from their sum by more than rounding")
+        findings.expect(
+            near(sums, mine),
+            f"the reduce-scatter of {numel:,} numbers differs from their sum by more than rounding",
+        )
         compared += numel
     findings.figures["elements"] = compared
-    return f"{here.backend}'s reduce-scatter, called by itself, adds {compared:,} numbers up within rounding"
+    return (
+        f"{here.backend}'s reduce-scatter, called by itself, adds {compared:,} numbers up within"
+        " rounding"
+    )
 
 
 def is_ordered_mean(found: torch.Tensor, parts: list[torch.Tensor], inner: int = 0) -> bool:
-    """Whether these are the bits of a mean in rank order, the factor 1/N having been put to the parts or to their sum."""
+    """Whether these are the bits of a mean in rank order, the factor 1/N having been put to the
+    parts or to their sum.
+    """
     factor = 1 / len(parts)
-    return same_bits(found, ordered(parts, inner) * factor) or same_bits(found, ordered([part * factor for part in parts], inner))
+    return same_bits(found, ordered(parts, inner) * factor) or same_bits(
+        found, ordered([part * factor for part in parts], inner)
+    )
 
 
-def _reduced(here: Here, findings: Findings, recipe: Recipe, right: Callable[[torch.Tensor, list[torch.Tensor], int], bool]) -> None:
-    """Two steps of SGD with a learning rate of 1 from zero: after the first, weights are the negated mean gradients."""
+def _reduced(
+    here: Here,
+    findings: Findings,
+    recipe: Recipe,
+    right: Callable[[torch.Tensor, list[torch.Tensor], int], bool],
+) -> None:
+    """Two steps of SGD with a learning rate of 1 from zero: after the first, weights are the
+    negated mean gradients.
+    """
     model: Any = onefold.shard(Probe().to(here.device), recipe)
     engine = engine_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    every = [[values(numel, r, seed=i) for r in range(here.world)] for i, numel in enumerate(PARAMETERS)]
+    every = [
+        [values(numel, r, seed=i) for r in range(here.world)] for i, numel in enumerate(PARAMETERS)
+    ]
     mine = [parts[here.rank].to(here.device) for parts in every]
     model(mine, [torch.zeros(numel) for numel in PARAMETERS]).backward()
     optimizer.step()
@@ -183,8 +248,15 @@ def _reduced(here: Here, findings: Findings, recipe: Recipe, right: Callable[[to
         stepped = [part.weight.detach().cpu().clone() for part in model.parts]
     inner = engine.group.topology.inner
     for i, (numel, weight) in enumerate(zip(PARAMETERS, stepped, strict=True)):
-        findings.expect(right(-weight, every[i], inner), f"stage {recipe.stage}: the mean gradient of {numel:,} elements is wrong")
+        findings.expect(
+            right(-weight, every[i], inner),
+            f"stage {recipe.stage}: the mean gradient of {numel:,} elements is wrong",
+        )
     model(mine, stepped).backward()  # gathers what was stepped
     optimizer.zero_grad()
     for numel, part in zip(PARAMETERS, model.parts, strict=True):
-        findings.expect(part.right, f"stage {recipe.stage}: the pass computed with other weights than the {numel:,} that were stepped")
+        findings.expect(
+            part.right,
+            f"stage {recipe.stage}: the pass computed with other weights than the {numel:,} that"
+            " were stepped",
+        )

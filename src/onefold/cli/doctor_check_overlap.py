@@ -8,7 +8,8 @@
 | an accelerator, 1 rank  | copies of parameters from the host that had a kernel beside them,  | under LEAST hidden |
 |                         | in a trace of torch's profiler                                     |                    |
 
-On a CPU, where the ranks' own threads move the bytes, seconds tell of the load on the machine and decide nothing.
+On a CPU, where the ranks' own threads move the bytes, seconds tell of the load on the machine and
+decide nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from onefold.observe.trace import covered
 from onefold.recipe import Recipe
 from onefold.shard import engine_of
 
-#: Width, blocks, and token ids of a step: on an accelerator large enough for computing to take as long as moving.
+#: Width, blocks, and token ids of a step: on an accelerator large enough for computing to take as
+#: long as moving.
 SIZES = {"cpu": (128, 6, (2, 16)), "cuda": (2048, 8, (8, 512))}
 STEPS = 3
 #: The least share of communication that must be hidden on an accelerator to be called overlap.
@@ -37,7 +39,9 @@ Spans = list[tuple[float, float]]
 
 
 def overlap(here: Here, findings: Findings) -> str:
-    """Stage 3 with overlap and without, or copies of parameters beside computing on a lone accelerator."""
+    """Stage 3 with overlap and without, or copies of parameters beside computing on a lone
+    accelerator.
+    """
     if here.world > 1:
         return _between_ranks(here, findings)
     if not has_streams(here.device):
@@ -82,29 +86,47 @@ def _between_ranks(here: Here, findings: Findings) -> str:
         "gathers": gathers, "launched ahead": early,
         "exposed_ms": 1000 * exposed["with"], "exposed_without_overlap_ms": 1000 * exposed["without"], "hidden": round(hidden, 3),
     }  # fmt: skip
-    findings.expect(early > 0, f"none of {gathers} gathers was launched before the unit before it had been computed: nothing is prefetched")
+    findings.expect(
+        early > 0,
+        f"none of {gathers} gathers was launched before the unit before it had been computed:"
+        " nothing is prefetched",
+    )
     if not has_streams(here.device):
         return (
-            f"{early} of {gathers} gathers were launched ahead, by the recording. A CPU has no streams: seconds decide nothing here "
-            f"(waits of a step {1000 * exposed['with']:.0f} ms, {1000 * exposed['without']:.0f} ms without overlap)"
+            f"{early} of {gathers} gathers were launched ahead, by the recording. A CPU has no"
+            f" streams: seconds decide nothing here (waits of a step {1000 * exposed['with']:.0f}"
+            f" ms, {1000 * exposed['without']:.0f} ms without overlap)"
         )
     judge(findings, hidden, "of the waits for other ranks")
-    return f"{hidden:.0%} of the waits for other ranks are hidden behind computing; {early} of {gathers} gathers were launched ahead"
+    return (
+        f"{hidden:.0%} of the waits for other ranks are hidden behind computing; {early} of"
+        f" {gathers} gathers were launched ahead"
+    )
 
 
 def launched_early(seen: Recording) -> tuple[int, int]:
-    """(gathers that were launched before the computing of another unit had ended, which then ended before they were waited for; all)
+    """(gathers that were launched before the computing of another unit had ended, which then ended
+    before they were waited for; all)
 
-    The outermost unit computes from the first block to the last: its computing ends behind every wait, and counts for none.
+    The outermost unit computes from the first block to the last: its computing ends behind every
+    wait, and counts for none.
     """
     spans = [(w.unit, w.end) for w in seen.work if w.kind == "compute"]
-    gathers = [m for m in seen.moves if m.move == "all-gather" and m.phase in ("forward", "backward")]
-    early = [m for m in gathers if any(unit != m.unit and m.launched < end <= m.landed - m.exposed for unit, end in spans)]
+    gathers = [
+        m for m in seen.moves if m.move == "all-gather" and m.phase in ("forward", "backward")
+    ]
+    early = [
+        m
+        for m in gathers
+        if any(unit != m.unit and m.launched < end <= m.landed - m.exposed for unit, end in spans)
+    ]
     return len(early), len(gathers)
 
 
 def _between_tiers(here: Here, findings: Findings) -> str:
-    model = _model(here, Recipe.zero(3, precision="bf16", offload_optimizer="cpu", offload_param="cpu"))
+    model = _model(
+        here, Recipe.zero(3, precision="bf16", offload_optimizer="cpu", offload_param="cpu")
+    )
     optimizer = adamw(model)
     for step in range(2):
         _step(here, model, optimizer, step)
@@ -115,21 +137,35 @@ def _between_tiers(here: Here, findings: Findings) -> str:
         synchronize(here.device)
     copies, kernels = split(profiler.events() or ())
     if not copies or not kernels:
-        raise LeftOut("torch's profiler sees nothing of this device (is CUPTI there, and may it be used?)")
+        raise LeftOut(
+            "torch's profiler sees nothing of this device (is CUPTI there, and may it be used?)"
+        )
     both, alone = shared(copies, kernels), covered(copies)
-    findings.figures |= {"copies_ms": alone / 1000, "beside_kernels_ms": both / 1000, "kernels_ms": covered(kernels) / 1000}
+    findings.figures |= {
+        "copies_ms": alone / 1000,
+        "beside_kernels_ms": both / 1000,
+        "kernels_ms": covered(kernels) / 1000,
+    }
     hidden = both / alone
     judge(findings, hidden, "of the copies between host and device")
-    return f"{hidden:.0%} of the copies between host and device had a kernel beside them, by torch's profiler"
+    return (
+        f"{hidden:.0%} of the copies between host and device had a kernel beside them, by torch's"
+        " profiler"
+    )
 
 
 def judge(findings: Findings, hidden: float, what: str) -> None:
     """Note that too little is hidden."""
-    findings.expect(hidden >= LEAST, f"{hidden:.0%} {what} are hidden behind computing, expected {LEAST:.0%} or more")
+    findings.expect(
+        hidden >= LEAST,
+        f"{hidden:.0%} {what} are hidden behind computing, expected {LEAST:.0%} or more",
+    )
 
 
 def split(events: Sequence[Any]) -> tuple[Spans, Spans]:
-    """(copies and messages, other kernels) among a profiler's events on the device, in microseconds."""
+    """(copies and messages, other kernels) among a profiler's events on the device, in
+    microseconds.
+    """
     moving: Spans = []
     computing: Spans = []
     for event in events:

@@ -1,6 +1,8 @@
-"""One rank of a check: `python -m onefold.cli.doctor_check_rank HOST PORT GENERATION RANK PARENT`, started by `onefold.cli.doctor_check`.
+"""One rank of a check: `python -m onefold.cli.doctor_check_rank HOST PORT GENERATION RANK PARENT`,
+started by `onefold.cli.doctor_check`.
 
-Ranks get the plan from the store at HOST:PORT, meet through it, run the plan's checks one after another and leave each outcome there. A
+Ranks get the plan from the store at HOST:PORT, meet through it, run the plan's checks one after
+another and leave each outcome there. A
 rank whose check raised ends: what its process group would do next is unknown.
 """
 
@@ -31,8 +33,10 @@ class Plan:
     """What a generation of ranks does.
 
     Attributes:
-        ranks: how many there are. device: "cpu" or "cuda". backend: what moves tensors of the device.
-        per_node: ranks of a node. checks: their names, in order. folder: for checkpoints. stall_timeout: seconds of a collective.
+        ranks: how many there are. device: "cpu" or "cuda". backend: what moves tensors of the
+            device.
+        per_node: ranks of a node. checks: their names, in order. folder: for checkpoints.
+            stall_timeout: seconds of a collective.
     """
 
     ranks: int
@@ -59,7 +63,9 @@ def key(generation: int, check: str, rank: int) -> str:
 
 
 def main(host: str, port: int, generation: int, rank: int, parent: int) -> None:
-    """Run the plan. Ends this process by itself: a process group in the middle of something would be waited for."""
+    """Run the plan. Ends this process by itself: a process group in the middle of something would
+    be waited for.
+    """
     end_with_parent(parent)
     faulthandler.register(WHERE, all_threads=True)
     try:
@@ -75,7 +81,9 @@ def main(host: str, port: int, generation: int, rank: int, parent: int) -> None:
 def _run(host: str, port: int, generation: int, rank: int) -> None:
     import torch.distributed as dist
 
-    store = dist.PrefixStore(PREFIX, dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=START.limit)))
+    store = dist.PrefixStore(
+        PREFIX, dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=START.limit))
+    )
     plan = Plan.decoded(store.get(f"{generation}/plan"))
     known = {check.name: check for check in CHECKS}
 
@@ -89,7 +97,8 @@ def _run(host: str, port: int, generation: int, rank: int) -> None:
         leave(outcome)
         if outcome.ended:
             break
-    store.wait([f"{generation}/over"], timedelta(hours=1))  # whoever leaves first would break the others' connections
+    # Whoever leaves first would break the others' connections
+    store.wait([f"{generation}/over"], timedelta(hours=1))
 
 
 def begin(plan: Plan, rank: int, store: Any) -> Here:
@@ -109,7 +118,9 @@ def begin(plan: Plan, rank: int, store: Any) -> Here:
         total = torch.ones(1, device=at)
         dist.all_reduce(total)
         if float(total) != plan.ranks:
-            raise RuntimeError(f"the sum of {plan.ranks} ones, one of each rank, is {float(total)} on {at}")
+            raise RuntimeError(
+                f"the sum of {plan.ranks} ones, one of each rank, is {float(total)} on {at}"
+            )
     return Here(rank, plan.ranks, device, plan.backend, plan.per_node, plan.folder)
 
 

@@ -1,6 +1,8 @@
-"""Checks by training a small model: stages with each other and with DDP, groups, state on the host, checkpoints, memory, synchronization.
+"""Checks by training a small model: stages with each other and with DDP, groups, state on the host,
+checkpoints, memory, synchronization.
 
-The model's sizes divide by nothing, so that intervals of ranks cut through parameters and every flat buffer has padding.
+The model's sizes divide by nothing, so that intervals of ranks cut through parameters and every
+flat buffer has padding.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ BATCH, TOKENS = 2, 16
 STEPS, MICRO_BATCHES, CLIP = 3, 2, 0.5
 RATE = 1e-2
 PRECISIONS = ("fp32", "bf16")
-#: Relative differences allowed to another order of sums: of losses and norms, and of what the training changed.
+#: Relative differences allowed to another order of sums: of losses and norms, and of what the
+#: training changed.
 ROUNDING = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 0.1)}
 #: Of the model whose memory is looked at: weights of 6 MB, 1 MiB being what may differ.
 WIDE, DEEP = 256, 6
@@ -45,16 +48,28 @@ class Block(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, hidden),
+            nn.Linear(hidden, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Small(nn.Module):
-    """Token ids [batch, tokens] → the mean cross-entropy of predicting each from itself, a scalar."""
+    """Token ids [batch, tokens] → the mean cross-entropy of predicting each from itself, a
+    scalar.
+    """
 
-    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, blocks: int = BLOCKS, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self,
+        width: int = WIDTH,
+        hidden: int = HIDDEN,
+        blocks: int = BLOCKS,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
@@ -84,7 +99,9 @@ def batch(here: Here, step: int, micro: int, rank: int | None = None) -> torch.T
 
 @dataclass
 class Trained:
-    """Losses of each micro-batch of this rank, norms of each step, and whole weights (rank 0 only), all on the host."""
+    """Losses of each micro-batch of this rank, norms of each step, and whole weights (rank 0 only),
+    all on the host.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -97,7 +114,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def one_step(
-    here: Here, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, micro_batches: int = MICRO_BATCHES
+    here: Here,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    micro_batches: int = MICRO_BATCHES,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(losses of the micro-batches, the gradients' norm), on the device."""
     losses = []
@@ -132,12 +153,16 @@ class Cast(nn.Module):
         self.model, self.dtype = model, dtype
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = functional_call(self.model, {n: p.to(self.dtype) for n, p in self.model.named_parameters()}, (ids,))
+        found: torch.Tensor = functional_call(
+            self.model, {n: p.to(self.dtype) for n, p in self.model.named_parameters()}, (ids,)
+        )
         return found
 
 
 def train_with_ddp(here: Here, precision: str, micro_batches: int = MICRO_BATCHES) -> Trained:
-    """The same training with DistributedDataParallel: fp32 parameters, sums and states, passes in `precision`. Collective."""
+    """The same training with DistributedDataParallel: fp32 parameters, sums and states, passes in
+    `precision`. Collective.
+    """
     model = small(here)
     ddp = DistributedDataParallel(Cast(model, COMPUTE_DTYPES[precision]))
     optimizer, found = adamw(model), Trained()
@@ -155,7 +180,7 @@ def train_with_ddp(here: Here, precision: str, micro_batches: int = MICRO_BATCHE
     return found
 
 
-# -- comparing ---------------------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 def bits_differ(a: Trained, b: Trained) -> str:
@@ -165,28 +190,49 @@ def bits_differ(a: Trained, b: Trained) -> str:
         parts.append(f"losses, by up to {_relative(a.losses, b.losses):.1e}")
     if a.norms != b.norms:
         parts.append(f"norms, by up to {_relative(a.norms, b.norms):.1e}")
-    wrong = [name for name in a.weights if name not in b.weights or not same_bits(a.weights[name], b.weights[name])]
+    wrong = [
+        name
+        for name in a.weights
+        if name not in b.weights or not same_bits(a.weights[name], b.weights[name])
+    ]
     if wrong or a.weights.keys() != b.weights.keys():
-        parts.append(f"{len(wrong)} of {len(a.weights)} weights, {wrong[0] if wrong else 'by name'} first")
+        parts.append(
+            f"{len(wrong)} of {len(a.weights)} weights, {wrong[0] if wrong else 'by name'} first"
+        )
     return " and ".join(parts)
 
 
 def distance(here: Here, a: Trained, b: Trained) -> dict[str, float]:
-    """Relative differences: of losses and norms the largest; of weights, of what the training has changed (rank 0, else 0)."""
+    """Relative differences: of losses and norms the largest; of weights, of what the training has
+    changed (rank 0, else 0).
+    """
     moved = 0.0
     if b.weights:
         begin = small(here).state_dict()
-        off = sum(float((a.weights[n].double() - w.double()).square().sum()) for n, w in b.weights.items())
-        way = sum(float((w.double() - begin[n].cpu().double()).square().sum()) for n, w in b.weights.items())
+        off = sum(
+            float((a.weights[n].double() - w.double()).square().sum()) for n, w in b.weights.items()
+        )
+        way = sum(
+            float((w.double() - begin[n].cpu().double()).square().sum())
+            for n, w in b.weights.items()
+        )
         moved = (off / way) ** 0.5 if way else float("inf")
-    return {"losses": _relative(a.losses, b.losses), "norms": _relative(a.norms, b.norms), "weights": moved}
+    return {
+        "losses": _relative(a.losses, b.losses),
+        "norms": _relative(a.norms, b.norms),
+        "weights": moved,
+    }
 
 
 def expect_near(findings: Findings, what: str, apart: dict[str, float], precision: str) -> None:
     """Note that `apart` is over the rounding of `precision`. NaN is."""
     numbers, moved = ROUNDING[precision]
     room = {"losses": numbers, "norms": numbers, "weights": moved}
-    over = [f"{name} by {value:.1e} (at most {room[name]:.0e})" for name, value in apart.items() if not value <= room[name]]
+    over = [
+        f"{name} by {value:.1e} (at most {room[name]:.0e})"
+        for name, value in apart.items()
+        if not value <= room[name]
+    ]
     findings.expect(not over, f"{what}: {', '.join(over)}")
     findings.figures[what] = {name: float(f"{value:.3g}") for name, value in apart.items()}
 
@@ -199,38 +245,67 @@ def _relative(a: list[float], b: list[float]) -> float:
     return worst
 
 
-# -- the checks --------------------------------------------------------------------------------------------------------------------
+# -- the checks ------------------------------------------------------------------------------------
 
 
 def stages(here: Here, findings: Findings) -> str:
     """Stages 0 to 3 to the bit, and DDP within rounding, in fp32 and bf16.
 
-    Gradients of several micro-batches are added up before they are reduced (at the boundary) or after it (every micro-batch): each of the
-    two has bits of its own.
+    Gradients of several micro-batches are added up before they are reduced (at the boundary) or
+    after it (every micro-batch): each of the two has bits of its own.
     """
     for precision in PRECISIONS:
-        at_the_boundary = [train(here, Recipe.zero(stage, precision=precision, reduce_at="boundary")) for stage in range(4)]
+        at_the_boundary = [
+            train(here, Recipe.zero(stage, precision=precision, reduce_at="boundary"))
+            for stage in range(4)
+        ]
         every_time = [train(here, Recipe.zero(stage, precision=precision)) for stage in (2, 3)]
-        pairs = [(f"stage {s} and stage 0", at_the_boundary[s], at_the_boundary[0]) for s in (1, 2, 3)]
-        pairs.append(("stage 3 and stage 2, reduced every micro-batch,", every_time[1], every_time[0]))
-        apart = [f"{precision}: {which} differ in {what}" for which, a, b in pairs if (what := bits_differ(a, b))]
+        pairs = [
+            (f"stage {s} and stage 0", at_the_boundary[s], at_the_boundary[0]) for s in (1, 2, 3)
+        ]
+        pairs.append(
+            ("stage 3 and stage 2, reduced every micro-batch,", every_time[1], every_time[0])
+        )
+        apart = [
+            f"{precision}: {which} differ in {what}"
+            for which, a, b in pairs
+            if (what := bits_differ(a, b))
+        ]
         if any(here.gather(bool(apart))):
             again = train(here, Recipe.zero(0, precision=precision, reduce_at="boundary"))
             if any(here.gather(bool(bits_differ(again, at_the_boundary[0])))):
-                apart.append("stage 0 differs from itself too: this device's own kernels do not give the same bits twice")
+                apart.append(
+                    "stage 0 differs from itself too: this device's own kernels do not give the"
+                    " same bits twice"
+                )
         findings.wrong += apart
         ddp = train_with_ddp(here, precision)
-        expect_near(findings, f"{precision}: stage 0 and DDP", distance(here, at_the_boundary[0], ddp), precision)
-        expect_near(findings, f"{precision}: stage 2 and DDP", distance(here, every_time[0], ddp), precision)
+        expect_near(
+            findings,
+            f"{precision}: stage 0 and DDP",
+            distance(here, at_the_boundary[0], ddp),
+            precision,
+        )
+        expect_near(
+            findings, f"{precision}: stage 2 and DDP", distance(here, every_time[0], ddp), precision
+        )
     worst = max(f["weights"] for f in findings.figures.values())
-    return f"stages 0 to 3 agree to the bit in fp32 and bf16, and with DDP within rounding (weights {worst:.0e})"
+    return (
+        "stages 0 to 3 agree to the bit in fp32 and bf16, and with DDP within rounding (weights"
+        f" {worst:.0e})"
+    )
 
 
 def two_levels(here: Here, findings: Findings) -> str:
-    """Recipes over groups to the bit with each other, with all ranks within rounding, and their bytes between groups."""
+    """Recipes over groups to the bit with each other, with all ranks within rounding, and their
+    bytes between groups.
+    """
     inner = here.per_node if here.per_node < here.world else here.world // 2
     if here.world < 4 or here.world % inner or inner < 2:
-        raise LeftOut(f"the launcher says of one node, and {here.world} ranks make no two groups of two: use 4 ranks, or two nodes")
+        raise LeftOut(
+            f"the launcher says of one node, and {here.world} ranks make no two groups of two: use"
+            " 4 ranks, or two nodes"
+        )
     nodes = here.per_node < here.world
     recipes = {
         "stage 3": Recipe.zero(3, group=inner),
@@ -243,16 +318,26 @@ def two_levels(here: Here, findings: Findings) -> str:
     for name, found in trained.items():
         what = bits_differ(found, trained["stage 3"])
         findings.expect(not what, f"in groups of {inner}, {name} and stage 3 differ in {what}")
-    expect_near(findings, f"groups of {inner} and DDP", distance(here, trained["stage 3"], train_with_ddp(here, "fp32", 1)), "fp32")
+    expect_near(
+        findings,
+        f"groups of {inner} and DDP",
+        distance(here, trained["stage 3"], train_with_ddp(here, "fp32", 1)),
+        "fp32",
+    )
 
     sent = _sent_in_a_step(here, recipes["stage 3"])["between"]
     flat = sum(_sent_in_a_step(here, Recipe.zero(3, group=here.world)).values())
     # A flat move sends to each of N − 1 ranks what groups send to one rank of each of the others.
     due = flat * (here.world // inner - 1) // (here.world - 1)
     findings.figures |= {"group": inner, "bytes between groups": sent, "formula": due}
-    findings.expect(sent == due, f"{sent:,} bytes went between groups in a step, the formula says {due:,}")
+    findings.expect(
+        sent == due, f"{sent:,} bytes went between groups in a step, the formula says {due:,}"
+    )
     said = "nodes" if nodes else "groups on this node, standing for nodes"
-    return f"{here.world // inner} {said}: recipes over groups agree to the bit, {sent:,} bytes between them as the formula says"
+    return (
+        f"{here.world // inner} {said}: recipes over groups agree to the bit, {sent:,} bytes"
+        " between them as the formula says"
+    )
 
 
 def _sent_in_a_step(here: Here, recipe: Recipe) -> dict[str, int]:
@@ -268,40 +353,66 @@ def _sent_in_a_step(here: Here, recipe: Recipe) -> dict[str, int]:
 OFFLOADED: dict[str, dict[str, Any]] = {
     "stage 2, optimizer on the host": {"stage": 2, "offload_optimizer": "cpu"},
     "stage 3, optimizer on the host": {"stage": 3, "offload_optimizer": "cpu"},
-    "stage 3, parameters and optimizer on the host": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    "stage 3, parameters and optimizer on the host": {
+        "stage": 3,
+        "offload_optimizer": "cpu",
+        "offload_param": "cpu",
+    },
 }
 
 
 def offload(here: Here, findings: Findings) -> str:
-    """State on the host to the bit with each other, and with the device (within rounding where its arithmetic is another)."""
+    """State on the host to the bit with each other, and with the device (within rounding where its
+    arithmetic is another).
+    """
     for precision in PRECISIONS:
         plain = train(here, Recipe.zero(3, precision=precision))
         kept = train(here, Recipe.zero(3, precision=precision, offload_activations="cpu"))
         what = bits_differ(kept, plain)
-        findings.expect(not what, f"{precision}: activations on the host and on the device differ in {what}")
-        trained = {name: train(here, Recipe.zero(precision=precision, **options)) for name, options in OFFLOADED.items()}
+        findings.expect(
+            not what, f"{precision}: activations on the host and on the device differ in {what}"
+        )
+        trained = {
+            name: train(here, Recipe.zero(precision=precision, **options))
+            for name, options in OFFLOADED.items()
+        }
         first = next(iter(OFFLOADED))
         for name, found in trained.items():
             what = bits_differ(found, trained[first])
             findings.expect(not what, f"{precision}: {name} and {first} differ in {what}")
         if here.device.type == "cpu":
             what = bits_differ(trained[first], plain)
-            findings.expect(not what, f"{precision}: {first} and nothing on the host differ in {what}")
+            findings.expect(
+                not what, f"{precision}: {first} and nothing on the host differ in {what}"
+            )
         else:
-            expect_near(findings, f"{precision}: {first} and on the device", distance(here, trained[first], plain), precision)
+            expect_near(
+                findings,
+                f"{precision}: {first} and on the device",
+                distance(here, trained[first], plain),
+                precision,
+            )
     findings.figures["recipes"] = [*OFFLOADED, "activations on the host"]
-    how = "to the bit" if here.device.type == "cpu" else "within rounding, and with each other to the bit"
+    how = (
+        "to the bit"
+        if here.device.type == "cpu"
+        else "within rounding, and with each other to the bit"
+    )
     return f"optimizer, parameters and activations on the host train as on the device, {how}"
 
 
 def save_and_reload(here: Here, findings: Findings) -> str:
-    """Steps while `save_async` is under way. What is loaded afterwards, at another stage, is what was there at the call, and trains on."""
+    """Steps while `save_async` is under way. What is loaded afterwards, at another stage, is what
+    was there at the call, and trains on.
+    """
     path = Path(here.folder) / "checkpoint"
     if here.rank == 0:
         (Path(here.folder) / "seen").touch()
     here.gather(None)
     if not all(here.gather((Path(here.folder) / "seen").exists())):
-        raise LeftOut(f"not every node sees {here.folder}: start it in a folder that all of them share")
+        raise LeftOut(
+            f"not every node sees {here.folder}: start it in a folder that all of them share"
+        )
     model = onefold.shard(small(here), Recipe.zero(2))
     optimizer = adamw(model)
     for step in range(2):
@@ -317,18 +428,34 @@ def save_and_reload(here: Here, findings: Findings) -> str:
     onefold.load(path, model=loaded, optimizer=again)
     there = onefold.full_state_dict(loaded)
     torn = [name for name, value in at_the_call.items() if not same_bits(there[name], value)]
-    findings.expect(not torn, f"{len(torn)} of {len(at_the_call)} weights are not those of the save's moment, {(torn or [''])[0]} first")
+    findings.expect(
+        not torn,
+        f"{len(torn)} of {len(at_the_call)} weights are not those of the save's moment,"
+        f" {(torn or [''])[0]} first",
+    )
     resumed = [one_step(here, loaded, again, 2 + step) for step in range(2)]
     at_the_end = onefold.full_state_dict(loaded)
     other = [name for name, value in after.items() if not same_bits(at_the_end[name], value)]
-    findings.expect(not other, f"two steps after the load {len(other)} weights are not those of the saved run, {(other or [''])[0]} first")
-    numbers = [[float(x) for losses, norm in run for x in (*losses, norm)] for run in (went_on, resumed)]
-    findings.expect(numbers[0] == numbers[1], f"after the load losses or norms differ, by up to {_relative(*numbers):.1e}")
+    findings.expect(
+        not other,
+        f"two steps after the load {len(other)} weights are not those of the saved run,"
+        f" {(other or [''])[0]} first",
+    )
+    numbers = [
+        [float(x) for losses, norm in run for x in (*losses, norm)] for run in (went_on, resumed)
+    ]
+    findings.expect(
+        numbers[0] == numbers[1],
+        f"after the load losses or norms differ, by up to {_relative(*numbers):.1e}",
+    )
     findings.figures |= {"save_s": saving.seconds, "stall_s": saving.stall_s}
     here.gather(None)
     if here.rank == 0:
         shutil.rmtree(path, ignore_errors=True)
-    return f"saved behind two steps, loaded at another stage: the same bits (the steps stood still for {1000 * saving.stall_s:.0f} ms)"
+    return (
+        "saved behind two steps, loaded at another stage: the same bits (the steps stood still for"
+        f" {1000 * saving.stall_s:.0f} ms)"
+    )
 
 
 def memory_at_rest(here: Here, findings: Findings) -> str:
@@ -340,26 +467,39 @@ def memory_at_rest(here: Here, findings: Findings) -> str:
     with P bytes of parameters in fp32, padding included, and two moments.
     """
     gc.collect()
-    gc.freeze()  # what is there by now is looked at no more: two looks a case would take longer than its steps
+    # What is there by now is looked at no more: two looks a case would take longer than its steps
+    gc.freeze()
     before = _held(here)
     for precision in PRECISIONS:
         for stage in range(4):
-            model = onefold.shard(small(here, width=WIDE, hidden=2 * WIDE, blocks=DEEP), Recipe.zero(stage, precision=precision))
+            model = onefold.shard(
+                small(here, width=WIDE, hidden=2 * WIDE, blocks=DEEP),
+                Recipe.zero(stage, precision=precision),
+            )
             optimizer = adamw(model)
             for step in range(2):
                 one_step(here, model, optimizer, step)
             engine = engine_of(model)
             p = 4 * sum(unit.numel for unit in engine.units)
             share = 1 if stage == 0 else 1 / here.world
-            parameters = (p * share if stage == 3 else p) if precision == "fp32" else (0 if stage == 3 else p / 2) + p * share
+            parameters = (
+                (p * share if stage == 3 else p)
+                if precision == "fp32"
+                else (0 if stage == 3 else p / 2) + p * share
+            )
             due = parameters + 2 * p * share
             ledger = sum(engine.memory.now().values())
             held = _held(here) - before
             name = f"{precision}, stage {stage}"
             findings.figures[name] = {"held": held, "ledger": ledger, "formula": round(due)}
-            findings.expect(abs(held - due) < MIB, f"{name}: {held:,} bytes are held, the formula says {due:,.0f}")
             findings.expect(
-                abs(ledger - parameters) < MIB, f"{name}: the ledger says {ledger:,} bytes without moments, the formula {parameters:,.0f}"
+                abs(held - due) < MIB,
+                f"{name}: {held:,} bytes are held, the formula says {due:,.0f}",
+            )
+            findings.expect(
+                abs(ledger - parameters) < MIB,
+                f"{name}: the ledger says {ledger:,} bytes without moments, the formula"
+                f" {parameters:,.0f}",
             )
             del model, optimizer, engine
     gc.unfreeze()
@@ -368,7 +508,9 @@ def memory_at_rest(here: Here, findings: Findings) -> str:
 
 
 def _held(here: Here) -> int:
-    """Bytes on the device: the allocator's, or on a CPU of every tensor that Python can reach, each storage once."""
+    """Bytes on the device: the allocator's, or on a CPU of every tensor that Python can reach, each
+    storage once.
+    """
     gc.collect()
     figures = memory_figures(here.device)
     if figures is not None:
@@ -387,14 +529,25 @@ def _held(here: Here) -> int:
 def no_synchronization(here: Here, findings: Findings) -> str:
     """Steps in which CUDA raises where the host would wait for the device."""
     if not has_streams(here.device):
-        raise LeftOut("a CPU has no streams: nothing runs behind the host, and it has nothing to wait for")
+        raise LeftOut(
+            "a CPU has no streams: nothing runs behind the host, and it has nothing to wait for"
+        )
     if here.device.type != "cuda":
-        raise LeftOut(f"torch tells of waits of the host on CUDA and ROCm only, not on {here.device.type}")
+        raise LeftOut(
+            f"torch tells of waits of the host on CUDA and ROCm only, not on {here.device.type}"
+        )
     if here.backend == "gloo" and here.world > 1:
-        raise LeftOut("ranks that share a GPU move through gloo, which goes through the host's memory")
+        raise LeftOut(
+            "ranks that share a GPU move through gloo, which goes through the host's memory"
+        )
     for stage in range(4):
         for precision in PRECISIONS:
-            _step_without_waiting(here, findings, f"stage {stage}, {precision}", Recipe.zero(stage, precision=precision))
+            _step_without_waiting(
+                here,
+                findings,
+                f"stage {stage}, {precision}",
+                Recipe.zero(stage, precision=precision),
+            )
     return "steps at stages 0 to 3, clipping included, make the host wait for nothing"
 
 
@@ -407,7 +560,11 @@ def _step_without_waiting(here: Here, findings: Findings, name: str, recipe: Rec
         with _refusing() if number == 3 else contextlib.nullcontext():
             try:
                 for micro, taken in enumerate(ids):
-                    with contextlib.nullcontext() if micro + 1 == MICRO_BATCHES else onefold.no_sync(model):
+                    with (
+                        contextlib.nullcontext()
+                        if micro + 1 == MICRO_BATCHES
+                        else onefold.no_sync(model)
+                    ):
                         (model(taken) / MICRO_BATCHES).backward()
                 onefold.clip_grad_norm_(model, CLIP)
                 optimizer.step()
@@ -415,7 +572,8 @@ def _step_without_waiting(here: Here, findings: Findings, name: str, recipe: Rec
             except RuntimeError as error:
                 if "synchroniz" not in str(error):
                     raise
-                raise RuntimeError(f"{name}: {error}") from error  # the step is half done: no more can be asked of these ranks
+                # The step is half done: no more can be asked of these ranks
+                raise RuntimeError(f"{name}: {error}") from error
     findings.figures[name] = "no wait"
 
 

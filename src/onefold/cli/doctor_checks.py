@@ -1,7 +1,9 @@
-"""What `onefold doctor --check` asks of a machine: the rows of its table, and what one rank answers to a row.
+"""What `onefold doctor --check` asks of a machine: the rows of its table, and what one rank answers
+to a row.
 
-A check is a function of `Here` and `Findings`, called on every rank at once. It notes figures and what is wrong, and returns the sentence
-that stands beside "ok". It raises `LeftOut`, on all ranks alike and before its first collective, where it cannot run.
+A check is a function of `Here` and `Findings`, called on every rank at once. It notes figures and
+what is wrong, and returns the sentence that stands beside "ok". It raises `LeftOut`, on all ranks
+alike and before its first collective, where it cannot run.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Check:
     def function(self) -> Callable[[Here, Findings], str]:
         """Imported now."""
         module, _, name = self.run.partition(":")
-        found: Callable[[Here, Findings], str] = getattr(importlib.import_module(f"onefold.cli.{module}"), name)
+        found: Callable[[Here, Findings], str] = getattr(
+            importlib.import_module(f"onefold.cli.{module}"), name
+        )
         return found
 
 
@@ -114,8 +118,10 @@ class Here:
     """Where a check runs.
 
     Attributes:
-        device: of this rank, with its index. backend: what moves its tensors between ranks, "gloo" or "nccl".
-        per_node: ranks of a node as the launcher says. folder: one that all ranks of this node see and that goes with the check.
+        device: of this rank, with its index. backend: what moves its tensors between ranks, "gloo"
+            or "nccl".
+        per_node: ranks of a node as the launcher says. folder: one that all ranks of this node see
+            and that goes with the check.
     """
 
     rank: int
@@ -137,12 +143,18 @@ class Here:
 
     def __str__(self) -> str:
         ranks = f"{self.world} rank{'s' if self.world > 1 else ''}"
-        return f"{ranks} on {self.backend}, {self.device.type}" if self.world > 1 else f"1 rank, {self.device.type}"
+        return (
+            f"{ranks} on {self.backend}, {self.device.type}"
+            if self.world > 1
+            else f"1 rank, {self.device.type}"
+        )
 
 
 @dataclass
 class Findings:
-    """What a check notes on one rank: figures for the JSON, and sentences that say what is wrong."""
+    """What a check notes on one rank: figures for the JSON, and sentences that say what is
+    wrong.
+    """
 
     figures: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -159,8 +171,10 @@ class Outcome:
     """What became of a check, on one rank or (after `merge`) on all.
 
     Attributes:
-        status: OK, WRONG or LEFT_OUT. said: one or a few sentences. advice: what to do; "" where nothing need be done.
-        ended: what the ranks did next cannot be trusted: one of them raised, was ended, or stood still.
+        status: OK, WRONG or LEFT_OUT. said: one or a few sentences. advice: what to do; "" where
+            nothing need be done.
+        ended: what the ranks did next cannot be trusted: one of them raised, was ended, or stood
+            still.
         ranks: {rank: its status} where the ranks differ.
     """
 
@@ -185,7 +199,8 @@ def answer(check: Check, here: Here) -> Outcome:
 
     findings, begun = Findings(), time.perf_counter()
     ended, said = False, ""
-    # On a CPU kernels run in Triton's interpreter, for their own check: trainings there use torch's operations.
+    # On a CPU kernels run in Triton's interpreter, for their own check: trainings there use torch's
+    # operations.
     interpreted = here.device.type == "cpu" and check.name != "kernels"
     try:
         with by_torch() if interpreted else contextlib.nullcontext():
@@ -195,26 +210,49 @@ def answer(check: Check, here: Here) -> Outcome:
         status, said = LEFT_OUT, str(reason)
     except Exception as error:
         ended, status = True, WRONG
-        findings.wrong.append(f"{type(error).__name__}: {_first_lines(error)} ({_own_frame(error)})")
+        findings.wrong.append(
+            f"{type(error).__name__}: {_first_lines(error)} ({_own_frame(error)})"
+        )
     if findings.wrong:
         more = len(findings.wrong) - MOST
-        status, said = WRONG, "; ".join(findings.wrong[:MOST]) + (f"; and {more} more" if more > 0 else "")
+        status, said = (
+            WRONG,
+            "; ".join(findings.wrong[:MOST]) + (f"; and {more} more" if more > 0 else ""),
+        )
     seconds = time.perf_counter() - begun
-    return Outcome(check.name, status, said, check.advice if status == WRONG else "", seconds, findings.figures, ended)
+    return Outcome(
+        check.name,
+        status,
+        said,
+        check.advice if status == WRONG else "",
+        seconds,
+        findings.figures,
+        ended,
+    )
 
 
 def merge(check: Check, outcomes: dict[int, Outcome], ranks: int = 0) -> Outcome:
-    """One row of what the ranks answered: wrong if any is; otherwise left out if any is. The lowest such rank speaks.
+    """One row of what the ranks answered: wrong if any is; otherwise left out if any is. The lowest
+    such rank speaks.
 
     Args:
         ranks: how many there are, where some did not answer; 0: as many as answered.
     """
-    first = next((s for s in (WRONG, LEFT_OUT) if any(o.status == s for o in outcomes.values())), OK)
+    first = next(
+        (s for s in (WRONG, LEFT_OUT) if any(o.status == s for o in outcomes.values())), OK
+    )
     speaks = min(rank for rank, o in outcomes.items() if o.status == first)
     # A rank that raised in the middle leaves the others waiting: what they then say comes from it.
-    speaks = min((rank for rank, o in outcomes.items() if o.ended and not o.said.startswith("StallError")), default=speaks)
+    speaks = min(
+        (rank for rank, o in outcomes.items() if o.ended and not o.said.startswith("StallError")),
+        default=speaks,
+    )
     chosen, differ = outcomes[speaks], len({o.status for o in outcomes.values()}) > 1
-    said = f"rank {speaks}: {chosen.said}" if first == WRONG and max(ranks, len(outcomes)) > 1 else chosen.said
+    said = (
+        f"rank {speaks}: {chosen.said}"
+        if first == WRONG and max(ranks, len(outcomes)) > 1
+        else chosen.said
+    )
     figures = dict(outcomes[min(outcomes)].figures)
     if first == WRONG and speaks != min(outcomes):
         figures[f"rank {speaks}"] = chosen.figures
@@ -234,4 +272,8 @@ def _own_frame(error: BaseException) -> str:
     """The innermost line of Onefold's that the error went through."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "onefold" in f.filename] or list(frames)
-    return f"{own[-1].filename.rpartition('onefold/')[2]}:{own[-1].lineno} in {own[-1].name}" if own else "no traceback"
+    return (
+        f"{own[-1].filename.rpartition('onefold/')[2]}:{own[-1].lineno} in {own[-1].name}"
+        if own
+        else "no traceback"
+    )

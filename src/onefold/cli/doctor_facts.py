@@ -36,10 +36,17 @@ def facts(device: str) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        "cpu": {"name": cpu_name(), "usable": usable_cpus(), "physical_cores": physical_cores(), "simd": _simd()},
+        "cpu": {
+            "name": cpu_name(),
+            "usable": usable_cpus(),
+            "physical_cores": physical_cores(),
+            "simd": _simd(),
+        },
         "memory": {"total": total_host_memory(), "free": free_host_memory()},
         "cuda": torch.version.cuda,
-        "gpus": [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "gpus": (
+            [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+        ),
         "backends": _backends(),
         "backend": "nccl" if use_cuda else "gloo",
         "device": "cuda" if use_cuda else "cpu",
@@ -68,7 +75,12 @@ def _gpu(index: int) -> dict[str, Any]:
 
     free, total = torch.cuda.mem_get_info(index)
     major, minor = torch.cuda.get_device_capability(index)
-    return {"name": torch.cuda.get_device_name(index), "total": total, "free": free, "capability": f"{major}.{minor}"}
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "total": total,
+        "free": free,
+        "capability": f"{major}.{minor}",
+    }
 
 
 def _backends() -> list[str]:
@@ -76,13 +88,23 @@ def _backends() -> list[str]:
 
     if not dist.is_available():
         return []
-    return [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if getattr(dist, f"is_{name}_available", lambda: False)()]
+    return [
+        name
+        for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
+        if getattr(dist, f"is_{name}_available", lambda: False)()
+    ]
 
 
 def _disks() -> list[dict[str, Any]]:
-    """Free space where a run writes; a folder that is not there yet counts as its nearest parent."""
+    """Free space where a run writes; a folder that is not there yet counts as its nearest
+    parent.
+    """
     out = []
-    for use, folder in (("working folder", Path.cwd()), ("temporary files", Path(tempfile.gettempdir())), ("cache", default_path().parent)):
+    for use, folder in (
+        ("working folder", Path.cwd()),
+        ("temporary files", Path(tempfile.gettempdir())),
+        ("cache", default_path().parent),
+    ):
         there = next(p for p in (folder, *folder.parents) if p.exists())
         out.append({"use": use, "folder": str(folder), "free": shutil.disk_usage(there).free})
     return out

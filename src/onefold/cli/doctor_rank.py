@@ -1,7 +1,8 @@
-"""One rank of a calibration, started as `python -m onefold.cli.doctor_rank FOLDER RANK` by `onefold.cli.doctor_ranks`.
+"""One rank of a calibration, started as `python -m onefold.cli.doctor_rank FOLDER RANK` by
+`onefold.cli.doctor_ranks`.
 
-Ranks meet through a file in FOLDER. Rank 0 says on its standard output what is measured next, a line each, and leaves the
-figures in FOLDER.
+Ranks meet through a file in FOLDER. Rank 0 says on its standard output what is measured next, a
+line each, and leaves the figures in FOLDER.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ MEETING = 120.0
 
 
 def main(folder: Path, rank: int) -> None:
-    """Measure with the other ranks. Ends this process by itself: a process group in the middle of something would be waited for."""
+    """Measure with the other ranks. Ends this process by itself: a process group in the middle of
+    something would be waited for.
+    """
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         end_with_parent(job["parent"])
@@ -53,9 +56,17 @@ def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
     if world > 1:
         store = dist.FileStore(str(folder / "rendezvous"), world)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=MEETING))
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=MEETING)
+        )
     threads = {int(count): int(number) for count, number in job["threads"].items()}
-    at, link = measure(decode(Sizes, job["sizes"]), threads, device, lambda text: print(text, flush=True), take_steps)
+    at, link = measure(
+        decode(Sizes, job["sizes"]),
+        threads,
+        device,
+        lambda text: print(text, flush=True),
+        take_steps,
+    )
     if rank == 0:
         result = {"at": [asdict(a) for a in at], "host_link": asdict(link) if link else None}
         (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")

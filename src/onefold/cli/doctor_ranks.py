@@ -1,4 +1,6 @@
-"""Starting the ranks of a calibration and bringing back what they measured. Whatever happens, no process and no file is left."""
+"""Starting the ranks of a calibration and bringing back what they measured. Whatever happens, no
+process and no file is left.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,11 @@ class Stopped(Exception):
         self.number = number
 
 
-def measure_with_ranks(sizes: Sizes, threads: Mapping[int, int], device: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """Start as many ranks as the greatest number in `threads`, and return {"at": [...], "host_link": ...} as rank 0 wrote it.
+def measure_with_ranks(
+    sizes: Sizes, threads: Mapping[int, int], device: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Start as many ranks as the greatest number in `threads`, and return {"at": [...],
+    "host_link": ...} as rank 0 wrote it.
 
     Args:
         threads: of one rank on a CPU, by number of ranks at work.
@@ -49,7 +54,10 @@ def measure_with_ranks(sizes: Sizes, threads: Mapping[int, int], device: str, sa
         Stopped: SIGINT, SIGTERM or SIGHUP arrived.
     """
     world = max(threads)
-    with noted_signals() as arrived, tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name:
+    with (
+        noted_signals() as arrived,
+        tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name,
+    ):
         folder = Path(name)
         job = {
             "parent": os.getpid(),
@@ -74,7 +82,10 @@ def measure_with_ranks(sizes: Sizes, threads: Mapping[int, int], device: str, sa
 
 def _start(folder: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
     """One rank in a session of its own: a Ctrl-C in the terminal reaches this process only."""
-    with (folder / f"rank-{rank}.out").open("wb") as out, (folder / f"rank-{rank}.err").open("wb") as err:
+    with (
+        (folder / f"rank-{rank}.out").open("wb") as out,
+        (folder / f"rank-{rank}.err").open("wb") as err,
+    ):
         return subprocess.Popen(
             [sys.executable, "-m", "onefold.cli.doctor_rank", str(folder), str(rank)],
             env=child_environment(os.environ, world, folder, compiling=False),
@@ -82,8 +93,15 @@ def _start(folder: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, arrived: list[int], say: Callable[[str], None]) -> None:
-    """Until all ranks are done, one failed, or a signal came. What rank 0 writes is passed on line by line."""
+def _watch(
+    ranks: list[subprocess.Popen[bytes]],
+    folder: Path,
+    arrived: list[int],
+    say: Callable[[str], None],
+) -> None:
+    """Until all ranks are done, one failed, or a signal came. What rank 0 writes is passed on line
+    by line.
+    """
     with (folder / "rank-0.out").open(encoding="utf-8", errors="replace") as progress:
         while not arrived:
             running = [r for r in ranks if r.poll() is None]
@@ -98,9 +116,22 @@ def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, arrived: list[int
 
 
 def _why(rank: int, status: int, folder: Path) -> str:
-    said = (folder / f"rank-{rank}.err").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    hint = " Memory may have run out: use fewer --ranks, or --quick." if -status == signal.SIGKILL else ""
+    said = (
+        (folder / f"rank-{rank}.err")
+        .read_text(encoding="utf-8", errors="replace")
+        .strip()
+        .splitlines()
+    )
+    how = (
+        f"was ended by {signal.Signals(-status).name}"
+        if status < 0
+        else f"ended with status {status}"
+    )
+    hint = (
+        " Memory may have run out: use fewer --ranks, or --quick."
+        if -status == signal.SIGKILL
+        else ""
+    )
     return f"rank {rank} of the measurement {how}: {said[-1] if said else 'it said nothing'}.{hint}"
 
 

@@ -1,10 +1,11 @@
-"""Reference steps of a calibration: the engine itself trains a small transformer, made of blocks whose passes were measured alone.
+"""Reference steps of a calibration: the engine itself trains a small transformer, made of blocks
+whose passes were measured alone.
 
     sum of parts   passes ▒▒▒▒▒▒▒▒▒▒▒▒  moves ▒▒▒  optimizer ▒            each measured alone, again and again
     a step         casts, hooks, cold caches, waits ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
 
-What lies between the two is the software's efficiency (`onefold.plan.efficiency`), here measured rather than assumed. It is measured
-in this room because a plan knows no running engine.
+What lies between the two is the software's efficiency (`onefold.plan.efficiency`), here measured
+rather than assumed. It is measured in this room because a plan knows no running engine.
 """
 
 from __future__ import annotations
@@ -31,16 +32,20 @@ from onefold.plan.states import units_of, wire
 from onefold.recipe import Recipe
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-#: Stages that are measured: one that keeps parameters whole, one that gathers them. A lone rank does the same at both.
+#: Stages that are measured: one that keeps parameters whole, one that gathers them. A lone rank
+#: does the same at both.
 STAGES = (0, 3)
 #: Micro-batches of a step; all but the last under `onefold.no_sync`.
 MICRO_BATCHES = 2
-#: Steps before any counts (optimizer states are made, the order of units is learned), and steps of a round that count.
+#: Steps before any counts (optimizer states are made, the order of units is learned), and steps of
+#: a round that count.
 WARMUP, COUNTED = 2, 3
 
 
 class Reference(nn.Module):
-    """Embedding, blocks, norm, head, and the mean cross-entropy of predicting each token from itself: [1, tokens] → scalar."""
+    """Embedding, blocks, norm, head, and the mean cross-entropy of predicting each token from
+    itself: [1, tokens] → scalar.
+    """
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -59,9 +64,13 @@ class Reference(nn.Module):
 class Training:
     """A reference model under the engine at one stage, ready to step."""
 
-    def __init__(self, bench: Bench, members: Any, dtype: str, stage: int, hidden: int, tokens: int) -> None:
+    def __init__(
+        self, bench: Bench, members: Any, dtype: str, stage: int, hidden: int, tokens: int
+    ) -> None:
         self.dtype, self.stage, self.hidden, self.tokens = dtype, stage, hidden, tokens
-        self.recipe = Recipe.zero(stage, precision=PRECISION[dtype], stall_timeout=bench.group.timeout)
+        self.recipe = Recipe.zero(
+            stage, precision=PRECISION[dtype], stall_timeout=bench.group.timeout
+        )
         torch.manual_seed(0)
         self.kernels = _kernels(dtype, hidden, tokens, bench.device)
         model = Reference(hidden).to(bench.device)
@@ -74,7 +83,11 @@ class Training:
     def step(self) -> None:
         """One optimizer step."""
         for number in range(MICRO_BATCHES):
-            with contextlib.nullcontext() if number + 1 == MICRO_BATCHES else onefold.no_sync(self.model):
+            with (
+                contextlib.nullcontext()
+                if number + 1 == MICRO_BATCHES
+                else onefold.no_sync(self.model)
+            ):
                 self.model(self.ids).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -91,10 +104,17 @@ class Training:
             hidden=self.hidden,
             tokens=self.tokens,
             micro_batches=MICRO_BATCHES,
-            flops=float(MICRO_BATCHES * (REFERENCE_BLOCKS * gated_flops(self.hidden, self.tokens) + head)),
+            flops=float(
+                MICRO_BATCHES * (REFERENCE_BLOCKS * gated_flops(self.hidden, self.tokens) + head)
+            ),
             kernels=self.kernels * MICRO_BATCHES,
             numel=self.shape.numel,
-            stepped=sum(flat.local(slot) for unit in units for flat in unit.flats for slot in flat.layout.slots),
+            stepped=sum(
+                flat.local(slot)
+                for unit in units
+                for flat in unit.flats
+                for slot in flat.layout.slots
+            ),
             wire={move: float(nbytes) for move, nbytes in sent.items()},
             calls={move: calls[move] for move in sent},
             seconds=seconds,
@@ -110,7 +130,8 @@ def _kernels(dtype: str, hidden: int, tokens: int, device: torch.device) -> Kern
 
 
 def take_steps(bench: Bench, members: Any) -> tuple[StepPoint, ...]:
-    """Reference steps at every size and dtype, the stages in turns. Collective over the bench's ranks.
+    """Reference steps at every size and dtype, the stages in turns. Collective over the bench's
+    ranks.
 
     Args:
         members: the process group of these ranks, None for a lone process.

@@ -23,12 +23,30 @@ def show_facts(console: Console, facts: dict[str, Any]) -> None:
     rows = [
         ("system", f"{facts['system']}, Python {facts['python']}"),
         ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items())),
-        ("processor", f"{cpu['name']}: {cpu['physical_cores']} physical cores, {cpu['usable']} CPUs usable, {cpu['simd']}"),
+        (
+            "processor",
+            (
+                f"{cpu['name']}: {cpu['physical_cores']} physical cores, {cpu['usable']} CPUs"
+                f" usable, {cpu['simd']}"
+            ),
+        ),
         ("memory", f"{readable(memory['total'])}, {readable(memory['free'])} free"),
         ("GPUs", _gpus(facts)),
-        ("backends", ", ".join(facts["backends"]) or "none: this torch was built without torch.distributed"),
-        ("onefold train starts", f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''} on {facts['backend']} ({facts['ranks_why']})"),
-        *((disk["use"], f"{disk['folder']}: {readable(disk['free'])} free") for disk in facts["disks"]),
+        (
+            "backends",
+            ", ".join(facts["backends"]) or "none: this torch was built without torch.distributed",
+        ),
+        (
+            "onefold train starts",
+            (
+                f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''} on {facts['backend']}"
+                f" ({facts['ranks_why']})"
+            ),
+        ),
+        *(
+            (disk["use"], f"{disk['folder']}: {readable(disk['free'])} free")
+            for disk in facts["disks"]
+        ),
     ]
     for name, text in rows:
         table.add_row(name, escape(text))
@@ -38,7 +56,10 @@ def show_facts(console: Console, facts: dict[str, Any]) -> None:
 def show_calibration(console: Console, found: Calibration) -> None:
     """What the machine was measured to do."""
     took = f"{found.took_s:.0f} s{', quick' if found.quick else ''}"
-    console.print(f"\nMeasured {found.measured_at[:16].replace('T', ' ')} UTC on {escape(found.device_name)} in {took}.")
+    console.print(
+        f"\nMeasured {found.measured_at[:16].replace('T', ' ')} UTC on {escape(found.device_name)}"
+        f" in {took}."
+    )
     console.print(_compute(found))
     if found.measured_ranks[-1] > 1:
         console.print(_moves(found))
@@ -51,27 +72,54 @@ def show_checks(console: Console, report: dict[str, Any]) -> None:
     table = _table("Checks", ["", "", "seconds", "found"])
     for row in report["checks"]:
         style = {"ok": "green", "wrong": "bold red"}.get(row["status"], "yellow")
-        said = escape(row["said"]) + (f"\n[bold]{escape(row['advice'])}[/bold]" if row["advice"] else "")
-        table.add_row(row["name"], f"[{style}]{row['status']}[/{style}]", f"{row['seconds']:.1f}" if row["seconds"] else "–", said)
+        said = escape(row["said"]) + (
+            f"\n[bold]{escape(row['advice'])}[/bold]" if row["advice"] else ""
+        )
+        table.add_row(
+            row["name"],
+            f"[{style}]{row['status']}[/{style}]",
+            f"{row['seconds']:.1f}" if row["seconds"] else "–",
+            said,
+        )
     console.print(table)
-    count = {status: sum(row["status"] == status for row in report["checks"]) for status in ("ok", "wrong", "left out")}
-    console.print(", ".join(f"{number} {status}" for status, number in count.items() if number) + f", in {report['seconds']:.0f} s")
+    count = {
+        status: sum(row["status"] == status for row in report["checks"])
+        for status in ("ok", "wrong", "left out")
+    }
+    console.print(
+        ", ".join(f"{number} {status}" for status, number in count.items() if number)
+        + f", in {report['seconds']:.0f} s"
+    )
 
 
 def _compute(found: Calibration) -> Table:
     table = _table(
-        "Rates of one rank", ["ranks", "threads", "dtype", "matrices TFLOP/s", "block TFLOP/s", "in a step", "copy GB/s", "AdamW GB/s"]
+        "Rates of one rank",
+        [
+            "ranks",
+            "threads",
+            "dtype",
+            "matrices TFLOP/s",
+            "block TFLOP/s",
+            "in a step",
+            "copy GB/s",
+            "AdamW GB/s",
+        ],
     )
     table.caption = (
-        "of so many at work; matrices: the best product; block: a transformer block's two passes, the best; in a step: what of that "
-        "a training step reaches"
+        "of so many at work; matrices: the best product; block: a transformer block's two passes,"
+        " the best; in a step: what of that a training step reaches"
     )
     for at in found.at:
         for dtype in found.dtypes:
             nbytes, seconds = max(at.optimizer)
             block = max(p.flops_per_s for p in at.blocks if p.dtype == dtype)
             shares = found.shares(dtype, at.ranks) if at.steps else None
-            rates = [f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}", f"{block / 1e12:.3g}", f"{shares.step:.0%}" if shares else "–"]
+            rates = [
+                f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}",
+                f"{block / 1e12:.3g}",
+                f"{shares.step:.0%}" if shares else "–",
+            ]
             once = [f"{found.copy_rate(at.ranks) / 1e9:.3g}", f"{nbytes / seconds / 1e9:.3g}"]
             first = dtype == found.dtypes[0]
             ranks = [str(at.ranks), str(at.threads)] if first else ["", ""]
@@ -81,12 +129,20 @@ def _compute(found: Calibration) -> Table:
 
 def _moves(found: Calibration) -> Table:
     table = _table("Moves", ["ranks", "move", "latency", "bandwidth", "largest measured"])
-    table.caption = "by the payload that each rank sends; latency and bandwidth are a line through all sizes"
+    table.caption = (
+        "by the payload that each rank sends; latency and bandwidth are a line through all sizes"
+    )
     for at in found.at:
         for move in MOVES if at.ranks > 1 else ():
             fit, (nbytes, seconds) = at.curves[move].fit, at.curves[move].points[-1]
             largest = f"{readable(nbytes)} in {_time(seconds)}"
-            table.add_row(str(at.ranks) if move == MOVES[0] else "", move, _time(fit.latency_s), _rate(fit.bytes_per_s), largest)
+            table.add_row(
+                str(at.ranks) if move == MOVES[0] else "",
+                move,
+                _time(fit.latency_s),
+                _rate(fit.bytes_per_s),
+                largest,
+            )
     return table
 
 
@@ -97,24 +153,46 @@ def _lines(found: Calibration) -> Iterable[str]:
                 f"{at.ranks} ranks: {at.overlap.hidden:.0%} of a gather vanishes behind compute, "
                 f"which takes {at.overlap.slowdown:.2f} times as long beside it."
             )
-            moves = [f"{found.shares(d, at.ranks).move:.0%} ({SHORT.get(d, d)})" for d in found.dtypes]
+            moves = [
+                f"{found.shares(d, at.ranks).move:.0%} ({SHORT.get(d, d)})" for d in found.dtypes
+            ]
             if at.steps:
-                yield f"{at.ranks} ranks: of the moves' rates a training step reaches {', '.join(moves)}."
+                yield (
+                    f"{at.ranks} ranks: of the moves' rates a training step reaches"
+                    f" {', '.join(moves)}."
+                )
     if found.host_link:
-        yield f"host to GPU {_rate(found.host_link.to_device)}, GPU to host {_rate(found.host_link.to_host)}"
+        yield (
+            f"host to GPU {_rate(found.host_link.to_device)}, GPU to host"
+            f" {_rate(found.host_link.to_host)}"
+        )
     if found.disk:
-        how = "from the page cache, since this system cannot drop it" if found.disk.cached else "read"
-        yield f"disk at {found.disk.folder}: {_rate(found.disk.write)} written, {_rate(found.disk.read)} {how}"
+        how = (
+            "from the page cache, since this system cannot drop it" if found.disk.cached else "read"
+        )
+        yield (
+            f"disk at {found.disk.folder}: {_rate(found.disk.write)} written,"
+            f" {_rate(found.disk.read)} {how}"
+        )
 
 
 def _gpus(facts: dict[str, Any]) -> str:
     if not facts["gpus"]:
-        return "none that torch can use" + (f" (torch is built for CUDA {facts['cuda']})" if facts["cuda"] else " (this torch is CPU-only)")
-    return "; ".join(f"{g['name']} ({g['capability']}): {readable(g['total'])}, {readable(g['free'])} free" for g in facts["gpus"])
+        return "none that torch can use" + (
+            f" (torch is built for CUDA {facts['cuda']})"
+            if facts["cuda"]
+            else " (this torch is CPU-only)"
+        )
+    return "; ".join(
+        f"{g['name']} ({g['capability']}): {readable(g['total'])}, {readable(g['free'])} free"
+        for g in facts["gpus"]
+    )
 
 
 def _table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left", show_header=any(columns))
+    table = Table(
+        title=title, title_justify="left", caption_justify="left", show_header=any(columns)
+    )
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

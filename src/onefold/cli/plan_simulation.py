@@ -1,4 +1,6 @@
-"""`onefold plan --simulate`: the recommended scheme run by the real engine as one rank of N, beside what was planned."""
+"""`onefold plan --simulate`: the recommended scheme run by the real engine as one rank of N, beside
+what was planned.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from onefold.recipe.groups import NODE
 
 #: Micro-batches that are simulated of a longer step: the others do what the one in the middle does.
 MICRO_BATCHES = 3
-#: Tokens of a sample where no time is asked for: what the engine holds and sends does not depend on them.
+#: Tokens of a sample where no time is asked for: what the engine holds and sends does not depend on
+#: them.
 UNTIMED = 128
 _ENDS = 8
 #: Units that are named by their exposed communication.
@@ -27,7 +30,8 @@ _UNITS = 5
 
 
 def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
-    """The scheme that `plan` shows in detail as rank `rank`: the recommended one, if anything fits. Timed where the machine has streams.
+    """The scheme that `plan` shows in detail as rank `rank`: the recommended one, if anything fits.
+    Timed where the machine has streams.
 
     Args:
         model: what the plan was asked for: its code runs, if it has any.
@@ -38,12 +42,19 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     candidate = plan.shown
     scheme = candidate.scheme
     recipe = scheme.recipe(plan.job)
-    if recipe.group in (None, NODE) and plan.machine.nodes > 1:  # nobody launches a simulation on nodes
+    # Nobody launches a simulation on nodes
+    if recipe.group in (None, NODE) and plan.machine.nodes > 1:
         recipe = recipe.replace(group=plan.machine.local)
     elif recipe.group == NODE:
         recipe = recipe.replace(group=plan.machine.ranks)
-    if any(t is not Tier.DEVICE for t in (recipe.parameters.tier, recipe.optimizer.tier)) or recipe.tile is not None:
-        raise ValueError(f"--simulate runs the engine with everything on the device, in one piece, not {scheme}: add --offload none.")
+    if (
+        any(t is not Tier.DEVICE for t in (recipe.parameters.tier, recipe.optimizer.tier))
+        or recipe.tile is not None
+    ):
+        raise ValueError(
+            f"--simulate runs the engine with everything on the device, in one piece, not {scheme}:"
+            " add --offload none."
+        )
     timed = not plan.machine.shared and recipe.activations is None
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,
@@ -68,8 +79,15 @@ def write_trace(found: Simulation, scheme: Scheme, path: Path) -> Path:
     from onefold.observe.chrome import write_simulated
 
     if found.timeline is None:
-        raise ValueError(f"--trace {path}: there is no timeline of {found.source}; plan for GPUs, and a model whose code runs.")
-    return write_simulated(found.timeline, path, f"Onefold simulated: rank {found.rank} of {found.ranks}, {found.name}, {scheme}")
+        raise ValueError(
+            f"--trace {path}: there is no timeline of {found.source}; plan for GPUs, and a model"
+            " whose code runs."
+        )
+    return write_simulated(
+        found.timeline,
+        path,
+        f"Onefold simulated: rank {found.rank} of {found.ranks}, {found.name}, {scheme}",
+    )
 
 
 def show_timeline(found: Simulation, candidate: Candidate, console: Console | None = None) -> None:
@@ -79,7 +97,9 @@ def show_timeline(found: Simulation, candidate: Candidate, console: Console | No
         return
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     told, parts = candidate.account.seconds, timeline.of(candidate.accumulation)
-    table = Table(title="seconds of a rank in one step", title_justify="left", box=None, padding=(0, 2))
+    table = Table(
+        title="seconds of a rank in one step", title_justify="left", box=None, padding=(0, 2)
+    )
     for name in ("", "plan", "timeline", ""):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     rows: list[tuple[str, float | None, float]] = [
@@ -87,7 +107,10 @@ def show_timeline(found: Simulation, candidate: Candidate, console: Console | No
         ("  compute", told["compute"], parts.model + parts.engine),
         ("    of the engine: casts, copies, sums", None, parts.engine),
         ("  exposed communication", told["exposed communication"], parts.waits),
-        *((f"    {move}", None, seconds) for move, seconds in sorted(parts.exposed.items(), key=lambda item: -item[1])),
+        *(
+            (f"    {move}", None, seconds)
+            for move, seconds in sorted(parts.exposed.items(), key=lambda item: -item[1])
+        ),
         ("  optimizer", told["optimizer"], parts.optimizer),
         ("  waiting for the host's launches", None, parts.host),
     ]
@@ -95,11 +118,17 @@ def show_timeline(found: Simulation, candidate: Candidate, console: Console | No
         apart = f"{plan / seen - 1:+.1%}" if plan and seen and not table.rows else ""
         table.add_row(name, _ms(plan) if plan is not None else "", _ms(seen), apart)
     out.print(table, crop=False)
-    busy = ", ".join(f"{name} {seconds / timeline.step:.0%}" for name, seconds in sorted(timeline.busy.items(), key=lambda i: -i[1]))
+    busy = ", ".join(
+        f"{name} {seconds / timeline.step:.0%}"
+        for name, seconds in sorted(timeline.busy.items(), key=lambda i: -i[1])
+    )
     out.print(f"busy: {busy}; the step is bound by: {timeline.bound}")
     most = sorted(timeline.exposed.items(), key=lambda item: -sum(item[1].values()))[:_UNITS]
     for unit, kinds in most:
-        out.print(f"  waits {_ms(sum(kinds.values())):>9} for {unit or 'nobody'}: " + ", ".join(f"{k} {_ms(v)}" for k, v in kinds.items()))
+        out.print(
+            f"  waits {_ms(sum(kinds.values())):>9} for {unit or 'nobody'}: "
+            + ", ".join(f"{k} {_ms(v)}" for k, v in kinds.items())
+        )
 
 
 def _ms(seconds: float) -> str:
@@ -107,24 +136,35 @@ def _ms(seconds: float) -> str:
 
 
 def show_simulation(found: Simulation, scheme: Scheme, console: Console | None = None) -> None:
-    """Print what was planned and what the engine's ledgers said, line by line, and both ends of the step."""
+    """Print what was planned and what the engine's ledgers said, line by line, and both ends of the
+    step.
+    """
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     batches = f"{found.micro_batches} micro-batch{'es' if found.micro_batches > 1 else ''}"
     out.print(
-        f"[bold]simulated[/bold]: {scheme}, the engine as rank {found.rank} of {found.ranks}, {batches}, {found.source}; "
-        f"{len(found.events):,} events in {found.seconds:.1f} s"
+        f"[bold]simulated[/bold]: {scheme}, the engine as rank {found.rank} of {found.ranks},"
+        f" {batches}, {found.source}; {len(found.events):,} events in {found.seconds:.1f} s"
     )
-    table = Table(title="bytes of a rank in one step", title_justify="left", box=None, padding=(0, 2))
+    table = Table(
+        title="bytes of a rank in one step", title_justify="left", box=None, padding=(0, 2)
+    )
     for name in ("", "closed form", "engine", ""):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    for title, names, part in (("at rest", CATEGORIES, "rest"), ("sent", MOVES, "wire"), ("engine's peak", CATEGORIES, "ledger")):
+    for title, names, part in (
+        ("at rest", CATEGORIES, "rest"),
+        ("sent", MOVES, "wire"),
+        ("engine's peak", CATEGORIES, "ledger"),
+    ):
         told, seen = getattr(found.predicted, part), getattr(found.account, part)
         for name in names if part != "ledger" else ():
             if told.get(name) or seen.get(name):
                 _row(table, f"  {title}: {name}", told.get(name, 0), seen.get(name, 0))
         _row(table, f"[bold]{title}[/bold]", sum(told.values()), sum(seen.values()))
     out.print(table, crop=False)
-    head, tail = found.events[:_ENDS], found.events[-_ENDS:] if len(found.events) > 2 * _ENDS else found.events[_ENDS:]
+    head, tail = (
+        found.events[:_ENDS],
+        (found.events[-_ENDS:] if len(found.events) > 2 * _ENDS else found.events[_ENDS:]),
+    )
     for event in head:
         out.print(_line(event))
     if len(found.events) > 2 * _ENDS:
@@ -136,7 +176,12 @@ def show_simulation(found: Simulation, scheme: Scheme, console: Console | None =
 
 
 def _row(table: Table, name: str, told: int, seen: int) -> None:
-    table.add_row(name, f"{told:,}", f"{seen:,}", "exact" if told == seen else f"{seen / told - 1:+.2%}" if told else "not planned")
+    table.add_row(
+        name,
+        f"{told:,}",
+        f"{seen:,}",
+        "exact" if told == seen else f"{seen / told - 1:+.2%}" if told else "not planned",
+    )
 
 
 def _line(event: Event) -> str:

@@ -1,4 +1,6 @@
-"""`onefold train`: its options are the fields of `TrainConfig`, so that each is written, checked and described once."""
+"""`onefold train`: its options are the fields of `TrainConfig`, so that each is written, checked
+and described once.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ PANELS = {
 def train(**given: Any) -> None:
     """Train or fine-tune a language model over all the ranks this machine has.
 
-    Without an option: SmolLM2-135M-Instruct on Python's reference text. Under torchrun, Slurm or any launcher that sets
-    RANK, this process joins as one rank instead of starting its own.
+    Without an option: SmolLM2-135M-Instruct on Python's reference text. Under torchrun, Slurm or
+    any launcher that sets RANK, this process joins as one rank instead of starting its own.
     """
     config_file = given.pop("config_file")
     as_json = bool(given.get("json"))
@@ -47,7 +49,9 @@ def train(**given: Any) -> None:
         code = _train(given, config_file)
     except TrainError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(1.0)  # what holds here holds on the first rank of this machine, too: torchrun ends this one when that has spoken
+            # What holds here holds on the first rank of this machine, too: torchrun ends this one
+            # when that has spoken
+            time.sleep(1.0)
         if as_json:
             print(json.dumps({"event": "error", "kind": "TrainError", "message": str(error)}))
         print(f"error: {error}", file=sys.stderr)
@@ -56,7 +60,9 @@ def train(**given: Any) -> None:
 
 
 def _train(given: dict[str, Any], config_file: Path | None) -> int:
-    """See `onefold.train.early` for the order: what can be told without torch is told before torch is imported."""
+    """See `onefold.train.early` for the order: what can be told without torch is told before torch
+    is imported.
+    """
     from onefold.train.early import check_batch, check_early
     from onefold.train.launch import from_slurm, joins, launch
 
@@ -69,7 +75,11 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun, and of no use without it
         end_with_parent()
     check_batch(config, int(os.environ["WORLD_SIZE"]))
-    claim = Claim.take(Path(config.output), run_of(config, os.environ)) if config.output is not None else None
+    claim = (
+        Claim.take(Path(config.output), run_of(config, os.environ))
+        if config.output is not None
+        else None
+    )
     config.check_recipe()
     from onefold.train.worker import run_rank
 
@@ -82,22 +92,36 @@ def _option(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     kind: Any = _plain_type(field.annotation)
     if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("repeated"):
         kind = list[str]
-    names = [f"--{flag}/--no-{flag}"] if kind is bool and key not in ("json", "overwrite") else [f"--{flag}"]
+    names = (
+        [f"--{flag}/--no-{flag}"]
+        if kind is bool and key not in ("json", "overwrite")
+        else [f"--{flag}"]
+    )
     default = field.default
     known = "" if default is None or isinstance(default, bool) else f" (default: {default})"
-    option = typer.Option(*names, help=f"{field.description}{known}", show_default=False, rich_help_panel=panel)
+    option = typer.Option(
+        *names, help=f"{field.description}{known}", show_default=False, rich_help_panel=panel
+    )
     annotation = Annotated[kind | None, option]
-    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    return inspect.Parameter(
+        key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
 
 
 def _plain_type(annotation: Any) -> Any:
-    """What the command line reads for a field: unions with None and tuples, which it has no form for, become plain types."""
+    """What the command line reads for a field: unions with None and tuples, which it has no form
+    for, become plain types.
+    """
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         kinds = [a for a in typing.get_args(annotation) if a is not type(None)]
         annotation = kinds[0] if len(kinds) == 1 else str
     if typing.get_origin(annotation) is tuple:
         return str
-    return annotation if annotation in (bool, int, float, str) or typing.get_origin(annotation) is Literal else str
+    return (
+        annotation
+        if annotation in (bool, int, float, str) or typing.get_origin(annotation) is Literal
+        else str
+    )
 
 
 def _with_options(function: Any) -> Any:

@@ -5,4 +5,13 @@ from onefold.comm.ledger import Sent, TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chain, Pending
 from onefold.comm.stall import CollectiveContext, StallError
 
-__all__ = ["Chain", "CollectiveContext", "Group", "Pending", "Sent", "StallError", "TrafficEvent", "TrafficLedger"]
+__all__ = [
+    "Chain",
+    "CollectiveContext",
+    "Group",
+    "Pending",
+    "Sent",
+    "StallError",
+    "TrafficEvent",
+    "TrafficLedger",
+]

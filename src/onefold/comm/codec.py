@@ -1,4 +1,6 @@
-"""What a codec is: a flat interval of floats into bytes, and the bytes into a flat interval again."""
+"""What a codec is: a flat interval of floats into bytes, and the bytes into a flat interval
+again.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,22 @@ from typing import ClassVar
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Elements that are worked on at a time. On a CPU a slab and its scratch stay in the second-level cache; a GPU wants enough to be busy with.
+# Elements that are worked on at a time. On a CPU a slab and its scratch stay in the second-level
+# cache; a GPU wants enough to be busy with.
 CPU_SLAB, GPU_SLAB = 1 << 18, 1 << 20
-#: Scratch memory of any call is at most this many bytes for each element of a slab, whatever the length of the interval.
+#: Scratch memory of any call is at most this many bytes for each element of a slab, whatever the
+#: length of the interval.
 SCRATCH_BYTES = 24
 
 
 @dataclass(frozen=True)
 class Stochastic:
-    """Round to one of the two neighbours, the nearer one with the greater probability, so that the expected value is exact.
+    """Round to one of the two neighbours, the nearer one with the greater probability, so that the
+    expected value is exact.
 
     Args:
-        seed: any integer from 0 on. Ranks that encode different values for one address need different seeds, or their errors are alike.
+        seed: any integer from 0 on. Ranks that encode different values for one address need
+            different seeds, or their errors are alike.
         step: of the training; each step draws anew.
         address: global address (elements) of the first element that is encoded.
     """
@@ -33,24 +39,34 @@ class Stochastic:
     def __post_init__(self) -> None:
         for name, value in (("seed", self.seed), ("step", self.step), ("address", self.address)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-                raise ValueError(f"stochastic rounding was given {name} {value!r}, expected an integer from 0 to 2**63 - 1")
+                raise ValueError(
+                    f"stochastic rounding was given {name} {value!r}, expected an integer from 0 to"
+                    " 2**63 - 1"
+                )
 
     @property
     def keys(self) -> tuple[int, int]:
         """Two keys of 32 bits, signed, made of seed and step."""
-        digest = hashlib.blake2b(self.seed.to_bytes(8, "little") + self.step.to_bytes(8, "little"), digest_size=8).digest()
-        return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
+        digest = hashlib.blake2b(
+            self.seed.to_bytes(8, "little") + self.step.to_bytes(8, "little"), digest_size=8
+        ).digest()
+        return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(
+            digest[4:], "little", signed=True
+        )
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """One way to write a flat interval of fp32, bf16 or fp16 as bytes. Codecs are values: two of equal fields write equal bytes.
+    """One way to write a flat interval of fp32, bf16 or fp16 as bytes. Codecs are values: two of
+    equal fields write equal bytes.
 
-    Every tensor is one-dimensional, contiguous and on one device. Nothing here allocates more than `SCRATCH_BYTES` for each element
+    Every tensor is one-dimensional, contiguous and on one device. Nothing here allocates more than
+    `SCRATCH_BYTES` for each element
     of a slab: no second copy of the interval, in any dtype. On CUDA nothing waits for the device.
 
     Args:
-        slab: elements that are worked on at a time; None for the device's own. The bytes do not depend on it.
+        slab: elements that are worked on at a time; None for the device's own. The bytes do not
+            depend on it.
     """
 
     name: ClassVar[str]
@@ -60,7 +76,10 @@ class Codec(ABC):
 
     def __post_init__(self) -> None:
         if self.slab is not None and self.slab < 1:
-            raise ValueError(f"codec {self.name!r} was given a slab of {self.slab} elements, expected at least 1, or None")
+            raise ValueError(
+                f"codec {self.name!r} was given a slab of {self.slab} elements, expected at least"
+                " 1, or None"
+            )
 
     @property
     def shared(self) -> int:
@@ -72,23 +91,32 @@ class Codec(ABC):
         """Bytes of `numel` encoded elements: payload, scales and padding, to the byte."""
 
     @torch.no_grad()
-    def encode(self, source: torch.Tensor, into: torch.Tensor, *, rounding: Stochastic | None = None) -> None:
-        """Write `source` (fp32, bf16 or fp16) as bytes over all of `into` (uint8, `encoded_bytes(source.numel())` long).
+    def encode(
+        self, source: torch.Tensor, into: torch.Tensor, *, rounding: Stochastic | None = None
+    ) -> None:
+        """Write `source` (fp32, bf16 or fp16) as bytes over all of `into` (uint8,
+        `encoded_bytes(source.numel())` long).
 
         Args:
-            rounding: None rounds to the nearest. What a codec that cannot round otherwise is asked to is refused.
+            rounding: None rounds to the nearest. What a codec that cannot round otherwise is asked
+                to is refused.
 
         Raises:
-            ValueError: a tensor of another dtype, length, layout or device, and what to give instead.
+            ValueError: a tensor of another dtype, length, layout or device, and what to give
+                instead.
         """
         if rounding is not None and not self.stochastic:
-            raise ValueError(f"codec {self.name!r} rounds to the nearest value only: leave out rounding, or choose 'int8', 'int4' or 'fp8'")
+            raise ValueError(
+                f"codec {self.name!r} rounds to the nearest value only: leave out rounding, or"
+                " choose 'int8', 'int4' or 'fp8'"
+            )
         self._check(source, into, "the tensor to encode")
         self._encode(source, into, rounding)
 
     @torch.no_grad()
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
-        """Write what `encoded` (uint8) says over all of `into` (fp32, bf16 or fp16, whichever was encoded).
+        """Write what `encoded` (uint8) says over all of `into` (fp32, bf16 or fp16, whichever was
+        encoded).
 
         Values are computed in fp32 and rounded once to the dtype of `into`.
         """
@@ -97,18 +125,24 @@ class Codec(ABC):
 
     @torch.no_grad()
     def decode_add(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
-        """Add what `encoded` says to `into`, which is fp32: sums are never made of encoded or of 16-bit values."""
+        """Add what `encoded` says to `into`, which is fp32: sums are never made of encoded or of
+        16-bit values.
+        """
         self._check(into, encoded, "the sum to add to")
         if into.dtype != torch.float32:
-            raise ValueError(f"the sum to add to is {into.dtype}, expected torch.float32: decode into a buffer first if 16 bits are meant")
+            raise ValueError(
+                f"the sum to add to is {into.dtype}, expected torch.float32: decode into a buffer"
+                " first if 16 bits are meant"
+            )
         self._decode(encoded, into, 1)
 
     @torch.no_grad()
     def keep_residual(self, encoded: torch.Tensor, source: torch.Tensor) -> None:
-        """Turn `source` into what its encoding lost: `source - decoded`, in place, for error feedback.
+        """Turn `source` into what its encoding lost: `source - decoded`, in place, for error
+        feedback.
 
-        The residual is added to what is encoded next. Where source or decoded value is not finite it is 0: such a step is skipped, and
-        what is kept for the next one must not carry it on.
+        The residual is added to what is encoded next. Where source or decoded value is not finite
+        it is 0: such a step is skipped, and what is kept for the next one must not carry it on.
         """
         self._check(source, encoded, "the tensor that was encoded")
         self._decode(encoded, source, -1)
@@ -116,10 +150,12 @@ class Codec(ABC):
 
     @abstractmethod
     def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
-        """How far each element may be off once it is encoded and decoded into fp32, for any interval of these magnitudes or lesser ones.
+        """How far each element may be off once it is encoded and decoded into fp32, for any
+        interval of these magnitudes or lesser ones.
 
         Args:
-            magnitudes: finite, not negative, [numel] as the interval is: blocks are counted from its first element.
+            magnitudes: finite, not negative, [numel] as the interval is: blocks are counted from
+                its first element.
             stochastic: rounding is.
 
         Returns:
@@ -127,7 +163,9 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def _encode(self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None) -> None: ...
+    def _encode(
+        self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None
+    ) -> None: ...
 
     @abstractmethod
     def _decode(self, encoded: torch.Tensor, into: torch.Tensor, sign: int) -> None:
@@ -138,16 +176,28 @@ class Codec(ABC):
 
     def _check(self, floats: torch.Tensor, encoded: torch.Tensor, what: str) -> None:
         if floats.dtype not in DTYPES:
-            raise ValueError(f"{what} is {floats.dtype}, expected one of {', '.join(str(d) for d in DTYPES)}")
+            raise ValueError(
+                f"{what} is {floats.dtype}, expected one of {', '.join(str(d) for d in DTYPES)}"
+            )
         if floats.dim() != 1 or not floats.is_contiguous():
-            raise ValueError(f"{what} has shape {tuple(floats.shape)} and strides {floats.stride()}, expected a flat contiguous interval")
+            raise ValueError(
+                f"{what} has shape {tuple(floats.shape)} and strides {floats.stride()}, expected a"
+                " flat contiguous interval"
+            )
         if encoded.dtype != torch.uint8 or encoded.dim() != 1 or not encoded.is_contiguous():
-            raise ValueError(f"the encoded bytes are {encoded.dtype} of shape {tuple(encoded.shape)}, expected flat contiguous torch.uint8")
+            raise ValueError(
+                f"the encoded bytes are {encoded.dtype} of shape {tuple(encoded.shape)}, expected"
+                " flat contiguous torch.uint8"
+            )
         wanted = self.encoded_bytes(floats.numel())
         if encoded.numel() != wanted:
             raise ValueError(
-                f"the encoded bytes are {encoded.numel()} long, but {self.name!r} writes {floats.numel()} elements as {wanted}: "
-                f"give exactly encoded_bytes({floats.numel()}) bytes"
+                f"the encoded bytes are {encoded.numel()} long, but {self.name!r} writes"
+                f" {floats.numel()} elements as {wanted}: give exactly"
+                f" encoded_bytes({floats.numel()}) bytes"
             )
         if encoded.device != floats.device:
-            raise ValueError(f"{what} is on {floats.device} and the encoded bytes are on {encoded.device}, expected one device")
+            raise ValueError(
+                f"{what} is on {floats.device} and the encoded bytes are on {encoded.device},"
+                " expected one device"
+            )

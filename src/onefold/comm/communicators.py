@@ -1,11 +1,13 @@
-"""Communicators of the engine's own, over the ranks of one group: made, split, given up and given back.
+"""Communicators of the engine's own, over the ranks of one group: made, split, given up and given
+back.
 
     gloo      new_group
     native    split_group of one that is there, if the backend can split and the process group was made with its device; else new_group
 
-[Note: NCCL's patience] A wait for NCCL is the device's, so that the host learns of a rank that does not come at the end of the backward
-pass, in the exchange over gloo, and says so in a `StallError`. NCCL has a watchdog of its own that ends the process without one. A native
-communicator therefore has twice the time and half a minute: the exchange begins at most a pass after the move that waits.
+[Note: NCCL's patience] A wait for NCCL is the device's, so that the host learns of a rank that does
+not come at the end of the backward pass, in the exchange over gloo, and says so in a `StallError`.
+NCCL has a watchdog of its own that ends the process without one. A native communicator therefore
+has twice the time and half a minute: the exchange begins at most a pass after the move that waits.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ MARGIN = 30.0
 
 
 class Communicators:
-    """Makes communicators over `ranks` (global, in the order of their numbers). Collective over them.
+    """Makes communicators over `ranks` (global, in the order of their numbers). Collective over
+    them.
 
     Attributes:
         native: those that are not gloo's.
@@ -38,7 +41,9 @@ class Communicators:
         self.native: list[Any] = []
         self._made: list[Any] = []
 
-    def make(self, backend: str, timeout: float | None = None, where: str = "shard()", parent: Any = None) -> Any:
+    def make(
+        self, backend: str, timeout: float | None = None, where: str = "shard()", parent: Any = None
+    ) -> Any:
         """One more.
 
         Args:
@@ -49,25 +54,39 @@ class Communicators:
         Raises:
             StallError: the other ranks do not come.
         """
-        return self._make(backend, self.timeout if timeout is None else timeout, where, parent, [list(range(len(self.ranks)))])
+        return self._make(
+            backend,
+            self.timeout if timeout is None else timeout,
+            where,
+            parent,
+            [list(range(len(self.ranks)))],
+        )
 
     def make_part(self, backend: str, parent: Any, parts: list[list[int]]) -> Any:
         """One over those of `parts` that this rank is in, which are these ranks.
 
         Args:
-            parent: a communicator over the union of `parts`. parts: its ranks by its own numbers, divided.
+            parent: a communicator over the union of `parts`. parts: its ranks by its own numbers,
+                divided.
         """
         return self._make(backend, self.timeout, "shard()", parent, parts)
 
-    def _make(self, backend: str, timeout: float, where: str, parent: Any, parts: list[list[int]]) -> Any:
+    def _make(
+        self, backend: str, timeout: float, where: str, parent: Any, parts: list[list[int]]
+    ) -> Any:
         patience = timedelta(seconds=timeout if backend == "gloo" else 2 * timeout + MARGIN)
         start = time.perf_counter()
         try:
             if backend != "gloo" and self._can_split(parent):
                 made = _split(parent, parts, patience, f"{self.device.type}:{backend}")
             else:
-                # A subset calls new_group without the others, which use_local_synchronization allows; over all ranks it is collective.
-                options: dict[str, Any] = {} if len(self.ranks) == dist.get_world_size() else {"use_local_synchronization": True}
+                # A subset calls new_group without the others, which use_local_synchronization
+                # allows; over all ranks it is collective.
+                options: dict[str, Any] = (
+                    {}
+                    if len(self.ranks) == dist.get_world_size()
+                    else {"use_local_synchronization": True}
+                )
                 made = dist.new_group(self.ranks, backend=backend, timeout=patience, **options)
         except RuntimeError as error:
             raise self.alone(time.perf_counter() - start, where, error) from None
@@ -77,12 +96,15 @@ class Communicators:
         return made
 
     def _can_split(self, parent: Any) -> bool:
-        """Whether torch splits `parent` (None: the default group): it wants to know the device since the process group was made."""
+        """Whether torch splits `parent` (None: the default group): it wants to know the device
+        since the process group was made.
+        """
         default = dist.distributed_c10d._get_default_group()
         if getattr(default, "bound_device_id", None) is None or not hasattr(dist, "split_group"):
             return False
         group = default if parent is None else parent
-        if str(dist.get_backend(group)) == "undefined":  # torch splits no group of backends that it chose by itself
+        # Torch splits no group of backends that it chose by itself
+        if str(dist.get_backend(group)) == "undefined":
             return False
         try:
             found = group._get_backend(self.device)
@@ -93,24 +115,30 @@ class Communicators:
     def alone(self, waited: float, where: str, error: Exception) -> StallError:
         """What a rank says that waited in `where` for the others."""
         return StallError(
-            f"rank {dist.get_rank()} waited {waited:.0f} s in {where} for the other ranks of {self.ranks} "
-            f"to call it too. (backend: {str(error).splitlines()[0][:200]})"
+            f"rank {dist.get_rank()} waited {waited:.0f} s in {where} for the other ranks of"
+            f" {self.ranks} to call it too. (backend: {str(error).splitlines()[0][:200]})"
         )
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[None]:
-        """Inside, the ranks of a subset know equally many groups, and more than when they last made one.
+        """Inside, the ranks of a subset know equally many groups, and more than when they last made
+        one.
 
-        torch makes the name by which a subset's new group meets from its ranks and that number: a rank that is in more groups than
-        another would wait under another name, and after a group has gone the next would meet at its stale addresses. Lone groups make
-        up the difference.
+        torch makes the name by which a subset's new group meets from its ranks and that number: a
+        rank that is in more groups than another would wait under another name, and after a group
+        has gone the next would meet at its stale addresses. Lone groups make up the difference.
         """
         known = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", None)
         if len(self.ranks) == dist.get_world_size() or known is None:
             yield
             return
-        me, store, name = dist.get_rank(), dist.distributed_c10d._get_default_store(), f"onefold/groups/{self.ranks}/"
-        turn = store.add(f"{name}turns/{me}", 1)  # the same on every rank, since each comes here as often as the others
+        me, store, name = (
+            dist.get_rank(),
+            dist.distributed_c10d._get_default_store(),
+            f"onefold/groups/{self.ranks}/",
+        )
+        # The same on every rank, since each comes here as often as the others
+        turn = store.add(f"{name}turns/{me}", 1)
         used = int(store.get(f"{name}used/{me}")) if turn > 1 else 0
         store.set(f"{name}{turn}/{me}", str(max(len(known), used)))
         keys, start = [f"{name}{turn}/{rank}" for rank in self.ranks], time.perf_counter()
@@ -119,7 +147,10 @@ class Communicators:
         except RuntimeError as error:
             raise self.alone(time.perf_counter() - start, "shard()", error) from None
         most = max(int(store.get(key)) for key in keys)
-        fill = [dist.new_group([me], backend="gloo", use_local_synchronization=True) for _ in range(most - len(known))]
+        fill = [
+            dist.new_group([me], backend="gloo", use_local_synchronization=True)
+            for _ in range(most - len(known))
+        ]
         try:
             yield
         finally:
@@ -128,7 +159,9 @@ class Communicators:
                 dist.destroy_process_group(lone)
 
     def give_up(self) -> None:
-        """Abort the native ones: what waits in them for a rank that does not come lets go of the device. Local."""
+        """Abort the native ones: what waits in them for a rank that does not come lets go of the
+        device. Local.
+        """
         native, self.native = self.native, []
         for group in native:
             with contextlib.suppress(Exception):  # gone already
@@ -144,6 +177,9 @@ class Communicators:
 
 def _split(parent: Any, parts: list[list[int]], patience: timedelta, backend: str) -> Any:
     options = {}
-    if ":" in str(dist.get_backend(parent)) and "backend" in inspect.signature(dist.split_group).parameters:
+    if (
+        ":" in str(dist.get_backend(parent))
+        and "backend" in inspect.signature(dist.split_group).parameters
+    ):
         options["backend"] = backend  # else all backends of the parent are split, gloo's too
     return dist.split_group(parent, parts, timeout=patience, **options)

@@ -1,4 +1,5 @@
-"""Which tensors Triton's kernels serve, and how a kernel is launched: under a guard of the device that its tensors are on.
+"""Which tensors Triton's kernels serve, and how a kernel is launched: under a guard of the device
+that its tensors are on.
 
 | what              | served by kernels                                          | else by torch, with equal bits        |
 |-------------------|------------------------------------------------------------|---------------------------------------|
@@ -6,14 +7,16 @@
 | Triton            | installed, and able to build and launch a kernel           | missing, or broken: a warning says so |
 | kind of tensor    | one with memory                                            | a FakeTensor                          |
 
-8.0 is the least that Triton supports. No kernel asks for more: bf16 and e4m3 are made by integer arithmetic, because conversions differ by
-architecture (cvt to e4m3 exists from 8.9 on) and by what they make of values that are out of range.
+8.0 is the least that Triton supports. No kernel asks for more: bf16 and e4m3 are made by integer
+arithmetic, because conversions differ by architecture (cvt to e4m3 exists from 8.9 on) and by what
+they make of values that are out of range.
 
-With TRITON_INTERPRET=1 in the environment kernels run in Triton's interpreter, and serve tensors of the CPU: whatever uses them can be
-tried on any machine, slowly.
+With TRITON_INTERPRET=1 in the environment kernels run in Triton's interpreter, and serve tensors of
+the CPU: whatever uses them can be tried on any machine, slowly.
 
-[Note: the tensor's device] Triton launches on the current device of the calling thread and on that device's current stream, whatever its
-arguments are. On another device than the tensors' the pointers are foreign there: an error, or reads over the link between the two.
+[Note: the tensor's device] Triton launches on the current device of the calling thread and on that
+device's current stream, whatever its arguments are. On another device than the tensors' the
+pointers are foreign there: an error, or reads over the link between the two.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from onefold.device import guard
 
 _COMPUTE_CAPABILITY = (8, 0)
-#: How every kernel is compiled. Products are not fused with sums: a fused operation rounds once where torch's two operations round twice.
+#: How every kernel is compiled. Products are not fused with sums: a fused operation rounds once
+#: where torch's two operations round twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 #: Read once, as Triton does when it is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,7 +45,9 @@ _allowed: ContextVar[bool] = ContextVar("kernels_are_allowed", default=True)
 
 
 def launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **options: Any) -> None:
-    """Start `programs` programs of a Triton kernel on the device of `like`, on its current stream; see [Note: the tensor's device]."""
+    """Start `programs` programs of a Triton kernel on the device of `like`, on its current stream;
+    see [Note: the tensor's device].
+    """
     if programs:
         with guard(like.device):
             kernel[(programs,)](*arguments, **OPTIONS, **options)
@@ -56,7 +62,9 @@ def served(like: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def by_torch() -> Iterator[None]:
-    """Inside, torch's operations do what kernels do otherwise. For this thread; to compare the two."""
+    """Inside, torch's operations do what kernels do otherwise. For this thread; to compare the
+    two.
+    """
     token = _allowed.set(False)
     try:
         yield
@@ -75,7 +83,9 @@ def usable(device: torch.device) -> bool:
 
 
 def _starts(device: torch.device) -> bool:
-    """Whether Triton can build and launch: it needs a C compiler and Python's headers, which a slim image may lack."""
+    """Whether Triton can build and launch: it needs a C compiler and Python's headers, which a slim
+    image may lack.
+    """
     try:
         from onefold.comm.triton_floats import nothing
 
@@ -83,8 +93,9 @@ def _starts(device: torch.device) -> bool:
     except Exception as error:  # whatever it is, torch's operations give the same bits
         said = str(error).splitlines()
         warnings.warn(
-            f"Triton is installed but cannot run a kernel ({type(error).__name__}: {said[0] if said else ''}). "
-            "Sums and codecs use torch's operations: the same results, more slowly.",
+            f"Triton is installed but cannot run a kernel ({type(error).__name__}:"
+            f" {said[0] if said else ''}). Sums and codecs use torch's operations: the same"
+            " results, more slowly.",
             stacklevel=2,
         )
         return False

@@ -1,8 +1,10 @@
 """The traffic ledger: what this rank sent, by move and by unit, and how long it stood still for it.
 
-Bytes are exact and counted where a move is launched. A move is also entered as an event with its start, its end and the seconds that were
-*exposed*: during which the rank waited for it and did nothing else. No synchronization is added: on gloo the engine's own waits are
-timed, on CUDA a pair of events on the compute stream around the wait is read after both have passed.
+Bytes are exact and counted where a move is launched. A move is also entered as an event with its
+start, its end and the seconds that were
+*exposed*: during which the rank waited for it and did nothing else. No synchronization is added: on
+gloo the engine's own waits are timed, on CUDA a pair of events on the compute stream around the
+wait is read after both have passed.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ class TrafficEvent:
     """One move of one unit.
 
     Attributes:
-        move: "all-gather", "reduce-scatter", "all-reduce", "control" or "state". nbytes: payload bytes sent by this rank.
-        peers: ranks of the group. group: which they are, such as "0-7" or "0,8". dtype: on the wire, such as "float32".
+        move: "all-gather", "reduce-scatter", "all-reduce", "control" or "state". nbytes: payload
+            bytes sent by this rank.
+        peers: ranks of the group. group: which they are, such as "0-7" or "0,8". dtype: on the
+            wire, such as "float32".
         step, phase: when the engine launched it.
-        launched, landed: seconds of `time.perf_counter`; landed is when this rank had what it needed, None while under way.
+        launched, landed: seconds of `time.perf_counter`; landed is when this rank had what it
+            needed, None while under way.
         exposed: seconds in which the rank waited for it.
         between: of `nbytes`, those to ranks on other nodes (`Group.borders`).
-        plain, plain_between: what `nbytes` and `between` were encoded from; 0 where they travelled as they are.
+        plain, plain_between: what `nbytes` and `between` were encoded from; 0 where they travelled
+            as they are.
     """
 
     move: str
@@ -77,7 +83,12 @@ class Sent:
         )
 
     def __floordiv__(self, steps: int) -> Sent:
-        return Sent(self.nbytes // steps, self.between // steps, self.plain // steps, self.plain_between // steps)
+        return Sent(
+            self.nbytes // steps,
+            self.between // steps,
+            self.plain // steps,
+            self.plain_between // steps,
+        )
 
     @property
     def encoded(self) -> bool:
@@ -86,13 +97,16 @@ class Sent:
 
 
 class TrafficLedger:
-    """Counts payload bytes sent by this rank. `control` messages (a few hundred bytes a step) are kept apart from the payload.
+    """Counts payload bytes sent by this rank. `control` messages (a few hundred bytes a step) are
+    kept apart from the payload.
 
-    Bytes and exposed seconds are counted always; single events are kept only while somebody records (`wanted`).
+    Bytes and exposed seconds are counted always; single events are kept only while somebody records
+    (`wanted`).
     """
 
     def __init__(self) -> None:
-        self.wanted: Callable[[], bool] = bool  # whether events are kept, asked at each move; bool() is False
+        # Whether events are kept, asked at each move; bool() is False
+        self.wanted: Callable[[], bool] = bool
         self.events: deque[TrafficEvent] = deque(maxlen=WINDOW)
         self._marks: deque[tuple[Any, Any, TrafficEvent | None]] = deque()
         self.reset()
@@ -122,7 +136,20 @@ class TrafficLedger:
         """Enter a move that is about to start; the event is completed by `waited`."""
         self._moves[move, unit] += nbytes
         event = TrafficEvent(
-            move, unit, nbytes, peers, dtype, phase, step, time.perf_counter(), None, 0.0, group, between, plain, plain_between
+            move,
+            unit,
+            nbytes,
+            peers,
+            dtype,
+            phase,
+            step,
+            time.perf_counter(),
+            None,
+            0.0,
+            group,
+            between,
+            plain,
+            plain_between,
         )
         self._sent[move] = self._sent.get(move, Sent()) + Sent.of(event)
         if self.wanted():
@@ -137,7 +164,9 @@ class TrafficLedger:
             event.landed, event.exposed = now, event.exposed + now - since
 
     def marked(self, event: TrafficEvent | None, start: Any, end: Any) -> None:
-        """The same on CUDA: `start` and `end` are timing events on the compute stream around its wait."""
+        """The same on CUDA: `start` and `end` are timing events on the compute stream around its
+        wait.
+        """
         if event is not None:
             event.landed = time.perf_counter()  # refined when the marks have passed
         self._marks.append((start, end, event))
@@ -154,7 +183,9 @@ class TrafficLedger:
 
     @property
     def exposed(self) -> float:
-        """Seconds since the last reset in which this rank waited for others: payload and control messages."""
+        """Seconds since the last reset in which this rank waited for others: payload and control
+        messages.
+        """
         if self._marks:
             self.settle()
         return self._exposed
@@ -164,7 +195,9 @@ class TrafficLedger:
         return sum(self._moves.values())
 
     def by_move(self) -> dict[str, int]:
-        """Bytes by move: 'all-gather', 'reduce-scatter', 'all-reduce', and 'state' (saving, loading, full_params)."""
+        """Bytes by move: 'all-gather', 'reduce-scatter', 'all-reduce', and 'state' (saving,
+        loading, full_params).
+        """
         out: Counter[str] = Counter()
         for (move, _), nbytes in self._moves.items():
             out[move] += nbytes

@@ -1,4 +1,6 @@
-"""Who the ranks of an axis are: of a process group, a mesh or nothing, and by which backend they move tensors."""
+"""Who the ranks of an axis are: of a process group, a mesh or nothing, and by which backend they
+move tensors.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def members(given: Any) -> tuple[Any, list[int]]:
-    """The process group that `given` stands for (None: the default one, or none at all), and its global ranks; [0] for a lone process.
+    """The process group that `given` stands for (None: the default one, or none at all), and its
+    global ranks; [0] for a lone process.
 
     Raises:
         ValueError: it is none, there are no process groups, or this rank is not in it.
@@ -31,8 +34,9 @@ def members(given: Any) -> tuple[Any, list[int]]:
     if not (dist.is_available() and dist.is_initialized()):
         if given is not None:
             raise ValueError(
-                f"group={given!r} was given, but this process is in no process group: call torch.distributed.init_process_group() "
-                "first, or leave group out to run on one process."
+                f"group={given!r} was given, but this process is in no process group: call"
+                " torch.distributed.init_process_group() first, or leave group out to run on one"
+                " process."
             )
         return None, [0]
     rank, group = dist.get_rank(), given
@@ -42,8 +46,9 @@ def members(given: Any) -> tuple[Any, list[int]]:
     if hasattr(given, "get_group"):
         if getattr(given, "ndim", 1) != 1:
             raise ValueError(
-                f"group is a DeviceMesh of {given.ndim} dimensions {given.mesh_dim_names or ''}: expected a one-dimensional one, "
-                "such as mesh['data'] of a mesh with named dimensions."
+                f"group is a DeviceMesh of {given.ndim} dimensions {given.mesh_dim_names or ''}:"
+                " expected a one-dimensional one, such as mesh['data'] of a mesh with named"
+                " dimensions."
             )
         if getattr(given, "get_coordinate", list)() is None:
             raise ValueError(outside.format(f" {given!r}"))
@@ -52,13 +57,16 @@ def members(given: Any) -> tuple[Any, list[int]]:
         return None, list(range(dist.get_world_size()))
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"group={given!r}: expected a torch.distributed ProcessGroup (dist.new_group([0, 1])), a one-dimensional DeviceMesh, "
-            "or None for all ranks."
+            f"group={given!r}: expected a torch.distributed ProcessGroup (dist.new_group([0, 1])),"
+            " a one-dimensional DeviceMesh, or None for all ranks."
         )
     try:
         ranks = dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
-        raise ValueError(f"group={given!r} is no process group of this process (any more): it was destroyed, or made elsewhere.") from None
+        raise ValueError(
+            f"group={given!r} is no process group of this process (any more): it was destroyed, or"
+            " made elsewhere."
+        ) from None
     if rank not in ranks:
         raise ValueError(outside.format(f" of ranks {ranks}"))
     return group, ranks
@@ -67,13 +75,15 @@ def members(given: Any) -> tuple[Any, list[int]]:
 def backend_of(process_group: Any, device: torch.device) -> str:
     """The backend that moves tensors of `device` in this group: 'gloo', 'nccl', ...
 
-    A group that was made without a backend has one for each type of device, as torch chose them. gloo that was asked for by its name moves
-    tensors of any device, through the host.
+    A group that was made without a backend has one for each type of device, as torch chose them.
+    gloo that was asked for by its name moves tensors of any device, through the host.
 
     Raises:
         ValueError: the group has no backend for such tensors.
     """
-    backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(",") if ":" in part)
+    backends = dict(
+        part.split(":") for part in dist.get_backend_config(process_group).split(",") if ":" in part
+    )
     found = backends.get(device.type)
     if found is not None:
         return found
@@ -82,6 +92,8 @@ def backend_of(process_group: Any, device: torch.device) -> str:
     has = ", ".join(f"{name} for {kind}" for kind, name in backends.items())
     wanted = f"cpu:gloo,{device.type}:{backend_name(device)}" if device.type != "cpu" else "gloo"
     raise ValueError(
-        f"the model is on {device}, and the process group has no backend for {device.type!r} tensors (it has {has or 'none'}): start it "
-        f"with torch.distributed.init_process_group({wanted!r}), or give shard() another group or device."
+        f"the model is on {device}, and the process group has no backend for {device.type!r}"
+        f" tensors (it has {has or 'none'}): start it with"
+        f" torch.distributed.init_process_group({wanted!r}), or give shard() another group or"
+        " device."
     )

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class Pending:
-    """Messages under way. `wait` returns when this rank's buffers are complete (on CUDA: in the order of the current stream)."""
+    """Messages under way. `wait` returns when this rank's buffers are complete (on CUDA: in the
+    order of the current stream).
+    """
 
     __slots__ = ("_after", "_group", "_keep", "_works", "event", "place")
 
@@ -29,7 +31,14 @@ class Pending:
         keep: Any = None,
         after: Sequence[Callable[[], object]] = (),
     ) -> None:
-        self._group, self._works, self.place, self.event, self._keep, self._after = group, works, place, event, keep, after
+        self._group, self._works, self.place, self.event, self._keep, self._after = (
+            group,
+            works,
+            place,
+            event,
+            keep,
+            after,
+        )
 
     def wait(self) -> None:
         if self._works:
@@ -41,12 +50,15 @@ class Pending:
 
 
 class Chain(Pending):
-    """A move after a move that brings what it sends. On CUDA the second waits on a stream of its own.
+    """A move after a move that brings what it sends. On CUDA the second waits on a stream of its
+    own.
 
-    [Note: chains go on in order] On gloo nobody can ask whether the first move is done, so the second begins when this rank waits for it,
-    or for anything behind it: every wait begins the second moves of the chains before it, in the order that they were made, which is the
-    same on all ranks; that of a reduction those up to its unit. So a rank that took part in a gather and went on without using it does not
-    keep the others waiting.
+    [Note: chains go on in order] On gloo nobody can ask whether the first move is done, so the
+    second begins when this rank waits for it,
+    or for anything behind it: every wait begins the second moves of the chains before it, in the
+    order that they were made, which is the same on all ranks; that of a reduction those up to its
+    unit. So a rank that took part in a gather and went on without using it does not keep the others
+    waiting.
     """
 
     __slots__ = ("_first", "_second", "_then")
@@ -57,8 +69,10 @@ class Chain(Pending):
         self._then: Callable[[], Pending] | None = then
         self._second: Pending | None = None
         self.place, self.event = first.place, first.event
-        if group.relay is not None:  # the relay waits for the first move, the compute stream for the second only
-            # And for nothing else: what the second move reads was there, or was on its way, when the first was launched.
+        # The relay waits for the first move, the compute stream for the second only
+        if group.relay is not None:
+            # And for nothing else: what the second move reads was there, or was on its way, when
+            # the first was launched.
             with use_stream(group.relay):
                 self.begin()
         else:
@@ -82,7 +96,9 @@ class Chain(Pending):
 
 
 class Chains:
-    """The chains of a group whose second moves have not begun, in the order that they were made. See [Note: chains go on in order]."""
+    """The chains of a group whose second moves have not begun, in the order that they were made.
+    See [Note: chains go on in order].
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Chain] = deque()
@@ -106,11 +122,15 @@ class Chains:
                     break
 
     def relay_before(self, place: CollectiveContext) -> None:
-        """Begin those that others may wait for before they do what is about to be waited for here."""
+        """Begin those that others may wait for before they do what is about to be waited for
+        here.
+        """
         if place.move not in ("reduce-scatter", "all-reduce"):
             self.relay()
         elif own := [chain for chain in self._waiting if chain.place.unit == place.unit]:
-            self.relay(own[-1])  # what is gathered behind the unit others may begin to gather once they have this reduction
+            # What is gathered behind the unit others may begin to gather once they have this
+            # reduction
+            self.relay(own[-1])
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -1,8 +1,9 @@
 """What a rank says when the others do not come.
 
-A wait that fails, by time or because a peer's connection closed, ends in a `StallError` on every rank that takes part. Before
-raising, a rank leaves a note in the rendezvous store (who, where, since when) and reads the notes of the others, so that the
-error names every rank's place. A rank that left no note was not waiting in any collective of this model.
+A wait that fails, by time or because a peer's connection closed, ends in a `StallError` on every
+rank that takes part. Before raising, a rank leaves a note in the rendezvous store (who, where,
+since when) and reads the notes of the others, so that the error names every rank's place. A rank
+that left no note was not waiting in any collective of this model.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import torch.distributed as dist
 
 
 class StallError(RuntimeError):
-    """A rank fell out of step: the message names rank, unit, step and the collective each rank is waiting in."""
+    """A rank fell out of step: the message names rank, unit, step and the collective each rank is
+    waiting in.
+    """
 
 
 @dataclass
 class CollectiveContext:
-    """Where a rank stands: the move, the unit it is for, the step, the phase (forward, backward, state)."""
+    """Where a rank stands: the move, the unit it is for, the step, the phase (forward, backward,
+    state).
+    """
 
     move: str
     unit: str
@@ -36,8 +41,18 @@ class CollectiveContext:
 GRACE = 3.0
 
 
-def explain(place: CollectiveContext, waited: float, cause: Exception, group_name: str, rank: int, ranks: list[int], heard: int | None) -> StallError:
-    """Exchange notes through the store and build the error. `ranks` are global ranks; `heard` the last step that all ended."""
+def explain(
+    place: CollectiveContext,
+    waited: float,
+    cause: Exception,
+    group_name: str,
+    rank: int,
+    ranks: list[int],
+    heard: int | None,
+) -> StallError:
+    """Exchange notes through the store and build the error. `ranks` are global ranks; `heard` the
+    last step that all ended.
+    """
     notes: dict[int, str] = {rank: f"{place}, {waited:.1f} s"}
     missing = [r for r in ranks if r != rank]
     try:
@@ -56,18 +71,30 @@ def explain(place: CollectiveContext, waited: float, cause: Exception, group_nam
     except Exception:  # the store may be gone with its rank; the error must come out all the same
         pass
     for other in missing:
-        notes[other] = "not waiting in any collective of this model (ended, or busy elsewhere); " + (
-            f"last heard of at the end of step {heard}" if heard is not None else "not heard of yet"
+        notes[other] = (
+            "not waiting in any collective of this model (ended, or busy elsewhere); "
+            + (
+                f"last heard of at the end of step {heard}"
+                if heard is not None
+                else "not heard of yet"
+            )
         )
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     closed = "closed" in text or "reset" in text
     lines = [
         f"rank {rank} gave up {place} after {waited:.1f} s: "
-        + ("a peer's connection closed (a rank ended or gave up first)." if closed else "the other ranks did not come."),
+        + (
+            "a peer's connection closed (a rank ended or gave up first)."
+            if closed
+            else "the other ranks did not come."
+        ),
         "Where each rank stands:",
         *(f"  rank {r}: {notes[r]}" for r in sorted(notes)),
-        "Ranks must run the same forward and backward passes on a sharded model, each with a batch of its own. "
-        "If a rank may be slower than this, raise stall_timeout in the recipe.",
+        (
+            "Ranks must run the same forward and backward passes on a sharded model, each with a"
+            " batch of its own. If a rank may be slower than this, raise stall_timeout in the"
+            " recipe."
+        ),
         f"(backend: {text[:200]})",
     ]
     return StallError("\n".join(lines))

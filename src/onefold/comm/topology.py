@@ -1,13 +1,15 @@
 """Two levels of ranks: groups of `inner` neighbours (as a rule a node), and `outer` such groups.
 
-Six ranks in groups of three; in the first picture by their numbers, in the second by their positions in the address space:
+Six ranks in groups of three; in the first picture by their numbers, in the second by their
+positions in the address space:
 
     group 0    rank 0   rank 1   rank 2         group 0    0   2   4        inside: 0 2 4  |  1 3 5
     group 1    rank 3   rank 4   rank 5         group 1    1   3   5        across: 0 1  |  2 3  |  4 5
 
-[Note: positions] A rank's interval of a flat buffer is that of its position, and positions count across the groups first. So the
-intervals of the ranks that hold the same part in different groups (`inter_group`) lie side by side, and what one of them gathers there is one
-interval of the division among the ranks of a group (`intra_group`): moves over both levels need no reordering.
+[Note: positions] A rank's interval of a flat buffer is that of its position, and positions count
+across the groups first. So the intervals of the ranks that hold the same part in different groups
+(`inter_group`) lie side by side, and what one of them gathers there is one interval of the division
+among the ranks of a group (`intra_group`): moves over both levels need no reordering.
 
 | group given      | ranks of a group, where each node has the same number of neighbouring ranks, above 1 | elsewhere             |
 |------------------|------------------------------------------------------------------------------------|-----------------------|
@@ -44,8 +46,9 @@ class Topology:
         if self.inner < 1 or self.size % self.inner:
             fitting = [n for n in range(1, self.size + 1) if self.size % n == 0]
             raise ValueError(
-                f"groups of {self.inner} ranks do not divide {self.size} rank{'s' if self.size > 1 else ''}: "
-                f"choose a size of {', '.join(map(str, fitting))}."
+                f"groups of {self.inner} ranks do not divide {self.size}"
+                f" rank{'s' if self.size > 1 else ''}: choose a size of"
+                f" {', '.join(map(str, fitting))}."
             )
 
     @property
@@ -63,15 +66,21 @@ class Topology:
         return list(range(position % self.outer, self.size, self.outer))
 
     def inter_group(self, position: int) -> list[int]:
-        """The positions that hold in other groups what `position` holds in its own, itself among them."""
+        """The positions that hold in other groups what `position` holds in its own, itself among
+        them.
+        """
         first = position // self.outer * self.outer
         return list(range(first, first + self.outer))
 
 
-def ranks_of_a_node(environment: Mapping[str, str] = os.environ, world_size: int | None = None) -> int | None:
-    """How many ranks each node has, as the launcher says (torchrun and those that set the same variables); None if it does not say.
+def ranks_of_a_node(
+    environment: Mapping[str, str] = os.environ, world_size: int | None = None
+) -> int | None:
+    """How many ranks each node has, as the launcher says (torchrun and those that set the same
+    variables); None if it does not say.
 
-    `world_size`: of the run. What a launcher says of another number of ranks is of another run, inside which this one was started.
+    `world_size`: of the run. What a launcher says of another number of ranks is of another run,
+    inside which this one was started.
     """
     try:
         here, all_of_them = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
@@ -83,10 +92,12 @@ def ranks_of_a_node(environment: Mapping[str, str] = os.environ, world_size: int
 
 
 def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None) -> int:
-    """Ranks of a group, by the table of this module; `per_node` is None where nobody says where nodes end.
+    """Ranks of a group, by the table of this module; `per_node` is None where nobody says where
+    nodes end.
 
     Raises:
-        ValueError: "node" was asked for, and `ranks` are spread over nodes unevenly, or not in a row.
+        ValueError: "node" was asked for, and `ranks` are spread over nodes unevenly, or not in a
+            row.
     """
     if group == FLAT or (group in (None, NODE) and per_node is None):
         return len(ranks)
@@ -99,21 +110,27 @@ def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None
         return len(ranks) if uneven or each == 1 else each
     if uneven:
         raise ValueError(
-            f"group='node': ranks {list(ranks)} lie on nodes {nodes}, unevenly. Give the same number of neighbouring ranks on each node, "
-            "or the number of ranks of a group."
+            f"group='node': ranks {list(ranks)} lie on nodes {nodes}, unevenly. Give the same"
+            " number of neighbouring ranks on each node, or the number of ranks of a group."
         )
     return each
 
 
 def nodes_of(ranks: Sequence[int], per_node: int | None) -> list[int]:
-    """The node of each global rank, where each node has `per_node` ranks in a row; None: all are on one."""
+    """The node of each global rank, where each node has `per_node` ranks in a row; None: all are on
+    one.
+    """
     return [rank // per_node if per_node else 0 for rank in ranks]
 
 
-def sides_of(ranks: Sequence[int], per_node: int | None, group: int | str | None, topology: Topology) -> tuple[list[int], str]:
-    """What counts as a node of the ranks at each position, and how many there are, in words; "" where there is one.
+def sides_of(
+    ranks: Sequence[int], per_node: int | None, group: int | str | None, topology: Topology
+) -> tuple[list[int], str]:
+    """What counts as a node of the ranks at each position, and how many there are, in words; ""
+    where there is one.
 
-    The launcher's nodes; where it knows of one only, groups of a number of ranks that the recipe names stand for nodes.
+    The launcher's nodes; where it knows of one only, groups of a number of ranks that the recipe
+    names stand for nodes.
     """
     nodes, name = nodes_of(ranks, per_node), "nodes"
     if len(set(nodes)) == 1 and isinstance(group, int):

@@ -1,4 +1,5 @@
-"""Floats of 16 bits in Triton's kernels, bit for bit as torch converts them, on every architecture and in Triton's interpreter.
+"""Floats of 16 bits in Triton's kernels, bit for bit as torch converts them, on every architecture
+and in Triton's interpreter.
 
 | conversion   | here                                       | why not `.to()`                                                             |
 |--------------|--------------------------------------------|-----------------------------------------------------------------------------|
@@ -6,7 +7,8 @@
 | fp32 → bf16  | integers: half a unit added, then cut off  | the interpreter cuts off; before 9.0 the instruction has no scalar form     |
 | fp16 ↔ fp32  | `.to()`                                    | IEEE, subnormals included, everywhere                                       |
 
-NaN stays NaN; which of its payloads comes out is not promised (torch's differ between CPU and CUDA as well).
+NaN stays NaN; which of its payloads comes out is not promised (torch's differ between CPU and CUDA
+as well).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The kernel of sums.py: every part is read once, the result is written once. See [Note: the order of a sum] there.
+"""The kernel of sums.py: every part is read once, the result is written once. See [Note: the order
+of a sum] there.
 
-A program adds up `BLOCK` elements of all ranks. Its loop runs over the rows of the receive buffer, however many there are: one kernel for
-any number of ranks. The loads of a row do not depend on the sum so far, and an SM has 16 programs, so that memory is kept busy.
+A program adds up `BLOCK` elements of all ranks. Its loop runs over the rows of the receive buffer,
+however many there are: one kernel for any number of ranks. The loads of a row do not depend on the
+sum so far, and an SM has 16 programs, so that memory is kept busy.
 
 What would change bits on a GPU, and what is done about it:
 
@@ -23,14 +25,20 @@ import triton.language as tl
 from onefold.comm.launching import launch
 from onefold.comm.triton_floats import narrow, wide
 
-#: Elements of one program: 8 for each of its 128 threads, one load of 16 bytes from a row of 16-bit parts.
+#: Elements of one program: 8 for each of its 128 threads, one load of 16 bytes from a row of 16-bit
+#: parts.
 BLOCK = 1024
 _NEGATIVE_ZERO = tl.constexpr(-0x80000000)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def sum_parts(
-    parts: torch.Tensor, out: torch.Tensor, scale: float, own: torch.Tensor | None, rank: int, round_to: torch.dtype | None
+    parts: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    own: torch.Tensor | None,
+    rank: int,
+    round_to: torch.dtype | None,
 ) -> None:
     """See sums.py; also runs on CPU tensors under Triton's interpreter."""
     n = out.numel()
@@ -41,11 +49,23 @@ def sum_parts(
     )  # fmt: skip
 
 
-# Lengths and distances that 16 divides have a variant of their own, since only those let a thread load 16 bytes at once. Numbers of ranks
-# must not: 1, 16 and all others would be compiled apart. `n` and `stride` of 2**31 or more are int64, another variant.
+# Lengths and distances that 16 divides have a variant of their own, since only those let a thread
+# load 16 bytes at once. Numbers of ranks
+# must not: 1, 16 and all others would be compiled apart. `n` and `stride` of 2**31 or more are
+# int64, another variant.
 @triton.jit(do_not_specialize=["rows", "rank"])
 def _sum(  # type: ignore[no-untyped-def]
-    parts, own, out, n, stride, rows, rank, scale, OWN: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
+    parts,
+    own,
+    out,
+    n,
+    stride,
+    rows,
+    rank,
+    scale,
+    OWN: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n

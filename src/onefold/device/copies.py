@@ -3,10 +3,12 @@
     computing    f0     f1     f2 ...             the host waits in `wait` alone, or beyond HOST_WINDOWS
     copies          [c0 ]  [c1 ]
 
-[Note: nothing is freed under a copy] An allocator hands device memory on in the order of the stream it was asked on. So the device's end
-of a copy is held until the host has seen that the copy is done, or until the computing stream has been told to come after it: whatever
-gets the memory next then comes after the copy. At most `window` bytes are held like this; beyond them the computing stream waits for the
-oldest, not the host. The host's end knows no streams: it is held until the copy is done.
+[Note: nothing is freed under a copy] An allocator hands device memory on in the order of the stream
+it was asked on. So the device's end of a copy is held until the host has seen that the copy is
+done, or until the computing stream has been told to come after it: whatever gets the memory next
+then comes after the copy. At most `window` bytes are held like this; beyond them the computing
+stream waits for the oldest, not the host. The host's end knows no streams: it is held until the
+copy is done.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 from onefold.device.pinned import host_empty
 from onefold.device.streams import current_stream, has_streams, new_stream, use_stream
 
-#: Bytes of copies under way whose device memory is held before the computing stream waits for the oldest: some milliseconds of the link.
+#: Bytes of copies under way whose device memory is held before the computing stream waits for the
+#: oldest: some milliseconds of the link.
 WINDOW = 128 << 20
 #: So many windows of host memory are held by copies under way before the host waits for the oldest.
 HOST_WINDOWS = 8
@@ -35,11 +38,19 @@ class Ticket(Protocol):
 
 
 class _Flying:
-    """A copy under way. `here` are its ends on the device, `host` those on the host; `stream` computed where it was asked for."""
+    """A copy under way. `here` are its ends on the device, `host` those on the host; `stream`
+    computed where it was asked for.
+    """
 
     __slots__ = ("done", "here", "host", "nbytes", "stream", "ticket")
 
-    def __init__(self, ticket: Any, ends: tuple[torch.Tensor, ...], stream: Any, done: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        ticket: Any,
+        ends: tuple[torch.Tensor, ...],
+        stream: Any,
+        done: Callable[[], None] | None,
+    ) -> None:
         self.ticket, self.stream, self.done = ticket, stream, done
         self.here: tuple[torch.Tensor, ...] = tuple(t for t in ends if t.device.type != "cpu")
         self.host: tuple[torch.Tensor, ...] = tuple(t for t in ends if t.device.type == "cpu")
@@ -54,7 +65,8 @@ class _Flying:
 
 
 class CopyStream:
-    """Copies of one device, in order. Where it has no streams a copy is done when the call returns, and its ticket is None.
+    """Copies of one device, in order. Where it has no streams a copy is done when the call returns,
+    and its ticket is None.
 
     Attributes:
         behind: whether copies run behind the computing stream.
@@ -74,17 +86,20 @@ class CopyStream:
         self._landing: deque[_Flying] = deque()  # host memory alone
         self._held = self._on_host = 0
         self._idle = True
-        self._lock = threading.RLock()  # steps behind the backward pass copy from a thread of their own
+        # Steps behind the backward pass copy from a thread of their own
+        self._lock = threading.RLock()
 
     def current(self) -> Any:
         """The stream that computes in this thread; None without streams."""
         return current_stream(self.device) if self.asynchronous else None
 
     def start(self, into: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy behind what the current stream has been given so far; the caller sees to it that both ends live long enough.
+        """Copy behind what the current stream has been given so far; the caller sees to it that
+        both ends live long enough.
 
         Args:
-            into, source: the same number of elements, any dtypes; at least one of them on the device, the other there or in pinned memory.
+            into, source: the same number of elements, any dtypes; at least one of them on the
+                device, the other there or in pinned memory.
 
         Returns: a Ticket, or None: it is done.
         """
@@ -97,8 +112,12 @@ class CopyStream:
             into.copy_(source, non_blocking=True)
             return self.stream.record_event()
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, done: Callable[[], None] | None = None) -> Any:
-        """`start`, and hold both ends. `done` is called when the device's end is let go of. Returns: a Ticket, or None."""
+    def copy(
+        self, into: torch.Tensor, source: torch.Tensor, done: Callable[[], None] | None = None
+    ) -> Any:
+        """`start`, and hold both ends. `done` is called when the device's end is let go of.
+        Returns: a Ticket, or None.
+        """
         with self._lock:
             ticket = self.start(into, source)
             if ticket is None:
@@ -128,22 +147,30 @@ class CopyStream:
             self._on_host -= self._landing.popleft().nbytes
 
     def order(self, ticket: Any, stream: Any = None) -> None:
-        """What `stream` (None: the current one) is given from here on comes after the copy. The host does not wait."""
+        """What `stream` (None: the current one) is given from here on comes after the copy. The
+        host does not wait.
+        """
         if ticket is not None:
             (self.current() if stream is None else stream).wait_event(ticket)
 
     def beside(self) -> Any:
-        """A context: this thread's work inside goes to the stream of the copies, behind what the current stream has been given so far."""
+        """A context: this thread's work inside goes to the stream of the copies, behind what the
+        current stream has been given so far.
+        """
         if self.stream is not None:
             self.stream.wait_stream(self.current())
         return use_stream(self.stream)
 
     def mark(self) -> Any:
-        """A Ticket of everything that the stream of the copies has been given so far; None without streams."""
+        """A Ticket of everything that the stream of the copies has been given so far; None without
+        streams.
+        """
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self) -> None:
-        """The host waits until every copy so far is done; not at all, if there was none since it last did."""
+        """The host waits until every copy so far is done; not at all, if there was none since it
+        last did.
+        """
         if self._idle:
             return
         with self._lock:
@@ -158,10 +185,14 @@ class CopyStream:
 
 
 class Reading:
-    """Numbers of a device on their way to the host, behind what the current stream has been given so far."""
+    """Numbers of a device on their way to the host, behind what the current stream has been given
+    so far.
+    """
 
     def __init__(self, *numbers: torch.Tensor) -> None:
-        """`numbers`: tensors of one element, of one dtype and device. Where that has no streams they are read at once."""
+        """`numbers`: tensors of one element, of one dtype and device. Where that has no streams
+        they are read at once.
+        """
         here = torch.stack([number.detach().reshape(()) for number in numbers])
         self._event: Any = None
         self._host = here

@@ -10,7 +10,9 @@ from onefold.device.place import available, with_index
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes that torch's allocator has on a device: in use now and at peak, taken from the system now and at peak."""
+    """Bytes that torch's allocator has on a device: in use now and at peak, taken from the system
+    now and at peak.
+    """
 
     allocated: int
     allocated_peak: int
@@ -19,12 +21,19 @@ class MemoryFigures(NamedTuple):
 
 
 def memory_figures(device: torch.device) -> MemoryFigures | None:
-    """What torch's allocator holds on `device`; None on a CPU. Reads counters only: nothing is synchronized."""
+    """What torch's allocator holds on `device`; None on a CPU. Reads counters only: nothing is
+    synchronized.
+    """
     if device.type in ("cpu", "meta"):
         return None
     where = with_index(device)
     a = torch.accelerator
-    return MemoryFigures(a.memory_allocated(where), a.max_memory_allocated(where), a.memory_reserved(where), a.max_memory_reserved(where))
+    return MemoryFigures(
+        a.memory_allocated(where),
+        a.max_memory_allocated(where),
+        a.memory_reserved(where),
+        a.max_memory_reserved(where),
+    )
 
 
 def free_memory(device: torch.device | None = None) -> int:
@@ -48,4 +57,6 @@ def device_names() -> tuple[str, ...]:
         return ()
     module = torch.get_device_module(found)
     named = getattr(module, "get_device_name", None)
-    return tuple(str(named(i)) if named is not None else f"{found.type}:{i}" for i in range(device_count()))
+    return tuple(
+        str(named(i)) if named is not None else f"{found.type}:{i}" for i in range(device_count())
+    )

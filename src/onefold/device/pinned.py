@@ -1,7 +1,8 @@
 """Host memory that a device copies from and to by itself.
 
-torch's own cache of pinned memory rounds every buffer up to a power of two and keeps it for ever. Here memory is mapped in whole pages and
-pinned where it lies, so that what is taken from the system is what is counted.
+torch's own cache of pinned memory rounds every buffer up to a power of two and keeps it for ever.
+Here memory is mapped in whole pages and pinned where it lies, so that what is taken from the system
+is what is counted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ HUGE_PAGE = 2 << 20
 SMALL = 1 << 20
 
 
-def host_pages(nbytes: int, huge: bool, device: torch.device | None = None, paged: bool = False) -> torch.Tensor:
-    """Host memory in whole pages of its own, as uint8, [nbytes]; the mapping goes with the last tensor of it.
+def host_pages(
+    nbytes: int, huge: bool, device: torch.device | None = None, paged: bool = False
+) -> torch.Tensor:
+    """Host memory in whole pages of its own, as uint8, [nbytes]; the mapping goes with the last
+    tensor of it.
 
     Args:
         huge: ask the system for huge pages.
@@ -35,7 +39,8 @@ def host_pages(nbytes: int, huge: bool, device: torch.device | None = None, page
         OSError: the system has no memory.
     """
     huge = huge and hasattr(mmap, "MADV_HUGEPAGE")
-    page = HUGE_PAGE if huge else mmap.PAGESIZE  # the kernel aligns mappings of whole huge pages only
+    # The kernel aligns mappings of whole huge pages only
+    page = HUGE_PAGE if huge else mmap.PAGESIZE
     whole = -(-nbytes // page) * page
     mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
@@ -58,8 +63,12 @@ def pin(pages: torch.Tensor, device: torch.device, owner: object) -> None:
     address, nbytes = pages.data_ptr(), pages.numel()
     code = int(runtime.cudaHostRegister(address, nbytes, 0))
     if code:
-        raise RuntimeError(f"the driver pinned no {nbytes:,} bytes of host memory: cudaHostRegister ended with error {code}")
-    # Before the memory goes. Not at the interpreter's exit: the driver may be gone by then, and its mappings with it.
+        raise RuntimeError(
+            f"the driver pinned no {nbytes:,} bytes of host memory: cudaHostRegister ended with"
+            f" error {code}"
+        )
+    # Before the memory goes. Not at the interpreter's exit: the driver may be gone by then, and its
+    # mappings with it.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
 
 
@@ -76,10 +85,14 @@ def _runtime(device: torch.device) -> Any:
     return module.cudart() if module is not None and hasattr(module, "cudart") else None
 
 
-def host_empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = False) -> torch.Tensor:
-    """A fresh one-dimensional host buffer with undefined contents for copies to and from `device`: pinned, if it has streams.
+def host_empty(
+    numel: int, dtype: torch.dtype, device: torch.device, paged: bool = False
+) -> torch.Tensor:
+    """A fresh one-dimensional host buffer with undefined contents for copies to and from `device`:
+    pinned, if it has streams.
 
-    `paged`: it begins on a page, and its last page is its own, as direct reads from a disk want them.
+    `paged`: it begins on a page, and its last page is its own, as direct reads from a disk want
+    them.
     """
     nbytes = numel * dtype.itemsize
     if not has_streams(device):
@@ -96,18 +109,23 @@ def host_empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool
 
 
 class HostBuffers:
-    """Buffers for copies to and from one device, used again as soon as nobody holds them: pinning anew takes longer than copying.
+    """Buffers for copies to and from one device, used again as soon as nobody holds them: pinning
+    anew takes longer than copying.
 
-    A copy under way holds both of its ends (see CopyStream), so what nobody holds is not being copied either.
+    A copy under way holds both of its ends (see CopyStream), so what nobody holds is not being
+    copied either.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes
-        self._lock = threading.Lock()  # steps behind the backward pass take some in a thread of their own
+        # Steps behind the backward pass take some in a thread of their own
+        self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A one-dimensional buffer with undefined contents; plain memory where the device has no streams."""
+        """A one-dimensional buffer with undefined contents; plain memory where the device has no
+        streams.
+        """
         if not has_streams(self.device) or not numel:
             return torch.empty(numel, dtype=dtype)
         nbytes = numel * dtype.itemsize

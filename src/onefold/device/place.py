@@ -19,11 +19,16 @@ def available() -> bool:
 def default_device() -> torch.device:
     """The accelerator that is current in this thread, with its index; the CPU without one."""
     found = torch.accelerator.current_accelerator() if available() else None
-    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+    return (
+        torch.device("cpu")
+        if found is None
+        else torch.device(found.type, torch.accelerator.current_device_index())
+    )
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """`device` with an index: "cuda" means the one that is current in this thread now, and goes on meaning it in every other thread.
+    """`device` with an index: "cuda" means the one that is current in this thread now, and goes on
+    meaning it in every other thread.
 
     Raises:
         ValueError: torch finds no such device.
@@ -31,20 +36,33 @@ def with_index(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.index is not None or device.type in _HOSTS:
         return device
-    if available() and (found := torch.accelerator.current_accelerator()) is not None and found.type == device.type:
+    if (
+        available()
+        and (found := torch.accelerator.current_accelerator()) is not None
+        and found.type == device.type
+    ):
         return torch.device(device.type, torch.accelerator.current_device_index())
     try:
         return torch.empty(0, device=device).device  # such as mps
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        here = ", ".join(f"{default_device().type}:{i}" for i in range(torch.accelerator.device_count())) if available() else "none"
+        here = (
+            ", ".join(
+                f"{default_device().type}:{i}" for i in range(torch.accelerator.device_count())
+            )
+            if available()
+            else "none"
+        )
         raise ValueError(
-            f"device={str(device)!r}: torch finds no such device here ({str(error).splitlines()[0]}; accelerators: {here}). "
-            "Give a device that is there, or 'cpu'."
+            f"device={str(device)!r}: torch finds no such device here"
+            f" ({str(error).splitlines()[0]}; accelerators: {here}). Give a device that is there,"
+            " or 'cpu'."
         ) from None
 
 
 def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside, `device` is this thread's current one: kernels, streams and events that name no device go there."""
+    """Inside, `device` is this thread's current one: kernels, streams and events that name no
+    device go there.
+    """
     if device.type in _HOSTS or device.index is None:
         return contextlib.nullcontext()
     return torch.accelerator.device_index(device.index)
@@ -57,14 +75,18 @@ def set_default(device: torch.device) -> None:
 
 
 def backend_name(device: torch.device | str) -> str:
-    """The torch.distributed backend that torch names for tensors of this device: "nccl", "xccl", ...; "gloo" on a CPU."""
+    """The torch.distributed backend that torch names for tensors of this device: "nccl", "xccl",
+    ...; "gloo" on a CPU.
+    """
     kind = torch.device(device).type
     known = getattr(torch.distributed.Backend, "default_device_backend_map", {})
     return str(known.get(kind, "gloo"))
 
 
 def rng_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the device's own random generator, as uint8 on the host; None on a CPU, whose generator is torch's."""
+    """The state of the device's own random generator, as uint8 on the host; None on a CPU, whose
+    generator is torch's.
+    """
     if device.type in _HOSTS:
         return None
     found: torch.Tensor = torch.get_device_module(device).get_rng_state(with_index(device))

@@ -1,10 +1,13 @@
 """Streams and events of a device.
 
-[Note: streams and threads] A stream is current in one thread. A new thread begins on the device's default stream, whatever its maker
-computed on: a thread that works on tensors of another is given that one's stream (`use_stream(stream)`), or orders itself by an event.
+[Note: streams and threads] A stream is current in one thread. A new thread begins on the device's
+default stream, whatever its maker
+computed on: a thread that works on tensors of another is given that one's stream
+(`use_stream(stream)`), or orders itself by an event.
 
-[Note: simulated streams] Inside `clocked(clock)` streams and events are the clock's, on any device: plan/timeline.py times a step with them
-in which nothing is computed. The code that asks for streams and waits on them is the same.
+[Note: simulated streams] Inside `clocked(clock)` streams and events are the clock's, on any device:
+plan/timeline.py times a step with them in which nothing is computed. The code that asks for streams
+and waits on them is the same.
 """
 
 from __future__ import annotations
@@ -39,12 +42,15 @@ class Clock(Protocol):
     def new_event(self) -> Any: ...
     def synchronize(self) -> None: ...
 
-    def kernel(self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+    def kernel(
+        self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
+    ) -> None:
         """One kernel on the current stream, of the engine's own: one that adds up parts."""
         ...
 
     def collective(self, event: Any, ranks: list[int], ring: bool, communicator: str) -> Any:
-        """A work for a collective that the current stream launches: `event` of the traffic ledger, among the global `ranks`.
+        """A work for a collective that the current stream launches: `event` of the traffic ledger,
+        among the global `ranks`.
 
         Args:
             ring: each rank's bytes enter a node once; else each peer is sent its own part.
@@ -83,8 +89,8 @@ def has_streams(device: torch.device) -> bool:
             _streamless[device.type] = True
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             warnings.warn(
-                f"torch has no streams for {device.type!r} devices here ({first}): copies and gathers run in the order of the computation, "
-                "and nothing overlaps.",
+                f"torch has no streams for {device.type!r} devices here ({first}): copies and"
+                " gathers run in the order of the computation, and nothing overlaps.",
                 stacklevel=2,
             )
     return not _streamless[device.type]
@@ -98,21 +104,27 @@ def current_stream(device: torch.device) -> Any:
 
 
 def new_stream(device: torch.device, name: str = "") -> Any:
-    """A stream beside the computation; None where the device has none. `name`: what a simulation calls it."""
+    """A stream beside the computation; None where the device has none. `name`: what a simulation
+    calls it.
+    """
     if (clock := _clock.get()) is not None:
         return clock.new_stream(name)
     return torch.Stream(device=device) if has_streams(device) else None
 
 
 def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, this thread's work for the stream's device goes to `stream` (None changes nothing)."""
+    """Inside, this thread's work for the stream's device goes to `stream` (None changes
+    nothing).
+    """
     if stream is not None and (clock := _clock.get()) is not None:
         return clock.use_stream(stream)
     return contextlib.nullcontext() if stream is None else _Using(stream)
 
 
 class _Using:
-    """`with stream:`, without keeping the stream's state in the stream itself: several threads may use one at a time."""
+    """`with stream:`, without keeping the stream's state in the stream itself: several threads may
+    use one at a time.
+    """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -149,7 +161,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream records a graph: what is given to it now runs later, again and again."""
+    """Whether the current stream records a graph: what is given to it now runs later, again and
+    again.
+    """
     if not has_streams(device):
         return False
     stream = current_stream(device)

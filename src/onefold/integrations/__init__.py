@@ -1,1 +1,3 @@
-"""Room `integrations`: other people's names for the same machinery. Each module is imported on demand."""
+"""Room `integrations`: other people's names for the same machinery. Each module is imported on
+demand.
+"""

@@ -11,9 +11,11 @@ A unit of three parameters over four ranks (`.` is alignment, `-` is padding at 
 
 What the checker in `__post_init__` verifies:
 
-1. slots are in order, do not overlap, and each starts at a multiple of `ALIGNMENT` elements, or of `block` if there is one, so that
-   blocks counted from a parameter's beginning lie on one rank each;
-2. the intervals of the ranks tile the space exactly, all of one length, cut at multiples of `quantum` elements;
+1. slots are in order, do not overlap, and each starts at a multiple of `ALIGNMENT` elements, or of
+   `block` if there is one, so that blocks counted from a parameter's beginning lie on one rank
+   each;
+2. the intervals of the ranks tile the space exactly, all of one length, cut at multiples of
+   `quantum` elements;
 3. no slot reaches past the end.
 
 Every length here is in elements, never bytes. Pure integer arithmetic: no tensors, no processes.
@@ -28,11 +30,13 @@ from math import prod
 
 from onefold.recipe.moments import BLOCK
 
-# Slots start, and ranks are cut, at multiples of this. 64 elements are a whole number of SIMD vectors for every dtype, so an
-# element-wise kernel computes an element with the same instructions wherever the cut falls (bit-equal stages), and 64 bytes even
-# for int8, which is what device kernels want of a view.
+# Slots start, and ranks are cut, at multiples of this. 64 elements are a whole number of SIMD
+# vectors for every dtype, so an element-wise kernel computes an element with the same instructions
+# wherever the cut falls (bit-equal stages), and 64 bytes even for int8, which is what device
+# kernels want of a view.
 ALIGNMENT = 64
-# Ranks are cut at multiples of this wherever that costs under 0.5 % of padding; always in recipes whose moments rest in blocks.
+# Ranks are cut at multiples of this wherever that costs under 0.5 % of padding; always in recipes
+# whose moments rest in blocks.
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Part:
-    """What a slot is of a parameter as it is known outside: the elements from `first` on of a tensor of `shape`.
+    """What a slot is of a parameter as it is known outside: the elements from `first` on of a
+    tensor of `shape`.
 
-    Ordinarily it is all of it. A tile is rows of it (tiling). `names` are the parameter's, first the one that it goes by.
+    Ordinarily it is all of it. A tile is rows of it (tiling). `names` are the parameter's, first
+    the one that it goes by.
     """
 
     names: tuple[str, ...]
@@ -71,7 +77,9 @@ class Part:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The address space of one flat buffer: `slots` in order, `numel` elements with padding, cut for `ranks` ranks."""
+    """The address space of one flat buffer: `slots` in order, `numel` elements with padding, cut
+    for `ranks` ranks.
+    """
 
     slots: tuple[Slot, ...]
     numel: int
@@ -82,22 +90,40 @@ class FlatLayout:
     def __post_init__(self) -> None:
         unit = max(ALIGNMENT, self.block)
         if self.block % ALIGNMENT or self.quantum % unit:
-            raise ValueError(f"ranks cut at multiples of {self.quantum} elements would divide blocks of {unit}")
+            raise ValueError(
+                f"ranks cut at multiples of {self.quantum} elements would divide blocks of {unit}"
+            )
         if self.ranks < 1 or self.numel % (self.ranks * self.quantum):
-            raise ValueError(f"{self.numel} elements do not cut into {self.ranks} intervals of a multiple of {self.quantum}")
+            raise ValueError(
+                f"{self.numel} elements do not cut into {self.ranks} intervals of a multiple of"
+                f" {self.quantum}"
+            )
         end = 0
         for slot in self.slots:
             if slot.start % unit or slot.start < end:
-                raise ValueError(f"slot {slot.name!r} starts at {slot.start}, expected a multiple of {unit} at or after {end}")
+                raise ValueError(
+                    f"slot {slot.name!r} starts at {slot.start}, expected a multiple of {unit} at"
+                    f" or after {end}"
+                )
             end = slot.end
         if end > self.numel:
-            raise ValueError(f"the last slot ends at {end}, past the space of {self.numel} elements")
+            raise ValueError(
+                f"the last slot ends at {end}, past the space of {self.numel} elements"
+            )
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[str, Sequence[int]]], ranks: int, sector: int = 0, block: int = 0) -> FlatLayout:
-        """Lay `(name, shape)` pairs out in order for `ranks` ranks, cut at multiples of `sector` elements wherever that costs little.
+    def of(
+        cls,
+        parameters: Iterable[tuple[str, Sequence[int]]],
+        ranks: int,
+        sector: int = 0,
+        block: int = 0,
+    ) -> FlatLayout:
+        """Lay `(name, shape)` pairs out in order for `ranks` ranks, cut at multiples of `sector`
+        elements wherever that costs little.
 
-        `block`: elements, counted from each parameter's beginning, that no two ranks may share; 0 where any may be.
+        `block`: elements, counted from each parameter's beginning, that no two ranks may share; 0
+        where any may be.
         """
         slots, end, unit = [], 0, max(ALIGNMENT, block)
         for name, shape in parameters:
@@ -123,14 +149,16 @@ class FlatLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The part of `slot` that `rank` owns as addresses `[start, end)`; `start == end` where it owns none."""
+        """The part of `slot` that `rank` owns as addresses `[start, end)`; `start == end` where it
+        owns none.
+        """
         return overlap((slot.start, slot.end), self.interval(rank))
 
     def runs(self, active: Sequence[bool]) -> tuple[tuple[int, int], ...]:
         """The address ranges to move when only some slots take part (`active`, one flag a slot).
 
-        Neighbouring active slots join into one range; with all of them active the range is the whole space, padding included, so
-        that what travels is one contiguous message a rank.
+        Neighbouring active slots join into one range; with all of them active the range is the
+        whole space, padding included, so that what travels is one contiguous message a rank.
         """
         if all(active):
             return ((0, self.numel),) if self.slots else ()
@@ -157,7 +185,9 @@ class FlatLayout:
         for rank in range(self.ranks):
             a, b = self.interval(rank)
             i, j = int(a / scale), int(b / scale)
-            rows.append(f"rank {rank:<3}|" + " " * i + "=" * (j - i) + " " * (width - j) + f"| [{a}, {b})")
+            rows.append(
+                f"rank {rank:<3}|" + " " * i + "=" * (j - i) + " " * (width - j) + f"| [{a}, {b})"
+            )
         return "\n".join(rows)
 
 

@@ -1,4 +1,6 @@
-"""Room `memory`: buffers with a lifetime, the tiers, and the memory ledger. Knows no modules and no collectives."""
+"""Room `memory`: buffers with a lifetime, the tiers, and the memory ledger. Knows no modules and no
+collectives.
+"""
 
 from onefold.memory.pool import (
     GATHERED,

@@ -10,7 +10,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_memory() -> int:
-    """Bytes of memory that can be taken without swapping: the least of what the kernel and the cgroup say."""
+    """Bytes of memory that can be taken without swapping: the least of what the kernel and the
+    cgroup say.
+    """
     candidates = []
     try:
         meminfo = Path("/proc/meminfo").read_text()
@@ -23,7 +25,9 @@ def free_host_memory() -> int:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit != "max":
             used = int((_CGROUP / "memory.current").read_text())
-            cache = re.search(r"^inactive_file (\d+)", (_CGROUP / "memory.stat").read_text(), re.MULTILINE)
+            cache = re.search(
+                r"^inactive_file (\d+)", (_CGROUP / "memory.stat").read_text(), re.MULTILINE
+            )
             candidates.append(int(limit) - used + (int(cache.group(1)) if cache else 0))
     except (OSError, ValueError):
         pass

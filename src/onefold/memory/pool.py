@@ -1,9 +1,10 @@
 """Buffers with a lifetime: taken from a pool, given back when the work that reads them is done.
 
-[Note: nobody reads a reused buffer] A tensor that autograd saved, a module's output, or anything else may alias a gathered buffer
-(`w.t()`, `w[idx]`, a tied head). `give` therefore looks at how many owners the storage has: the pool's own handle alone means
-that it can be reused; any other owner means that the pool forgets the buffer, and the memory lives as long as its last reader.
-A buffer is never reused under a reader, and nothing is kept alive by a convention.
+[Note: nobody reads a reused buffer] A tensor that autograd saved, a module's output, or anything
+else may alias a gathered buffer (`w.t()`, `w[idx]`, a tied head). `give` therefore looks at how
+many owners the storage has: the pool's own handle alone means that it can be reused; any other
+owner means that the pool forgets the buffer, and the memory lives as long as its last reader. A
+buffer is never reused under a reader, and nothing is kept alive by a convention.
 """
 
 from __future__ import annotations
@@ -29,34 +30,47 @@ RESIDUALS = "error feedback"
 # Off the device: an optimizer's states there, and buffers for what is on its way.
 MOMENTS, STAGING = "moments", "staging buffers"
 
-# Host buffers from this size on ask for huge pages. The C library never serves them from its heap, so each would fault in anew.
+# Host buffers from this size on ask for huge pages. The C library never serves them from its heap,
+# so each would fault in anew.
 LARGE = 32 << 20
 
 
-def empty(numel: int, dtype: torch.dtype, device: torch.device, paged: bool = False, pinned: torch.device | None = None) -> torch.Tensor:
+def empty(
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    paged: bool = False,
+    pinned: torch.device | None = None,
+) -> torch.Tensor:
     """A fresh one-dimensional buffer with undefined contents.
 
-    A large one on the host lies in a mapping of its own that asks for huge pages: buffers of a step go back to the system after it,
-    and touching fresh memory costs a fault for each page. Where the system has no huge pages it is a mapping like any other.
-    `paged` asks for whole pages of its own whatever the size, as direct reads from a disk want them. `pinned`: a device that copies from
-    it and to it by itself.
+    A large one on the host lies in a mapping of its own that asks for huge pages: buffers of a step
+    go back to the system after it, and touching fresh memory costs a fault for each page. Where the
+    system has no huge pages it is a mapping like any other. `paged` asks for whole pages of its own
+    whatever the size, as direct reads from a disk want them. `pinned`: a device that copies from it
+    and to it by itself.
     """
     nbytes = numel * dtype.itemsize
     if pinned is not None and numel:
         return host_empty(numel, dtype, pinned, paged=paged)
-    large = nbytes >= (HUGE_PAGE if paged else LARGE) and hasattr(mmap, "MADV_HUGEPAGE")  # a disk takes huge pages in longer pieces
+    # A disk takes huge pages in longer pieces
+    large = nbytes >= (HUGE_PAGE if paged else LARGE) and hasattr(mmap, "MADV_HUGEPAGE")
     plain = device.type != "cpu" or not (large or paged) or numel == 0
-    if plain or torch._C._len_torch_dispatch_stack():  # under a mode torch makes the tensor itself: it may be one without contents
+    # Under a mode torch makes the tensor itself: it may be one without contents
+    if plain or torch._C._len_torch_dispatch_stack():
         return torch.empty(numel, dtype=dtype, device=device)
     return host_pages(nbytes, large, paged=paged).view(dtype)
 
 
 class MemoryLedger:
-    """Bytes that the engine holds on this rank, by category and unit; `peak` is the largest sum seen, with its categories.
+    """Bytes that the engine holds on this rank, by category and unit; `peak` is the largest sum
+    seen, with its categories.
 
     Attributes:
-        record: True keeps every change in `timeline`, as (seconds of `time.perf_counter`, category, unit, change in bytes).
-        probes: categories whose end the engine does not see (the user drops them): asked whenever somebody looks.
+        record: True keeps every change in `timeline`, as (seconds of `time.perf_counter`, category,
+            unit, change in bytes).
+        probes: categories whose end the engine does not see (the user drops them): asked whenever
+            somebody looks.
     """
 
     def __init__(self) -> None:
@@ -67,7 +81,8 @@ class MemoryLedger:
         self._units: Counter[tuple[str, str]] = Counter()
         self._peak: dict[str, int] = {}
         self._total = self._peak_total = 0
-        self._lock = threading.Lock()  # steps behind the backward pass take buffers in a thread of their own
+        # Steps behind the backward pass take buffers in a thread of their own
+        self._lock = threading.Lock()
 
     def add(self, category: str, nbytes: int, unit: str = "") -> None:
         with self._lock:
@@ -114,13 +129,21 @@ class MemoryLedger:
 class Pool:
     """Flat one-dimensional buffers on one device. See [Note: nobody reads a reused buffer]."""
 
-    def __init__(self, device: torch.device, ledger: MemoryLedger, paged: bool = False, pinned: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        ledger: MemoryLedger,
+        paged: bool = False,
+        pinned: torch.device | None = None,
+    ) -> None:
         self.device, self.ledger, self.paged, self.pinned = device, ledger, paged, pinned
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._taken: dict[int, tuple[str, str]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, category: str, unit: str = "") -> torch.Tensor:
-        """A buffer of `numel` elements with undefined contents, entered in the ledger under `category` and `unit`."""
+        """A buffer of `numel` elements with undefined contents, entered in the ledger under
+        `category` and `unit`.
+        """
         free = self._free[numel, dtype]
         try:
             buffer = free.pop()  # another thread may have taken the last one
@@ -133,11 +156,15 @@ class Pool:
         return buffer
 
     def fresh(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """New memory with undefined contents that will not come back to the pool; whoever takes it enters it in the ledger."""
+        """New memory with undefined contents that will not come back to the pool; whoever takes it
+        enters it in the ledger.
+        """
         return empty(numel, dtype, self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back. The caller holds no view of it any more; other readers may, and keep it alive."""
+        """Take a buffer back. The caller holds no view of it any more; other readers may, and keep
+        it alive.
+        """
         category, unit = self._taken.pop(id(buffer))
         self.ledger.add(category, -_bytes(buffer), unit)
         if _owners(buffer) <= 1:
@@ -151,7 +178,9 @@ class Pool:
 
 
 def storage_of(t: torch.Tensor) -> int:
-    """Which memory a tensor lies in: the same number for all its views, also where there are no contents (fake tensors, meta)."""
+    """Which memory a tensor lies in: the same number for all its views, also where there are no
+    contents (fake tensors, meta).
+    """
     return t.untyped_storage()._cdata
 
 
@@ -163,5 +192,6 @@ def _owners(t: torch.Tensor) -> int:
     """Tensors that share t's storage, t included."""
     storage = t.untyped_storage()
     count = getattr(torch._C, "_storage_Use_Count", None)
-    # The Python handle in `storage` is an owner too. Without the counter, say "many": the buffer is then never reused.
+    # The Python handle in `storage` is an owner too. Without the counter, say "many": the buffer is
+    # then never reused.
     return count(storage._cdata) - 1 if count is not None else 2

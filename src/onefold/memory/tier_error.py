@@ -9,15 +9,23 @@ _ANOTHER = "name another disk in nvme=, or let more rest on the host"
 _HINTS = {
     errno.ENOSPC: f"free space there, {_ANOTHER}",
     errno.EDQUOT: f"the quota is used up: free space, {_ANOTHER}",
-    errno.EFBIG: f"files may not grow that large here (`ulimit -f`, or the file system's own limit): {_ANOTHER}",
-    errno.EIO: "the disk itself reports an error (the system's log has more): name another disk in nvme=",
+    errno.EFBIG: (
+        "files may not grow that large here (`ulimit -f`, or the file system's own limit):"
+        f" {_ANOTHER}"
+    ),
+    errno.EIO: (
+        "the disk itself reports an error (the system's log has more): name another disk in nvme="
+    ),
     errno.EROFS: "the file system is read-only: name another folder in nvme=",
     errno.EACCES: "name a folder in nvme= that this user may write to",
     errno.EPERM: "name a folder in nvme= that this user may write to",
     errno.ENOTDIR: "a part of the path is a file: name a folder in nvme=",
     errno.ENOENT: "create it, or name another folder in nvme=",
     errno.EMFILE: "too many files are open (`ulimit -n`)",
-    errno.ESTALE: "the network file system has lost the file: name a folder in nvme= on a disk of this machine",
+    errno.ESTALE: (
+        "the network file system has lost the file: name a folder in nvme= on a disk of this"
+        " machine"
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Room `observe`: what the ledgers saw, in the same schema as `plan`; figures of each step, traces, the report.
+"""Room `observe`: what the ledgers saw, in the same schema as `plan`; figures of each step, traces,
+the report.
 
 | wanted                                  | here                                                    |
 |-----------------------------------------|---------------------------------------------------------|
@@ -15,7 +16,13 @@ from onefold.observe.activations import Activations, watch_activations
 from onefold.observe.measure import measured, reconciled
 from onefold.observe.meter import Meter, flat
 from onefold.observe.process import Reconciliation, resident_memory
-from onefold.observe.runfile import Observed, RunFileError, gather_ranks, read_observed, write_observed
+from onefold.observe.runfile import (
+    Observed,
+    RunFileError,
+    gather_ranks,
+    read_observed,
+    write_observed,
+)
 from onefold.observe.tensorboard import TensorBoard
 from onefold.observe.trace import Move, Recording, Work, record
 

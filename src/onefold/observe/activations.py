@@ -1,9 +1,11 @@
-"""Activations: the bytes that autograd keeps for the backward pass, counted as it saves and drops them.
+"""Activations: the bytes that autograd keeps for the backward pass, counted as it saves and drops
+them.
 
-[Note: who holds a saved tensor] A tensor saved in a forward pass is handed to autograd inside a `_Held`; when autograd drops that, the
-bytes go. A tensor saved while a checkpointed block is recomputed belongs to the checkpoint instead, which gives no notice, so
-its storage is looked at through a weak reference whenever something else happens. Storages are counted once, however many views of
-them are saved. Parameters, buffers and the engine's own flat buffers are not activations.
+[Note: who holds a saved tensor] A tensor saved in a forward pass is handed to autograd inside a
+`_Held`; when autograd drops that, the bytes go. A tensor saved while a checkpointed block is
+recomputed belongs to the checkpoint instead, which gives no notice, so its storage is looked at
+through a weak reference whenever something else happens. Storages are counted once, however many
+views of them are saved. Parameters, buffers and the engine's own flat buffers are not activations.
 """
 
 from __future__ import annotations
@@ -51,10 +53,13 @@ class Activations:
         self.vocabulary = size if isinstance(size, int) else None
         self.timeline: list[tuple[float, str, int]] = []
         self._model = weakref.ref(model)
-        self._gathered: Container[int] = engine_of(model).gather.by_storage if is_sharded(model) else ()
+        self._gathered: Container[int] = (
+            engine_of(model).gather.by_storage if is_sharded(model) else ()
+        )
         self._now: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
-        # storage -> (category, bytes, a weak reference, which keeps its address from being given to another storage)
+        # storage -> (category, bytes, a weak reference, which keeps its address from being given to
+        # another storage)
         self._sizes: dict[int, tuple[str, int, StorageWeakRef]] = {}
         self._holders: Counter[int] = Counter()
         self._kept: set[int] = set()
@@ -63,7 +68,7 @@ class Activations:
         self._recomputing: list[tuple[nn.Module, saved_tensors_hooks]] = []
         self._handles: list[Any] = []
 
-    # -- what it knows ---------------------------------------------------------------------------------------------------------
+    # -- what it knows -----------------------------------------------------------------------------
 
     def now(self) -> dict[str, int]:
         """Bytes saved at this moment, by category ("activations", "logits")."""
@@ -80,23 +85,34 @@ class Activations:
         self._peak = {k: v for k, v in self._now.items() if v}
         self.timeline.clear()
 
-    # -- around the steps ------------------------------------------------------------------------------------------------------
+    # -- around the steps --------------------------------------------------------------------------
 
     def __enter__(self) -> Activations:
         if self._saving is not None:
-            raise RuntimeError("this watch_activations() is open already: make another one, or leave the first.")
+            raise RuntimeError(
+                "this watch_activations() is open already: make another one, or leave the first."
+            )
         model = self._model()
         if model is None:
-            raise RuntimeError("the model that this watch_activations() was made for is gone: make another one.")
+            raise RuntimeError(
+                "the model that this watch_activations() was made for is gone: make another one."
+            )
         self._excluded = _not_activations(model)
         self._saving = self._hooks()
         self._saving.__enter__()
         for module in model.modules():
             self._handles.append(module.register_forward_pre_hook(self._before))
-            self._handles.append(module.register_forward_hook(self._after, prepend=True, always_call=True))
+            self._handles.append(
+                module.register_forward_hook(self._after, prepend=True, always_call=True)
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -106,7 +122,9 @@ class Activations:
         self._look()
 
     def _hooks(self) -> saved_tensors_hooks:
-        """Hooks that count, and hand on to those that were in place before (the engine's or a checkpoint's)."""
+        """Hooks that count, and hand on to those that were in place before (the engine's or a
+        checkpoint's).
+        """
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack_before, unpack_before = top if top else (None, None)
         recompute = bool(top) and in_autograd()
@@ -114,7 +132,9 @@ class Activations:
         def pack(t: torch.Tensor) -> Any:
             key = self._enter(t)
             if key is not None and recompute:
-                self._kept.add(key)  # before the hook below: at the last tensor that it wants, it ends the recomputation by raising
+                # Before the hook below: at the last tensor that it wants, it ends the recomputation
+                # by raising
+                self._kept.add(key)
             # A node that saves its own output must not hold the tensor that holds the node.
             packed = pack_before(t) if pack_before else t if t.grad_fn is None else t.detach()
             if key is None or recompute:
@@ -129,7 +149,8 @@ class Activations:
         return saved_tensors_hooks(pack, unpack)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        # Only a recomputation brings hooks of its own, which hide the outer ones; its outermost module puts the count on top of them.
+        # Only a recomputation brings hooks of its own, which hide the outer ones; its outermost
+        # module puts the count on top of them.
         if in_autograd() and not self._recomputing and not torch.compiler.is_compiling():
             self._look()
             hooks = self._hooks()
@@ -140,18 +161,28 @@ class Activations:
         if self._recomputing and self._recomputing[-1][0] is module:
             self._recomputing.pop()[1].__exit__(None, None, None)
 
-    # -- counting --------------------------------------------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------------
 
     def _enter(self, t: torch.Tensor) -> int | None:
         """Account for the storage behind `t`; its key, or None if it is not an activation."""
         with disable_torch_function():
             storage = t.untyped_storage()
             address = storage.data_ptr()
-            if address in self._excluded or address in self._gathered or isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
+            if (
+                address in self._excluded
+                or address in self._gathered
+                or isinstance(t, nn.Parameter)
+                or isinstance(t._base, nn.Parameter)
+            ):
                 return None
             key, nbytes = storage._cdata, storage.nbytes()
             if key not in self._sizes:
-                is_logits = self.vocabulary is not None and t.dim() > 1 and t.shape[-1] == self.vocabulary and t.is_floating_point()
+                is_logits = (
+                    self.vocabulary is not None
+                    and t.dim() > 1
+                    and t.shape[-1] == self.vocabulary
+                    and t.is_floating_point()
+                )
                 category = LOGITS if is_logits else ACTIVATIONS
                 self._sizes[key] = (category, nbytes, StorageWeakRef(storage))
                 self._add(category, nbytes)
@@ -185,15 +216,16 @@ class Activations:
 
 
 def watch_activations(model: nn.Module, vocabulary: int | None = None) -> Activations:
-    """Count what autograd keeps while the block runs: `with watch_activations(model) as saved: ...; saved.peak()`.
+    """Count what autograd keeps while the block runs:
+    `with watch_activations(model) as saved: ...; saved.peak()`.
 
-    It costs some microseconds for each saved tensor, hence it is opt-in; values and gradients do not change. Put it around a step (forward
-    and backward); on one model, one at a time.
+    It costs some microseconds for each saved tensor, hence it is opt-in; values and gradients do
+    not change. Put it around a step (forward and backward); on one model, one at a time.
 
     Args:
         model: sharded or not.
-        vocabulary: size of the last dimension by which logits are told from other activations; None asks `model.config.vocab_size`,
-            and without that all is "activations".
+        vocabulary: size of the last dimension by which logits are told from other activations; None
+            asks `model.config.vocab_size`, and without that all is "activations".
     """
     return Activations(model, vocabulary)
 
@@ -207,4 +239,6 @@ def _not_activations(model: nn.Module) -> frozenset[int]:
                 for flat in unit.flats:
                     held = (flat.full,) if flat.unsharded else (flat.full, flat.master)
                     tensors += [t for t in held if t is not None]
-        return frozenset(t.untyped_storage().data_ptr() for t in tensors if t.numel() and not t.is_meta)
+        return frozenset(
+            t.untyped_storage().data_ptr() for t in tensors if t.numel() and not t.is_meta
+        )

@@ -34,29 +34,42 @@ def measured(
     steps: int | None = None,
     ranks_per_node: int | None = None,
 ) -> Account:
-    """The account of this rank. Call it between steps, after at least one; local, no synchronization.
+    """The account of this rank. Call it between steps, after at least one; local, no
+    synchronization.
 
     Args:
         model: what `onefold.shard` returned.
-        recording: of whole steps (`record`); without it there are no seconds but `step_seconds`, and the peak knows no activations.
+        recording: of whole steps (`record`); without it there are no seconds but `step_seconds`,
+            and the peak knows no activations.
         step_seconds, tokens_per_s, mfu: measured over the run, see `Meter`.
-        steps: optimizer steps since the traffic ledger was reset, to divide its bytes by; used where there is no recording.
-        ranks_per_node: reckon with other nodes than there are; None takes the launcher's, as the ledger does.
+        steps: optimizer steps since the traffic ledger was reset, to divide its bytes by; used
+            where there is no recording.
+        ranks_per_node: reckon with other nodes than there are; None takes the launcher's, as the
+            ledger does.
 
     Raises:
-        ValueError: the model was not sharded, the recording holds no whole step, or other nodes are asked of a recipe with groups.
+        ValueError: the model was not sharded, the recording holds no whole step, or other nodes are
+            asked of a recipe with groups.
     """
     engine = engine_of(model)
     if ranks_per_node is not None and engine.group.topology.outer > 1:
         raise ValueError(
-            f"ranks_per_node={ranks_per_node} with group={engine.recipe.group!r}: what moves inside groups and across them depends on "
-            "where they are, and is known from the ledger only; leave ranks_per_node out."
+            f"ranks_per_node={ranks_per_node} with group={engine.recipe.group!r}: what moves inside"
+            " groups and across them depends on where they are, and is known from the ledger only;"
+            " leave ranks_per_node out."
         )
     if recording is not None and recording.steps < 1:
-        raise ValueError("the recording holds no whole step: run at least one step, the optimizer's included, inside record().")
+        raise ValueError(
+            "the recording holds no whole step: run at least one step, the optimizer's included,"
+            " inside record()."
+        )
     moments = moments_by_tier(optimizer, engine) if optimizer is not None else {}
     rest = {**engine.memory.now(), MOMENTS: moments.get(DEVICE, 0)}
-    peak = recording.peak() if recording is not None else {**engine.memory.peak(), MOMENTS: moments.get(DEVICE, 0)}
+    peak = (
+        recording.peak()
+        if recording is not None
+        else {**engine.memory.peak(), MOMENTS: moments.get(DEVICE, 0)}
+    )
     beyond = {}
     for tier, ledger in ledgers_of(engine).items():
         own = ledger.peak()
@@ -64,11 +77,24 @@ def measured(
         beyond[tier] = _ordered(recording.peak(tier=tier) if recording is not None else own)
     full = recording.sent() if recording is not None else engine.traffic.by_move_in_full()
     over = recording.steps if recording is not None else steps
-    wire = {move: sent.nbytes // over for move, sent in full.items() if move in MOVES and sent.nbytes} if over else {}
-    away = engine.group.borders.endswith("nodes")  # groups that stand for nodes are no links of the machine
-    between = sum(sent.between for move, sent in full.items() if move in MOVES) // over if over and away else 0
+    wire = (
+        {move: sent.nbytes // over for move, sent in full.items() if move in MOVES and sent.nbytes}
+        if over
+        else {}
+    )
+    # Groups that stand for nodes are no links of the machine
+    away = engine.group.borders.endswith("nodes")
+    between = (
+        sum(sent.between for move, sent in full.items() if move in MOVES) // over
+        if over and away
+        else 0
+    )
     total = sum(wire.values())
-    links = _by_link(total, between) if ranks_per_node is None else _links(total, engine.world_size, ranks_per_node)
+    links = (
+        _by_link(total, between)
+        if ranks_per_node is None
+        else _links(total, engine.world_size, ranks_per_node)
+    )
     account = Account(
         rest=_ordered(rest),
         peak=_ordered(peak),
@@ -76,7 +102,11 @@ def measured(
         host=sum(beyond.get(HOST, {}).values()),
         nvme=sum(beyond.get(NVME, {}).values()),
         beyond={tier: held for tier, held in beyond.items() if held},
-        moved={move: n // recording.steps for move, n in recording.moved().items()} if recording is not None else {},
+        moved=(
+            {move: n // recording.steps for move, n in recording.moved().items()}
+            if recording is not None
+            else {}
+        ),
         wire=wire,
         links=links,
         seconds=_seconds(recording, step_seconds),
@@ -106,7 +136,9 @@ def _by_link(wire: int, between: int) -> dict[str, int]:
 
 
 def _links(wire: int, ranks: int, per_node: int) -> dict[str, int]:
-    """`wire` bytes by link. Without groups a move sends equal parts to all peers, so a link's share is that of the peers behind it."""
+    """`wire` bytes by link. Without groups a move sends equal parts to all peers, so a link's share
+    is that of the peers behind it.
+    """
     near = min(ranks, per_node)
     return _by_link(wire, wire - wire * (near - 1) // max(1, ranks - 1))
 

@@ -5,8 +5,9 @@
         ...
         row = meter.step(loss=loss, tokens=batch_tokens, grad_norm=norm)     # a dict; flat(row) has no dicts inside
 
-[Note: no synchronization] A number that lies on the device is copied behind the work that makes it, and shown by the first `step` after
-the copy has arrived, usually the next one. On a CPU numbers are shown at once.
+[Note: no synchronization] A number that lies on the device is copied behind the work that makes it,
+and shown by the first `step` after the copy has arrived, usually the next one. On a CPU numbers are
+shown at once.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ Row = dict[str, Any]
 
 
 class Meter:
-    """Turns what the ledgers counted since the last step into a row of figures. Local, no synchronization, some microseconds a step.
+    """Turns what the ledgers counted since the last step into a row of figures. Local, no
+    synchronization, some microseconds a step.
 
     Args:
         model: what `onefold.shard` returned.
         optimizer: whose learning rate and moments are shown.
-        flops_per_token: model FLOPs for one token, forward and backward (6 a parameter, and attention; recomputation not counted).
-        peak_flops: what one rank's hardware can do, FLOP/s in the dtype that is computed in. MFU is None without both.
+        flops_per_token: model FLOPs for one token, forward and backward (6 a parameter, and
+            attention; recomputation not counted).
+        peak_flops: what one rank's hardware can do, FLOP/s in the dtype that is computed in. MFU is
+            None without both.
 
     Raises:
         ValueError: the model was not sharded; `peak_flops` or `flops_per_token` is not above 0.
@@ -50,9 +54,15 @@ class Meter:
     ) -> None:
         for name, value in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
             if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r}: expected a number above 0, or None if it is not known.")
+                raise ValueError(
+                    f"{name}={value!r}: expected a number above 0, or None if it is not known."
+                )
         self.engine = engine_of(model)
-        self.optimizer, self.flops_per_token, self.peak_flops = optimizer, flops_per_token, peak_flops
+        self.optimizer, self.flops_per_token, self.peak_flops = (
+            optimizer,
+            flops_per_token,
+            peak_flops,
+        )
         self.steps = self.skipped = 0
         self._late: dict[str, _Late] = {}
         self._scale: float | None = None
@@ -61,21 +71,32 @@ class Meter:
         self.start()
 
     def start(self) -> None:
-        """The next step begins now. Call it where something else took time: evaluation, a checkpoint."""
+        """The next step begins now. Call it where something else took time: evaluation, a
+        checkpoint.
+        """
         self._begun = time.perf_counter()
         self._note()
 
     def _note(self) -> None:
         traffic, moved = self.engine.traffic, self.engine.transfers.moved
-        self._sent, self._exposed, self._moved, self._waited = self._wire(), traffic.exposed, moved.by_move(), moved.exposed
+        self._sent, self._exposed, self._moved, self._waited = (
+            self._wire(),
+            traffic.exposed,
+            moved.by_move(),
+            moved.exposed,
+        )
 
     def _wire(self) -> dict[str, int]:
-        """Bytes sent so far: all, those between nodes where there are several, and as they would have been where codecs are used."""
+        """Bytes sent so far: all, those between nodes where there are several, and as they would
+        have been where codecs are used.
+        """
         traffic, recipe = self.engine.traffic, self.engine.recipe
         sent = {"wire_bytes": traffic.total()}
         if self.engine.group.borders:
             sent["wire_bytes_between"] = traffic.by_link()["between"]
-        if self.engine.world_size > 1 and (recipe.parameters.codec or recipe.gradients.codec or recipe.frozen):
+        if self.engine.world_size > 1 and (
+            recipe.parameters.codec or recipe.gradients.codec or recipe.frozen
+        ):
             sent["wire_bytes_plain"] = traffic.plain()
         return sent
 
@@ -94,16 +115,20 @@ class Meter:
             scaler: a GradScaler; a step after which its scale fell was skipped.
 
         Returns:
-            step, loss, grad_norm, lr, scale, skipped (so far), tokens, tokens_per_s, mfu, step_ms, exposed_ms, wire_bytes, memory (of the
-            device, {"now", "peak"} by category, bytes), host, nvme (bytes held there now), moved_bytes (in the step, by "up", "down",
-            "read", "written"; {} without such tiers), io_ms (waiting for NVMe). None where a figure is not known.
-            Where there are several nodes (or groups of the recipe's) also wire_bytes_between, of wire_bytes those to others; where
-            anything travels encoded wire_bytes_plain, what wire_bytes would have been without codecs.
+            step, loss, grad_norm, lr, scale, skipped (so far), tokens, tokens_per_s, mfu, step_ms,
+            exposed_ms, wire_bytes, memory (of the device, {"now", "peak"} by category, bytes),
+            host, nvme (bytes held there now), moved_bytes (in the step, by "up", "down", "read",
+            "written"; {} without such tiers), io_ms (waiting for NVMe). None where a figure is not
+            known. Where there are several nodes (or groups of the recipe's) also
+            wire_bytes_between, of wire_bytes those to others; where anything travels encoded
+            wire_bytes_plain, what wire_bytes would have been without codecs.
         """
         now = time.perf_counter()
         seconds = now - self._begun
         traffic, moved = self.engine.traffic, self.engine.transfers.moved
-        held = {tier: sum(ledger.now().values()) for tier, ledger in ledgers_of(self.engine).items()}
+        held = {
+            tier: sum(ledger.now().values()) for tier, ledger in ledgers_of(self.engine).items()
+        }
         self.steps += 1
         scale = self._scale_of(scaler)
         moments = self._moments_now()
@@ -119,10 +144,15 @@ class Meter:
             **self.rates(seconds, tokens),
             "exposed_ms": 1000 * (traffic.exposed - self._exposed),
             **{name: sent - self._sent[name] for name, sent in self._wire().items()},
-            "memory": {"now": {**self.engine.memory.now(), **own}, "peak": {**self.engine.memory.peak(), **own}},
+            "memory": {
+                "now": {**self.engine.memory.now(), **own},
+                "peak": {**self.engine.memory.peak(), **own},
+            },
             "host": held.get(HOST, 0) + moments.get(HOST, 0),
             "nvme": held.get(NVME, 0),
-            "moved_bytes": {move: nbytes - self._moved.get(move, 0) for move, nbytes in moved.by_move().items()},
+            "moved_bytes": {
+                move: nbytes - self._moved.get(move, 0) for move, nbytes in moved.by_move().items()
+            },
             "io_ms": 1000 * (moved.exposed - self._waited),
         }
         self._begun = now
@@ -130,7 +160,9 @@ class Meter:
         return row
 
     def rates(self, seconds: float, tokens: int | None) -> Row:
-        """tokens_per_s, mfu and step_ms of a step that took so long, for who knows better than `step` when it was over."""
+        """tokens_per_s, mfu and step_ms of a step that took so long, for who knows better than
+        `step` when it was over.
+        """
         rate = tokens / seconds if tokens is not None and seconds > 0 else None
         return {"tokens_per_s": rate, "mfu": self._mfu(rate), "step_ms": 1000 * seconds}
 
@@ -144,7 +176,9 @@ class Meter:
         if scaler is None:
             return None
         tensor = getattr(scaler, "_scale", None)  # get_scale() waits for the device
-        scale = self._number("scale", tensor if isinstance(tensor, torch.Tensor) else scaler.get_scale())
+        scale = self._number(
+            "scale", tensor if isinstance(tensor, torch.Tensor) else scaler.get_scale()
+        )
         if scale is not None:
             if self._scale is not None and scale < self._scale:
                 self.skipped += 1
@@ -157,7 +191,10 @@ class Meter:
         if not isinstance(value, torch.Tensor):
             return float(value)
         if value.numel() != 1:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected one number; take its mean() or sum() first.")
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}: expected one number; take its mean() or"
+                " sum() first."
+            )
         if not has_streams(value.device):
             return float(value.detach())
         return self._late.setdefault(name, _Late()).show(value)
@@ -166,7 +203,8 @@ class Meter:
         state = self.optimizer.state
         with disable_torch_function():
             key = (len(state), sum(len(s) for s in state.values()))
-        if key != self._moments_of:  # the walk over all states is worth it only when there are new ones
+        # The walk over all states is worth it only when there are new ones
+        if key != self._moments_of:
             self._moments, self._moments_of = moments_by_tier(self.optimizer, self.engine), key
         return self._moments
 
@@ -186,11 +224,15 @@ class _Late:
 
 
 def flat(row: Mapping[str, Any], separator: str = "/") -> dict[str, float | int]:
-    """`row` with nested dictionaries joined into one level ("memory/now/gradients"); figures that are None are left out."""
+    """`row` with nested dictionaries joined into one level ("memory/now/gradients"); figures that
+    are None are left out.
+    """
     out: dict[str, float | int] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
-            out.update({f"{key}{separator}{inner}": v for inner, v in flat(value, separator).items()})
+            out.update(
+                {f"{key}{separator}{inner}": v for inner, v in flat(value, separator).items()}
+            )
         elif isinstance(value, bool | int | float):
             out[key] = value
     return out

@@ -1,4 +1,6 @@
-"""What the operating system and the CUDA allocator say: the outside view that the ledgers are reconciled with."""
+"""What the operating system and the CUDA allocator say: the outside view that the ledgers are
+reconciled with.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ _STATUS = Path("/proc/self/status")
 
 
 def resident_memory() -> tuple[int, int]:
-    """(resident bytes now, highest ever) of this process; where the system has no /proc both are the highest, or 0 if it says nothing."""
+    """(resident bytes now, highest ever) of this process; where the system has no /proc both are
+    the highest, or 0 if it says nothing.
+    """
     try:
         text = _STATUS.read_text(encoding="ascii", errors="replace")
-        now, peak = (re.search(rf"^{key}:\s+(\d+) kB", text, re.MULTILINE) for key in ("VmRSS", "VmHWM"))
+        now, peak = (
+            re.search(rf"^{key}:\s+(\d+) kB", text, re.MULTILINE) for key in ("VmRSS", "VmHWM")
+        )
         if now and peak:
             return int(now.group(1)) * 1024, int(peak.group(1)) * 1024
     except OSError:
@@ -29,7 +35,9 @@ def resident_memory() -> tuple[int, int]:
         import resource
     except ImportError:  # not a POSIX system
         return 0, 0
-    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return highest, highest
 
 
@@ -39,8 +47,9 @@ class Reconciliation:
 
     Attributes:
         device: the type of its device: "cpu", "cuda", ...
-        ledger, ledger_peak: what the engine, the optimizer and (if watched) autograd account for, now and at peak.
-        allocated, allocated_peak, reserved, reserved_peak: of the CUDA caching allocator; 0 on a CPU, whose allocator keeps no such books.
+        ledger, ledger_peak: what the engine, the optimizer and (if watched) autograd account for,
+        now and at peak. allocated, allocated_peak, reserved, reserved_peak: of the CUDA caching
+        allocator; 0 on a CPU, whose allocator keeps no such books.
         resident, resident_peak: of the process, its libraries and interpreter included.
     """
 
@@ -56,16 +65,24 @@ class Reconciliation:
 
     @property
     def fragmentation(self) -> int:
-        """Bytes that the allocator reserved at most beyond what it handed out at most; 0 on a CPU."""
+        """Bytes that the allocator reserved at most beyond what it handed out at most; 0 on a
+        CPU.
+        """
         return max(0, self.reserved_peak - self.allocated_peak)
 
     @property
     def unaccounted(self) -> int:
-        """Bytes in use that no ledger has: allocated ones on CUDA, resident ones (interpreter and libraries too) on a CPU."""
+        """Bytes in use that no ledger has: allocated ones on CUDA, resident ones (interpreter and
+        libraries too) on a CPU.
+        """
         return (self.resident if self.device == "cpu" else self.allocated) - self.ledger
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "fragmentation": self.fragmentation, "unaccounted": self.unaccounted}
+        return {
+            **asdict(self),
+            "fragmentation": self.fragmentation,
+            "unaccounted": self.unaccounted,
+        }
 
 
 def reconcile(device: torch.device, ledger: int, ledger_peak: int) -> Reconciliation:
@@ -73,7 +90,9 @@ def reconcile(device: torch.device, ledger: int, ledger_peak: int) -> Reconcilia
     resident, resident_peak = resident_memory()
     figures = memory_figures(device)
     if figures is None:
-        return Reconciliation(device.type, ledger, ledger_peak, resident=resident, resident_peak=resident_peak)
+        return Reconciliation(
+            device.type, ledger, ledger_peak, resident=resident, resident_peak=resident_peak
+        )
     return Reconciliation(
         device.type,
         ledger,

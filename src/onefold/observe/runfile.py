@@ -4,8 +4,8 @@
     observed-rank0.json    by every rank: what it measured, and one recorded step
     observed-rank1.json    ...
 
-Each rank writes its own file and none waits for another. A version stands in every file; a reader of a later version says so
-instead of guessing.
+Each rank writes its own file and none waits for another. A version stands in every file; a reader
+of a later version says so instead of guessing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class RankObserved:
     """What one rank measured.
 
     Attributes:
-        traffic: of one step, unit -> move -> bytes. wire: the same by move, with what went between nodes and what was encoded.
+        traffic: of one step, unit -> move -> bytes. wire: the same by move, with what went between
+            nodes and what was encoded.
         step: one recorded step, if there was one.
     """
 
@@ -69,7 +70,8 @@ class Observed:
 
     Attributes:
         world_size: ranks of the run; `ranks` holds those that have left their file, in order.
-        recipe: its three rows. recipe_notes: sentences that go with them. stage: the ZeRO stage whose placements these are, or None.
+        recipe: its three rows. recipe_notes: sentences that go with them. stage: the ZeRO stage
+            whose placements these are, or None.
         facts: what else is worth showing (model, data, batch ...), label -> value.
         plan: what was predicted before the run, or None.
     """
@@ -91,7 +93,11 @@ class Observed:
 def recipe_table(recipe: Recipe) -> tuple[RecipeRow, ...]:
     """The recipe as plain text, row by row."""
     rows = []
-    for state, label in (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer states")):
+    for state, label in (
+        ("parameters", "parameters"),
+        ("gradients", "gradients"),
+        ("optimizer", "optimizer states"),
+    ):
         row = getattr(recipe, state)
         rests, wire = recipe.in_words(state)
         wire = wire or "–"
@@ -101,7 +107,7 @@ def recipe_table(recipe: Recipe) -> tuple[RecipeRow, ...]:
     return tuple(rows)
 
 
-# -- writing -------------------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def write_observed(
@@ -116,13 +122,17 @@ def write_observed(
     machine: Reconciliation | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write this rank's file, and on rank 0 the run's; returns the rank's file. No rank waits for another.
+    """Write this rank's file, and on rank 0 the run's; returns the rank's file. No rank waits for
+    another.
 
     Args:
-        measured: see `measured`. step: a `record`ed window of at least one step. machine: see `reconciled`.
-        recipe, plan, facts: of the run; only rank 0's are written. `facts` are labels with strings or numbers.
+        measured: see `measured`. step: a `record`ed window of at least one step. machine: see
+            `reconciled`.
+        recipe, plan, facts: of the run; only rank 0's are written. `facts` are labels with strings
+            or numbers.
 
-    Files appear whole or not at all; an earlier run's files of ranks that this run does not have are removed by rank 0.
+    Files appear whole or not at all; an earlier run's files of ranks that this run does not have
+    are removed by rank 0.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,13 +152,24 @@ def write_observed(
         }
         _write(folder / RUN_FILE, shared)
     path = folder / RANK_FILE.format(rank=rank)
-    traffic = {unit: {m: n // max(1, step.steps) for m, n in moves.items()} for unit, moves in step.by_unit().items()} if step else {}
+    traffic = (
+        {
+            unit: {m: n // max(1, step.steps) for m, n in moves.items()}
+            for unit, moves in step.by_unit().items()
+        }
+        if step
+        else {}
+    )
     own = {
         "version": VERSION,
         "rank": rank,
         "measured": measured.to_json(),
         "traffic": traffic,
-        "wire": {move: asdict(sent // max(1, step.steps)) for move, sent in step.sent().items()} if step else {},
+        "wire": (
+            {move: asdict(sent // max(1, step.steps)) for move, sent in step.sent().items()}
+            if step
+            else {}
+        ),
         "step": _of_recording(step) if step is not None else None,
         "machine": machine.to_json() if machine is not None else {},
     }
@@ -163,13 +184,20 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 def _of_recording(step: Recording) -> dict[str, Any]:
-    """A recording for JSON: seconds from the window's start, to the microsecond, and rows instead of objects."""
+    """A recording for JSON: seconds from the window's start, to the microsecond, and rows instead
+    of objects.
+    """
 
     def at(seconds: float) -> float:
         return round(seconds - step.start, 6)
 
     def of_tier(seen: Held) -> dict[str, Any]:
-        return {"held": seen.held, "changes": [[at(t), category, unit, delta] for t, category, unit, delta in seen.changes]}
+        return {
+            "held": seen.held,
+            "changes": [
+                [at(t), category, unit, delta] for t, category, unit, delta in seen.changes
+            ],
+        }
 
     return {
         "rank": step.rank,
@@ -181,7 +209,18 @@ def _of_recording(step: Recording) -> dict[str, Any]:
         "activations_watched": step.activations_watched,
         "truncated": step.truncated,
         "moves": [
-            [m.move, m.unit, m.nbytes, m.dtype, m.phase, at(m.launched), at(m.landed), round(m.exposed, 6), m.group, *_beside(m)]
+            [
+                m.move,
+                m.unit,
+                m.nbytes,
+                m.dtype,
+                m.phase,
+                at(m.launched),
+                at(m.landed),
+                round(m.exposed, 6),
+                m.group,
+                *_beside(m),
+            ]
             for m in step.moves
         ],
         "borders": step.borders,
@@ -197,7 +236,7 @@ def _beside(m: Move) -> tuple[int, ...]:
     return (m.between, m.plain, m.plain_between) if m.between or m.plain else ()
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read_observed(folder: str | Path) -> Observed:
@@ -209,7 +248,10 @@ def read_observed(folder: str | Path) -> Observed:
     folder = Path(folder)
     path = folder / RUN_FILE
     if not path.exists():
-        raise RunFileError(f"{folder} has no {RUN_FILE}: a run of `onefold train` writes it, your own loop does with write_observed().")
+        raise RunFileError(
+            f"{folder} has no {RUN_FILE}: a run of `onefold train` writes it, your own loop does"
+            " with write_observed()."
+        )
     values = _read(path)
     try:
         return Observed(
@@ -238,7 +280,8 @@ def gather_ranks(folder: str | Path) -> tuple[RankObserved, ...]:
                     rank=int(values["rank"]),
                     measured=_account(values["measured"]),
                     traffic={unit: dict(moves) for unit, moves in values["traffic"].items()},
-                    wire={str(move): Sent(**sent) for move, sent in values.get("wire", {}).items()},  # younger than the file may be
+                    # Younger than the file may be
+                    wire={str(move): Sent(**sent) for move, sent in values.get("wire", {}).items()},
                     step=_to_recording(values["step"]) if values["step"] is not None else None,
                     machine=dict(values["machine"]),
                 )
@@ -254,12 +297,15 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise RunFileError(f"{path} cannot be read ({error}).") from None
     except json.JSONDecodeError as error:
-        raise RunFileError(f"{path} is not whole JSON (line {error.lineno}: {error.msg}): delete it, or run again.") from None
+        raise RunFileError(
+            f"{path} is not whole JSON (line {error.lineno}: {error.msg}): delete it, or run again."
+        ) from None
     if not isinstance(values, dict) or "version" not in values:
         raise RunFileError(f"{path} is not a file that Onefold wrote: it has no version.")
     if values["version"] != VERSION:
         raise RunFileError(
-            f"{path} has version {values['version']}, this Onefold reads version {VERSION}: read it with the one that wrote it."
+            f"{path} has version {values['version']}, this Onefold reads version {VERSION}: read it"
+            " with the one that wrote it."
         )
     return values
 
@@ -268,7 +314,10 @@ def _unreadable(path: Path, error: Exception) -> RunFileError:
     if isinstance(error, RunFileError):
         return error
     what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-    return RunFileError(f"{path} does not hold what its version promises ({what}): it was changed, or written by another program.")
+    return RunFileError(
+        f"{path} does not hold what its version promises ({what}): it was changed, or written by"
+        " another program."
+    )
 
 
 def _account(values: Mapping[str, Any]) -> Account:
@@ -279,7 +328,10 @@ def _account(values: Mapping[str, Any]) -> Account:
 
 
 def _to_held(values: Mapping[str, Any]) -> Held:
-    changes = [(float(t), str(category), str(unit), int(delta)) for t, category, unit, delta in values["changes"]]
+    changes = [
+        (float(t), str(category), str(unit), int(delta))
+        for t, category, unit, delta in values["changes"]
+    ]
     return Held({str(k): int(v) for k, v in values["held"].items()}, changes)
 
 
@@ -297,7 +349,8 @@ def _to_recording(values: Mapping[str, Any]) -> Recording:
         changes=device.changes,
         epoch=float(values["began"]),
         exposed=float(values["exposed"]),
-        tiers={str(tier): _to_held(held) for tier, held in values.get("tiers", {}).items()},  # younger than the file may be
+        # Younger than the file may be
+        tiers={str(tier): _to_held(held) for tier, held in values.get("tiers", {}).items()},
         io=float(values.get("io", 0.0)),
         activations_watched=bool(values["activations_watched"]),
         truncated=bool(values["truncated"]),

@@ -26,7 +26,9 @@ class TensorBoard:
             module = import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise ModuleNotFoundError(
-                "writing for TensorBoard needs the package tensorboard, which is not installed: pip install tensorboard", name="tensorboard"
+                "writing for TensorBoard needs the package tensorboard, which is not installed: pip"
+                " install tensorboard",
+                name="tensorboard",
             ) from error
         self._writer: Any = module.SummaryWriter(str(folder))
 
@@ -43,5 +45,10 @@ class TensorBoard:
     def __enter__(self) -> TensorBoard:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

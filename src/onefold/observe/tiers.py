@@ -1,9 +1,9 @@
 """What lies off the device, and on which tier an optimizer's states are.
 
-    tier     held by the engine    an optimizer's states
-    device   engine.memory         of parameters that rest on the device
-    host     engine.transfers.host    of parameters that are stepped on the host
-    nvme     engine.transfers.disk    entered there by the engine; `optimizer.state` has only places on the meta device
+tier     held by the engine    an optimizer's states
+device   engine.memory         of parameters that rest on the device
+host     engine.transfers.host    of parameters that are stepped on the host
+nvme     engine.transfers.disk    entered there by the engine; `optimizer.state` has only places on the meta device
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of memory behind all tensors in the optimizer's state, each storage once, whatever tier they are on."""
+    """Bytes of memory behind all tensors in the optimizer's state, each storage once, whatever tier
+    they are on.
+    """
     with disable_torch_function():
         return _bytes(optimizer.state.values())
 
@@ -40,7 +42,10 @@ def moments_by_tier(optimizer: torch.optim.Optimizer, engine: Engine) -> dict[st
     away = {id(e.param) for e in engine.entries if e.flat.offloaded is not None}
     with disable_torch_function():
         states = list(optimizer.state.items())
-    parts = {DEVICE: [s for p, s in states if id(p) not in away], HOST: [s for p, s in states if id(p) in away]}
+    parts = {
+        DEVICE: [s for p, s in states if id(p) not in away],
+        HOST: [s for p, s in states if id(p) in away],
+    }
     return {tier: nbytes for tier, found in parts.items() if (nbytes := _bytes(found))}
 
 

@@ -5,8 +5,8 @@
     seen.write_chrome("trace.json")        # chrome://tracing, https://ui.perfetto.dev
     seen.peak(), seen.exposed, seen.wire()
 
-Times are `time.perf_counter` seconds of this process. On CUDA they are the host's: when work was enqueued and when the host saw it done.
-`torch_profiler=True` adds the device's own view.
+Times are `time.perf_counter` seconds of this process. On CUDA they are the host's: when work was
+enqueued and when the host saw it done. `torch_profiler=True` adds the device's own view.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from onefold.runtime.registry import engine_of
 
 @dataclass(frozen=True)
 class Move:
-    """One move: `nbytes` of payload sent by this rank among those of `group`; `exposed` seconds of waiting, the last before `landed`.
+    """One move: `nbytes` of payload sent by this rank among those of `group`; `exposed` seconds of
+    waiting, the last before `landed`.
 
-    `between`: of `nbytes`, those to other nodes. `plain`, `plain_between`: what both were encoded from; 0 for what travelled as it is.
+    `between`: of `nbytes`, those to other nodes. `plain`, `plain_between`: what both were encoded
+    from; 0 for what travelled as it is.
     """
 
     move: str
@@ -66,7 +68,9 @@ class Work:
 
 @dataclass
 class Held:
-    """What one tier held: bytes by category when the window began, and every (seconds, category, unit, bytes gained or lost), in order."""
+    """What one tier held: bytes by category when the window began, and every (seconds, category,
+    unit, bytes gained or lost), in order.
+    """
 
     held: dict[str, int] = field(default_factory=dict)
     changes: list[tuple[float, str, str, int]] = field(default_factory=list)
@@ -77,15 +81,19 @@ class Recording:
     """What `record` saw on one rank.
 
     Attributes:
-        start, end: of the window. steps: optimizer steps in it (synchronized backward passes where no optimizer was given).
+        start, end: of the window. steps: optimizer steps in it (synchronized backward passes where
+            no optimizer was given).
         moves, work: in the order in which they began.
-        held: bytes by category on the device when the window began. changes: (seconds, category, unit, bytes gained or lost), in order.
+        held: bytes by category on the device when the window began. changes: (seconds, category,
+            unit, bytes gained or lost), in order.
         tiers: the same of the tiers off the device that held anything, "host" and "nvme".
         io: seconds in which this rank stood still waiting for NVMe.
         truncated: the ledgers' rings were too short for the window, so its beginning is missing.
-        exposed: seconds in which this rank stood still waiting for the others, small control messages included.
+        exposed: seconds in which this rank stood still waiting for the others, small control
+            messages included.
         epoch: what to add to a time to get seconds since 1970.
-        borders: between what `Move.between` went, "2 nodes" or "2 groups" (of the recipe's); "" where there is one.
+        borders: between what `Move.between` went, "2 nodes" or "2 groups" (of the recipe's); ""
+            where there is one.
     """
 
     rank: int
@@ -127,15 +135,23 @@ class Recording:
 
     def wire(self) -> dict[str, int]:
         """Payload bytes sent in the window, by move (`MOVES`)."""
-        return {move: n for move in MOVES if (n := sum(m.nbytes for m in self.moves if m.move == move))}
+        return {
+            move: n for move in MOVES if (n := sum(m.nbytes for m in self.moves if m.move == move))
+        }
 
     def sent(self) -> dict[str, Sent]:
         """The same with the bytes between nodes, and what they would have been without codecs."""
-        return {move: sum(found, Sent()) for move in MOVES if (found := [Sent.of(m) for m in self.moves if m.move == move and m.nbytes])}
+        return {
+            move: sum(found, Sent())
+            for move in MOVES
+            if (found := [Sent.of(m) for m in self.moves if m.move == move and m.nbytes])
+        }
 
     def moved(self) -> dict[str, int]:
         """Bytes between tiers in the window, by move (`MOVED`)."""
-        return {move: n for move in MOVED if (n := sum(m.nbytes for m in self.moves if m.move == move))}
+        return {
+            move: n for move in MOVED if (n := sum(m.nbytes for m in self.moves if m.move == move))
+        }
 
     def by_unit(self) -> dict[str, dict[str, int]]:
         """What was sent, by unit, then by move."""
@@ -150,7 +166,9 @@ class Recording:
         return Held(self.held, self.changes) if tier == DEVICE else self.tiers.get(tier, Held())
 
     def levels(self, tier: str = DEVICE) -> tuple[list[float], dict[str, list[int]]]:
-        """Memory of a tier as steps: (times, category -> bytes from that time on), from the window's start to its end."""
+        """Memory of a tier as steps: (times, category -> bytes from that time on), from the
+        window's start to its end.
+        """
         held = self.of(tier)
         times, levels, now = [self.start], [dict(held.held)], Counter(held.held)
         for at, category, _, delta in held.changes:
@@ -167,7 +185,9 @@ class Recording:
         return times, {c: [level.get(c, 0) for level in levels] for c in order}
 
     def peak(self, only: Sequence[str] | None = None, tier: str = DEVICE) -> dict[str, int]:
-        """Bytes of a tier by category at the moment when their sum was largest; of the categories in `only`, if given."""
+        """Bytes of a tier by category at the moment when their sum was largest; of the categories
+        in `only`, if given.
+        """
         held = self.of(tier)
         now = Counter({c: n for c, n in held.held.items() if only is None or c in only})
         most = total = sum(now.values())
@@ -182,7 +202,9 @@ class Recording:
         return {c: n for c, n in best.items() if n}
 
     def write_chrome(self, path: str | Path) -> Path:
-        """Write the window as Chrome trace events; with torch.profiler's in the same file if it ran."""
+        """Write the window as Chrome trace events; with torch.profiler's in the same file if it
+        ran.
+        """
         from onefold.observe.chrome import write
 
         return write(self, Path(path))
@@ -213,7 +235,8 @@ def record(
     torch_profiler: bool = False,
     vocabulary: int | None = None,
 ) -> Iterator[Recording]:
-    """Record what happens in the block; the `Recording` is complete when the block ends. Local, no synchronization.
+    """Record what happens in the block; the `Recording` is complete when the block ends. Local, no
+    synchronization.
 
     Args:
         model: what `onefold.shard` returned.
@@ -228,16 +251,30 @@ def record(
     engine = engine_of(model)
     if engine.memory.record:
         raise RuntimeError("this model is being recorded already: end the other record() first.")
-    seen = Recording(engine.rank, engine.world_size, 0.0, 0.0, 0, activations_watched=activations, borders=engine.group.borders)
+    seen = Recording(
+        engine.rank,
+        engine.world_size,
+        0.0,
+        0.0,
+        0,
+        activations_watched=activations,
+        borders=engine.group.borders,
+    )
     with contextlib.ExitStack() as stack:
         profiler = stack.enter_context(_profiler(engine)) if torch_profiler else None
         saved = stack.enter_context(watch_activations(model, vocabulary)) if activations else None
         steps = _watch_steps(optimizer, engine, seen, stack) if optimizer is not None else None
         seen.held = engine.memory.now()
         seen.tiers = {tier: Held(ledger.now()) for tier, ledger in ledgers_of(engine).items()}
-        for tier, nbytes in moments_by_tier(optimizer, engine).items() if optimizer is not None else ():
+        for tier, nbytes in (
+            moments_by_tier(optimizer, engine).items() if optimizer is not None else ()
+        ):
             seen.of(tier).held[MOMENTS] = nbytes
-        before, exposed, waited = engine.step, engine.traffic.exposed, engine.transfers.moved.exposed
+        before, exposed, waited = (
+            engine.step,
+            engine.traffic.exposed,
+            engine.transfers.moved.exposed,
+        )
         _keep_events(engine, True)
         seen.epoch = time.time() - time.perf_counter()
         seen.start = time.perf_counter()
@@ -253,10 +290,16 @@ def record(
             seen.steps = steps[0] if steps is not None else engine.step - before
             _collect(engine, seen)
             if saved is not None:
-                seen.changes += [(at, category, "", delta) for at, category, delta in saved.timeline if at <= seen.end]
+                seen.changes += [
+                    (at, category, "", delta)
+                    for at, category, delta in saved.timeline
+                    if at <= seen.end
+                ]
             for tier in (DEVICE, *seen.tiers):
                 seen.of(tier).changes.sort(key=lambda change: change[0])
-            seen.tiers = {tier: held for tier, held in seen.tiers.items() if held.held or held.changes}
+            seen.tiers = {
+                tier: held for tier, held in seen.tiers.items() if held.held or held.changes
+            }
     if profiler is not None:
         seen.profiler_trace = _exported(profiler)
 
@@ -282,16 +325,34 @@ def _collect(engine: Engine, seen: Recording) -> None:
         if seen.start <= e.launched <= seen.end:
             landed = seen.end if e.landed is None else e.landed
             wire = e.group, e.between, e.plain, e.plain_between
-            seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed, *wire))
+            seen.moves.append(
+                Move(
+                    e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed, *wire
+                )
+            )
     for e in engine.transfers.moved.events:
-        if seen.start <= e.launched <= seen.end:  # when a copy or a read ends is not noted: its wait is, all in all
-            seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, e.landed or e.launched, e.exposed))
+        # When a copy or a read ends is not noted: its wait is, all in all
+        if seen.start <= e.launched <= seen.end:
+            seen.moves.append(
+                Move(
+                    e.move,
+                    e.unit,
+                    e.nbytes,
+                    e.dtype,
+                    e.phase,
+                    e.launched,
+                    e.landed or e.launched,
+                    e.exposed,
+                )
+            )
     spans = [s for s in engine.timeline if seen.start <= s.start and s.end <= seen.end]
     seen.work += [Work(s.kind, s.unit, s.phase, s.start, s.end) for s in spans]
     seen.moves.sort(key=lambda m: m.launched)
     seen.work.sort(key=lambda w: w.start)
     for tier, ledger in {DEVICE: engine.memory, **ledgers_of(engine)}.items():
-        seen.of(tier).changes += [change for change in ledger.timeline if seen.start <= change[0] <= seen.end]
+        seen.of(tier).changes += [
+            change for change in ledger.timeline if seen.start <= change[0] <= seen.end
+        ]
 
 
 def _overrun(ring: deque[Any], key: str | int, start: float) -> bool:
@@ -302,8 +363,12 @@ def _overrun(ring: deque[Any], key: str | int, start: float) -> bool:
     return bool(oldest >= start)
 
 
-def _watch_steps(optimizer: torch.optim.Optimizer, engine: Engine, seen: Recording, stack: contextlib.ExitStack) -> list[int]:
-    """Note the optimizer's steps and the moments they create; the count of steps is kept in the list."""
+def _watch_steps(
+    optimizer: torch.optim.Optimizer, engine: Engine, seen: Recording, stack: contextlib.ExitStack
+) -> list[int]:
+    """Note the optimizer's steps and the moments they create; the count of steps is kept in the
+    list.
+    """
     count, begun, held = [0], [0.0], moments_by_tier(optimizer, engine)
 
     def before(stepping: torch.optim.Optimizer, *_: Any) -> None:
@@ -323,7 +388,8 @@ def _watch_steps(optimizer: torch.optim.Optimizer, engine: Engine, seen: Recordi
 
     first = register_optimizer_step_pre_hook(before)
     hooks: Any = first.hooks_dict_ref()
-    hooks.move_to_end(first.id, last=False)  # before the engine's, which steps what rests off the device
+    # Before the engine's, which steps what rests off the device
+    hooks.move_to_end(first.id, last=False)
     stack.callback(first.remove)
     stack.callback(optimizer.register_step_post_hook(after).remove)
     return count

@@ -1,1 +1,3 @@
-"""Room `offload`: state, gradients and activations that rest on the host or on NVMe, and the step of what rests there."""
+"""Room `offload`: state, gradients and activations that rest on the host or on NVMe, and the step
+of what rests there.
+"""

@@ -4,20 +4,26 @@
     copies    down   [a ]  [b ]  [c ]  ·        copies    up     [b ]  [a ]
     device           a     a,b   b,c   c,d      device           d,c,b c,b,a b,a   a
 
-What autograd saves is taken down to host memory and let go of on the device; reading it brings it up, and with it what will be read next
-(which was saved before it), as far as `ahead` bytes go. Copies run on a stream of their own. A CPU takes the same path with copies
+What autograd saves is taken down to host memory and let go of on the device; reading it brings it
+up, and with it what will be read next (which was saved before it), as far as `ahead` bytes go.
+Copies run on a stream of their own. A CPU takes the same path with copies
 that are done when the call returns: there it saves nothing, and proves the rest.
 
-[Note: bytes go down, tensors come back] A copy is of a storage (or, of a small part of a large one, of that part). A tensor and its views
-share it: it goes down once, comes up once, and each is a view of it again with its sizes and strides. It lives as long as autograd
-keeps one of them, however it comes to drop it. Tensors that lie in one storage and are not views of each other for autograd (torch.lstm
-makes such) count their versions apart, so each has a copy: another may have been written to since, and nothing would show it.
+[Note: bytes go down, tensors come back] A copy is of a storage (or, of a small part of a large one,
+of that part). A tensor and its views
+share it: it goes down once, comes up once, and each is a view of it again with its sizes and
+strides. It lives as long as autograd keeps one of them, however it comes to drop it. Tensors that
+lie in one storage and are not views of each other for autograd (torch.lstm makes such) count their
+versions apart, so each has a copy: another may have been written to since, and nothing would show
+it.
 
-[Note: nothing is freed under a copy] The allocator hands memory on in the order of the stream it was asked on. So memory that a copy reads
-or writes is kept until that copy is done, or until the computing stream has been told to wait for it: then whatever gets the memory
-next comes after the copy. The host never waits. On the way down at most `window` bytes are kept like this.
+[Note: nothing is freed under a copy] The allocator hands memory on in the order of the stream it
+was asked on. So memory that a copy reads or writes is kept until that copy is done, or until the
+computing stream has been told to wait for it: then whatever gets the memory next comes after the
+copy. The host never waits. On the way down at most `window` bytes are kept like this.
 
-What autograd keeps instead of a tensor stands in saved.py, the host's memory in arena.py; the copies are the room device's.
+What autograd keeps instead of a tensor stands in saved.py, the host's memory in arena.py; the
+copies are the room device's.
 """
 
 from __future__ import annotations
@@ -37,16 +43,19 @@ from onefold.offload.saved import Copy, Kept, Key, Moved, as_view, extent_of
 
 ACTIVATIONS_ON_HOST, ACTIVATIONS_MOVING = "activations", "activations on their way"
 SMALLEST = 1 << 20  # bytes: below, a copy costs more than its memory is worth
-NEAR = 128 << 20  # bytes kept on the device of what goes down, and of what comes up: some milliseconds of the link
+# Bytes kept on the device of what goes down, and of what comes up: some milliseconds of the link
+NEAR = 128 << 20
 _LINE = 64  # bytes: parts keep the alignment that they had in their storage
-_FEW = 4  # a storage goes down whole if it is at most this many times as large as what is saved of it
+# A storage goes down whole if it is at most this many times as large as what is saved of it
+_FEW = 4
 
 
 class ActivationStore:
     """Tensors saved for backward, on the host. See the notes of this module.
 
     Attributes:
-        down, up: bytes copied so far. refused: bytes that stayed on the device since the budget had no room.
+        down, up: bytes copied so far. refused: bytes that stayed on the device since the budget had
+            no room.
         held: bytes on the host now, without what aligns them.
     """
 
@@ -67,21 +76,32 @@ class ActivationStore:
         Args:
             device: whose tensors go down.
             budget: bytes of host memory, never exceeded. What does not fit stays on the device.
-            skip: whether a tensor is to stay, for instance since it lies in memory that is there anyway.
-            ledger, host: count bytes on the device that the store keeps for copies, and all of its bytes on the host.
+            skip: whether a tensor is to stay, for instance since it lies in memory that is there
+                anyway.
+            ledger, host: count bytes on the device that the store keeps for copies, and all of its
+                bytes on the host.
             moved: told each copy: "up" or "down", and bytes.
             smallest: bytes of a storage below which it stays.
-            window, ahead: bytes kept on the device of what goes down, and brought up before they are read (above 0: one copy at least).
-                None: 128 MiB, less with a small budget.
+            window, ahead: bytes kept on the device of what goes down, and brought up before they
+                are read (above 0: one copy at least). None: 128 MiB, less with a small budget.
         """
         near = min(NEAR, budget // 8)
         self.device = with_index(device)  # as tensors say it
         self.skip, self.moved, self.smallest = skip, moved, smallest
-        self.window, self.ahead = near if window is None else window, near if ahead is None else ahead
+        self.window, self.ahead = (
+            near if window is None else window,
+            (near if ahead is None else ahead),
+        )
         self.ledger = MemoryLedger() if ledger is None else ledger
         self.side = CopyStream(self.device, name="activations")
         host = MemoryLedger() if host is None else host
-        self.arena = Arena(budget, ACTIVATIONS_ON_HOST, host, pinned=self.device if self.side.asynchronous else None, settle=self.side.wait)
+        self.arena = Arena(
+            budget,
+            ACTIVATIONS_ON_HOST,
+            host,
+            pinned=self.device if self.side.asynchronous else None,
+            settle=self.side.wait,
+        )
         self.down = self.up = self.refused = self.held = 0
         self._found: dict[Key, Copy] = {}
         self._last: Copy | None = None
@@ -90,11 +110,12 @@ class ActivationStore:
         self._risen: dict[Copy, None] = {}
         self._turn = self._offered = self._expected = 0
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
-        # Saved tensors are dropped by any thread and in the middle of anything, the collector's runs included.
+        # Saved tensors are dropped by any thread and in the middle of anything, the collector's
+        # runs included.
         self._lock = threading.Lock()
         self._dropped: deque[tuple[Copy, int]] = deque()
 
-    # -- for whoever runs the passes -------------------------------------------------------------------------------------------
+    # -- for whoever runs the passes ---------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """A forward pass begins."""
@@ -111,7 +132,8 @@ class ActivationStore:
         self._bury()
 
     def hooks(self) -> saved_tensors_hooks | None:
-        """Hooks for a forward pass: what does not go down is handed on to hooks that are in place already.
+        """Hooks for a forward pass: what does not go down is handed on to hooks that are in place
+        already.
 
         None inside a checkpoint, which counts what is saved, and keeps nothing of it.
         """
@@ -134,13 +156,15 @@ class ActivationStore:
         return saved_tensors_hooks(pack, unpack)
 
     def close(self) -> None:
-        """Take nothing more. Host memory goes back to the system, as soon as no graph keeps anything in it."""
+        """Take nothing more. Host memory goes back to the system, as soon as no graph keeps
+        anything in it.
+        """
         with self._lock:
             self.skip = self.moved = None
             self.arena.close()
         self._bury()
 
-    # -- hooks -----------------------------------------------------------------------------------------------------------------
+    # -- hooks -------------------------------------------------------------------------------------
 
     def pack(self, t: torch.Tensor) -> Kept | Moved:
         """What autograd is to keep of `t`."""
@@ -168,7 +192,7 @@ class ActivationStore:
         self._bury()
         return t
 
-    # -- down ------------------------------------------------------------------------------------------------------------------
+    # -- down --------------------------------------------------------------------------------------
 
     def _take_down(self, t: torch.Tensor) -> Moved | None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -181,12 +205,21 @@ class ActivationStore:
         return moved
 
     def _may_go(self, t: torch.Tensor) -> bool:
-        if type(t) is not torch.Tensor or t.device != self.device or t.layout is not torch.strided or t.numel() == 0:
+        if (
+            type(t) is not torch.Tensor
+            or t.device != self.device
+            or t.layout is not torch.strided
+            or t.numel() == 0
+        ):
             return False  # parameters, and what other libraries make of tensors
         if t.is_conj() or t.is_neg() or t.is_quantized or isinstance(t._base, torch.nn.Parameter):
             return False
         # A graph that is made in a backward pass, as by a recomputation, is read right away.
-        if _task() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(t) or capturing(self.device):
+        if (
+            _task() != -1
+            or torch._C._functorch.is_functorch_wrapped_tensor(t)
+            or capturing(self.device)
+        ):
             return False
         return self.skip is None or not self.skip(t)
 
@@ -206,7 +239,8 @@ class ActivationStore:
             if copy is not None and copy.version == version and copy.root() is root:
                 return copy
         nbytes = stop - start
-        apart = base is None and 2 * t.numel() * t.itemsize < nbytes  # what lies between its elements would go down for nothing
+        # What lies between its elements would go down for nothing
+        apart = base is None and 2 * t.numel() * t.itemsize < nbytes
         if apart or nbytes < self.smallest or self._is_read_first(nbytes):
             return None
         block = self.arena.take(nbytes)
@@ -221,9 +255,11 @@ class ActivationStore:
         return copy
 
     def _is_read_first(self, nbytes: int) -> bool:
-        """Whether the last pass suggests that this belongs to what the backward pass reads first: it would come up again at once.
+        """Whether the last pass suggests that this belongs to what the backward pass reads first:
+        it would come up again at once.
 
-        Only where copies run behind, and an eighth of all at most. A pass longer than the last goes on taking things down after that.
+        Only where copies run behind, and an eighth of all at most. A pass longer than the last goes
+        on taking things down after that.
         """
         self._offered += nbytes
         last = min(self.window, self._expected // 8) if self.side.asynchronous else 0
@@ -242,7 +278,11 @@ class ActivationStore:
         self._in_window += copy.nbytes
         while self._descending:
             first = self._descending[0]
-            if first.descending and self._in_window <= self.window and not (first.ticket is None or first.ticket.query()):
+            if (
+                first.descending
+                and self._in_window <= self.window
+                and not (first.ticket is None or first.ticket.query())
+            ):
                 break
             self._descending.popleft()
             if first.descending:
@@ -256,7 +296,7 @@ class ActivationStore:
         watch.data = self._nothing[t.dtype]
         return watch
 
-    # -- up --------------------------------------------------------------------------------------------------------------------
+    # -- up ----------------------------------------------------------------------------------------
 
     def _bytes(self, copy: Copy) -> torch.Tensor:
         """The bytes of a copy where the current stream may read them: uint8, [nbytes]."""
@@ -300,7 +340,9 @@ class ActivationStore:
             before = before.before
 
     def _readable(self, t: torch.Tensor, ticket: Ticket | None, stream: Any) -> torch.Tensor:
-        """`t` for the current stream, which comes after the copy; a clone if its memory belongs to another one."""
+        """`t` for the current stream, which comes after the copy; a clone if its memory belongs to
+        another one.
+        """
         here = self.side.current()
         self.side.order(ticket, here)
         if here == stream:
@@ -309,7 +351,7 @@ class ActivationStore:
         stream.wait_stream(here)
         return clone
 
-    # -- lifetimes -------------------------------------------------------------------------------------------------------------
+    # -- lifetimes ---------------------------------------------------------------------------------
 
     def _keep(self, copy: Copy, here: torch.Tensor, ticket: Ticket | None) -> None:
         copy.here, copy.ticket, copy.stream = here, ticket, self.side.current()
@@ -333,7 +375,8 @@ class ActivationStore:
         self._bury()
 
     def _bury(self) -> None:
-        while self._dropped and self._lock.acquire(blocking=False):  # whoever holds the lock comes by here after it
+        # Whoever holds the lock comes by here after it
+        while self._dropped and self._lock.acquire(blocking=False):
             try:
                 while self._dropped:
                     copy, read_in = self._dropped.popleft()

@@ -1,11 +1,13 @@
-"""Host memory for copies of device memory: a bounded number of bytes in slabs that are cut into blocks and stay from step to step.
+"""Host memory for copies of device memory: a bounded number of bytes in slabs that are cut into
+blocks and stay from step to step.
 
     slab 0   [a    ][b ][c        ][hole       ]        take: the first hole that is large enough, from the front
     slab 1   [d            ][hole              ]        give: the hole grows together with its neighbours
 
-Slabs rather than a buffer for each tensor, since sequences come in other lengths from step to step, and pinning memory anew takes
-longer than copying it. Beside a CUDA device they are pinned in place, so that what is taken from the system is what is counted (the
-framework's own cache of pinned buffers rounds each up to a power of two, and never gives one back).
+Slabs rather than a buffer for each tensor, since sequences come in other lengths from step to step,
+and pinning memory anew takes longer than copying it. Beside a CUDA device they are pinned in place,
+so that what is taken from the system is what is counted (the framework's own cache of pinned
+buffers rounds each up to a power of two, and never gives one back).
 """
 
 from __future__ import annotations
@@ -25,19 +27,25 @@ IDLE_SLABS = "idle slabs"
 
 
 class Slab:
-    """One piece of host memory. `holes` are what is free of it, as (start, stop) in bytes, in order, none touching another."""
+    """One piece of host memory. `holes` are what is free of it, as (start, stop) in bytes, in
+    order, none touching another.
+    """
 
     def __init__(self, nbytes: int, pinned: torch.device | None) -> None:
         self.nbytes = nbytes
         try:
             # A page cannot be pinned twice, so what is pinned shares none with anything else.
-            self.memory = empty(nbytes, torch.uint8, torch.device("cpu"), paged=pinned is not None, pinned=pinned)
+            self.memory = empty(
+                nbytes, torch.uint8, torch.device("cpu"), paged=pinned is not None, pinned=pinned
+            )
         except (OSError, RuntimeError) as error:
             raise RuntimeError(_REFUSED.format(nbytes=nbytes, what=error)) from error
         self.holes = [(0, nbytes)]
 
     def cut(self, nbytes: int) -> int | None:
-        """Where a block of `nbytes` begins that is taken from the first hole with room for it; None without one."""
+        """Where a block of `nbytes` begins that is taken from the first hole with room for it; None
+        without one.
+        """
         for i, (start, stop) in enumerate(self.holes):
             if stop - start >= nbytes:
                 self.holes[i : i + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
@@ -93,9 +101,16 @@ class Arena:
         Args:
             category: under which `ledger` counts blocks; the rest of the slabs is "idle slabs".
             pinned: the device that copies from them and to them by itself.
-            settle: waits for copies that are under way; called before memory goes back to the system.
+            settle: waits for copies that are under way; called before memory goes back to the
+                system.
         """
-        self.budget, self.category, self.ledger, self.pinned, self.settle = budget, category, ledger, pinned, settle
+        self.budget, self.category, self.ledger, self.pinned, self.settle = (
+            budget,
+            category,
+            ledger,
+            pinned,
+            settle,
+        )
         self.slabs: list[Slab] = []
         self.used = self.reserved = 0
 
@@ -157,7 +172,8 @@ class Arena:
     def _count(self, nbytes: int) -> None:
         self.used += nbytes
         changes = [(IDLE_SLABS, -nbytes), (self.category, nbytes)]
-        for name, change in changes if nbytes > 0 else reversed(changes):  # what goes first: the sum has no peak between the two
+        # What goes first: the sum has no peak between the two
+        for name, change in changes if nbytes > 0 else reversed(changes):
             self.ledger.add(name, change)
 
     def _reserve(self, nbytes: int) -> None:
@@ -166,6 +182,6 @@ class Arena:
 
 
 _REFUSED = (
-    "the system gave no {nbytes:,} bytes of host memory, although the budget for activations has room for them: {what}. "
-    "Give a smaller budget, or free memory on this machine."
+    "the system gave no {nbytes:,} bytes of host memory, although the budget for activations has"
+    " room for them: {what}. Give a smaller budget, or free memory on this machine."
 )

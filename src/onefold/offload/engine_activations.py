@@ -1,8 +1,9 @@
 """Activations of an engine's passes on the host, where the recipe gives bytes for them.
 
-Hooks are in place while a pass over the model runs forward, below the gatherer's: what lies in gathered buffers is a handle already
-when the rest comes by here. In a backward pass, recomputations included, nothing new goes down. Parameters and buffers stay, since
-they would be there all the same.
+Hooks are in place while a pass over the model runs forward, below the gatherer's: what lies in
+gathered buffers is a handle already when the rest comes by here. In a backward pass, recomputations
+included, nothing new goes down. Parameters and buffers stay, since they would be there all the
+same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class HostActivations:
-    """What an engine tells of its passes. `store` is None where the recipe keeps activations on the device: then nothing happens."""
+    """What an engine tells of its passes. `store` is None where the recipe keeps activations on the
+    device: then nothing happens.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._units, self._model = engine.units, engine.units[0].module
@@ -71,9 +74,13 @@ class HostActivations:
             self.store.close()
 
     def _look(self) -> None:
-        """See where parameters and buffers lie. Those that the engine has not laid out itself are looked at in the first passes only."""
+        """See where parameters and buffers lie. Those that the engine has not laid out itself are
+        looked at in the first passes only.
+        """
         flats = [flat for unit in self._units for flat in unit.flats]
-        self._there.update(storage_of(flat.full) for flat in flats if flat.full is not None and flat.resident)
+        self._there.update(
+            storage_of(flat.full) for flat in flats if flat.full is not None and flat.resident
+        )
         if self._passes >= 2:
             return
         self._passes += 1

@@ -1,17 +1,20 @@
-"""Stepping offloaded units behind the rest of the backward pass, where the user has said that nothing looks at gradients in between.
+"""Stepping offloaded units behind the rest of the backward pass, where the user has said that
+nothing looks at gradients in between.
 
     backward   unit 3     unit 2     unit 1     unit 0    end
     down           grad 3     grad 2     grad 1    grad 0
     this thread        step 3 ...  step 2 ...  step 1 ...  |  joined at the end of the pass
 
-The first step of an optimizer is an ordinary one: it tells which parameters are whose. A unit's gradients are dropped when they have been
-stepped; at `optimizer.step()` those parameters have none, and are passed over.
+The first step of an optimizer is an ordinary one: it tells which parameters are whose. A unit's
+gradients are dropped when they have been stepped; at `optimizer.step()` those parameters have none,
+and are passed over.
 
-[Note: gradients held at once] A unit's gradients lie in host memory from their landing until they are stepped. When one lands while WAITING
-others are under way, the backward pass waits: never more than WAITING + 1 units that follow each other in the backward pass are held. The
-first step makes the moments on the host, unit by unit, and drops each unit's gradients, which are half as large, when it has them: so that
-it too ends with no more than masters, moments and one unit's gradients. (Before it all gradients wait; with Adam they are less than the
-moments that replace them.)
+[Note: gradients held at once] A unit's gradients lie in host memory from their landing until they
+are stepped. When one lands while WAITING others are under way, the backward pass waits: never more
+than WAITING + 1 units that follow each other in the backward pass are held. The first step makes
+the moments on the host, unit by unit, and drops each unit's gradients, which are half as large,
+when it has them: so that it too ends with no more than masters, moments and one unit's gradients.
+(Before it all gradients wait; with Adam they are less than the moments that replace them.)
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
 
-#: Units whose step is under way or waits, beyond which the backward pass waits. See [Note: gradients held at once].
+#: Units whose step is under way or waits, beyond which the backward pass waits. See [Note:
+#: gradients held at once].
 WAITING = 2
 
 
@@ -46,32 +50,46 @@ class InBackwardStepper:
         self._flying: deque[Future[None]] = deque()
         self._stepped: list[Entry] = []
         self._thread: ThreadPoolExecutor | None = None
-        # Optimizers whose step() has not come yet: the backward pass behind which they stepped, and the options they did it with.
-        self._owed: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[dict[str, Any]]]] = weakref.WeakKeyDictionary()
+        # Optimizers whose step() has not come yet: the backward pass behind which they stepped, and
+        # the options they did it with.
+        self._owed: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[dict[str, Any]]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def know(self, optimizer: Optimizer, entries: Iterable[Entry]) -> None:
         """`optimizer` steps `entries` from now on."""
         known = weakref.ref(optimizer)
-        self._owners |= {entry.number: known for entry in entries if entry.flat.offloaded is not None}
+        self._owners |= {
+            entry.number: known for entry in entries if entry.flat.offloaded is not None
+        }
 
     def comes(self, optimizer: Optimizer) -> None:
         """`optimizer.step()` has come.
 
         Raises:
-            ValueError: its groups say something else than they did in the backward pass, when it stepped.
+            ValueError: its groups say something else than they did in the backward pass, when it
+                stepped.
         """
         _, before = self._owed.pop(optimizer, (0, []))
         for was, group in zip(before, optimizer.param_groups, strict=False):
-            for name in (name for name in was if name not in group or not _equal(was[name], group[name])):
+            for name in (
+                name for name in was if name not in group or not _equal(was[name], group[name])
+            ):
                 raise ValueError(
-                    f"{name!r} of a parameter group was {was[name]!r} in the backward pass, where step_in_backward=True has stepped, and "
-                    f"is {group.get(name)!r} at {_name(optimizer)}.step(): change it before backward(), or leave step_in_backward out."
+                    f"{name!r} of a parameter group was {was[name]!r} in the backward pass, where"
+                    f" step_in_backward=True has stepped, and is {group.get(name)!r} at"
+                    f" {_name(optimizer)}.step(): change it before backward(), or leave"
+                    " step_in_backward out."
                 )
 
     def takes(self, flat: Flat) -> bool:
         """Whether the gradients of `flat` are stepped as they land."""
         engine = self._engine()
-        return engine is not None and engine.sync and all(self._owner(e) is not None for e in flat.entries if e.active)
+        return (
+            engine is not None
+            and engine.sync
+            and all(self._owner(e) is not None for e in flat.entries if e.active)
+        )
 
     def _owner(self, entry: Entry) -> Optimizer | None:
         known = self._owners.get(entry.number)
@@ -81,7 +99,8 @@ class InBackwardStepper:
         """All gradients of `flat` are `.grad` of its parameters, in host memory: step them.
 
         Raises:
-            RuntimeError: an optimizer steps in a second backward pass, and its step() did not come in between.
+            RuntimeError: an optimizer steps in a second backward pass, and its step() did not come
+                in between.
         """
         self._owe(flat)
         while len(self._flying) >= WAITING:
@@ -96,18 +115,23 @@ class InBackwardStepper:
     def _owe(self, flat: Flat) -> None:
         engine = self._engine()
         now = engine.step if engine is not None else 0
-        for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():
+        for optimizer in {
+            id(o): o for e in flat.entries if (o := self._owner(e)) is not None
+        }.values():
             if optimizer not in self._owed:
                 self._owed[optimizer] = now, [_options(group) for group in optimizer.param_groups]
             elif self._owed[optimizer][0] != now:
                 raise RuntimeError(
-                    f"a second backward pass came without {_name(optimizer)}.step() in between, and step_in_backward=True has stepped "
-                    "behind the first already: accumulate under onefold.no_sync(model), step every optimizer after each backward pass, "
-                    "or leave step_in_backward out."
+                    f"a second backward pass came without {_name(optimizer)}.step() in between, and"
+                    " step_in_backward=True has stepped behind the first already: accumulate under"
+                    " onefold.no_sync(model), step every optimizer after each backward pass, or"
+                    " leave step_in_backward out."
                 )
 
     def _step(self, flat: Flat, computing: Any) -> None:
-        """In the thread: `computing` is the stream that the backward pass runs on, in whose order device memory is read and written."""
+        """In the thread: `computing` is the stream that the backward pass runs on, in whose order
+        device memory is read and written.
+        """
         engine = self._engine()
         if engine is None or engine.failure is not None:
             return
@@ -116,7 +140,9 @@ class InBackwardStepper:
             with use_stream(computing), disable_torch_function(), torch.no_grad():
                 engine.about_to_write()
                 engine.transfers.down.wait()
-                for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():
+                for optimizer in {
+                    id(o): o for e in flat.entries if (o := self._owner(e)) is not None
+                }.values():
                     mine = [e for e in flat.entries if self._owner(e) is optimizer]
                     step_flat(optimizer, engine, flat, mine)
                 let_go(engine, flat, flat.entries)
@@ -130,7 +156,8 @@ class InBackwardStepper:
             self._flying.popleft().result()
         engine, stepped, self._stepped = self._engine(), self._stepped, []
         if engine is not None and stepped:
-            engine.write_counters.all_of(stepped)  # not earlier: this very pass was right to compute with what they were
+            # Not earlier: this very pass was right to compute with what they were
+            engine.write_counters.all_of(stepped)
 
     def close(self) -> None:
         """End the thread."""
@@ -153,4 +180,8 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return bool(torch.equal(a, b)) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
+    return (
+        bool(torch.equal(a, b))
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else bool(a == b)
+    )

@@ -1,4 +1,6 @@
-"""Before a run whose state rests on NVMe: what its disks give, what it needs, and a refusal where that does not fit."""
+"""Before a run whose state rests on NVMe: what its disks give, what it needs, and a refusal where
+that does not fit.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,28 @@ from onefold.runtime.agree import agree_on_failure
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
 
-#: States of an optimizer with as many elements as the parameter: two, as Adam has them. Others are seen when they are made.
+#: States of an optimizer with as many elements as the parameter: two, as Adam has them. Others are
+#: seen when they are made.
 MOMENTS_EXPECTED = 2
 #: Bytes written to and read from each disk to see what it gives.
 _SAMPLE = 16 << 20
 
 
 def needed(engine: Engine) -> int:
-    """Bytes that this rank's state takes on NVMe with an optimizer of two moments, in the recipe's format."""
+    """Bytes that this rank's state takes on NVMe with an optimizer of two moments, in the recipe's
+    format.
+    """
     total = 0
     for flat in engine.offloaded_flats:
         assert flat.offloaded is not None
         tiers, d, n = flat.offloaded.tiers, flat.dtypes, flat.offloaded.numel
         trained = any(e.param.requires_grad for e in flat.entries)
         if tiers.optimizer is Tier.NVME:
-            moment = FORMATS[engine.recipe.moments].nbytes(n) if engine.recipe.moments is not None else n * d.master.itemsize
+            moment = (
+                FORMATS[engine.recipe.moments].nbytes(n)
+                if engine.recipe.moments is not None
+                else n * d.master.itemsize
+            )
             total += n * d.master.itemsize + (MOMENTS_EXPECTED * moment if trained else 0)
         if tiers.gradients is Tier.NVME and trained:
             total += n * d.master.itemsize
@@ -55,7 +64,11 @@ def preflight(engine: Engine) -> None:
     ranks = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
     mine, error = needed(engine), None
     try:
-        refuse_unless_fits(engine.recipe.nvme, mine * ranks, f"the state of {ranks} rank{'s' if ranks > 1 else ''} on NVMe")
+        refuse_unless_fits(
+            engine.recipe.nvme,
+            mine * ranks,
+            f"the state of {ranks} rank{'s' if ranks > 1 else ''} on NVMe",
+        )
         if engine.rank == 0 and _has_room(engine.recipe.nvme):
             for disk in measure(engine.recipe.nvme, _SAMPLE, seconds=0.25):
                 logging.getLogger("onefold").info(

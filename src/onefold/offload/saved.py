@@ -1,8 +1,9 @@
 """What autograd keeps in place of the tensors it saved, while their bytes may be on the host.
 
-[Note: versions] Autograd does not compare versions of what hooks have packed. Here each saved tensor leaves a watch behind: a tensor
-without memory that shares the version counter. A tensor that was written to since is refused when it is read, as without hooks. (What
-writes behind autograd's back, through `.data`, is not seen, as without hooks.)
+[Note: versions] Autograd does not compare versions of what hooks have packed. Here each saved
+tensor leaves a watch behind: a tensor without memory that shares the version counter. A tensor that
+was written to since is refused when it is read, as without hooks. (What writes behind autograd's
+back, through `.data`, is not seen, as without hooks.)
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ class Copy:
     """Bytes [start, start + nbytes) of a storage at one version, on the host.
 
     Attributes:
-        root: the tensor whose version it is: all that is saved of the copy is this tensor, or a view of it.
+        root: the tensor whose version it is: all that is saved of the copy is this tensor, or a
+            view of it.
         original: its storage, if somebody else holds it.
-        here: the same bytes on the device, while they are on their way down or are up; uint8, [nbytes].
-        ticket: what reads or writes `here` last. stream: on which `here` was asked for. descending: `here` is the original.
-        comings: how often it has come up. handles: tensors that autograd keeps of it. unread: those not read since it last came up.
+        here: the same bytes on the device, while they are on their way down or are up; uint8,
+            [nbytes].
+        ticket: what reads or writes `here` last. stream: on which `here` was asked for. descending:
+            `here` is the original.
+        comings: how often it has come up. handles: tensors that autograd keeps of it. unread: those
+            not read since it last came up.
         read_by: the backward pass that last read the last of them.
         before, after: its neighbours in the order of saving. turn: the forward pass.
     """
@@ -88,9 +93,21 @@ class Store(Protocol):
 
 
 class Moved:
-    """What autograd keeps in place of a tensor that went down: how it lies in a copy. `read_in` is the last coming up it was read in."""
+    """What autograd keeps in place of a tensor that went down: how it lies in a copy. `read_in` is
+    the last coming up it was read in.
+    """
 
-    __slots__ = ("copy", "dtype", "offset", "read_in", "size", "store", "stride", "version", "watch")
+    __slots__ = (
+        "copy",
+        "dtype",
+        "offset",
+        "read_in",
+        "size",
+        "store",
+        "stride",
+        "version",
+        "watch",
+    )
 
     def __init__(self, store: Store, copy: Copy, t: torch.Tensor, watch: torch.Tensor) -> None:
         self.store, self.copy, self.watch, self.version = store, copy, watch, t._version
@@ -109,7 +126,9 @@ class Moved:
     def view_of(self, source: torch.Tensor) -> torch.Tensor:
         """The tensor again, over the bytes of its copy: uint8, [nbytes]."""
         first = source.storage_offset() // self.dtype.itemsize
-        return as_view(source.untyped_storage(), self.dtype, first + self.offset, self.size, self.stride)
+        return as_view(
+            source.untyped_storage(), self.dtype, first + self.offset, self.size, self.stride
+        )
 
 
 def extent_of(t: torch.Tensor) -> tuple[int, int]:
@@ -119,7 +138,13 @@ def extent_of(t: torch.Tensor) -> tuple[int, int]:
     return start * t.itemsize, (start + span) * t.itemsize
 
 
-def as_view(storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+def as_view(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> torch.Tensor:
     """A tensor over `storage`; `offset` in elements."""
     empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
     view: torch.Tensor = empty.set_(storage, offset, size, stride)
@@ -130,7 +155,9 @@ def refuse_other_version(watch: torch.Tensor, version: int, size: torch.Size) ->
     """Raise RuntimeError if the counter that `watch` shares is not at `version` any more."""
     if watch._version != version:
         raise RuntimeError(
-            f"a tensor of shape {tuple(size)}, {watch.dtype}, that a gradient is computed from has been modified by an inplace operation "
-            f"since it was saved: it is at version {watch._version}, the gradient needs version {version}. Write `x = x + 1` instead of "
-            "`x += 1`, or change a clone(); torch.autograd.set_detect_anomaly(True) shows which operation saved it."
+            f"a tensor of shape {tuple(size)}, {watch.dtype}, that a gradient is computed from has"
+            " been modified by an inplace operation since it was saved: it is at version"
+            f" {watch._version}, the gradient needs version {version}. Write `x = x + 1` instead of"
+            " `x += 1`, or change a clone(); torch.autograd.set_detect_anomaly(True) shows which"
+            " operation saved it."
         )

@@ -1,4 +1,5 @@
-"""Stepping what rests off the device, or in another format than it is stepped in, with the optimizer that the user brought.
+"""Stepping what rests off the device, or in another format than it is stepped in, with the
+optimizer that the user brought.
 
     device  where moments are packed: piece by piece (quant/moments.py)
     host    unit by unit: the optimizer's own step over host tensors and host states ─► copy up behind the next unit's step
@@ -7,14 +8,17 @@
             disk     read 1   read 2   read 3 | write 1   read 4 | write 2   ...
             step              chunk 1           chunk 2             chunk 3
 
-The optimizer steps the parameters whose turn it is (runtime/stand_ins.py). For NVMe these are stand-ins: slices of staging buffers with
-slices of gradients and states. Between steps `optimizer.state` of the real parameter holds scalars as they are, and a tensor on the meta
-device in place of each state that has an element for each element of the parameter, or an item for some of them (quant/moments.py).
-Where moments are packed, those of parameters too small for that stay in host memory, some KiB each.
+The optimizer steps the parameters whose turn it is (runtime/stand_ins.py). For NVMe these are
+stand-ins: slices of staging buffers with slices of gradients and states. Between steps
+`optimizer.state` of the real parameter holds scalars as they are, and a tensor on the meta device
+in place of each state that has an element for each element of the parameter, or an item for some of
+them (quant/moments.py). Where moments are packed, those of parameters too small for that stay in
+host memory, some KiB each.
 
-[Note: a step is whole or refused] Ranks tell each other before and after: what goes wrong before (a gradient that could not be
-written) leaves every rank's state as it was; what goes wrong in the middle (the disk fails) leaves some of it stepped, which nothing
-can undo, so that the model refuses to go on and to be saved.
+[Note: a step is whole or refused] Ranks tell each other before and after: what goes wrong before (a
+gradient that could not be written) leaves every rank's state as it was; what goes wrong in the
+middle (the disk fails) leaves some of it stepped, which nothing can undo, so that the model refuses
+to go on and to be saved.
 """
 
 from __future__ import annotations
@@ -46,17 +50,24 @@ from onefold.runtime.unreduced import unique_bytes
 #: Chunks whose reads are under way beyond the one that is stepped, and chunks whose writes may be.
 AHEAD, BEHIND = 2, 1
 #: What is said of state that nobody can vouch for.
-HALF = "a step failed half way, so that some of the state is of two steps. Start again from the last checkpoint."
+HALF = (
+    "a step failed half way, so that some of the state is of two steps. Start again from the last"
+    " checkpoint."
+)
 
 
 def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> list[Entry]:
-    """Those of `entries` that `step_apart` steps: off the device, or with moments that rest in another format.
+    """Those of `entries` that `step_apart` steps: off the device, or with moments that rest in
+    another format.
 
     Raises:
         ValueError: what recipe and optimizer say of moments cannot go together.
     """
     flats = {entry.flat.index: entry.flat for entry in entries}
-    apart = {i: flat.offloaded is not None or moments.rests(optimizer, engine.recipe, flat) is not None for i, flat in flats.items()}
+    apart = {
+        i: flat.offloaded is not None or moments.rests(optimizer, engine.recipe, flat) is not None
+        for i, flat in flats.items()
+    }
     return [entry for entry in entries if apart[entry.flat.index]]
 
 
@@ -81,19 +92,26 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
                     # As it will be in the steps to come, and the moments just made need the room.
                     engine.write_counters.all_of(mine)
                     let_go(engine, flat, mine)
-        disk = [flat for flat in engine.offloaded_flats if flat.offloaded is not None and flat.offloaded.on_disk]
+        disk = [
+            flat
+            for flat in engine.offloaded_flats
+            if flat.offloaded is not None and flat.offloaded.on_disk
+        ]
         _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
         error = failure
     if engine.on_disk:
         try:
-            agree_on_failure(engine, error, "in the middle of the step: start again from the last checkpoint")
+            agree_on_failure(
+                engine, error, "in the middle of the step: start again from the last checkpoint"
+            )
         except TierError:
             engine.transfers.broken = HALF
             raise
         finally:
             engine.transfers.pool.drain()
-            del error  # its traceback holds this frame: the model must not wait for the collector to go
+            # Its traceback holds this frame: the model must not wait for the collector to go
+            del error
 
 
 def _flush(engine: Engine) -> None:
@@ -105,9 +123,14 @@ def _flush(engine: Engine) -> None:
 
 
 def step_flat(
-    optimizer: Optimizer, engine: Engine, flat: Flat, entries: Sequence[Entry], groups: dict[int, int] | None = None
+    optimizer: Optimizer,
+    engine: Engine,
+    flat: Flat,
+    entries: Sequence[Entry],
+    groups: dict[int, int] | None = None,
 ) -> None:
-    """Step those parameters of one flat buffer that `entries` are of and that have a gradient. Local. `groups`: `groups_of(optimizer)`.
+    """Step those parameters of one flat buffer that `entries` are of and that have a gradient.
+    Local. `groups`: `groups_of(optimizer)`.
 
     Raises:
         TierError: the disk failed.
@@ -121,7 +144,13 @@ def step_flat(
             moments.step_in_memory(optimizer, how, ready)
         else:
             params = [entry.param for entry in ready]
-            with only(optimizer, groups if groups is not None else groups_of(optimizer), params, params, engine.device):
+            with only(
+                optimizer,
+                groups if groups is not None else groups_of(optimizer),
+                params,
+                params,
+                engine.device,
+            ):
                 raw_step(optimizer)
         if flat.offloaded is not None:
             flat.offloaded.touched()
@@ -134,19 +163,23 @@ def let_go(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
     before = sum(unique_bytes(e.param.grad for e in flat.entries))
     for entry in entries:
         entry.param.grad, entry.graded_elsewhere = None, False
-    after = sum(unique_bytes(e.param.grad for e in flat.entries))  # another optimizer's lie in the same memory
+    # Another optimizer's lie in the same memory
+    after = sum(unique_bytes(e.param.grad for e in flat.entries))
     engine.transfers.host.add(GRADIENTS, after - before)
 
 
 @dataclass
 class _Chunk:
-    """Elements [a, b) of one flat buffer on their way: buffers by kind of what is on NVMe, each [b - a] or as many items as that takes."""
+    """Elements [a, b) of one flat buffer on their way: buffers by kind of what is on NVMe, each [b
+    - a] or as many items as that takes.
+    """
 
     flat: Flat
     offloaded: Offloaded
     a: int
     b: int
-    pieces: list[tuple[Entry, int, int]]  # an entry's elements in the chunk, counted from the first that this rank owns
+    # An entry's elements in the chunk, counted from the first that this rank owns
+    pieces: list[tuple[Entry, int, int]]
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     whole: list[torch.Tensor] = field(default_factory=list)  # what the buffers are views of
     moving: list[Transfer] = field(default_factory=list)
@@ -156,11 +189,18 @@ class _Stepping:
     """One step of everything on NVMe of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine, mine: set[int]) -> None:
-        self.optimizer, self.groups, self.engine, self.mine = optimizer, groups_of(optimizer), engine, mine
+        self.optimizer, self.groups, self.engine, self.mine = (
+            optimizer,
+            groups_of(optimizer),
+            engine,
+            mine,
+        )
         self.transfers = engine.transfers
-        self.scalars: dict[int, tuple[Entry, dict[str, Any]]] = {}  # what the states of an entry will be, once all its pieces are stepped
+        # What the states of an entry will be, once all its pieces are stepped
+        self.scalars: dict[int, tuple[Entry, dict[str, Any]]] = {}
         self.hows: dict[int, moments.MomentPolicy | None] = {}  # by the flat buffer's index
-        self.small: dict[int, dict[str, torch.Tensor]] = {}  # moments in memory, by the entry's number
+        # Moments in memory, by the entry's number
+        self.small: dict[int, dict[str, torch.Tensor]] = {}
 
     def run(self, flats: Sequence[Flat]) -> None:
         todo = deque(self._chunks(flats))
@@ -197,7 +237,9 @@ class _Stepping:
             offloaded = flat.offloaded
             assert offloaded is not None
             ready = [e for e in flat.entries if id(e) in self.mine and e.param.grad is not None]
-            self.hows[flat.index] = moments.rests(self.optimizer, self.engine.recipe, flat) if ready else None
+            self.hows[flat.index] = (
+                moments.rests(self.optimizer, self.engine.recipe, flat) if ready else None
+            )
             for entry in ready:
                 self._adopt(offloaded, entry)
             for a, b in offloaded.chunks() if ready else ():
@@ -233,16 +275,20 @@ class _Stepping:
                 offloaded.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
                 state[key] = _place_of(entry, key, value.dtype)
 
-    # -- one chunk -------------------------------------------------------------------------------------------------------------
+    # -- one chunk ---------------------------------------------------------------------------------
 
     def _buffer(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
         grain = grain_of_kind(kind)
-        whole, chunk.buffers[kind] = self.transfers.buffer(-(-(chunk.b - chunk.a) // grain), dtype, chunk.flat.unit_name, grain)
+        whole, chunk.buffers[kind] = self.transfers.buffer(
+            -(-(chunk.b - chunk.a) // grain), dtype, chunk.flat.unit_name, grain
+        )
         chunk.whole.append(whole)
         return chunk.buffers[kind]
 
     def _make(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> None:
-        """A buffer of a state that a first step makes. Of other parameters, or of another optimizer's, it may be on NVMe already."""
+        """A buffer of a state that a first step makes. Of other parameters, or of another
+        optimizer's, it may be on NVMe already.
+        """
         region, data = chunk.offloaded.region(kind, dtype), self._buffer(chunk, kind, dtype)
         if (kind, chunk.a) not in chunk.offloaded.written:
             data.view(torch.uint8).zero_()
@@ -253,10 +299,24 @@ class _Stepping:
 
     def _read(self, chunk: _Chunk) -> None:
         offloaded = chunk.offloaded
-        kinds = ["master", *(["gradient"] if any(e.param.grad is not None and is_storageless(e.param.grad) for e, _, _ in chunk.pieces) else [])]
+        kinds = [
+            "master",
+            *(
+                ["gradient"]
+                if any(
+                    e.param.grad is not None and is_storageless(e.param.grad)
+                    for e, _, _ in chunk.pieces
+                )
+                else []
+            ),
+        ]
         for entry, _, _ in chunk.pieces:
             for key, value in self.optimizer.state.get(entry.param, {}).items():
-                if isinstance(value, torch.Tensor) and value.is_meta and (kind := state_kind(key, value.dtype)) not in kinds:
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.is_meta
+                    and (kind := state_kind(key, value.dtype)) not in kinds
+                ):
                     kinds.append(kind)
         for kind in kinds:
             region = offloaded.regions[kind]
@@ -276,7 +336,13 @@ class _Stepping:
             self._step_unpacked(chunk, how)
             return
         stand_ins = [self._stand_in(chunk, *piece) for piece in chunk.pieces]
-        with only(self.optimizer, self.groups, [e.param for e, _, _ in chunk.pieces], stand_ins, self.engine.device):
+        with only(
+            self.optimizer,
+            self.groups,
+            [e.param for e, _, _ in chunk.pieces],
+            stand_ins,
+            self.engine.device,
+        ):
             try:
                 raw_step(self.optimizer)
             finally:
@@ -289,23 +355,44 @@ class _Stepping:
         pieces: list[moments.Piece] = []
         for entry, x, y in chunk.pieces:
             state, begin = self.optimizer.state.get(entry.param, {}), _owned(entry)[0]
-            scalars = {key: value for key, value in state.items() if key not in SIGNED and packed(key) is None}
+            scalars = {
+                key: value
+                for key, value in state.items()
+                if key not in SIGNED and packed(key) is None
+            }
             whole = self.small.get(entry.number)
-            parts = self._parts(chunk, how, entry, x, y) if whole is None else moments.cut(whole, x - begin, y - begin)
-            master, grad = chunk.buffers["master"][x - chunk.a : y - chunk.a], self._gradient(chunk, entry, x, y)
-            pieces.append(moments.Piece(entry, moments.place(entry) + x - begin, master, grad, parts, scalars, not state))
+            parts = (
+                self._parts(chunk, how, entry, x, y)
+                if whole is None
+                else moments.cut(whole, x - begin, y - begin)
+            )
+            master, grad = (
+                chunk.buffers["master"][x - chunk.a : y - chunk.a],
+                self._gradient(chunk, entry, x, y),
+            )
+            pieces.append(
+                moments.Piece(
+                    entry, moments.place(entry) + x - begin, master, grad, parts, scalars, not state
+                )
+            )
         moments.step_pieces(self.optimizer, self.groups, how, pieces)
         for piece in pieces:
             kept = self.small.get(piece.entry.number)
-            after = {key: _place_of(piece.entry, key, part.dtype) for key, part in piece.parts.items()}
+            after = {
+                key: _place_of(piece.entry, key, part.dtype) for key, part in piece.parts.items()
+            }
             if kept is not None:
                 after = {key: part.view(piece.entry.param.shape) for key, part in kept.items()}
             self.scalars[piece.entry.number] = piece.entry, piece.scalars | after
 
-    def _parts(self, chunk: _Chunk, how: moments.MomentPolicy, entry: Entry, x: int, y: int) -> dict[str, torch.Tensor]:
+    def _parts(
+        self, chunk: _Chunk, how: moments.MomentPolicy, entry: Entry, x: int, y: int
+    ) -> dict[str, torch.Tensor]:
         """The moments of elements [x, y), in the chunk's buffers."""
         out = {}
-        for key, dtype in how.parts(entry, self.optimizer.param_groups[self.groups[id(entry.param)]]).items():
+        for key, dtype in how.parts(
+            entry, self.optimizer.param_groups[self.groups[id(entry.param)]]
+        ).items():
             kind, grain = state_kind(key, dtype), grain_of(key)
             if kind not in chunk.buffers:
                 self._make(chunk, kind, dtype)
@@ -325,7 +412,8 @@ class _Stepping:
     def _stand_in(self, chunk: _Chunk, entry: Entry, x: int, y: int) -> nn.Parameter:
         """Elements [x, y) of the owned interval as a parameter of their own."""
         here = slice(x - chunk.a, y - chunk.a)
-        # A number without a dimension keeps its shape, as its states have theirs: these stay in memory, like counters.
+        # A number without a dimension keeps its shape, as its states have theirs: these stay in
+        # memory, like counters.
         shape = entry.param.shape if not entry.param.dim() else (y - x,)
         stand_in = nn.Parameter(chunk.buffers["master"][here].view(shape))
         stand_in.grad = self._gradient(chunk, entry, x, y).view(shape)
@@ -339,8 +427,18 @@ class _Stepping:
             self.optimizer.state[stand_in] = state
         return stand_in
 
-    def _keep(self, chunk: _Chunk, entry: Entry, x: int, y: int, stand_in: nn.Parameter, state: dict[str, Any]) -> None:
-        """What the optimizer left in a stand-in's state: into the chunk's buffers, scalars aside."""
+    def _keep(
+        self,
+        chunk: _Chunk,
+        entry: Entry,
+        x: int,
+        y: int,
+        stand_in: nn.Parameter,
+        state: dict[str, Any],
+    ) -> None:
+        """What the optimizer left in a stand-in's state: into the chunk's buffers, scalars
+        aside.
+        """
         after: dict[str, Any] = {}
         for key, value in state.items():
             if not _elementwise(value, stand_in):
@@ -359,9 +457,13 @@ class _Stepping:
         offloaded = chunk.offloaded
         for kind, data in chunk.buffers.items():
             if kind != "gradient":
-                chunk.moving.append(offloaded.regions[kind].write(chunk.a // grain_of_kind(kind), data))
+                chunk.moving.append(
+                    offloaded.regions[kind].write(chunk.a // grain_of_kind(kind), data)
+                )
                 offloaded.written.add((kind, chunk.a))
-                self.transfers.entered("written", chunk.flat.unit_name, data.numel() * data.element_size())
+                self.transfers.entered(
+                    "written", chunk.flat.unit_name, data.numel() * data.element_size()
+                )
         offloaded.stepped(chunk.a, chunk.b, chunk.buffers["master"])
 
     def _finish(self, chunk: _Chunk) -> None:
@@ -374,14 +476,18 @@ class _Stepping:
 
 
 def _owned(entry: Entry) -> tuple[int, int]:
-    """The elements of `entry` that this rank owns, counted from the first of its flat buffer that it owns."""
+    """The elements of `entry` that this rank owns, counted from the first of its flat buffer that
+    it owns.
+    """
     a, b = entry.flat.local(entry)
     return a - entry.flat.owned[0], b - entry.flat.owned[0]
 
 
 def _place_of(entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
     """What stands in the optimizer's state for a part of it on NVMe."""
-    shape = entry.param.shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
+    shape = (
+        entry.param.shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
+    )
     return StatePlace.of(shape, dtype)
 
 

@@ -1,4 +1,6 @@
-"""Room `optim`: the sharded step: clipping, scaling, and which optimizers may step intervals. Knows no modules' forward."""
+"""Room `optim`: the sharded step: clipping, scaling, and which optimizers may step intervals. Knows
+no modules' forward.
+"""
 
 from onefold.optim.clip import clip_grad_norm
 from onefold.optim.scaler import GradScaler

@@ -1,8 +1,9 @@
 """Clipping by the global norm over gradients that are divided among the ranks.
 
-[Note: the norm's order] Each rank takes the norms of the parts of its own intervals, at every stage (at stage 0 too, where it holds
-all gradients), adds their powers in fp64, and the ranks' sums are added in rank order. The norm therefore has the same bits at
-every stage, and costs one pass over 1/N of the gradients and one exchange of 8 bytes.
+[Note: the norm's order] Each rank takes the norms of the parts of its own intervals, at every stage
+(at stage 0 too, where it holds all gradients), adds their powers in fp64, and the ranks' sums are
+added in rank order. The norm therefore has the same bits at every stage, and costs one pass over
+1/N of the gradients and one exchange of 8 bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from onefold.runtime.parameter import disable_torch_function
 
 
 def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
-    """The parts of all gradients that this rank accounts for; where a gradient is on NVMe, the entry whose it is."""
+    """The parts of all gradients that this rank accounts for; where a gradient is on NVMe, the
+    entry whose it is.
+    """
     parts: list[torch.Tensor | Entry] = []
     for entry in engine.entries:
         grad, flat = entry.param.grad, entry.flat
@@ -32,7 +35,8 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
             if a < b:
                 parts.append(entry)
             continue
-        if flat.owned != flat.interval and not flat.unsharded:  # other ranks hold it too: each answers for its part
+        # Other ranks hold it too: each answers for its part
+        if flat.owned != flat.interval and not flat.unsharded:
             first = flat.local(entry)[0]
             grad = grad.reshape(-1)[a - first : b - first]
         if grad.numel():
@@ -44,18 +48,21 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
     """See `onefold.clip_grad_norm_`.
 
     Raises:
-        ValueError: before anything is exchanged: `max_norm` is no number from 0 up, or `norm_type` is none above 0; or the recipe steps
-            behind the backward pass.
+        ValueError: before anything is exchanged: `max_norm` is no number from 0 up, or `norm_type`
+            is none above 0; or the recipe steps behind the backward pass.
     """
     limit, p = _number(max_norm), _number(norm_type)
     if limit is None or not limit >= 0:
-        raise ValueError(f"max_norm={max_norm!r}: expected a number, 0 or more; float('inf') measures without clipping.")
+        raise ValueError(
+            f"max_norm={max_norm!r}: expected a number, 0 or more; float('inf') measures without"
+            " clipping."
+        )
     if p is None or not p > 0:
         raise ValueError(f"norm_type={norm_type!r}: expected a number above 0, or inf.")
     if engine.recipe.step_in_backward:
         raise ValueError(
-            "the recipe says step_in_backward=True, so that offloaded units are stepped before the norm of all gradients is known. "
-            "Leave that option out to clip."
+            "the recipe says step_in_backward=True, so that offloaded units are stepped before the"
+            " norm of all gradients is known. Leave that option out to clip."
         )
     with disable_torch_function(), torch.no_grad():
         engine.optimizer_is_stepping()
@@ -70,8 +77,8 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         for on_one in groups:
             if on_one[0].device.type != "cpu":
                 torch._foreach_mul_(on_one, scale)
-        # On the host a look at the number saves a pass over all gradients. What is stepped there needs it anyway; on a device looking
-        # would make the host wait.
+        # On the host a look at the number saves a pass over all gradients. What is stepped there
+        # needs it anyway; on a device looking would make the host wait.
         host = [on_one for on_one in groups if on_one[0].device.type == "cpu"]
         if (host or away) and (engine.group.fake or scale.item() != 1.0):
             scale = scale.cpu()
@@ -82,9 +89,18 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         return total.to(torch.float32)
 
 
-def in_memory(engine: Engine, params: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Offloaded]]:
-    """The gradients of `params` that can be computed with, and the homes of those that are on NVMe."""
-    away = {id(e.param): f.offloaded for f in engine.offloaded_flats if f.offloaded is not None and f.offloaded.gradients_on_disk for e in f.entries}
+def in_memory(
+    engine: Engine, params: Iterable[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[Offloaded]]:
+    """The gradients of `params` that can be computed with, and the homes of those that are on
+    NVMe.
+    """
+    away = {
+        id(e.param): f.offloaded
+        for f in engine.offloaded_flats
+        if f.offloaded is not None and f.offloaded.gradients_on_disk
+        for e in f.entries
+    }
     here, homes = [], {}
     for param in params:
         if param.grad is None:
@@ -117,15 +133,21 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
     found: dict[int, torch.Tensor] = {}
     for group in by_device(t for t in parts if isinstance(t, torch.Tensor)):
         found |= zip(map(id, group), torch._foreach_norm(group, p), strict=True)
-    each = [found[id(part)] if isinstance(part, torch.Tensor) else _norm_on_disk(part, p) for part in parts]
+    each = [
+        found[id(part)] if isinstance(part, torch.Tensor) else _norm_on_disk(part, p)
+        for part in parts
+    ]
     if not each:
         norms = torch.zeros(1, dtype=torch.float64, device=device)
-    elif len({(n.dtype, n.device) for n in each}) == 1:  # one cast instead of one for each parameter
+    elif len({(n.dtype, n.device) for n in each}) == 1:
+        # One cast instead of one for each parameter
         norms = torch.stack(each).to(device, torch.float64)
     else:
         norms = torch.stack([n.to(device, torch.float64) for n in each])
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
-    values = engine.group.gather_values(mine, CollectiveContext("control", "(gradient norm)", engine.step, "optimizer"))
+    values = engine.group.gather_values(
+        mine, CollectiveContext("control", "(gradient norm)", engine.step, "optimizer")
+    )
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)
 
 

@@ -1,11 +1,13 @@
-"""`optimizer.state` of divided parameters outside a step: states with the face of the whole, as the parameters have it.
+"""`optimizer.state` of divided parameters outside a step: states with the face of the whole, as the
+parameters have it.
 
     inside `step()`, and to the engine     plain tensors of this rank's elements          `PlainStates`: a defaultdict as torch's own
     to code of the user's                  intervals (runtime/interval.py)                `FacedStates`: dressed when they are asked for
 
-So `optimizer.state[p]["exp_avg"].norm()` is that of the whole, `.zero_()` writes this rank's elements, `.shape` is the parameter's. A rank
-that owns nothing of a parameter shows empty intervals under the keys that its other parameters have, so that all ranks come to the same
-collectives. What nobody asks for costs nothing: a step changes one object's class before, and back behind it.
+So `optimizer.state[p]["exp_avg"].norm()` is that of the whole, `.zero_()` writes this rank's
+elements, `.shape` is the parameter's. A rank that owns nothing of a parameter shows empty intervals
+under the keys that its other parameters have, so that all ranks come to the same collectives. What
+nobody asks for costs nothing: a step changes one object's class before, and back behind it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _enabled = torch._C._is_torch_function_enabled
 
 
 class PlainStates(defaultdict[Any, Any]):
-    """What the optimizer's own step sees. `dressed`: states that somebody has asked for since the last."""
+    """What the optimizer's own step sees. `dressed`: states that somebody has asked for since the
+    last.
+    """
 
     dressed: list[tuple[IntervalSpec, dict[str, Any]]]
 
@@ -74,14 +78,23 @@ class FacedStates(PlainStates):
                 self._face(key, state)
 
     def _complete(self) -> None:
-        """States of the parameters that other ranks have all elements of, in the order of the groups."""
+        """States of the parameters that other ranks have all elements of, in the order of the
+        groups.
+        """
         optimizer = self.optimizer()
         if self.complete or optimizer is None or not _enabled():
             return
         self.complete = True
         has = super().__contains__
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        empty = [p for p in params if (spec := spec_of(p)) is not None and spec.start == spec.stop and spec.numel and not has(p)]
+        empty = [
+            p
+            for p in params
+            if (spec := spec_of(p)) is not None
+            and spec.start == spec.stop
+            and spec.numel
+            and not has(p)
+        ]
         with disable_torch_function():
             found = {p: state for p in empty if (state := self._like_others(p))}
             if not found:
@@ -100,17 +113,29 @@ class FacedStates(PlainStates):
             numel = spec.stop - spec.start
             if not numel and spec.numel:
                 others = self._like_others(key)
-                state |= {k: v for k, v in others.items() if not state or (k in state and not isinstance(state[k], Interval))}
+                state |= {
+                    k: v
+                    for k, v in others.items()
+                    if not state or (k in state and not isinstance(state[k], Interval))
+                }
             for name, value in state.items():
-                if type(value) is torch.Tensor and tuple(value.shape) == (numel,) and packed(name) is None and name != "step":
+                if (
+                    type(value) is torch.Tensor
+                    and tuple(value.shape) == (numel,)
+                    and packed(name) is None
+                    and name != "step"
+                ):
                     state[name] = dress(value, spec)
             self.dressed.append((spec, state))
         return state
 
     def _like_others(self, param: Any) -> dict[str, Any]:
-        """Empty states for a parameter of which other ranks have all elements, if it was ever stepped."""
+        """Empty states for a parameter of which other ranks have all elements, if it was ever
+        stepped.
+        """
         entry = param.__dict__["_onefold_entry"]()
-        if entry is None or entry.last_write < 2 or not entry.param.requires_grad:  # 1 is what shard() wrote
+        # 1 is what shard() wrote
+        if entry is None or entry.last_write < 2 or not entry.param.requires_grad:
             return {}
         for other, state in super().items():
             spec = spec_of(other)
@@ -119,17 +144,26 @@ class FacedStates(PlainStates):
                 for name, value in state.items():
                     if not isinstance(value, torch.Tensor):
                         out[name] = value
-                    elif packed(name) is not None or (value.dim() == 1 and value.numel() == spec.stop - spec.start):
+                    elif packed(name) is not None or (
+                        value.dim() == 1 and value.numel() == spec.stop - spec.start
+                    ):
                         kinds = self._kinds(entry, name, value.dtype)
-                        for key, kind in kinds.items():  # on NVMe there is no region for a format that this rank has nothing in
-                            out[key] = torch.empty(0, dtype=kind, device="cpu" if value.is_meta and key != name else value.device)
+                        # On NVMe there is no region for a format that this rank has nothing in
+                        for key, kind in kinds.items():
+                            out[key] = torch.empty(
+                                0,
+                                dtype=kind,
+                                device="cpu" if value.is_meta and key != name else value.device,
+                            )
                     else:
                         out[name] = value.detach().clone()
                 return out
         return {}
 
     def _kinds(self, entry: Any, name: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """{key: dtype} of what `entry` has where another parameter has `name`: whether moments are packed is for its own size to say."""
+        """{key: dtype} of what `entry` has where another parameter has `name`: whether moments are
+        packed is for its own size to say.
+        """
         optimizer, part = self.optimizer(), packed(name)
         key = part.key if part is not None else name
         own = torchao_format(optimizer) if optimizer is not None else None
@@ -137,7 +171,10 @@ class FacedStates(PlainStates):
         if key not in SIGNED or asked is None or not asked.packed:
             return {name: dtype}
         keys = asked.of(entry.part.numel).keys(key)
-        return {one: found.dtype if (found := packed(one)) is not None else torch.float32 for one in keys}
+        return {
+            one: found.dtype if (found := packed(one)) is not None else torch.float32
+            for one in keys
+        }
 
 
 def show(optimizer: Optimizer) -> None:
@@ -175,18 +212,31 @@ def make_all_plain(optimizer: Optimizer) -> None:
         make_plain(spec, state, elementwise)
 
 
-def make_plain(spec: IntervalSpec | None, state: Any, elementwise: frozenset[str] = frozenset()) -> None:
-    """Intervals in the state of one parameter, and plain tensors of the parameter's whole shape, become this rank's elements.
+def make_plain(
+    spec: IntervalSpec | None, state: Any, elementwise: frozenset[str] = frozenset()
+) -> None:
+    """Intervals in the state of one parameter, and plain tensors of the parameter's whole shape,
+    become this rank's elements.
 
-    `elementwise`: what other parameters have a number for each element of; of a 0-dim parameter a count of steps looks the same.
+    `elementwise`: what other parameters have a number for each element of; of a 0-dim parameter a
+    count of steps looks the same.
     """
     for key, value in state.items() if isinstance(state, dict) else ():
         if isinstance(value, Interval):
             state[key] = value.as_subclass(torch.Tensor)
-        elif spec is not None and type(value) is torch.Tensor and _is_whole(value, spec, key in elementwise) and packed(key) is None:
+        elif (
+            spec is not None
+            and type(value) is torch.Tensor
+            and _is_whole(value, spec, key in elementwise)
+            and packed(key) is None
+        ):
             state[key] = value.detach().reshape(-1)[spec.start : spec.stop].clone()
 
 
 def _is_whole(value: torch.Tensor, spec: IntervalSpec, also_numbers: bool = False) -> bool:
     """Whether a plain state has all elements of a parameter of which this rank holds a part."""
-    return value.shape == spec.shape and tuple(value.shape) != (spec.stop - spec.start,) and (value.dim() > 0 or also_numbers)
+    return (
+        value.shape == spec.shape
+        and tuple(value.shape) != (spec.stop - spec.start,)
+        and (value.dim() > 0 or also_numbers)
+    )

@@ -14,13 +14,16 @@ from onefold.runtime.registry import engine_of
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Dynamic loss scaling for a sharded model: `scale`, `unscale_`, `step`, `update` as in `torch.amp.GradScaler`.
+    """Dynamic loss scaling for a sharded model: `scale`, `unscale_`, `step`, `update` as in
+    `torch.amp.GradScaler`.
 
-    Gradients are unscaled on the rank that owns them; if any rank found an infinity or a NaN, every rank skips the step.
+    Gradients are unscaled on the rank that owns them; if any rank found an infinity or a NaN, every
+    rank skips the step.
 
     Args:
         module: the model that `onefold.shard` returned.
-        options: those of torch.amp.GradScaler (init_scale, growth_factor, backoff_factor, growth_interval, enabled).
+        options: those of torch.amp.GradScaler (init_scale, growth_factor, backoff_factor,
+            growth_interval, enabled).
     """
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
@@ -28,11 +31,17 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(self._engine.device.type, **options)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's. Where a fused kernel steps (runtime/implementations.py), an overflow is skipped on the device."""
+        """As torch's. Where a fused kernel steps (runtime/implementations.py), an overflow is
+        skipped on the device.
+        """
         engine = self._engine
         known = "_step_supports_amp_scaling" in optimizer.__dict__ or kwargs.get("closure") or args
         with disable_torch_function():
-            alone = not engine.offloaded_flats and engine.recipe.moments is None and not engine.unsharded
+            alone = (
+                not engine.offloaded_flats
+                and engine.recipe.moments is None
+                and not engine.unsharded
+            )
             fuses = not known and alone and supports_scaling(optimizer, engine.device)
         if not fuses:
             return super().step(optimizer, *args, **kwargs)
@@ -43,15 +52,23 @@ class GradScaler(torch.amp.GradScaler):
             del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         engine = self._engine
         with disable_torch_function(), torch.no_grad():
-            grads, away = in_memory(engine, (p for group in optimizer.param_groups for p in group["params"]))
+            grads, away = in_memory(
+                engine, (p for group in optimizer.param_groups for p in group["params"])
+            )
             found = torch.zeros((), dtype=torch.float32, device=engine.device)
             for on_one in by_device(grads):
                 here = torch.zeros((), dtype=torch.float32, device=on_one[0].device)
-                torch._amp_foreach_non_finite_check_and_unscale_(on_one, here, inv_scale.to(here.device))
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    on_one, here, inv_scale.to(here.device)
+                )
                 found += here.to(engine.device)
             for offloaded in away:
                 found += not offloaded.finite()

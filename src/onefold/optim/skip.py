@@ -1,7 +1,8 @@
 """Leaving a step out where only the device knows yet whether it must be.
 
-A fused kernel of torch's takes a number that lies on the device, `found_inf`. Where it is 1 the kernel writes neither weights nor moments,
-and the counts of steps, on which bias correction rests, are taken back by one: all is as if `step()` had not been called.
+A fused kernel of torch's takes a number that lies on the device, `found_inf`. Where it is 1 the
+kernel writes neither weights nor moments, and the counts of steps, on which bias correction rests,
+are taken back by one: all is as if `step()` had not been called.
 
 | the step is made                                        | who decides                                         |
 |---------------------------------------------------------|-----------------------------------------------------|
@@ -25,18 +26,25 @@ from onefold.runtime.implementations import is_known
 
 def skips_on_device(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
     """Whether `step_unless` can take its number from the device. See the table above."""
-    in_one_piece = not engine.offloaded_flats and engine.recipe.moments is None and not engine.recipe.stochastic_rounding
+    in_one_piece = (
+        not engine.offloaded_flats
+        and engine.recipe.moments is None
+        and not engine.recipe.stochastic_rounding
+    )
     fused = is_known(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
     return has_streams(engine.device) and in_one_piece and fused
 
 
-def step_unless(optimizer: Any, skip: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
+def step_unless(
+    optimizer: Any, skip: torch.Tensor, scaler: torch.amp.GradScaler | None = None
+) -> None:
     """`optimizer.step()`, of which nothing remains where `skip` is 1. The host does not ask.
 
     Args:
         optimizer: one for which `skips_on_device` says yes.
         skip: 0 or 1 in fp32, 0-dim, on the device, the same on every rank.
-        scaler: has unscaled the gradients. Where it found an overflow the step is left out too; its `update` is the caller's to call.
+        scaler: has unscaled the gradients. Where it found an overflow the step is left out too; its
+            `update` is the caller's to call.
     """
     if scaler is not None:
         for found in scaler._found_inf_per_device(optimizer).values():

@@ -1,17 +1,22 @@
-"""What stands between an optimizer and sharded parameters: nothing, but for two looks around each step.
+"""What stands between an optimizer and sharded parameters: nothing, but for two looks around each
+step.
 
-Before: what rests off the device or in another format is stepped (offload/step.py), and its gradients are put aside, so that the step
-itself does the rest.
-Before that: an optimizer whose update of one element depends on others (a factored second moment, a matrix, a layer's norm) would train
-on something else when it is given intervals. It is recognised by trying it: the update of a small matrix must equal, bit for bit,
-the update of its elements cut into pieces, and so must every number that it keeps. After: kept copies of the parameters are stale.
+Before: what rests off the device or in another format is stepped (offload/step.py), and its
+gradients are put aside, so that the step itself does the rest.
+Before that: an optimizer whose update of one element depends on others (a factored second moment, a
+matrix, a layer's norm) would train on something else when it is given intervals. It is recognised
+by trying it: the update of a small matrix must equal, bit for bit, the update of its elements cut
+into pieces, and so must every number that it keeps. After: kept copies of the parameters are stale.
 
-[Note: bare parameters] For the time of the step sharded parameters are plain `nn.Parameter`s over this rank's elements (their class is
-changed, the objects stay): optimizers see plain intervals, choose their fast implementations, and pay nothing for attributes. Outside
-they keep the face of the whole, for hooks of the user's own around the step and inside a closure too. A step that raises never comes to
+[Note: bare parameters] For the time of the step sharded parameters are plain `nn.Parameter`s over
+this rank's elements (their class is changed, the objects stay): optimizers see plain intervals,
+choose their fast implementations, and pay nothing for attributes. Outside they keep the face of the
+whole, for hooks of the user's own around the step and inside a closure too. A step that raises
+never comes to
 its end: what holds the step's arguments (`_Arguments`) goes with it, and gives the faces back.
 
-torch's own step hooks are used; they are registered while an engine lives and removed with the last one.
+torch's own step hooks are used; they are registered while an engine lives and removed with the last
+one.
 """
 
 from __future__ import annotations
@@ -25,7 +30,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import onefold.optim.whole_state as whole_state
 from onefold.offload.in_backward import InBackwardStepper
@@ -41,13 +50,17 @@ from onefold.runtime.parameter import bare, disable_torch_function, face
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
-_aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor | None]]] = weakref.WeakKeyDictionary()
+_aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor | None]]] = (
+    weakref.WeakKeyDictionary()
+)
 _bare: weakref.WeakKeyDictionary[Optimizer, weakref.ref[_Bare]] = weakref.WeakKeyDictionary()
 _verdicts: weakref.WeakKeyDictionary[Optimizer, str | None] = weakref.WeakKeyDictionary()
 
 
 def watch(engine: Engine, held: bool = True) -> None:
-    """Look around the steps of optimizers over this engine's parameters, until it closes. `held`: there may be some already."""
+    """Look around the steps of optimizers over this engine's parameters, until it closes. `held`:
+    there may be some already.
+    """
     _engines.add(engine)
     whole_state.follow(engine, held)
     if not _handles:
@@ -68,16 +81,34 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             known = param.__dict__.get("_onefold_entry")
-            if known is not None and (entry := known()) is not None and (engine := entry.engine()) is not None:
+            if (
+                known is not None
+                and (entry := known()) is not None
+                and (engine := entry.engine()) is not None
+            ):
                 found.setdefault(engine, []).append(entry)
     return found
 
 
-def _with_passive(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dict[Engine, list[Entry]]:
-    """`found` with the parameters that stay as they are on one rank, which are sharded in name only; another format is theirs too."""
-    out, low = {engine: list(entries) for engine, entries in found.items()}, torchao_format(optimizer) is not None
-    asking = [e for e in _engines if low or e.recipe.moments is not None or e.recipe.stochastic_rounding]
-    unsharded = {id(entry.param): (engine, entry) for engine in asking for entry in engine.entries if entry.flat.unsharded}
+def _with_passive(
+    optimizer: Optimizer, found: dict[Engine, list[Entry]]
+) -> dict[Engine, list[Entry]]:
+    """`found` with the parameters that stay as they are on one rank, which are sharded in name
+    only; another format is theirs too.
+    """
+    out, low = (
+        {engine: list(entries) for engine, entries in found.items()},
+        torchao_format(optimizer) is not None,
+    )
+    asking = [
+        e for e in _engines if low or e.recipe.moments is not None or e.recipe.stochastic_rounding
+    ]
+    unsharded = {
+        id(entry.param): (engine, entry)
+        for engine in asking
+        for entry in engine.entries
+        if entry.flat.unsharded
+    }
     for group in optimizer.param_groups if unsharded else ():
         for param in group["params"]:
             if id(param) in unsharded:
@@ -87,11 +118,14 @@ def _with_passive(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dic
 
 
 def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """What may be stepped here has to wait for what the user has hung before the optimizer's steps: torch calls that after us."""
+    """What may be stepped here has to wait for what the user has hung before the optimizer's steps:
+    torch calls that after us.
+    """
     if _nested(optimizer):
         return None
     after: Any = optimizer._optimizer_step_post_hooks
-    if after and not any(hook is _faced for hook in after.values()):  # the user's own see what code outside a step sees
+    # The user's own see what code outside a step sees
+    if after and not any(hook is _faced for hook in after.values()):
         after.move_to_end(optimizer.register_step_post_hook(_faced).id, last=False)
     own = optimizer._optimizer_step_pre_hooks
     for key in [key for key, hook in own.items() if hook is _before]:
@@ -103,12 +137,18 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 #: torch's code around the `step` of each class.
-_AROUND = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if getattr(c, "co_name", "") == "wrapper")
+_AROUND = next(
+    c
+    for c in Optimizer.profile_hook_step.__code__.co_consts
+    if getattr(c, "co_name", "") == "wrapper"
+)
 
 
 def _nested(optimizer: Optimizer) -> bool:
-    """Whether the step that hooks are called for is `super().step()` inside the optimizer's own: torch puts hooks around the step of each
-    class that ever had an instance. The outer step is the one to look around."""
+    """Whether the step that hooks are called for is `super().step()` inside the optimizer's own:
+    torch puts hooks around the step of each class that ever had an instance. The outer step is the
+    one to look around.
+    """
     frame, around = sys._getframe(1), 0
     while frame is not None and around < 2:
         if frame.f_code is _AROUND and frame.f_locals.get("self") is optimizer:
@@ -122,7 +162,10 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     with disable_torch_function():
         whole_state.meet_at_step(optimizer)
-        for engine in [e for e in _engines if e.unsharded and (e.failure is not None or e.copying is not None)]:  # it leaves no marks
+        # It leaves no marks
+        for engine in [
+            e for e in _engines if e.unsharded and (e.failure is not None or e.copying is not None)
+        ]:
             mine = {id(entry.param) for entry in engine.entries}
             if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
                 engine.about_to_write()
@@ -131,19 +174,25 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _show_again(optimizer)  # a step that raised never came to its end
         found = _entries_of(optimizer)
         whole.seen.add(optimizer)
-        apart = {engine: stepped_apart(optimizer, engine, entries) for engine, entries in _with_passive(optimizer, found).items()}
+        apart = {
+            engine: stepped_apart(optimizer, engine, entries)
+            for engine, entries in _with_passive(optimizer, found).items()
+        }
         away = any(engine.offloaded_flats or apart[engine] for engine in apart)
     changed = _after_closure(args, kwargs) if away else _faced_closure(optimizer, args, kwargs)
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
-            known = torchao_format(optimizer) is not None  # its blocks are seen to; a trial would compile it
+            # Its blocks are seen to; a trial would compile it
+            known = torchao_format(optimizer) is not None
             if engine.recipe.elementwise_optimizer is not True and _is_cut(engine) and not known:
                 refuse_unless_elementwise(optimizer)
         for engine, entries in apart.items():
             if engine.offloaded_flats or entries:
                 if engine.recipe.step_in_backward:
-                    engine.in_backward_stepper = engine.in_backward_stepper or InBackwardStepper(engine)
+                    engine.in_backward_stepper = engine.in_backward_stepper or InBackwardStepper(
+                        engine
+                    )
                     engine.in_backward_stepper.comes(optimizer)
                     engine.in_backward_stepper.know(optimizer, entries)
                 with torch.no_grad():
@@ -161,7 +210,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 class _Bare:
-    """Parameters that are plain ones until `end`, or until nobody holds this any more. See [Note: bare parameters]."""
+    """Parameters that are plain ones until `end`, or until nobody holds this any more. See [Note:
+    bare parameters].
+    """
 
     chosen: Chosen | None = None  # of torch's implementations, for as long
 
@@ -196,11 +247,17 @@ class _Arguments(tuple[Any, ...]):
 
 def _is_cut(engine: Engine) -> bool:
     """Whether the optimizer is given parts of parameters, or steps a part of them at a time."""
-    return any(not f.whole_master or f.tiled or f.offloaded is not None for u in engine.units for f in u.flats)
+    return any(
+        not f.whole_master or f.tiled or f.offloaded is not None
+        for u in engine.units
+        for f in u.flats
+    )
 
 
 def _after_closure(args: Any, kwargs: Any) -> Any:
-    """A step with a closure is given its loss: the gradients of what rests off the device have to be there before the step begins."""
+    """A step with a closure is given its loss: the gradients of what rests off the device have to
+    be there before the step begins.
+    """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return None
@@ -224,7 +281,11 @@ def _faced_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         finally:
             bare(params)
 
-    return ((args[0], faced), kwargs) if "closure" not in kwargs else (args, {**kwargs, "closure": faced})
+    return (
+        ((args[0], faced), kwargs)
+        if "closure" not in kwargs
+        else (args, {**kwargs, "closure": faced})
+    )
 
 
 def _faced(optimizer: Optimizer, *_: Any) -> None:
@@ -265,34 +326,57 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
     verdict = _verdicts[optimizer]
     if verdict is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3 and offloading give the optimizer one "
-            "part of each parameter at a time, which serves updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, "
-            "Lion, ...). Use stage 0 on the device, or one of those; if you know the update to be element-wise, give the recipe "
-            "elementwise_optimizer=True."
+            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3"
+            " and offloading give the optimizer one part of each parameter at a time, which serves"
+            " updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion,"
+            " ...). Use stage 0 on the device, or one of those; if you know the update to be"
+            " element-wise, give the recipe elementwise_optimizer=True."
         )
 
 
 def _probe(optimizer: Optimizer) -> str | None:
     """None if element-wise, else what was seen."""
-    device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
-    apart = {"devices": [device], "device_type": device.type} if device.type != "cpu" else {"devices": []}
+    device = next(
+        (p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu")
+    )
+    apart = (
+        {"devices": [device], "device_type": device.type}
+        if device.type != "cpu"
+        else {"devices": []}
+    )
     with torch.random.fork_rng(**apart), torch.enable_grad():
-        for shape in ((16, 24), (160, 144)):  # some look at whole matrices only where these are large
+        # Some look at whole matrices only where these are large
+        for shape in ((16, 24), (160, 144)):
             if said := _try(optimizer, shape, {}, device):
                 return said
         for dims, options in _kinds_of(optimizer):
-            # A group's own option, or what convolutions have more of than matrices, may be what makes an update look at its neighbours.
-            if said := _try(optimizer, (16, 24) if dims == 2 else (*(2,) * (dims - 3), 8, 6, 16), options, device):
+            # A group's own option, or what convolutions have more of than matrices, may be what
+            # makes an update look at its neighbours.
+            if said := _try(
+                optimizer,
+                (16, 24) if dims == 2 else (*(2,) * (dims - 3), 8, 6, 16),
+                options,
+                device,
+            ):
                 return said
     return None
 
 
 def _kinds_of(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
-    """(number of dimensions, the group's own options) of what the optimizer steps, each kind once, but for plain matrices."""
+    """(number of dimensions, the group's own options) of what the optimizer steps, each kind once,
+    but for plain matrices.
+    """
     found: dict[tuple[int, str], tuple[int, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
-        own = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")}
-        own = {k: v for k, v in own.items() if isinstance(v, (bool, int, float, str, tuple, type(None))) and optimizer.defaults.get(k) != v}
+        own = {
+            k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")
+        }
+        own = {
+            k: v
+            for k, v in own.items()
+            if isinstance(v, (bool, int, float, str, tuple, type(None)))
+            and optimizer.defaults.get(k) != v
+        }
         # How strong a decay is, and for how many groups, makes no difference of kind.
         key = repr(sorted((k, v != 0 if k == "weight_decay" else v) for k, v in own.items()))
         for p in group["params"]:
@@ -302,20 +386,27 @@ def _kinds_of(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
     return list(found.values())
 
 
-#: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so its numbers are compared besides.
+#: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so its numbers are
+#: compared besides.
 _TRIED = 4
 
 
 @dataclass
 class _Trial:
-    """What a trial came to: the parameter, and every number that the optimizer keeps of it or of its group."""
+    """What a trial came to: the parameter, and every number that the optimizer keeps of it or of
+    its group.
+    """
 
     param: torch.Tensor
     numbers: dict[str, Any]
 
 
-def _try(optimizer: Optimizer, shape: tuple[int, ...], options: dict[str, Any], device: torch.device) -> str | None:
-    """Whether the steps of a parameter of this shape are those of its parts, which are cut where vectors of a processor end."""
+def _try(
+    optimizer: Optimizer, shape: tuple[int, ...], options: dict[str, Any], device: torch.device
+) -> str | None:
+    """Whether the steps of a parameter of this shape are those of its parts, which are cut where
+    vectors of a processor end.
+    """
     generator, numel = torch.Generator().manual_seed(0), prod(shape)
     start, way = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
     # They point one way more or less, as in training: what looks for a distance to go finds one.
@@ -325,21 +416,45 @@ def _try(optimizer: Optimizer, shape: tuple[int, ...], options: dict[str, Any], 
     except Exception as error:
         if options:  # a group may have what only its own parameters know what to do with
             return None
-        return f"its constructor or step could not be tried on a small matrix ({type(error).__name__}: {error})."
+        return (
+            f"its constructor or step could not be tried on a small matrix ({type(error).__name__}:"
+            f" {error})."
+        )
     try:
         cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
-        # Each by an optimizer of its own, as each rank has one: what it learns of all its parameters, the others do not know.
+        # Each by an optimizer of its own, as each rank has one: what it learns of all its
+        # parameters, the others do not know.
         cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
         pieces = [_run(optimizer, s, gs, options) for s, *gs in cuts]
     except Exception as error:
-        return f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
+        return (
+            f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
+        )
     what = "matrix" if len(shape) == 2 else f"tensor of {len(shape)} dimensions"
-    with_options = f", with a group's {', '.join(f'{k}={v!r}' for k, v in options.items())}," if options else ""
+    with_options = (
+        f", with a group's {', '.join(f'{k}={v!r}' for k, v in options.items())},"
+        if options
+        else ""
+    )
     if not torch.equal(whole.param.reshape(-1), torch.cat([piece.param for piece in pieces])):
-        return f"its update of an element depends on other elements (cutting a small {what}{with_options} changed the result)."
-    learned = next((key for piece in pieces for key, value in whole.numbers.items() if not _same(value, piece.numbers.get(key))), None)
+        return (
+            "its update of an element depends on other elements (cutting a small"
+            f" {what}{with_options} changed the result)."
+        )
+    learned = next(
+        (
+            key
+            for piece in pieces
+            for key, value in whole.numbers.items()
+            if not _same(value, piece.numbers.get(key))
+        ),
+        None,
+    )
     if learned is not None:
-        return f"its update depends on what it sums over all elements ({learned} came out otherwise for parts of a small {what})."
+        return (
+            f"its update depends on what it sums over all elements ({learned} came out otherwise"
+            f" for parts of a small {what})."
+        )
     return None
 
 
@@ -347,9 +462,16 @@ def _split(t: torch.Tensor, cut: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     return t.reshape(-1).tensor_split(cut)
 
 
-def _run(optimizer: Optimizer, start: torch.Tensor, grads: Sequence[torch.Tensor], options: dict[str, Any]) -> _Trial:
+def _run(
+    optimizer: Optimizer,
+    start: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    options: dict[str, Any],
+) -> _Trial:
     param = nn.Parameter(start.clone())
-    trial: Any = type(optimizer)([{"params": [param], **options}] if options else [param], **_arguments(optimizer))
+    trial: Any = type(optimizer)(
+        [{"params": [param], **options}] if options else [param], **_arguments(optimizer)
+    )
     if callable(getattr(trial, "train", None)):  # schedule-free ones are in one of two modes
         trial.train()
     for grad in grads:
@@ -357,11 +479,15 @@ def _run(optimizer: Optimizer, start: torch.Tensor, grads: Sequence[torch.Tensor
         trial.step()
     group = {f"{key!r} of its groups": value for key, value in trial.param_groups[0].items()}
     state = {f"{key!r} of a parameter's state": value for key, value in trial.state[param].items()}
-    return _Trial(param.detach(), {key: value for key, value in (group | state).items() if _is_number(value)})
+    return _Trial(
+        param.detach(), {key: value for key, value in (group | state).items() if _is_number(value)}
+    )
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, (bool, int, float)) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -369,7 +495,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """Its constructor's arguments as far as its defaults say; a learning rate far from 0 so that the update shows."""
+    """Its constructor's arguments as far as its defaults say; a learning rate far from 0 so that
+    the update shows.
+    """
     import inspect
 
     known = inspect.signature(type(optimizer).__init__).parameters

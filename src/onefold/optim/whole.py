@@ -1,8 +1,8 @@
 """States of optimizers, whole on every rank and cut again: what `onefold.unsharded` does with them.
 
-    sharded         every rank: its interval of each element-wise state, scalars as they are
-    gather(...)     every rank: whole states in the parameter's shape, in `optimizer.state`
-    cut(...)        every rank: its interval of what still fits its parameter
+sharded         every rank: its interval of each element-wise state, scalars as they are
+gather(...)     every rank: whole states in the parameter's shape, in `optimizer.state`
+cut(...)        every rank: its interval of what still fits its parameter
 """
 
 from __future__ import annotations
@@ -23,20 +23,28 @@ from onefold.runtime.parameter import disable_torch_function
 
 #: Optimizers that have stepped sharded parameters.
 seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-#: What a rank knows of one state: the name of its dtype if it has an element for each of the parameter's, or its value.
+#: What a rank knows of one state: the name of its dtype if it has an element for each of the
+#: parameter's, or its value.
 _Told = dict[str, tuple[str, Any]]
 
 
 def optimizers_over(engine: Engine) -> list[Optimizer]:
-    """The optimizers that step parameters of `engine`, in an order that is the same on every rank."""
+    """The optimizers that step parameters of `engine`, in an order that is the same on every
+    rank.
+    """
     number = {id(entry.param): entry.number for entry in engine.entries}
     gc.collect()  # what is gone on one rank is not there on another
-    alive = {id(o): o for o in (*seen, *(o for o in gc.get_objects() if issubclass(type(o), Optimizer)))}
+    alive = {
+        id(o): o for o in (*seen, *(o for o in gc.get_objects() if issubclass(type(o), Optimizer)))
+    }
 
     def first(optimizer: Optimizer) -> int:
         return min((number[id(p)] for p in _params(optimizer) if id(p) in number), default=-1)
 
-    return sorted((o for o in alive.values() if first(o) >= 0), key=lambda o: (first(o), type(o).__name__, len(_params(o))))
+    return sorted(
+        (o for o in alive.values() if first(o) >= 0),
+        key=lambda o: (first(o), type(o).__name__, len(_params(o))),
+    )
 
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -44,10 +52,12 @@ def _params(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def gather(engine: Engine, optimizers: Iterable[Optimizer]) -> list[dict[int, dict[str, Any]]]:
-    """Whole states by the entry's number, for each optimizer. Collective. The optimizers stay as they are.
+    """Whole states by the entry's number, for each optimizer. Collective. The optimizers stay as
+    they are.
 
     Raises:
-        ValueError: a state is neither element-wise nor a number, or the ranks have different optimizers.
+        ValueError: a state is neither element-wise nor a number, or the ranks have different
+            optimizers.
     """
     with disable_torch_function(), torch.no_grad():
         return [_gather_one(engine, optimizer) for optimizer in _agreed(engine, list(optimizers))]
@@ -56,8 +66,14 @@ def gather(engine: Engine, optimizers: Iterable[Optimizer]) -> list[dict[int, di
 def _agreed(engine: Engine, optimizers: list[Optimizer]) -> list[Optimizer]:
     told = _all(engine, [(type(o).__name__, len(_params(o))) for o in optimizers])
     if any(each != told[0] for each in told):
-        words = "; ".join(f"rank {r}: {', '.join(f'{n} of {k} parameters' for n, k in each)}" for r, each in enumerate(told))
-        raise ValueError(f"the ranks have different optimizers over this model ({words}). Drop those that are not used any more.")
+        words = "; ".join(
+            f"rank {r}: {', '.join(f'{n} of {k} parameters' for n, k in each)}"
+            for r, each in enumerate(told)
+        )
+        raise ValueError(
+            f"the ranks have different optimizers over this model ({words}). Drop those that are"
+            " not used any more."
+        )
     return optimizers
 
 
@@ -71,17 +87,27 @@ def _all(engine: Engine, said: Any) -> list[Any]:
 
 
 def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    known = {entry.number: state for entry in engine.entries if (state := optimizer.state.get(entry.param))}
+    known = {
+        entry.number: state
+        for entry in engine.entries
+        if (state := optimizer.state.get(entry.param))
+    }
     told: dict[int, _Told] = {}
-    for each in _all(engine, {n: _tell(optimizer, engine.entries[n], state) for n, state in known.items()}):
+    for each in _all(
+        engine, {n: _tell(optimizer, engine.entries[n], state) for n, state in known.items()}
+    ):
         for number, states in each.items():
             if len(states) > len(told.get(number, ())):
                 told[number] = states
-    out: dict[int, dict[str, Any]] = {n: {key: value for key, (_, value) in states.items()} for n, states in told.items()}
+    out: dict[int, dict[str, Any]] = {
+        n: {key: value for key, (_, value) in states.items()} for n, states in told.items()
+    }
     for unit in engine.units:
         for flat in unit.flats:
             mine = [entry for entry in flat.entries if entry.number in told]
-            for key, dtype in dict.fromkeys((k, d) for e in mine for k, (d, _) in told[e.number].items() if d):
+            for key, dtype in dict.fromkeys(
+                (k, d) for e in mine for k, (d, _) in told[e.number].items() if d
+            ):
                 some = [e for e in mine if told[e.number].get(key, ("",))[0] == dtype]
                 for entry, whole in _wholes(engine, flat, some, known, key, getattr(torch, dtype)):
                     out[entry.number][key] = whole
@@ -91,13 +117,21 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
 def _tell(optimizer: Optimizer, entry: Entry, state: Mapping[str, Any]) -> _Told:
     told: _Told = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == entry.param.shape and (value.dim() or entry.flat.whole_master):
-            told[key] = (str(value.dtype).removeprefix("torch."), None) if key != "step" else ("", value)
+        if (
+            isinstance(value, torch.Tensor)
+            and value.shape == entry.param.shape
+            and (value.dim() or entry.flat.whole_master)
+        ):
+            told[key] = (
+                (str(value.dtype).removeprefix("torch."), None) if key != "step" else ("", value)
+            )
         elif isinstance(value, torch.Tensor) and value.numel() > 1:
             raise ValueError(
-                f"the state {key!r} of {type(optimizer).__name__} for {entry.slot.name!r} has the shape {tuple(value.shape)}, "
-                f"where this rank's part of the parameter has {tuple(entry.param.shape)}: only states with an element for each of the "
-                "parameter's, and numbers, can be made whole. Drop the optimizer's state before, and make it anew."
+                f"the state {key!r} of {type(optimizer).__name__} for {entry.slot.name!r} has the"
+                f" shape {tuple(value.shape)}, where this rank's part of the parameter has"
+                f" {tuple(entry.param.shape)}: only states with an element for each of the"
+                " parameter's, and numbers, can be made whole. Drop the optimizer's state before,"
+                " and make it anew."
             )
         else:
             told[key] = ("", value)
@@ -105,7 +139,12 @@ def _tell(optimizer: Optimizer, entry: Entry, state: Mapping[str, Any]) -> _Told
 
 
 def _wholes(
-    engine: Engine, flat: Flat, entries: list[Entry], known: Mapping[int, Mapping[str, Any]], key: str, dtype: torch.dtype
+    engine: Engine,
+    flat: Flat,
+    entries: list[Entry],
+    known: Mapping[int, Mapping[str, Any]],
+    key: str,
+    dtype: torch.dtype,
 ) -> list[tuple[Entry, torch.Tensor]]:
     """One state of some entries of a flat buffer, whole. Collective where it is divided."""
     if flat.whole_master:
@@ -122,7 +161,9 @@ def _wholes(
 
 
 def cut(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
-    """Whole states in `optimizer.state` become this rank's parts. Local. A parameter whose shape changed loses its states."""
+    """Whole states in `optimizer.state` become this rank's parts. Local. A parameter whose shape
+    changed loses its states.
+    """
     with disable_torch_function(), torch.no_grad():
         for optimizer in optimizers:
             for entry in engine.entries:

@@ -1,4 +1,5 @@
-"""`optimizer.state_dict()` and `load_state_dict()` of an optimizer over sharded parameters: whole states, as torch itself has them.
+"""`optimizer.state_dict()` and `load_state_dict()` of an optimizer over sharded parameters: whole
+states, as torch itself has them.
 
     state_dict()        parts of all ranks ──► rank 0's host, one state at a time      the other ranks: the same groups, an empty state
     load_state_dict()   the same whole dict on every rank: each takes its part on its own host, nothing travels
@@ -12,13 +13,15 @@
 | codes and scales, or bf16 moments   | what they stand for, in fp32 or the master weights' dtype                 |
 | a number (`step`)                   | the number of a rank that has some of the parameter's elements            |
 
-Both are collective wherever there is more than one rank and something is divided. At stage 0 states are whole on every rank: `state_dict()`
-is torch's own there, on every rank, and moves nothing. `local_state_dict` and `load_local_state_dict` are about this rank's part alone.
+Both are collective wherever there is more than one rank and something is divided. At stage 0 states
+are whole on every rank: `state_dict()` is torch's own there, on every rank, and moves nothing.
+`local_state_dict` and `load_local_state_dict` are about this rank's part alone.
 
-[Note: how an optimizer is found] torch's hooks on `state_dict` are an optimizer's own, and a script that resumes calls `load_state_dict`
-right behind the constructor. `Optimizer.add_param_group` asks each parameter whether it is a leaf: a sharded one sees who asks
-(runtime/parameter.py). Optimizers made before `shard()` are looked for once among Python's objects, if anything but the model refers to its
-parameters; any other is met at its first step.
+[Note: how an optimizer is found] torch's hooks on `state_dict` are an optimizer's own, and a script
+that resumes calls `load_state_dict` right behind the constructor. `Optimizer.add_param_group` asks
+each parameter whether it is a leaf: a sharded one sees who asks (runtime/parameter.py). Optimizers
+made before `shard()` are looked for once among Python's objects, if anything but the model refers
+to its parameters; any other is met at its first step.
 """
 
 from __future__ import annotations
@@ -52,23 +55,31 @@ LOCAL = "onefold_local"
 _STATE_DICT, _LOAD = "optimizer.state_dict()", "optimizer.load_state_dict()"
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_locally: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # inside local_state_dict or load_local_state_dict
+# Inside local_state_dict or load_local_state_dict
+_locally: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _passed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step nothing sharded
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 #: (parameter groups, some parameters are divided) when it was last looked at.
 _divided: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-#: States with elements on their way: read by the hook before torch's load, set by the one behind it.
+#: States with elements on their way: read by the hook before torch's load, set by the one behind
+#: it.
 _landed: weakref.WeakKeyDictionary[Optimizer, list[_Landing]] = weakref.WeakKeyDictionary()
 
 
-# -- which optimizers ----------------------------------------------------------------------------------------------------------
+# -- which optimizers ------------------------------------------------------------------------------
 
 
 def held_elsewhere(module: nn.Module) -> bool:
-    """Whether anything but modules refers to a parameter of `module`: an optimizer may. (To look for one takes a second at worst.)"""
-    places = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
+    """Whether anything but modules refers to a parameter of `module`: an optimizer may. (To look
+    for one takes a second at worst.)
+    """
+    places = Counter(
+        id(p) for m in module.modules() for p in m._parameters.values() if p is not None
+    )
     [(_, alone)] = _references({"": object()})
-    return any(n > alone + places[i] - 1 for m in module.modules() for i, n in _references(m._parameters))
+    return any(
+        n > alone + places[i] - 1 for m in module.modules() for i, n in _references(m._parameters)
+    )
 
 
 def _references(things: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -76,7 +87,9 @@ def _references(things: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def follow(engine: Engine, held: bool) -> None:
-    """From now on the state dicts of optimizers over the engine's parameters are whole; also of those that exist (`held`: some may)."""
+    """From now on the state dicts of optimizers over the engine's parameters are whole; also of
+    those that exist (`held`: some may).
+    """
     _engines.add(engine)
     _passed.clear()
     if engine.unsharded and not _in_another_format(engine):
@@ -85,7 +98,8 @@ def follow(engine: Engine, held: bool) -> None:
     if not held:
         return
     mine, kinds = {id(entry.param) for entry in engine.entries}, _kinds(Optimizer)
-    # By type(), which runs no code of theirs, unlike isinstance(): there are lazy modules and proxies among them.
+    # By type(), which runs no code of theirs, unlike isinstance(): there are lazy modules and
+    # proxies among them.
     for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         groups: list[dict[str, Any]] = optimizer.__dict__.get("param_groups", [])
         if any(id(p) in mine for group in groups for p in group["params"]):
@@ -106,27 +120,38 @@ def _in_another_format(engine: Engine) -> bool:
 
 def meet(optimizer: Any) -> None:
     """`optimizer` has, or is about to get, sharded parameters."""
-    if not isinstance(optimizer, Optimizer) or optimizer in _hooked or "_optimizer_state_dict_post_hooks" not in optimizer.__dict__:
+    if (
+        not isinstance(optimizer, Optimizer)
+        or optimizer in _hooked
+        or "_optimizer_state_dict_post_hooks" not in optimizer.__dict__
+    ):
         return
     _hooked.add(optimizer)
     optimizer.register_state_dict_post_hook(_after_state_dict, prepend=True)
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks = _OursLast(optimizer._optimizer_load_state_dict_pre_hooks)
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks = _OursLast(
+        optimizer._optimizer_load_state_dict_pre_hooks
+    )
     hooks.ours = _before_load
     optimizer.register_load_state_dict_post_hook(_after_load, prepend=True)
 
 
 def meet_at_step(optimizer: Optimizer) -> None:
-    """As `meet`, before a step: of an optimizer that nobody has heard of yet, or whose states are about to be packed."""
+    """As `meet`, before a step: of an optimizer that nobody has heard of yet, or whose states are
+    about to be packed.
+    """
     if optimizer not in _hooked and optimizer not in _passed:
         (meet if _Outline(optimizer).engine is not None else _passed.add)(optimizer)
-    if optimizer not in _stepped:  # states that a constructor made of sharded parameters (Adagrad's sums)
+    # States that a constructor made of sharded parameters (Adagrad's sums)
+    if optimizer not in _stepped:
         _stepped.add(optimizer)
         faced_states.make_all_plain(optimizer)
     faced_states.hide(optimizer)
 
 
 def show_states(optimizer: Optimizer) -> None:
-    """Behind a step, or a load: code outside sees states of divided parameters with the face of the whole."""
+    """Behind a step, or a load: code outside sees states of divided parameters with the face of the
+    whole.
+    """
     if optimizer not in _hooked:
         return
     groups = len(optimizer.param_groups)
@@ -137,7 +162,9 @@ def show_states(optimizer: Optimizer) -> None:
 
 
 class _OursLast(OrderedDict[int, Any]):
-    """Hooks of the user's, who registers them when ours is there, and wants to see what was given: ours comes after them."""
+    """Hooks of the user's, who registers them when ours is there, and wants to see what was given:
+    ours comes after them.
+    """
 
     ours: Callable[..., Any] | None = None
 
@@ -145,7 +172,7 @@ class _OursLast(OrderedDict[int, Any]):
         return [*super().values(), *([self.ours] if self.ours is not None else [])]
 
 
-# -- what an optimizer's groups consist of -------------------------------------------------------------------------------------
+# -- what an optimizer's groups consist of ---------------------------------------------------------
 
 
 @dataclass
@@ -153,7 +180,8 @@ class _Param:
     """A parameter as torch's own state dict counts them.
 
     Attributes:
-        numbers: of the optimizer's objects: one, or that of each tile. entries: theirs; [] for a parameter that is not sharded.
+        numbers: of the optimizer's objects: one, or that of each tile. entries: theirs; [] for a
+            parameter that is not sharded.
     """
 
     numbers: list[int]
@@ -170,8 +198,10 @@ class _Outline:
     """The parameters of an optimizer, group by group, tiles put together.
 
     Attributes:
-        groups: [[parameter, ...], ...]. objects: the optimizer's own, by number. engine: whose they are; None if none is sharded.
-        divided: some are divided among ranks. special: what this rank holds is something else than torch would hold.
+        groups: [[parameter, ...], ...]. objects: the optimizer's own, by number. engine: whose they
+            are; None if none is sharded.
+        divided: some are divided among ranks. special: what this rank holds is something else than
+            torch would hold.
 
     Raises:
         ValueError: they belong to models that are divided among different ranks.
@@ -201,8 +231,11 @@ class _Outline:
                     tiled[id(engine), part.names[0]].numbers.append(number)
                     tiled[id(engine), part.names[0]].entries.append(entry)
                 else:
-                    found = tiled[id(engine), part.names[0]] = _Param([number], [entry], part.names[0], tuple(part.shape))
-                    at = len(params)  # a module in tiles lists its weight behind its bias, torch's lists it before
+                    found = tiled[id(engine), part.names[0]] = _Param(
+                        [number], [entry], part.names[0], tuple(part.shape)
+                    )
+                    # A module in tiles lists its weight behind its bias, torch's lists it before
+                    at = len(params)
                     while at and params[at - 1].entries and params[at - 1].module == found.module:
                         at -= 1
                     params.insert(at, found)
@@ -215,8 +248,9 @@ class _Outline:
         self.special = self.divided or any(_special(optimizer, e, e.engine()) for e in entries)
         if any(sorted(e.group.ranks) != sorted(self.engines[0].group.ranks) for e in self.engines):
             raise ValueError(
-                f"this {type(optimizer).__name__} steps parameters of models that are divided among different ranks, so that its state "
-                "cannot be put together. Give each model an optimizer of its own, or use onefold.save and onefold.load."
+                f"this {type(optimizer).__name__} steps parameters of models that are divided among"
+                " different ranks, so that its state cannot be put together. Give each model an"
+                " optimizer of its own, or use onefold.save and onefold.load."
             )
 
 
@@ -239,7 +273,7 @@ def _held_shape(entry: Entry) -> tuple[int, ...]:
     return (b - a,)
 
 
-# -- state_dict ----------------------------------------------------------------------------------------------------------------
+# -- state_dict ------------------------------------------------------------------------------------
 
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -254,34 +288,60 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         for each in outline.engines:
             each.transfers.check()
         said = _say(optimizer, outline)
-        plan = _plan(optimizer, outline, tell_all(engine, _STATE_DICT, said) if outline.divided else [said])
+        plan = _plan(
+            optimizer, outline, tell_all(engine, _STATE_DICT, said) if outline.divided else [said]
+        )
         first = engine.rank == 0 or not outline.divided
         state, error = _bring(optimizer, outline, plan, first)
         if outline.divided:
-            error = next((f"rank {rank}: {told}" for rank, told in enumerate(tell_all(engine, _STATE_DICT, error)) if told), None)
+            error = next(
+                (
+                    f"rank {rank}: {told}"
+                    for rank, told in enumerate(tell_all(engine, _STATE_DICT, error))
+                    if told
+                ),
+                None,
+            )
         if error is not None:
             raise RuntimeError(f"{_STATE_DICT}: the states could not be read. {error}")
-        others = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        others = {
+            key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
+        }
         if first:
             kept: Mapping[Any, Any] = optimizer.state
-            state |= {key: value for key, value in kept.items() if not isinstance(key, torch.Tensor)}
-        return {"state": state if first else {}, "param_groups": _whole_groups(optimizer, outline), **others}
+            state |= {
+                key: value for key, value in kept.items() if not isinstance(key, torch.Tensor)
+            }
+        return {
+            "state": state if first else {},
+            "param_groups": _whole_groups(optimizer, outline),
+            **others,
+        }
 
 
 def _check_moment(engine: Engine, call: str) -> None:
     if engine.stack:
-        raise RuntimeError(f"optimizer.{call}() of a sharded model was called inside a forward pass: call it between steps.")
+        raise RuntimeError(
+            f"optimizer.{call}() of a sharded model was called inside a forward pass: call it"
+            " between steps."
+        )
 
 
-#: What a rank says of one parameter: None if it answers for none of its elements, {} if it has no state, else {key: (dtype of elements or
-#: None, the value if it is none of elements)}.
+#: What a rank says of one parameter: None if it answers for none of its elements, {} if it has no
+#: state, else {key: (dtype of elements or None, the value if it is none of elements)}.
 _Said = dict[Any, tuple[torch.dtype | None, Any]] | None
 
 
 def _say(optimizer: Optimizer, outline: _Outline) -> tuple[list[_Said], str | None]:
-    """What this rank holds, for those parameters of which it answers for some elements; and what cannot be put together."""
+    """What this rank holds, for those parameters of which it answers for some elements; and what
+    cannot be put together.
+    """
     held: dict[int, Any] = {n: optimizer.state.get(p) for n, p in enumerate(outline.objects)}
-    shapes = {n: _held_shape(e) for param in outline.params for n, e in zip(param.numbers, param.entries, strict=False)}
+    shapes = {
+        n: _held_shape(e)
+        for param in outline.params
+        for n, e in zip(param.numbers, param.entries, strict=False)
+    }
     odd: set[Any] = {
         key for n, shape in shapes.items() for key, value in (held[n] or {}).items()
         if packed(key) is None and isinstance(value, torch.Tensor) and (tuple(value.shape) != shape or key == "step")
@@ -302,27 +362,48 @@ def _say(optimizer: Optimizer, outline: _Outline) -> tuple[list[_Said], str | No
                 continue
             how = _rests(optimizer, entry, _engine(entry))
             for key, value in state.items():
-                part, number = packed(key), isinstance(value, torch.Tensor) and value.numel() == 1 and key in odd
+                part, number = (
+                    packed(key),
+                    isinstance(value, torch.Tensor) and value.numel() == 1 and key in odd,
+                )
                 if part is not None:
                     found.setdefault(part.key, (torch.float32, None))
-                elif isinstance(value, torch.Tensor) and tuple(value.shape) == shapes[n] and not (number and value.ndim == 0):
+                elif (
+                    isinstance(value, torch.Tensor)
+                    and tuple(value.shape) == shapes[n]
+                    and not (number and value.ndim == 0)
+                ):
                     dtype = value.dtype
                     if how is not None and key in SIGNED:
                         dtype = torch.promote_types(dtype, entry.flat.dtypes.master)
                     found[key] = dtype, None
-                elif isinstance(value, torch.Tensor) and not number and (outline.divided or entry.flat.tiled):
+                elif (
+                    isinstance(value, torch.Tensor)
+                    and not number
+                    and (outline.divided or entry.flat.tiled)
+                ):
                     wrong = wrong or (
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for parameter {param.name!r}: neither one "
-                        "number nor one for each element, so that the parts of several ranks cannot be put together. "
-                        "local_state_dict has this rank's."
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
+                        f" for parameter {param.name!r}: neither one number nor one for each"
+                        " element, so that the parts of several ranks cannot be put together."
+                        " local_state_dict has this rank's."
                     )
                 else:
-                    found[key] = None, value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                    found[key] = (
+                        None,
+                        (
+                            value.detach().cpu().clone()
+                            if isinstance(value, torch.Tensor)
+                            else value
+                        ),
+                    )
         said.append(found)
     return said, wrong
 
 
-def _plan(optimizer: Optimizer, outline: _Outline, told: list[tuple[list[_Said], str | None]]) -> list[_Said]:
+def _plan(
+    optimizer: Optimizer, outline: _Outline, told: list[tuple[list[_Said], str | None]]
+) -> list[_Said]:
     """Of each parameter what all ranks together hold.
 
     Raises:
@@ -337,15 +418,20 @@ def _plan(optimizer: Optimizer, outline: _Outline, told: list[tuple[list[_Said],
         kinds = [{key: dtype for key, (dtype, _) in (said or {}).items()} for said in found]
         if any(kind != kinds[0] for kind in kinds):
             raise ValueError(
-                f"{_STATE_DICT}: the ranks keep different states of parameter {param.name!r} ({kinds[0]} and "
-                f"{next(k for k in kinds if k != kinds[0])}): an optimizer must step on all ranks alike."
+                f"{_STATE_DICT}: the ranks keep different states of parameter {param.name!r}"
+                f" ({kinds[0]} and {next(k for k in kinds if k != kinds[0])}): an optimizer must"
+                " step on all ranks alike."
             )
         plan.append(found[0] if found and found[0] else None)
     return plan
 
 
-def _bring(optimizer: Optimizer, outline: _Outline, plan: list[_Said], first: bool) -> tuple[dict[int, Any], str | None]:
-    """The whole states on the first rank, and what went wrong while this one read its parts, if anything did."""
+def _bring(
+    optimizer: Optimizer, outline: _Outline, plan: list[_Said], first: bool
+) -> tuple[dict[int, Any], str | None]:
+    """The whole states on the first rank, and what went wrong while this one read its parts, if
+    anything did.
+    """
     state: dict[int, Any] = {}
     reader = _Reader(optimizer)
     for number, (param, said) in enumerate(zip(outline.params, plan, strict=True)):
@@ -367,7 +453,9 @@ def _bring(optimizer: Optimizer, outline: _Outline, plan: list[_Said], first: bo
 
 
 class _Reader:
-    """Reads this rank's parts; keeps the first error for the end, so that no other rank is left waiting."""
+    """Reads this rank's parts; keeps the first error for the end, so that no other rank is left
+    waiting.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -385,12 +473,19 @@ class _Reader:
 
 
 def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
-    """Elements [x, y) of `entry`, counted from its first, of the state `key`; they begin with a block where there are blocks."""
+    """Elements [x, y) of `entry`, counted from its first, of the state `key`; they begin with a
+    block where there are blocks.
+    """
     state, flat = optimizer.state.get(entry.param, {}), entry.flat
     base, _ = held_by(entry, flat.rank)  # what the optimizer's object begins with
-    found = {name: value for name, value in state.items() if name == key or ((part := packed(name)) is not None and part.key == key)}
+    found = {
+        name: value
+        for name, value in state.items()
+        if name == key or ((part := packed(name)) is not None and part.key == key)
+    }
     if not found:
-        return torch.zeros(y - x)  # a tile that was never stepped, of a parameter of which others were
+        # A tile that was never stepped, of a parameter of which others were
+        return torch.zeros(y - x)
     parts: dict[str, torch.Tensor] = {}
     for name, value in found.items():
         grain = grain_of(name)
@@ -398,7 +493,9 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
             offloaded = flat.offloaded
             assert offloaded is not None
             at = entry.slot.start - flat.owned[0]
-            parts[name] = offloaded.part(state_kind(name, value.dtype), *items_of(at + x, at + y, grain))
+            parts[name] = offloaded.part(
+                state_kind(name, value.dtype), *items_of(at + x, at + y, grain)
+            )
         else:
             parts[name] = value.detach().reshape(-1)[slice(*items_of(x - base, y - base, grain))]
     if key in parts:
@@ -416,7 +513,9 @@ def _whole_groups(optimizer: Optimizer, outline: _Outline) -> list[dict[str, Any
     for group, params, named in zip(optimizer.param_groups, outline.groups, names, strict=True):
         packed_group = {key: value for key, value in group.items() if key != "params"}
         if named is not None:
-            packed_group["param_names"] = [p.name if len(p.numbers) > 1 else named[p.numbers[0] - first] for p in params]
+            packed_group["param_names"] = [
+                p.name if len(p.numbers) > 1 else named[p.numbers[0] - first] for p in params
+            ]
         packed_group["params"] = list(range(start, start + len(params)))
         out.append(packed_group)
         start, first = start + len(params), first + len(group["params"])
@@ -429,12 +528,14 @@ def _engine(entry: Entry) -> Engine:
     return engine
 
 
-# -- load_state_dict -----------------------------------------------------------------------------------------------------------
+# -- load_state_dict -------------------------------------------------------------------------------
 
 
 @dataclass
 class _Landing:
-    """A state on its way into the optimizer: `put` is given elements [x, y) of `entry`, in order."""
+    """A state on its way into the optimizer: `put` is given elements [x, y) of `entry`, in
+    order.
+    """
 
     entry: Entry
     key: str
@@ -455,7 +556,10 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         try:
             complaint, digest = _look(optimizer, outline, state_dict)
         except Exception as error:  # the others wait to be told
-            complaint, digest = f"expected what optimizer.state_dict() returned ({type(error).__name__}: {error}).", b""
+            complaint, digest = (
+                f"expected what optimizer.state_dict() returned ({type(error).__name__}: {error}).",
+                b"",
+            )
         told = tell_all(engine, _LOAD, (complaint, digest, bool(state_dict.get("state"))))
         scattered = told[0][2] and not all(full for _, _, full in told)
         _refuse(engine, told, scattered)
@@ -466,7 +570,9 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
             each.transfers.check()
         given = state_dict
         if scattered:  # what is no tensor of elements is said, the rest is sent
-            given = tell_all(engine, _LOAD, _said_by_first(outline, state_dict) if engine.rank == 0 else None)[0]
+            given = tell_all(
+                engine, _LOAD, _said_by_first(outline, state_dict) if engine.rank == 0 else None
+            )[0]
         return _take(optimizer, outline, given, state_dict, scattered)
 
 
@@ -475,37 +581,58 @@ def _refuse(engine: Engine, told: list[tuple[str | None, bytes, bool]], scattere
     ranks = sorted(engine.group.ranks)
     for rank, (complaint, digest, full) in enumerate(told[:1] if scattered else told):
         if complaint is not None:
-            raise ValueError(f"{_LOAD}: {complaint}" + (f" (rank {ranks[rank]})" if len(told) > 1 else ""))
+            raise ValueError(
+                f"{_LOAD}: {complaint}" + (f" (rank {ranks[rank]})" if len(told) > 1 else "")
+            )
         if full and not told[0][2]:
             raise ValueError(
-                f"{_LOAD}: rank {ranks[0]} was given an empty state and rank {ranks[rank]} was not. Give every rank the same whole dict, "
-                f"or rank {ranks[0]} the whole one and the others what state_dict() returned there."
+                f"{_LOAD}: rank {ranks[0]} was given an empty state and rank {ranks[rank]} was not."
+                f" Give every rank the same whole dict, or rank {ranks[0]} the whole one and the"
+                " others what state_dict() returned there."
             )
         if digest != told[0][1]:
             raise ValueError(
-                f"{_LOAD}: rank {ranks[0]} and rank {ranks[rank]} were given different dicts. Give every rank the same whole one (the file "
-                f"that rank 0 saved), or rank {ranks[0]} the whole one and the others what state_dict() returned there; what "
-                "local_state_dict() returned goes to onefold.optim.load_local_state_dict."
+                f"{_LOAD}: rank {ranks[0]} and rank {ranks[rank]} were given different dicts. Give"
+                f" every rank the same whole one (the file that rank 0 saved), or rank {ranks[0]}"
+                " the whole one and the others what state_dict() returned there; what"
+                " local_state_dict() returned goes to onefold.optim.load_local_state_dict."
             )
 
 
-def _look(optimizer: Optimizer, outline: _Outline, given: Mapping[str, Any]) -> tuple[str | None, bytes]:
+def _look(
+    optimizer: Optimizer, outline: _Outline, given: Mapping[str, Any]
+) -> tuple[str | None, bytes]:
     """What is wrong with a dict, and a digest of what it says but for the elements."""
     if LOCAL in given:
         said = given[LOCAL]
         return (
-            f"this is the part of rank {said['rank']} of {said['ranks']}, as local_state_dict() returned it. Give it to "
-            "onefold.optim.load_local_state_dict(optimizer, state) on as many ranks, or give what optimizer.state_dict() returned.",
+            (
+                f"this is the part of rank {said['rank']} of {said['ranks']}, as local_state_dict()"
+                " returned it. Give it to onefold.optim.load_local_state_dict(optimizer, state) on"
+                " as many ranks, or give what optimizer.state_dict() returned."
+            ),
             b"",
         )
     state, groups = given.get("state", {}), given.get("param_groups", [])
     if not state and not groups:
-        return "the dict has neither 'state' nor 'param_groups'; expected what optimizer.state_dict() returned.", b""
-    ours, theirs = [len(params) for params in outline.groups], [len(group["params"]) for group in groups]
+        return (
+            (
+                "the dict has neither 'state' nor 'param_groups'; expected what"
+                " optimizer.state_dict() returned."
+            ),
+            b"",
+        )
+    ours, theirs = (
+        [len(params) for params in outline.groups],
+        [len(group["params"]) for group in groups],
+    )
     if ours != theirs:
         return (
-            f"the dict has {_counted(theirs)}, this {type(optimizer).__name__} has {_counted(ours)}. Make the groups as they were when it "
-            "was saved, of the same model.",
+            (
+                f"the dict has {_counted(theirs)}, this {type(optimizer).__name__} has"
+                f" {_counted(ours)}. Make the groups as they were when it was saved, of the same"
+                " model."
+            ),
             b"",
         )
     text: list[Any] = [[sorted((str(k), _simple(v)) for k, v in group.items()) for group in groups]]
@@ -514,11 +641,18 @@ def _look(optimizer: Optimizer, outline: _Outline, given: Mapping[str, Any]) -> 
     for number, param in zip(numbers, outline.params, strict=True):
         for key, value in state.get(number, {}).items():
             text.append((number, str(key), _simple(value)))
-            if param.entries and not _is_elements(param, key, value, odd) and _cannot_be_cut(outline, param, value):
+            if (
+                param.entries
+                and not _is_elements(param, key, value, odd)
+                and _cannot_be_cut(outline, param, value)
+            ):
                 return (
-                    f"state {key!r} of parameter {number} ({param.name!r}) has shape {tuple(value.shape)}, expected {param.shape}. It is "
-                    "of another model, or one rank's part: those are saved by onefold.optim.local_state_dict and loaded by "
-                    "load_local_state_dict.",
+                    (
+                        f"state {key!r} of parameter {number} ({param.name!r}) has shape"
+                        f" {tuple(value.shape)}, expected {param.shape}. It is of another model, or"
+                        " one rank's part: those are saved by onefold.optim.local_state_dict and"
+                        " loaded by load_local_state_dict."
+                    ),
                     b"",
                 )
     return None, hashlib.sha256(repr(text).encode()).digest()
@@ -526,18 +660,30 @@ def _look(optimizer: Optimizer, outline: _Outline, given: Mapping[str, Any]) -> 
 
 def _counted(groups: list[int]) -> str:
     one = len(groups) == 1
-    return f"one parameter group of {groups[0]}" if one else f"{len(groups)} parameter groups of {', '.join(map(str, groups))}"
+    return (
+        f"one parameter group of {groups[0]}"
+        if one
+        else f"{len(groups)} parameter groups of {', '.join(map(str, groups))}"
+    )
 
 
 def _simple(value: Any) -> Any:
     """What a value says by itself, the same on every rank: no addresses, no elements."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.item() if value.numel() == 1 and value.device.type != "meta" else ""
-    return value if isinstance(value, (int, float, str, bool, type(None), list, tuple)) else type(value).__name__
+        return tuple(value.shape), (
+            value.item() if value.numel() == 1 and value.device.type != "meta" else ""
+        )
+    return (
+        value
+        if isinstance(value, (int, float, str, bool, type(None), list, tuple))
+        else type(value).__name__
+    )
 
 
 def _odd(outline: _Outline, state: Mapping[Any, Any], numbers: list[Any]) -> set[Any]:
-    """Keys that are not element-wise: a parameter of no dimensions looks like a step count, but its neighbours tell them apart."""
+    """Keys that are not element-wise: a parameter of no dimensions looks like a step count, but its
+    neighbours tell them apart.
+    """
     return {
         key for number, param in zip(numbers, outline.params, strict=True) for key, value in state.get(number, {}).items()
         if isinstance(value, torch.Tensor) and (tuple(value.shape) != param.shape or key == "step")
@@ -545,13 +691,21 @@ def _odd(outline: _Outline, state: Mapping[Any, Any], numbers: list[Any]) -> set
 
 
 def _is_elements(param: _Param, key: Any, value: Any, odd: set[Any]) -> bool:
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == param.shape and not (key in odd and value.ndim == 0)
+    return (
+        isinstance(value, torch.Tensor)
+        and tuple(value.shape) == param.shape
+        and not (key in odd and value.ndim == 0)
+    )
 
 
 def _cannot_be_cut(outline: _Outline, param: _Param, value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return False
-    return outline.divided or param.entries[0].flat.tiled or (value.numel() > 1 and any(_on_disk(e) for e in param.entries))
+    return (
+        outline.divided
+        or param.entries[0].flat.tiled
+        or (value.numel() > 1 and any(_on_disk(e) for e in param.entries))
+    )
 
 
 def _on_disk(entry: Entry) -> bool:
@@ -567,30 +721,48 @@ class _Elements:
 
 def _said_by_first(outline: _Outline, given: Mapping[str, Any]) -> dict[str, Any]:
     """What rank 0 tells: its dict, with what is to be sent left out."""
-    state, numbers = dict(given["state"]), [number for group in given["param_groups"] for number in group["params"]]
+    state, numbers = (
+        dict(given["state"]),
+        [number for group in given["param_groups"] for number in group["params"]],
+    )
     odd = _odd(outline, state, numbers)
     for number, param in zip(numbers, outline.params, strict=True):
         if param.entries and number in state:
             values = {key: _plain(value) for key, value in state[number].items()}
-            state[number] = {k: _Elements(v.dtype) if _is_elements(param, k, v, odd) else v for k, v in values.items()}
+            state[number] = {
+                k: _Elements(v.dtype) if _is_elements(param, k, v, odd) else v
+                for k, v in values.items()
+            }
     return {**given, "state": state}
 
 
 def _plain(value: Any) -> Any:
     """torchao's packed states as what they stand for."""
-    return value.dequantize() if isinstance(value, torch.Tensor) and type(value).__module__.startswith("torchao.") else value
+    return (
+        value.dequantize()
+        if isinstance(value, torch.Tensor) and type(value).__module__.startswith("torchao.")
+        else value
+    )
 
 
 def _take(
-    optimizer: Optimizer, outline: _Outline, given: Mapping[str, Any], wholes: Mapping[str, Any], scattered: bool
+    optimizer: Optimizer,
+    outline: _Outline,
+    given: Mapping[str, Any],
+    wholes: Mapping[str, Any],
+    scattered: bool,
 ) -> dict[str, Any]:
-    """This rank's part as torch is to load it; states with elements are made here, and set behind torch's own load (`_after_load`)."""
+    """This rank's part as torch is to load it; states with elements are made here, and set behind
+    torch's own load (`_after_load`).
+    """
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     state = given["state"]
     odd = set() if scattered else _odd(outline, state, numbers)
 
     def in_elements(param: _Param, key: Any, value: Any) -> bool:
-        return bool(param.entries) and (isinstance(value, _Elements) if scattered else _is_elements(param, key, value, odd))
+        return bool(param.entries) and (
+            isinstance(value, _Elements) if scattered else _is_elements(param, key, value, odd)
+        )
 
     mine: dict[Any, Any] = {key: value for key, value in state.items() if key not in set(numbers)}
     landing, error = _landed.setdefault(optimizer, []), None
@@ -600,18 +772,23 @@ def _take(
             continue
         for n in param.numbers:
             mine[n] = {
-                key: value.clone() if isinstance(value, torch.Tensor) and param.entries else value  # the dict stays as it was given
+                # The dict stays as it was given
+                key: value.clone() if isinstance(value, torch.Tensor) and param.entries else value
                 for key, value in values.items()
                 if not in_elements(param, key, value)
             }
         for key, value in values.items():
             if not in_elements(param, key, value):
                 continue
-            whole = _plain(wholes["state"][number][key]) if number in wholes.get("state", {}) else None
+            whole = (
+                _plain(wholes["state"][number][key]) if number in wholes.get("state", {}) else None
+            )
             for entry in param.entries:
                 flat = None
                 if whole is not None:
-                    flat = whole.detach().reshape(-1)[entry.part.first : entry.part.first + entry.slot.numel]
+                    flat = whole.detach().reshape(-1)[
+                        entry.part.first : entry.part.first + entry.slot.numel
+                    ]
                 put = _Guarded(_landing(optimizer, entry, key, value.dtype), landing)
                 if scattered:
                     from_first(_engine(entry), entry, value.dtype, flat, put)
@@ -624,7 +801,14 @@ def _take(
             each.transfers.flush() if each.on_disk else None
     engine = outline.engine
     assert engine is not None
-    wrong = next((f"rank {rank}: {told}" for rank, told in enumerate(tell_all(engine, _LOAD, error)) if told), None)
+    wrong = next(
+        (
+            f"rank {rank}: {told}"
+            for rank, told in enumerate(tell_all(engine, _LOAD, error))
+            if told
+        ),
+        None,
+    )
     if wrong is not None:
         _landed.pop(optimizer, None)
         raise RuntimeError(f"{_LOAD}: the states could not be put in their places. {wrong}")
@@ -660,7 +844,9 @@ class _Guarded:
 
 
 def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -> _Landing:
-    """Where the state `key` of `entry` goes on this rank: memory, or NVMe; as it is, rounded, or packed."""
+    """Where the state `key` of `entry` goes on this rank: memory, or NVMe; as it is, rounded, or
+    packed.
+    """
     flat, device = entry.flat, entry.param.device
     base, stop = held_by(entry, flat.rank)
     how = _rests(optimizer, entry, _engine(entry)) if key in SIGNED else None
@@ -677,18 +863,23 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
     away = _on_disk(entry) and not (how.small(entry) if how is not None else not entry.slot.shape)
     parts: dict[str, torch.Tensor] = {}
     for name, kind in dtypes.items():
-        shape = _held_shape(entry) if packed(name) is None else (-(-(stop - base) // grain_of(name)),)
+        shape = (
+            _held_shape(entry) if packed(name) is None else (-(-(stop - base) // grain_of(name)),)
+        )
         if away:
             assert flat.offloaded is not None
             flat.offloaded.region(state_kind(name, kind), kind)
-        parts[name] = StatePlace.of(shape, kind) if away else torch.zeros(shape, dtype=kind, device=device)
+        parts[name] = (
+            StatePlace.of(shape, kind) if away else torch.zeros(shape, dtype=kind, device=device)
+        )
 
     def put(x: int, y: int, values: torch.Tensor) -> None:
         new = {key: values}
         if how is not None and format is not None and format.packed:
             values = values.to(device, torch.float32)
             new = {
-                name: torch.zeros(-(-(y - x) // grain_of(name)), dtype=kind, device=values.device) for name, kind in dtypes.items()
+                name: torch.zeros(-(-(y - x) // grain_of(name)), dtype=kind, device=values.device)
+                for name, kind in dtypes.items()
             }
             piece = moments.Piece(entry, entry.part.first + x, values, values, new, {}, False)
             moments.pack(replace(how, seed=None), piece, key, values, torch.zeros(()), again=True)
@@ -711,13 +902,15 @@ def _after_load(optimizer: Optimizer) -> None:
         show_states(optimizer)
 
 
-# -- this rank's part ----------------------------------------------------------------------------------------------------------
+# -- this rank's part ------------------------------------------------------------------------------
 
 
 def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """This rank's part of the optimizer's state: its own intervals of the states, which loads on the same rank of as many. Local.
+    """This rank's part of the optimizer's state: its own intervals of the states, which loads on
+    the same rank of as many. Local.
 
-    Tensors alias the optimizer's. Where states rest on NVMe they are places only, which cannot be copied or pickled.
+    Tensors alias the optimizer's. Where states rest on NVMe they are places only, which cannot be
+    copied or pickled.
     """
     with disable_torch_function(), _only_local(optimizer):
         faced_states.make_all_plain(optimizer)
@@ -732,12 +925,16 @@ def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
         ValueError: it is no such part, or that of another rank, or of another number of ranks.
     """
     if LOCAL not in state_dict:
-        raise ValueError("load_local_state_dict was given no part of one rank: give a whole state dict to optimizer.load_state_dict().")
+        raise ValueError(
+            "load_local_state_dict was given no part of one rank: give a whole state dict to"
+            " optimizer.load_state_dict()."
+        )
     said, here = state_dict[LOCAL], _rank_and_size(optimizer)
     if said != here:
         raise ValueError(
-            f"load_local_state_dict was given the part of rank {said['rank']} of {said['ranks']} on rank {here['rank']} of "
-            f"{here['ranks']}. What optimizer.state_dict() returns loads on any number of ranks."
+            f"load_local_state_dict was given the part of rank {said['rank']} of {said['ranks']} on"
+            f" rank {here['rank']} of {here['ranks']}. What optimizer.state_dict() returns loads on"
+            " any number of ranks."
         )
     with disable_torch_function():
         for engine in _Outline(optimizer).engines:
@@ -758,4 +955,8 @@ def _only_local(optimizer: Optimizer) -> Iterator[None]:
 def _rank_and_size(optimizer: Optimizer) -> dict[str, int]:
     with disable_torch_function():
         engine = _Outline(optimizer).engine
-    return {"rank": dist_rank(engine), "ranks": engine.group.size} if engine is not None else {"rank": 0, "ranks": 1}
+    return (
+        {"rank": dist_rank(engine), "ranks": engine.group.size}
+        if engine is not None
+        else {"rank": 0, "ranks": 1}
+    )

@@ -21,7 +21,9 @@ class _Room(types.ModuleType):
 
 
 def recipe_for(model: Any, **job: Any) -> Any:
-    """The lowest stage whose peak fits this machine, from a plan of `model`. Collective; see `onefold.plan.auto.recipe_for`."""
+    """The lowest stage whose peak fits this machine, from a plan of `model`. Collective; see
+    `onefold.plan.auto.recipe_for`.
+    """
     from onefold.plan.auto import recipe_for as find
 
     return find(model, **job)

@@ -1,4 +1,5 @@
-"""What a micro-batch keeps and computes, in slots that line up with the engine's: from a trace, or from dimensions.
+"""What a micro-batch keeps and computes, in slots that line up with the engine's: from a trace, or
+from dimensions.
 
     slot      forward 0   forward 1   ...   backward 1   backward 0
     engine    ▒▒          ▒▒                ▒▒▒▒         ▒▒▒▒            plan/replay.py
@@ -15,7 +16,13 @@ from dataclasses import dataclass, field
 from onefold.offload.activations import SMALLEST
 from onefold.plan.costs import Kernels
 from onefold.plan.formulas.activations import block_bytes
-from onefold.plan.formulas.code import beside_gradient, held_before, in_hand, kept_behind, kept_beyond
+from onefold.plan.formulas.code import (
+    beside_gradient,
+    held_before,
+    in_hand,
+    kept_behind,
+    kept_beyond,
+)
 from onefold.plan.formulas.compute import transformer_flops_per_token
 from onefold.plan.shapes import ModelShape, Transformer, UnitShape
 from onefold.plan.trace import ActivationTrace
@@ -23,7 +30,9 @@ from onefold.plan.trace import ActivationTrace
 
 @dataclass(frozen=True)
 class Slot:
-    """While one unit runs: bytes at the largest sum, and how much of them are logits, and gradients not yet handed over."""
+    """While one unit runs: bytes at the largest sum, and how much of them are logits, and gradients
+    not yet handed over.
+    """
 
     unit: str
     phase: str
@@ -34,9 +43,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Activity:
-    """One micro-batch. `flops` are matrix products of forward and backward, recomputation included; `forward_flops` of forward alone;
-    `kernels` is what runs, None where only dimensions are known; `movable` are the bytes of large saved tensors by unit, which may go to
-    the host until the backward pass.
+    """One micro-batch. `flops` are matrix products of forward and backward, recomputation included;
+    `forward_flops` of forward alone; `kernels` is what runs, None where only dimensions are known;
+    `movable` are the bytes of large saved tensors by unit, which may go to the host until the
+    backward pass.
     """
 
     slots: tuple[Slot, ...]
@@ -55,20 +65,40 @@ class Activity:
         slots = tuple(Slot(s.unit, s.phase, s.peak, s.logits, s.gradients) for s in trace.spans)
         flops = trace.forward_flops + trace.backward_flops
         movable = {u.name: u.movable for u in trace.units if u.movable}
-        return cls(slots, trace.saved, trace.logits, flops, trace.forward_flops, "traced", trace.notes, trace.kernels, movable)
+        return cls(
+            slots,
+            trace.saved,
+            trace.logits,
+            flops,
+            trace.forward_flops,
+            "traced",
+            trace.notes,
+            trace.kernels,
+            movable,
+        )
 
     @classmethod
     def from_dims(
-        cls, model: ModelShape, dims: Transformer, micro_batch: int, seq: int, element_bytes: int, checkpointing: str, code: str = ""
+        cls,
+        model: ModelShape,
+        dims: Transformer,
+        micro_batch: int,
+        seq: int,
+        element_bytes: int,
+        checkpointing: str,
+        code: str = "",
     ) -> Activity:
-        """From dimensions alone (`plan.formulas.activations`, `plan.formulas.code`): for models without code at hand.
+        """From dimensions alone (`plan.formulas.activations`, `plan.formulas.code`): for models
+        without code at hand.
 
-        A block keeps A bytes; while it runs it has W in hand, and in backward the gradient of its largest parameter. The loss takes the
-        logits to fp32 and keeps their log-probabilities; in backward both their gradients stand beside them: 12 bytes an entry. A head
-        that is tied to the embedding has a gradient that waits for the embedding's.
+        A block keeps A bytes; while it runs it has W in hand, and in backward the gradient of its
+        largest parameter. The loss takes the logits to fp32 and keeps their log-probabilities; in
+        backward both their gradients stand beside them: 12 bytes an entry. A head that is tied to
+        the embedding has a gradient that waits for the embedding's.
 
         Args:
-            code: the family whose code will run, as `formulas.code.CODES` has them; "" counts fused kernels.
+            code: the family whose code will run, as `formulas.code.CODES` has them; "" counts fused
+                kernels.
 
         Raises:
             ValueError: a code that is not known.
@@ -78,7 +108,9 @@ class Activity:
         kept_of = [_kept(i, checkpointing) for i in range(len(blocks))]
         whole = int(block_bytes(dims, micro_batch, seq, element_bytes=element_bytes))
         whole += tokens * kept_beyond(code, dims, seq, element_bytes)
-        point = int(block_bytes(dims, micro_batch, seq, element_bytes=element_bytes, recompute="full"))
+        point = int(
+            block_bytes(dims, micro_batch, seq, element_bytes=element_bytes, recompute="full")
+        )
         hand = tokens * in_hand(code, dims, seq, element_bytes, backward=False)
         slots, held = [], held_before(code, dims, micro_batch, seq, element_bytes)
         for block, kept in zip(blocks, kept_of, strict=True):
@@ -89,12 +121,21 @@ class Activity:
         slots.append(Slot("(root)", "forward", held + behind + first, first))
         slots.append(Slot("(root)", "backward", held + behind + 12 * entries, 12 * entries))
         saved = held + behind + 4 * entries
-        shared = dims.vocab * dims.hidden * element_bytes if dims.tied else 0  # the head's gradient, until the embedding adds its own
+        # The head's gradient, until the embedding adds its own
+        shared = dims.vocab * dims.hidden * element_bytes if dims.tied else 0
         for block, kept in zip(reversed(blocks), reversed(kept_of), strict=True):
             largest = max((p.numel for p in block.parameters), default=0) * element_bytes
             again = 0 if kept else whole
             beside = beside_gradient(code, dims, tokens, seq, element_bytes, largest)
-            slots.append(Slot(block.name, "backward", held + again + beside + shared, 0, min(largest, again + beside) + shared))
+            slots.append(
+                Slot(
+                    block.name,
+                    "backward",
+                    held + again + beside + shared,
+                    0,
+                    min(largest, again + beside) + shared,
+                )
+            )
             held -= whole if kept else point
         repeated = {u.name for u in blocks}
         for unit in [u for u in model.units if u.name not in repeated and u.parameters]:
@@ -102,26 +143,58 @@ class Activity:
             slots.append(Slot(unit.name, "backward", held + largest + shared, 0, largest + shared))
         whole_step = (flops_per_token(model, dims, seq) - _looked_up(model)) * tokens
         looked_up = sum(p.numel for u in model.units if u.looks_up_only for p in u.parameters)
-        forward = transformer_flops_per_token(model.active_numel - looked_up, dims, seq) * tokens / 3
-        done = whole_step + kept_of.count(False) / max(len(kept_of), 1) * _recomputed(model, dims, seq, blocks) * tokens
-        movable = {b.name: whole if kept else point for b, kept in zip(blocks, kept_of, strict=True)} | {"(root)": 4 * entries}
-        large = tokens * dims.hidden * element_bytes >= SMALLEST  # else each of a block's tensors is too small to be worth moving
-        return cls(tuple(slots), saved, 4 * entries, done, forward, "formula", movable=movable if large else {})
+        forward = (
+            transformer_flops_per_token(model.active_numel - looked_up, dims, seq) * tokens / 3
+        )
+        done = (
+            whole_step
+            + kept_of.count(False)
+            / max(len(kept_of), 1)
+            * _recomputed(model, dims, seq, blocks)
+            * tokens
+        )
+        movable = {
+            b.name: whole if kept else point for b, kept in zip(blocks, kept_of, strict=True)
+        } | {"(root)": 4 * entries}
+        # Else each of a block's tensors is too small to be worth moving
+        large = tokens * dims.hidden * element_bytes >= SMALLEST
+        return cls(
+            tuple(slots),
+            saved,
+            4 * entries,
+            done,
+            forward,
+            "formula",
+            movable=movable if large else {},
+        )
 
 
 def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> float:
-    """Model FLOPs of forward and backward, where frozen parameters have no gradients of their own: 4 each instead of 6."""
+    """Model FLOPs of forward and backward, where frozen parameters have no gradients of their own:
+    4 each instead of 6.
+    """
     return transformer_flops_per_token(model.active_numel, dims, seq) - 2 * frozen_active(model)
 
 
 def _looked_up(model: ModelShape) -> float:
-    """What `flops_per_token` counts of tables of which a token reads one row: no product has them."""
-    return sum((6 if p.trainable else 4) * p.numel for u in model.units if u.looks_up_only for p in u.parameters)
+    """What `flops_per_token` counts of tables of which a token reads one row: no product has
+    them.
+    """
+    return sum(
+        (6 if p.trainable else 4) * p.numel
+        for u in model.units
+        if u.looks_up_only
+        for p in u.parameters
+    )
 
 
-def _recomputed(model: ModelShape, dims: Transformer, seq: int, blocks: Sequence[UnitShape]) -> float:
-    """FLOPs a token of the blocks' second forward passes. torch ends one as soon as it has everything that backward needs: before the
-    last product of a block, but where a router weighs what comes out of it."""
+def _recomputed(
+    model: ModelShape, dims: Transformer, seq: int, blocks: Sequence[UnitShape]
+) -> float:
+    """FLOPs a token of the blocks' second forward passes. torch ends one as soon as it has
+    everything that backward needs: before the last product of a block, but where a router weighs
+        what comes out of it.
+    """
     repeated = {u.name for u in blocks}
     inside = model.active_numel - sum(u.numel for u in model.units if u.name not in repeated)
     last = 2 * dims.layers * dims.ffn * dims.hidden if dims.experts <= 1 else 0
@@ -145,7 +218,9 @@ def is_routed(name: str) -> bool:
 
 
 def _kept(index: int, checkpointing: str) -> bool:
-    """Whether the block keeps its activations: "selective" recomputes every second one, as `onefold train` does."""
+    """Whether the block keeps its activations: "selective" recomputes every second one, as
+    `onefold train` does.
+    """
     return checkpointing == "none" or (checkpointing == "selective" and index % 2 == 1)
 
 
@@ -163,7 +238,9 @@ def blocks_of(model: ModelShape) -> list[UnitShape]:
 
 
 def assumed_dims(model: ModelShape, seq: int) -> Transformer:
-    """Dimensions of a decoder of this many parameters: 12·L·h² with h = 128·L, heads of 128, four times as wide inside."""
+    """Dimensions of a decoder of this many parameters: 12·L·h² with h = 128·L, heads of 128, four
+    times as wide inside.
+    """
     layers = max(len(blocks_of(model)), 1)
     hidden = max(64, round(math.sqrt(model.numel / (12 * layers)) / 64) * 64)
     return Transformer(layers, hidden, max(1, hidden // 128), 4 * hidden, 50_304, seq)

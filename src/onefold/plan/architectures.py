@@ -1,10 +1,12 @@
-"""Public architectures by name: a transformer's dimensions and its parameters, unit by unit, as `onefold.shard` would cut the real model.
+"""Public architectures by name: a transformer's dimensions and its parameters, unit by unit, as
+`onefold.shard` would cut the real model.
 
     >>> architecture("llama-3-70b").numel
     70553706496
 
-Families are named like the modules of transformers (gpt2, llama, mixtral, bloom), so that names and shapes can be compared with the real
-code. "gpt" is the family of the papers that publish no code (GPT-3, MT-NLG, the trillion-parameter models): GPT-2's layout.
+Families are named like the modules of transformers (gpt2, llama, mixtral, bloom), so that names and
+shapes can be compared with the real code. "gpt" is the family of the papers that publish no code
+(GPT-3, MT-NLG, the trillion-parameter models): GPT-2's layout.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Architecture:
     """One row of the table.
 
     Attributes:
-        published: the parameters as its source states them; tolerance: relative, how far the sum of the shapes may lie from it.
+        published: the parameters as its source states them; tolerance: relative, how far the sum of
+            the shapes may lie from it.
         source: where the dimensions come from.
     """
 
@@ -97,7 +100,11 @@ def _mixtral(dims: Transformer) -> tuple[Named, Named, Named]:
 
 def _llama_ends(dims: Transformer, block: Named) -> tuple[Named, Named, Named]:
     head: Named = () if dims.tied else (("lm_head.weight", (dims.vocab, dims.hidden)),)
-    return (("model.embed_tokens.weight", (dims.vocab, dims.hidden)),), block, (("model.norm.weight", (dims.hidden,)), *head)
+    return (
+        (("model.embed_tokens.weight", (dims.vocab, dims.hidden)),),
+        block,
+        (("model.norm.weight", (dims.hidden,)), *head),
+    )
 
 
 def _bloom(dims: Transformer) -> tuple[Named, Named, Named]:
@@ -135,10 +142,11 @@ FAMILIES: Mapping[str, tuple[Callable[[Transformer], tuple[Named, Named, Named]]
 
 
 def model_of(name: str, family: str, dims: Transformer, dtype: str = "float32") -> ModelShape:
-    """The parameters of a family at these dimensions, by unit: the root first, then in the order of the modules.
+    """The parameters of a family at these dimensions, by unit: the root first, then in the order of
+    the modules.
 
-    The cut is `onefold.runtime.units.find_units`'s: blocks, and an embedding or head of its own as large as half a block; what is tied
-    or small stays in the root.
+    The cut is `onefold.runtime.units.find_units`'s: blocks, and an embedding or head of its own as
+    large as half a block; what is tied or small stays in the root.
 
     Raises:
         ValueError: a family that is not in the table.
@@ -149,7 +157,10 @@ def model_of(name: str, family: str, dims: Transformer, dtype: str = "float32") 
     first, block, last = parameters(dims)
 
     def made(named: Named, prefix: str = "") -> tuple[Parameter, ...]:
-        return tuple(Parameter(prefix + n, s, dtype=dtype, looked_up=named is first and len(s) == 2) for n, s in named)
+        return tuple(
+            Parameter(prefix + n, s, dtype=dtype, looked_up=named is first and len(s) == 2)
+            for n, s in named
+        )
 
     enough = sum(p.numel for p in made(block)) / 2
     tied = {first[0][0]} if dims.tied else set()
@@ -164,15 +175,27 @@ def model_of(name: str, family: str, dims: Transformer, dtype: str = "float32") 
                 own.append(UnitShape(module, (parameter,), looks_up_only=named is first))
             else:
                 root.append(parameter)
-    blocks = [UnitShape(f"{blocks_at}.{i}", made(block, f"{blocks_at}.{i}.")) for i in range(dims.layers)]
-    return ModelShape(name, (UnitShape("(root)", tuple(root)), *before, *blocks, *after), dims, _active(dims, block, first, last))
+    blocks = [
+        UnitShape(f"{blocks_at}.{i}", made(block, f"{blocks_at}.{i}.")) for i in range(dims.layers)
+    ]
+    return ModelShape(
+        name,
+        (UnitShape("(root)", tuple(root)), *before, *blocks, *after),
+        dims,
+        _active(dims, block, first, last),
+    )
 
 
 def _active(dims: Transformer, block: Named, first: Named, last: Named) -> int:
     """Parameters that one token passes: of the experts only the active ones."""
 
     def size(named: Named) -> int:
-        return sum(Parameter(n, shape).numel * (dims.active if ".experts." in n else dims.experts) // dims.experts for n, shape in named)
+        return sum(
+            Parameter(n, shape).numel
+            * (dims.active if ".experts." in n else dims.experts)
+            // dims.experts
+            for n, shape in named
+        )
 
     return size(first) + dims.layers * size(block) + size(last)
 
@@ -190,16 +213,39 @@ def _dense(layers: int, hidden: int, heads: int, vocab: int, seq: int) -> Transf
     return Transformer(layers, hidden, heads, 4 * hidden, vocab, seq)
 
 
-def _gated(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int, tied: bool = False) -> Transformer:
-    return Transformer(layers, hidden, heads, ffn, vocab, seq, kv_heads=kv_heads, gated=True, tied=tied)
+def _gated(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    seq: int,
+    tied: bool = False,
+) -> Transformer:
+    return Transformer(
+        layers, hidden, heads, ffn, vocab, seq, kv_heads=kv_heads, gated=True, tied=tied
+    )
 
 
 def _experts(layers: int, hidden: int, heads: int, ffn: int, vocab: int, seq: int) -> Transformer:
-    return Transformer(layers, hidden, heads, ffn, vocab, seq, kv_heads=8, gated=True, experts=8, active=2, tied=False)
+    return Transformer(
+        layers,
+        hidden,
+        heads,
+        ffn,
+        vocab,
+        seq,
+        kv_heads=8,
+        gated=True,
+        experts=8,
+        active=2,
+        tied=False,
+    )
 
 
-# GPT-3: two rows of its Table 2.1 do not fit themselves (13B: 5140 = 40 × 128.5; 1.3B: 24 heads of 128 make 3072, not 2048); here 5120 and
-# 16 heads. ZeRO-Infinity states no heads for 5T and 20T.
+# GPT-3: two rows of its Table 2.1 do not fit themselves (13B: 5140 = 40 × 128.5; 1.3B: 24 heads of
+# 128 make 3072, not 2048); here 5120 and 16 heads. ZeRO-Infinity states no heads for 5T and 20T.
 _TABLE: tuple[Architecture, ...] = (
     Architecture("gpt2", "gpt2", _dense(12, 768, 12, 50_257, 1024), 124.44e6, 1e-4, _GPT2),
     Architecture("gpt2-medium", "gpt2", _dense(24, 1024, 16, 50_257, 1024), 354.82e6, 1e-4, _GPT2),
@@ -213,28 +259,129 @@ _TABLE: tuple[Architecture, ...] = (
     Architecture("gpt3-6.7b", "gpt", _dense(32, 4096, 32, 50_257, 2048), 6.7e9, 0.01, _GPT3),
     Architecture("gpt3-13b", "gpt", _dense(40, 5120, 40, 50_257, 2048), 13e9, 0.02, _GPT3),
     Architecture("gpt3-175b", "gpt", _dense(96, 12_288, 96, 50_257, 2048), 175e9, 0.005, _GPT3),
-    Architecture("llama-65b", "llama", _gated(80, 8192, 64, 64, 22_016, 32_000, 2048), 65.2e9, 2e-3, "Touvron et al. 2023a, Table 2"),
-    Architecture("llama-2-7b", "llama", _gated(32, 4096, 32, 32, 11_008, 32_000, 4096), 6.738e9, 1e-3, _LLAMA2),
-    Architecture("llama-2-13b", "llama", _gated(40, 5120, 40, 40, 13_824, 32_000, 4096), 13.016e9, 1e-3, _LLAMA2),
-    Architecture("llama-2-70b", "llama", _gated(80, 8192, 64, 8, 28_672, 32_000, 4096), 68.977e9, 1e-3, _LLAMA2),
-    Architecture("llama-3-8b", "llama", _gated(32, 4096, 32, 8, 14_336, 128_256, 8192), 8.03e9, 1e-3, _LLAMA3),
-    Architecture("llama-3-70b", "llama", _gated(80, 8192, 64, 8, 28_672, 128_256, 8192), 70.55e9, 1e-3, _LLAMA3),
-    Architecture("llama-3-405b", "llama", _gated(126, 16_384, 128, 8, 53_248, 128_256, 8192), 405.85e9, 1e-3, _LLAMA3),
-    Architecture("llama-3.2-1b", "llama", _gated(16, 2048, 32, 8, 8192, 128_256, 131_072, tied=True), 1.236e9, 1e-3, _LLAMA3),
-    Architecture("llama-3.2-3b", "llama", _gated(28, 3072, 24, 8, 8192, 128_256, 131_072, tied=True), 3.213e9, 1e-3, _LLAMA3),
-    Architecture("mistral-7b", "llama", _gated(32, 4096, 32, 8, 14_336, 32_000, 8192), 7.242e9, 1e-3, _MISTRAL),
-    Architecture("mixtral-8x7b", "mixtral", _experts(32, 4096, 32, 14_336, 32_000, 32_768), 46.7e9, 1e-3, _MISTRAL),
-    Architecture("mixtral-8x22b", "mixtral", _experts(56, 6144, 48, 16_384, 32_000, 65_536), 140.6e9, 1e-3, _MISTRAL),
-    Architecture("bloom-176b", "bloom", _dense(70, 14_336, 112, 250_880, 2048), 176.247e9, 1e-4, "BigScience tr11-176B-ml README"),
-    Architecture("megatron-1.7b", "gpt", _dense(24, 2304, 24, 51_200, 2048), 1.7e9, 0.035, _MEGATRON),
-    Architecture("megatron-22b", "gpt", _dense(48, 6144, 64, 51_200, 2048), 22e9, 0.02, "Korthikanti et al. 2022, Table 3"),
-    Architecture("megatron-145b", "gpt", _dense(80, 12_288, 96, 51_200, 2048), 145.6e9, 1e-3, _MEGATRON),
-    Architecture("mt-nlg-530b", "gpt", _dense(105, 20_480, 128, 51_200, 2048), 529.6e9, 1e-3, _MEGATRON),
+    Architecture(
+        "llama-65b",
+        "llama",
+        _gated(80, 8192, 64, 64, 22_016, 32_000, 2048),
+        65.2e9,
+        2e-3,
+        "Touvron et al. 2023a, Table 2",
+    ),
+    Architecture(
+        "llama-2-7b",
+        "llama",
+        _gated(32, 4096, 32, 32, 11_008, 32_000, 4096),
+        6.738e9,
+        1e-3,
+        _LLAMA2,
+    ),
+    Architecture(
+        "llama-2-13b",
+        "llama",
+        _gated(40, 5120, 40, 40, 13_824, 32_000, 4096),
+        13.016e9,
+        1e-3,
+        _LLAMA2,
+    ),
+    Architecture(
+        "llama-2-70b",
+        "llama",
+        _gated(80, 8192, 64, 8, 28_672, 32_000, 4096),
+        68.977e9,
+        1e-3,
+        _LLAMA2,
+    ),
+    Architecture(
+        "llama-3-8b", "llama", _gated(32, 4096, 32, 8, 14_336, 128_256, 8192), 8.03e9, 1e-3, _LLAMA3
+    ),
+    Architecture(
+        "llama-3-70b",
+        "llama",
+        _gated(80, 8192, 64, 8, 28_672, 128_256, 8192),
+        70.55e9,
+        1e-3,
+        _LLAMA3,
+    ),
+    Architecture(
+        "llama-3-405b",
+        "llama",
+        _gated(126, 16_384, 128, 8, 53_248, 128_256, 8192),
+        405.85e9,
+        1e-3,
+        _LLAMA3,
+    ),
+    Architecture(
+        "llama-3.2-1b",
+        "llama",
+        _gated(16, 2048, 32, 8, 8192, 128_256, 131_072, tied=True),
+        1.236e9,
+        1e-3,
+        _LLAMA3,
+    ),
+    Architecture(
+        "llama-3.2-3b",
+        "llama",
+        _gated(28, 3072, 24, 8, 8192, 128_256, 131_072, tied=True),
+        3.213e9,
+        1e-3,
+        _LLAMA3,
+    ),
+    Architecture(
+        "mistral-7b",
+        "llama",
+        _gated(32, 4096, 32, 8, 14_336, 32_000, 8192),
+        7.242e9,
+        1e-3,
+        _MISTRAL,
+    ),
+    Architecture(
+        "mixtral-8x7b",
+        "mixtral",
+        _experts(32, 4096, 32, 14_336, 32_000, 32_768),
+        46.7e9,
+        1e-3,
+        _MISTRAL,
+    ),
+    Architecture(
+        "mixtral-8x22b",
+        "mixtral",
+        _experts(56, 6144, 48, 16_384, 32_000, 65_536),
+        140.6e9,
+        1e-3,
+        _MISTRAL,
+    ),
+    Architecture(
+        "bloom-176b",
+        "bloom",
+        _dense(70, 14_336, 112, 250_880, 2048),
+        176.247e9,
+        1e-4,
+        "BigScience tr11-176B-ml README",
+    ),
+    Architecture(
+        "megatron-1.7b", "gpt", _dense(24, 2304, 24, 51_200, 2048), 1.7e9, 0.035, _MEGATRON
+    ),
+    Architecture(
+        "megatron-22b",
+        "gpt",
+        _dense(48, 6144, 64, 51_200, 2048),
+        22e9,
+        0.02,
+        "Korthikanti et al. 2022, Table 3",
+    ),
+    Architecture(
+        "megatron-145b", "gpt", _dense(80, 12_288, 96, 51_200, 2048), 145.6e9, 1e-3, _MEGATRON
+    ),
+    Architecture(
+        "mt-nlg-530b", "gpt", _dense(105, 20_480, 128, 51_200, 2048), 529.6e9, 1e-3, _MEGATRON
+    ),
     Architecture("1t", "gpt", _dense(128, 25_600, 160, 51_200, 2048), 1008.0e9, 1e-3, _MEGATRON),
     Architecture("5t", "gpt", _dense(174, 49_152, 256, 51_200, 1024), 5.0e12, 0.02, _INFINITY),
     Architecture("10t", "gpt", _dense(195, 65_536, 512, 51_200, 1024), 10.05e12, 0.005, _INFINITY),
     Architecture("20t", "gpt", _dense(205, 90_112, 512, 51_200, 1024), 20e12, 0.01, _INFINITY),
-    Architecture("100t", "gpt", _dense(315, 163_840, 1024, 51_200, 1024), 101.47e12, 0.005, _INFINITY),
+    Architecture(
+        "100t", "gpt", _dense(315, 163_840, 1024, 51_200, 1024), 101.47e12, 0.005, _INFINITY
+    ),
 )
 
 #: Every architecture by name.
@@ -256,7 +403,9 @@ ALIASES: Mapping[str, str] = {
 
 
 def _plain(name: str) -> str:
-    """A name without organization, case and suffixes: "meta-llama/Llama-2-7b-hf" is "llama-2-7b"."""
+    """A name without organization, case and suffixes: "meta-llama/Llama-2-7b-hf" is
+    "llama-2-7b".
+    """
     plain = name.strip().lower().replace("_", "-").rsplit("/", 1)[-1]
     for part in ("meta-", "-hf", "-v0.1"):
         plain = plain.removeprefix(part).removesuffix(part)
@@ -277,7 +426,11 @@ def find(name: str) -> Architecture:
     plain = _plain(name)
     if plain not in ARCHITECTURES:
         near = difflib.get_close_matches(plain, [*ARCHITECTURES, *ALIASES], 3, 0.5)
-        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known: {', '.join(ARCHITECTURES)}."
+        hint = (
+            f"Did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f"Known: {', '.join(ARCHITECTURES)}."
+        )
         raise ValueError(f"no architecture is called {name!r}. {hint}")
     return ARCHITECTURES[plain]
 

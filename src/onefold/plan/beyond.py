@@ -1,4 +1,5 @@
-"""What rests and moves beyond the device, in integers: the host, NVMe, and the bytes between them in a step.
+"""What rests and moves beyond the device, in integers: the host, NVMe, and the bytes between them
+in a step.
 
                  host                                           NVMe
     at rest      masters, moments, parameters: by their rows    the same, and gradients, which keep their place
@@ -10,9 +11,9 @@
     backward     up, read    the same again; down: gradients; written: those that rest on NVMe
     step         read, written: masters, moments; up: what is computed with, where that rests on the device
 
-It mirrors offload/storage.py, runtime/transfers.py and offload/step.py in the steady state, and is compared with their ledgers: at rest and
-moved to the byte; at peak it is a bound. The tiers are ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et
-al. 2021, 5.1).
+It mirrors offload/storage.py, runtime/transfers.py and offload/step.py in the steady state, and is
+compared with their ledgers: at rest and moved to the byte; at peak it is a bound. The tiers are
+ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et al. 2021, 5.1).
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.offload.in_backward import WAITING
 from onefold.offload.step import AHEAD, BEHIND
 from onefold.plan.schema import MOVED
-from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, moments, moments_of_slot, puts_of, reductions_of
+from onefold.plan.states import (
+    MOMENTS_OF,
+    FlatPlan,
+    UnitPlan,
+    moments,
+    moments_of_slot,
+    puts_of,
+    reductions_of,
+)
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.tiers import SECTOR
@@ -41,7 +50,8 @@ HOST, NVME = "host", "nvme"
 
 @dataclass(frozen=True)
 class Carried:
-    """Bytes that one rank moves between tiers in a step, and beside what: the "forward" or "backward" passes, or the optimizer's "step".
+    """Bytes that one rank moves between tiers in a step, and beside what: the "forward" or
+    "backward" passes, or the optimizer's "step".
 
     "both" is beside all compute, for what published systems say no more of.
     """
@@ -90,18 +100,31 @@ def moved_by(carried: Iterable[Carried]) -> dict[str, int]:
     return {move: sums[move] for move in MOVED if sums[move]}
 
 
-def beyond_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, optimizer: str = "adamw") -> Beyond:
-    """What the recipe keeps off the device, with `micro_batches` forward and backward passes in a step."""
+def beyond_of(
+    units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, optimizer: str = "adamw"
+) -> Beyond:
+    """What the recipe keeps off the device, with `micro_batches` forward and backward passes in a
+    step.
+    """
     home = [(u, f) for u in units for f in u.flats if f.tiers is not None]
     flats = [f for _, f in home]
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
-    behind = recipe.step_in_backward and reductions == 1  # else gradients wait for the last micro-batch's
+    # Else gradients wait for the last micro-batch's
+    behind = recipe.step_in_backward and reductions == 1
     rest = {HOST: Counter[str](), NVME: Counter[str]()}
     for flat in flats:
         for tier, category, nbytes in _resting(flat, optimizer):
             rest[tier][category] += nbytes
-    peak = {HOST: rest[HOST] + Counter(_passing(flats, recipe, optimizer, reductions > 1, behind)), NVME: rest[NVME]}
-    carried = [c for unit, flat in home if flat.own for c in _carried(unit, flat, recipe, micro_batches, optimizer)]
+    peak = {
+        HOST: rest[HOST] + Counter(_passing(flats, recipe, optimizer, reductions > 1, behind)),
+        NVME: rest[NVME],
+    }
+    carried = [
+        c
+        for unit, flat in home
+        if flat.own
+        for c in _carried(unit, flat, recipe, micro_batches, optimizer)
+    ]
     stepped = sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots)
     return Beyond(
         {tier: _filled(held) for tier, held in rest.items()},
@@ -122,7 +145,7 @@ def _merged(carried: Sequence[Carried]) -> tuple[Carried, ...]:
     return tuple(Carried(move, nbytes, phase) for (move, phase), nbytes in sums.items() if nbytes)  # type: ignore[arg-type]
 
 
-# -- at rest -------------------------------------------------------------------------------------------------------------------
+# -- at rest ---------------------------------------------------------------------------------------
 
 
 def _resting(flat: FlatPlan, optimizer: str) -> Iterable[tuple[str, str, int]]:
@@ -137,9 +160,15 @@ def _resting(flat: FlatPlan, optimizer: str) -> Iterable[tuple[str, str, int]]:
         yield NVME, PARAMETERS, own * d.compute.itemsize
     if not flat.trainable:
         return
-    if on_disk:  # states have room for padding too; what is one number a parameter stays in memory, and what is too small to be packed
+    # States have room for padding too; what is one number a parameter stays in memory, and what is
+    # too small to be packed
+    if on_disk:
         yield NVME, MOMENTS, _states(flat, own, optimizer)
-        held = sum(moments_of_slot(flat, slot, optimizer) for slot in flat.layout.slots if not _stays(flat, slot))
+        held = sum(
+            moments_of_slot(flat, slot, optimizer)
+            for slot in flat.layout.slots
+            if not _stays(flat, slot)
+        )
         yield HOST, MOMENTS, moments(flat, optimizer) - held
     else:
         yield HOST, MOMENTS, moments(flat, optimizer)
@@ -148,19 +177,29 @@ def _resting(flat: FlatPlan, optimizer: str) -> Iterable[tuple[str, str, int]]:
 
 
 def _stays(flat: FlatPlan, slot: Slot) -> bool:
-    """Whether a parameter's moments stay in memory while the others' are on NVMe: they are too small to be packed."""
-    return flat.format is not None and FORMATS[flat.format].packed and not FORMATS[flat.format].of(slot.numel).packed
+    """Whether a parameter's moments stay in memory while the others' are on NVMe: they are too
+    small to be packed.
+    """
+    return (
+        flat.format is not None
+        and FORMATS[flat.format].packed
+        and not FORMATS[flat.format].of(slot.numel).packed
+    )
 
 
 def _states(flat: FlatPlan, numel: int, optimizer: str) -> int:
     """Bytes on NVMe of the moments of `numel` elements of a flat buffer."""
     if all(_stays(flat, slot) for slot in flat.layout.slots if flat.local(slot)):
         return 0
-    each = FORMATS[flat.format].nbytes(numel) if flat.format is not None else numel * flat.dtypes.master.itemsize
+    each = (
+        FORMATS[flat.format].nbytes(numel)
+        if flat.format is not None
+        else numel * flat.dtypes.master.itemsize
+    )
     return MOMENTS_OF[optimizer] * each
 
 
-# -- on its way ----------------------------------------------------------------------------------------------------------------
+# -- on its way ------------------------------------------------------------------------------------
 
 
 def chunk_of(flats: Sequence[FlatPlan], recipe: Recipe) -> int:
@@ -168,25 +207,44 @@ def chunk_of(flats: Sequence[FlatPlan], recipe: Recipe) -> int:
     return min(recipe.chunk, round_up(max(f.own for f in flats), SECTOR))
 
 
-def _passing(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: bool, behind: bool) -> dict[str, int]:
-    """Bytes of host memory for gradients and for what is on its way where both together are most, beside what rests there.
+def _passing(
+    flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: bool, behind: bool
+) -> dict[str, int]:
+    """Bytes of host memory for gradients and for what is on its way where both together are most,
+    beside what rests there.
 
     Args:
-        again: gradients are added to some that are there. behind: units are stepped behind the backward pass.
+        again: gradients are added to some that are there. behind: units are stepped behind the
+            backward pass.
     """
     trained = [f for f in flats if f.trainable and f.own]
-    on_disk = any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained) and not behind
+    on_disk = (
+        any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained) and not behind
+    )
     kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
     # Sums land beside what is kept of them, if that is a copy, is on NVMe, or is there already.
-    beside = max((f.own * _sums(f).itemsize for f in trained if on_disk or again or _sums(f) != f.dtypes.master), default=0)
+    beside = max(
+        (
+            f.own * _sums(f).itemsize
+            for f in trained
+            if on_disk or again or _sums(f) != f.dtypes.master
+        ),
+        default=0,
+    )
     stay = 0 if on_disk or behind else sum(kept)
     arriving = beside + (sum(kept[: WAITING + 1]) if behind else stay)
     step = _step_staging(flats, recipe, optimizer, on_disk, behind)
     backward = _backward_staging(flats, recipe, on_disk) + (step if behind else 0)
     phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
-    if behind:  # the first step is an ordinary one, and moments that it makes are not there before it
+    # The first step is an ordinary one, and moments that it makes are not there before it
+    if behind:
         first = _passing(flats, recipe, optimizer, again, behind=False)
-        made = sum(nbytes for f in trained for tier, category, nbytes in _resting(f, optimizer) if (tier, category) == (HOST, MOMENTS))
+        made = sum(
+            nbytes
+            for f in trained
+            for tier, category, nbytes in _resting(f, optimizer)
+            if (tier, category) == (HOST, MOMENTS)
+        )
         phases.append(first | {GRADIENTS: max(0, first.get(GRADIENTS, 0) - made)})
     return _filled(max(phases, key=lambda held: sum(held.values())))
 
@@ -198,21 +256,41 @@ def _sums(flat: FlatPlan) -> torch.dtype:
 
 def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) -> int:
     """Buffers of gradients that wait for the disk, and of units that come from it."""
-    read = [f.own * f.dtypes.compute.itemsize for f in flats if f.tiers is not None and f.tiers.parameters is Tier.NVME]
-    fetched = sum(sorted(read, reverse=True)[: 2 + recipe.units_ahead(any(f.division.two_levels for f in flats))])
+    read = [
+        f.own * f.dtypes.compute.itemsize
+        for f in flats
+        if f.tiers is not None and f.tiers.parameters is Tier.NVME
+    ]
+    fetched = sum(
+        sorted(read, reverse=True)[
+            : 2 + recipe.units_ahead(any(f.division.two_levels for f in flats))
+        ]
+    )
     master = max((f.dtypes.master.itemsize for f in flats), default=0)
     return fetched + ((WRITES + 1) * chunk_of(flats, recipe) * master if on_disk else 0)
 
 
-def _step_staging(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool) -> int:
-    """Chunks of masters, gradients and states that are read, stepped and written; copies for what is computed with from the disk."""
-    disk = [f for f in flats if f.trainable and f.tiers is not None and f.tiers.optimizer is Tier.NVME and f.own]
+def _step_staging(
+    flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool
+) -> int:
+    """Chunks of masters, gradients and states that are read, stepped and written; copies for what
+    is computed with from the disk.
+    """
+    disk = [
+        f
+        for f in flats
+        if f.trainable and f.tiers is not None and f.tiers.optimizer is Tier.NVME and f.own
+    ]
     if not disk:
         return 0
     chunk = chunk_of(flats, recipe)
-    each = max((1 + on_disk) * chunk * f.dtypes.master.itemsize + _states(f, chunk, optimizer) for f in disk)
+    each = max(
+        (1 + on_disk) * chunk * f.dtypes.master.itemsize + _states(f, chunk, optimizer)
+        for f in disk
+    )
     chunks = [-(-f.own // chunk) for f in disk]
-    many = max(chunks) if behind else sum(chunks)  # behind the backward pass each buffer is stepped by itself
+    # Behind the backward pass each buffer is stepped by itself
+    many = max(chunks) if behind else sum(chunks)
     out = each * min(many, AHEAD + 1 + BEHIND)
     low = [f.dtypes.compute.itemsize for f in disk if _lies_apart(f)]
     return out + (max(low) * chunk * min(many, WRITES + 1) if low else 0)
@@ -220,13 +298,19 @@ def _step_staging(flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, on_
 
 def _lies_apart(flat: FlatPlan) -> bool:
     """What is computed with has a place of its own on NVMe."""
-    return flat.tiers is not None and flat.tiers.parameters is Tier.NVME and flat.dtypes.compute != flat.dtypes.master
+    return (
+        flat.tiers is not None
+        and flat.tiers.parameters is Tier.NVME
+        and flat.dtypes.compute != flat.dtypes.master
+    )
 
 
-# -- moves ---------------------------------------------------------------------------------------------------------------------
+# -- moves -----------------------------------------------------------------------------------------
 
 
-def _carried(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, optimizer: str) -> Iterable[Carried]:
+def _carried(
+    unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, optimizer: str
+) -> Iterable[Carried]:
     """What one flat buffer's step moves."""
     assert flat.tiers is not None
     d, own, p = flat.dtypes, flat.own, flat.tiers.parameters
@@ -235,7 +319,9 @@ def _carried(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int,
         move: Move = "up" if p is Tier.HOST else "read"
         forward = puts_of(unit, flat, recipe, micro_batches, backward=False)
         yield Carried(move, forward * compute, "forward")
-        yield Carried(move, (puts_of(unit, flat, recipe, micro_batches) - forward) * compute, "backward")
+        yield Carried(
+            move, (puts_of(unit, flat, recipe, micro_batches) - forward) * compute, "backward"
+        )
     if not flat.trainable:
         return
     reductions = reductions_of(flat, recipe, micro_batches)

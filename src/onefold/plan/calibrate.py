@@ -1,11 +1,13 @@
-"""What a machine was measured to do, and questions to it: how fast is this matrix product, how long does this gather take?
+"""What a machine was measured to do, and questions to it: how fast is this matrix product, how long
+does this gather take?
 
     onefold doctor --calibrate ──► plan/measure*.py on N ranks ──► Calibration ──► ~/.cache/onefold/doctor.json
                                                                         │
                                                     plan --here: matrix_rate, block_rate, seconds_for, ...
 
-Every rate is that of one rank while `ranks` ranks of this machine are at work: ranks on a CPU share its memory and its cores,
-so a figure is worth nothing without their number. Between two measured numbers of ranks, values are interpolated.
+Every rate is that of one rank while `ranks` ranks of this machine are at work: ranks on a CPU share
+its memory and its cores, so a figure is worth nothing without their number. Between two measured
+numbers of ranks, values are interpolated.
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from typing import TYPE_CHECKING, Any
 from onefold.plan.costs import Costs, Kernels, fit
 from onefold.plan.curve import Fit, nearest_mean
 from onefold.plan.identity import Identity, this_machine
-from onefold.plan.measured import ADAMW_BYTES, AtRanks, BlockPoint, Disk, HostLink, MatrixPoint, Overlap, PassPoint, StepPoint
+from onefold.plan.measured import (
+    ADAMW_BYTES,
+    AtRanks,
+    BlockPoint,
+    Disk,
+    HostLink,
+    MatrixPoint,
+    Overlap,
+    PassPoint,
+    StepPoint,
+)
 from onefold.plan.records import decode
 from onefold.plan.schema import MOVES
 
@@ -39,7 +51,9 @@ BUSY = 0.15
 
 
 class CalibrationError(ValueError):
-    """A calibration that is not there, cannot be read, is from elsewhere, or does not hold what it is asked; says what to do."""
+    """A calibration that is not there, cannot be read, is from elsewhere, or does not hold what it
+    is asked; says what to do.
+    """
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,8 @@ class Calibration:
         took_s: seconds the measurement took.
         quick: fewer and smaller sizes were measured: a rough picture.
         at: by number of ranks, ascending.
-        busy: share of the processors' time, 0 to 1, that other programs took meanwhile: they make every figure too low.
+        busy: share of the processors' time, 0 to 1, that other programs took meanwhile: they make
+            every figure too low.
     """
 
     identity: Identity
@@ -76,15 +91,21 @@ class Calibration:
     def __post_init__(self) -> None:
         counts = [a.ranks for a in self.at]
         if not counts or counts != sorted(set(counts)):
-            raise ValueError(f"at: expected figures for at least one number of ranks, each once and ascending, found {counts}.")
+            raise ValueError(
+                "at: expected figures for at least one number of ranks, each once and ascending,"
+                f" found {counts}."
+            )
         try:
             stamp = datetime.fromisoformat(self.measured_at)
         except ValueError:
             stamp = datetime.min
         if stamp.tzinfo is None:
-            raise ValueError(f"measured_at: expected a time such as {datetime.now(UTC).isoformat()!r}, found {self.measured_at!r}.")
+            raise ValueError(
+                f"measured_at: expected a time such as {datetime.now(UTC).isoformat()!r}, found"
+                f" {self.measured_at!r}."
+            )
 
-    # -- questions -------------------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     @property
     def measured_ranks(self) -> tuple[int, ...]:
@@ -97,7 +118,8 @@ class Calibration:
         return tuple(dict.fromkeys(p.dtype for a in self.at for p in a.matrices))
 
     def matrix_rate(self, m: int, n: int, k: int, dtype: str = "float32", ranks: int = 1) -> float:
-        """FLOP/s of `F.linear` of [m, k] with [n, k]: as measured there, else between the measured shapes near it.
+        """FLOP/s of `F.linear` of [m, k] with [n, k]: as measured there, else between the measured
+        shapes near it.
 
         Raises:
             CalibrationError: the dtype or the number of ranks was not measured.
@@ -105,39 +127,57 @@ class Calibration:
         """
         self._check_dtype(dtype)
         shape = (float(m), float(n), float(k))
-        return self._at(ranks, lambda a: nearest_mean([((p.m, p.n, p.k), p.flops_per_s) for p in a.matrices if p.dtype == dtype], shape))
+        return self._at(
+            ranks,
+            lambda a: nearest_mean(
+                [((p.m, p.n, p.k), p.flops_per_s) for p in a.matrices if p.dtype == dtype], shape
+            ),
+        )
 
     def peak_rate(self, dtype: str = "float32", ranks: int = 1) -> float:
-        """FLOP/s of the best matrix product measured: the denominator of MFU on a machine without a data sheet."""
+        """FLOP/s of the best matrix product measured: the denominator of MFU on a machine without a
+        data sheet.
+        """
         self._check_dtype(dtype)
         return self._at(ranks, lambda a: max(p.flops_per_s for p in a.matrices if p.dtype == dtype))
 
     def block_rate(self, hidden: int, tokens: int, dtype: str = "float32", ranks: int = 1) -> float:
-        """Model FLOP/s of a transformer block's forward and backward pass (convention: `BlockPoint`).
+        """Model FLOP/s of a transformer block's forward and backward pass (convention:
+        `BlockPoint`).
 
         What a step computes in a second; divided by `matrix_rate`, the software efficiency.
         """
         self._check_dtype(dtype)
         place = (float(hidden), float(tokens))
-        return self._at(ranks, lambda a: nearest_mean([((p.hidden, p.tokens), p.flops_per_s) for p in a.blocks if p.dtype == dtype], place))
+        return self._at(
+            ranks,
+            lambda a: nearest_mean(
+                [((p.hidden, p.tokens), p.flops_per_s) for p in a.blocks if p.dtype == dtype], place
+            ),
+        )
 
     def knows_passes(self, dtype: str) -> bool:
         """Whether operations have a price here: this file is not older than `PassPoint`."""
         return all(any(p.dtype == dtype for p in a.passes) for a in self.at)
 
     def pass_seconds(self, kernels: Kernels, dtype: str = "float32", ranks: int = 1) -> float:
-        """Seconds of passes that consist of `kernels`, by what each part of them costs here; see `onefold.plan.costs`.
+        """Seconds of passes that consist of `kernels`, by what each part of them costs here; see
+        `onefold.plan.costs`.
 
         Raises:
             CalibrationError: no pass of that dtype, or not that number of ranks, was measured.
         """
         self._check_dtype(dtype)
         if not self.knows_passes(dtype):
-            raise CalibrationError(f"no pass in {dtype} was measured. Measure again: onefold doctor --calibrate")
+            raise CalibrationError(
+                f"no pass in {dtype} was measured. Measure again: onefold doctor --calibrate"
+            )
         return self._at(ranks, lambda a: self._costs(a, dtype).seconds(kernels))
 
     def shares(self, dtype: str = "float32", ranks: int = 1, traced: bool = True) -> Shares:
-        """What a step of the engine reaches of the rates of its parts, as the reference steps showed; see `onefold.plan.efficiency`."""
+        """What a step of the engine reaches of the rates of its parts, as the reference steps
+        showed; see `onefold.plan.efficiency`.
+        """
         from onefold.plan.efficiency import Shares
 
         self._check_dtype(dtype)
@@ -150,7 +190,9 @@ class Calibration:
     def _costs(self, at: AtRanks, dtype: str) -> Costs:
         key = ("costs", at.ranks, dtype)
         if key not in self._answers:
-            self._answers[key] = fit([(p.kernels, p.seconds) for p in at.passes if p.dtype == dtype])
+            self._answers[key] = fit(
+                [(p.kernels, p.seconds) for p in at.passes if p.dtype == dtype]
+            )
         found: Costs = self._answers[key]
         return found
 
@@ -160,7 +202,9 @@ class Calibration:
 
         key = ("shares", at.ranks, dtype, traced)
         if key not in self._answers:
-            self._answers[key] = shares([s for s in at.steps if s.dtype == dtype], calibrated(self, at.ranks), traced)
+            self._answers[key] = shares(
+                [s for s in at.steps if s.dtype == dtype], calibrated(self, at.ranks), traced
+            )
         found: Shares = self._answers[key]
         return found
 
@@ -178,9 +222,11 @@ class Calibration:
         return self._at(ranks, lambda a: a.curves["optimizer"].seconds(numel * ADAMW_BYTES))
 
     def seconds_for(self, move: str, nbytes: float, ranks: int) -> float:
-        """Seconds of one move of which each rank sends `nbytes` payload bytes, as the traffic ledger counts them.
+        """Seconds of one move of which each rank sends `nbytes` payload bytes, as the traffic
+        ledger counts them.
 
-        A buffer of B bytes is B·(N-1)/N of payload to gather or to reduce-scatter, twice that to all-reduce.
+        A buffer of B bytes is B·(N-1)/N of payload to gather or to reduce-scatter, twice that to
+        all-reduce.
 
         Raises:
             CalibrationError: an unknown move, or a number of ranks that was not measured.
@@ -195,22 +241,30 @@ class Calibration:
         return Fit(latency, 1 / per_byte if per_byte else inf)
 
     def hidden(self, ranks: int) -> float:
-        """Share of a move, 0 to 1, that vanishes behind compute; see `Overlap`. 1 for one rank, which moves nothing."""
+        """Share of a move, 0 to 1, that vanishes behind compute; see `Overlap`. 1 for one rank,
+        which moves nothing.
+        """
         return self._at(ranks, lambda a: a.overlap.hidden if a.overlap else 1.0)
 
     def compute_slowdown(self, ranks: int) -> float:
         """How many times longer a matrix product takes while a gather runs beside it."""
         return self._at(ranks, lambda a: a.overlap.slowdown if a.overlap else 1.0)
 
-    def _move(self, move: str, ranks: int, value: Callable[[AtRanks], float], alone: float) -> float:
+    def _move(
+        self, move: str, ranks: int, value: Callable[[AtRanks], float], alone: float
+    ) -> float:
         if move not in MOVES:
             raise CalibrationError(f"unknown move {move!r}: expected one of {', '.join(MOVES)}.")
         if ranks == 1:
             return alone
         return self._at(ranks, value, [a for a in self.at if a.ranks > 1])
 
-    def _at(self, ranks: int, value: Callable[[AtRanks], float], among: list[AtRanks] | None = None) -> float:
-        """`value` at that number of ranks: as measured, or on the line between its neighbours over log(ranks)."""
+    def _at(
+        self, ranks: int, value: Callable[[AtRanks], float], among: list[AtRanks] | None = None
+    ) -> float:
+        """`value` at that number of ranks: as measured, or on the line between its neighbours over
+        log(ranks).
+        """
         known = list(self.at) if among is None else among
         low = max((a for a in known if a.ranks <= ranks), key=lambda a: a.ranks, default=None)
         high = min((a for a in known if a.ranks >= ranks), key=lambda a: a.ranks, default=None)
@@ -218,17 +272,22 @@ class Calibration:
             counts = ",".join(str(a.ranks) for a in known) or "none"
             wanted = ",".join(str(r) for r in sorted({*self.measured_ranks, ranks}))
             raise CalibrationError(
-                f"{ranks} ranks: this machine was measured with {counts}. Measure with: onefold doctor --calibrate --ranks {wanted}"
+                f"{ranks} ranks: this machine was measured with {counts}. Measure with: onefold"
+                f" doctor --calibrate --ranks {wanted}"
             )
         below, above = value(low), value(high)
-        share = log(ranks / low.ranks) / log(high.ranks / low.ranks) if high.ranks > low.ranks else 0.0
+        share = (
+            log(ranks / low.ranks) / log(high.ranks / low.ranks) if high.ranks > low.ranks else 0.0
+        )
         return below + (above - below) * share
 
     def _check_dtype(self, dtype: str) -> None:
         if dtype not in self.dtypes:
-            raise CalibrationError(f"dtype {dtype!r} was not measured: known are {', '.join(self.dtypes)}.")
+            raise CalibrationError(
+                f"dtype {dtype!r} was not measured: known are {', '.join(self.dtypes)}."
+            )
 
-    # -- the file --------------------------------------------------------------------------------------------------------------
+    # -- the file ----------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `Calibration.from_json` reads back."""
@@ -238,14 +297,19 @@ class Calibration:
     def from_json(cls, values: Any) -> Calibration:
         """Raises: CalibrationError naming the key that is missing or holds something else."""
         if not isinstance(values, dict) or values.get("kind") != KIND:
-            raise CalibrationError(f'this is no calibration: expected "kind": "{KIND}", as onefold doctor --calibrate writes it.')
+            raise CalibrationError(
+                f'this is no calibration: expected "kind": "{KIND}", as onefold doctor --calibrate'
+                " writes it."
+            )
         if values.get("version") != VERSION:
             raise CalibrationError(
-                f"this calibration has version {values.get('version')!r}, this onefold reads {VERSION}. "
-                "Measure again: onefold doctor --calibrate"
+                f"this calibration has version {values.get('version')!r}, this onefold reads"
+                f" {VERSION}. Measure again: onefold doctor --calibrate"
             )
         try:
-            found: Calibration = decode(cls, {k: v for k, v in values.items() if k not in ("kind", "version")})
+            found: Calibration = decode(
+                cls, {k: v for k, v in values.items() if k not in ("kind", "version")}
+            )
         except ValueError as error:
             raise CalibrationError(str(error)) from None
         return found
@@ -260,7 +324,9 @@ class Calibration:
         temporary = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".doctor-", delete=False, encoding="utf-8") as file:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=path.parent, prefix=".doctor-", delete=False, encoding="utf-8"
+            ) as file:
                 temporary = file.name
                 json.dump(self.to_json(), file, indent=1)
                 file.write("\n")
@@ -268,7 +334,9 @@ class Calibration:
         except OSError as error:
             if temporary:
                 Path(temporary).unlink(missing_ok=True)
-            raise CalibrationError(f"the calibration cannot be written to {path}: {error.strerror}. Name another file.") from None
+            raise CalibrationError(
+                f"the calibration cannot be written to {path}: {error.strerror}. Name another file."
+            ) from None
         return path
 
     @classmethod
@@ -285,26 +353,35 @@ class Calibration:
         try:
             found = cls.from_json(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            raise CalibrationError(f"there is no calibration at {path}. Measure this machine with: onefold doctor --calibrate") from None
+            raise CalibrationError(
+                f"there is no calibration at {path}. Measure this machine with: onefold doctor"
+                " --calibrate"
+            ) from None
         except OSError as error:
             raise CalibrationError(f"{path} cannot be read: {error.strerror}.") from None
         except UnicodeDecodeError:
-            raise CalibrationError(f"{path} is no text: expected the JSON that onefold doctor --calibrate writes.") from None
+            raise CalibrationError(
+                f"{path} is no text: expected the JSON that onefold doctor --calibrate writes."
+            ) from None
         except json.JSONDecodeError as error:
             raise CalibrationError(
-                f"{path} is not JSON (line {error.lineno}: {error.msg}). Measure again: onefold doctor --calibrate"
+                f"{path} is not JSON (line {error.lineno}: {error.msg}). Measure again: onefold"
+                " doctor --calibrate"
             ) from None
         except CalibrationError as error:
             raise CalibrationError(f"{path}: {error}") from None
         differences = [] if anywhere else found.identity.differences(this_machine())
         if differences:
             raise CalibrationError(
-                f"{path} was measured on another machine: {', '.join(differences)}. Measure this one with: onefold doctor --calibrate"
+                f"{path} was measured on another machine: {', '.join(differences)}. Measure this"
+                " one with: onefold doctor --calibrate"
             )
         return found
 
     def stale(self, now: datetime | None = None) -> str:
-        """Why these figures may no longer hold, a sentence; "" where nothing speaks against them."""
+        """Why these figures may no longer hold, a sentence; "" where nothing speaks against
+        them.
+        """
         import torch
 
         age = (now or datetime.now(UTC)) - datetime.fromisoformat(self.measured_at)
@@ -317,11 +394,18 @@ class Calibration:
             reasons.append("before reference steps were part of it")
         if self.busy > BUSY:
             reasons.append(f"while other programs took {self.busy:.0%} of its processors")
-        return f"The machine was measured {' and '.join(reasons)}: measure again with onefold doctor --calibrate." if reasons else ""
+        return (
+            f"The machine was measured {' and '.join(reasons)}: measure again with onefold doctor"
+            " --calibrate."
+            if reasons
+            else ""
+        )
 
 
 def default_path() -> Path:
-    """`onefold/doctor.json` in $XDG_CACHE_HOME, else in ~/.cache. A relative one counts as unset, as its specification has it."""
+    """`onefold/doctor.json` in $XDG_CACHE_HOME, else in ~/.cache. A relative one counts as unset,
+    as its specification has it.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
     return folder / "onefold" / "doctor.json"

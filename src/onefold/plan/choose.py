@@ -1,12 +1,13 @@
-"""The choice: the lowest stage that fits, then what slows least, and what each further step would buy.
+"""The choice: the lowest stage that fits, then what slows least, and what each further step would
+buy.
 
     stage 1 ► 2 ► 3    nothing recomputed, everything on the device
       └► rungs, in the order of the seconds that a step is planned to take on them, each again from the lowest stage:
-         recompute (nothing, every second block, every block) × off the device (nothing, the optimizer in part or whole, all states;
-         to the host, to NVMe)
+         recompute (nothing, every second block, every block) × off the device (nothing, the
+         optimizer in part or whole, all states; to the host, to NVMe)
 
-Of the optimizer the smallest part that just fits leaves (plan/parts.py). On several ranks the ladder starts at stage 1: stage 0 sends the
-same bytes and divides nothing.
+Of the optimizer the smallest part that just fits leaves (plan/parts.py). On several ranks the
+ladder starts at stage 1: stage 0 sends the same bytes and divides nothing.
 """
 
 from __future__ import annotations
@@ -27,30 +28,40 @@ from onefold.plan.wires import OPTIONS as WIRE_OPTIONS
 #: Where the searches for the largest end: samples of a micro-batch, blocks of a model.
 MOST_SAMPLES, MOST_BLOCKS = 4096, 1024
 
-Activities = Callable[[int, str], Activity]  # (samples of a micro-batch, checkpointing) → what they keep
+# (samples of a micro-batch, checkpointing) → what they keep
+Activities = Callable[[int, str], Activity]
 
 
 @dataclass(frozen=True)
 class Question:
-    """Everything a choice needs: the model, its activations at any micro-batch, the machine and the job."""
+    """Everything a choice needs: the model, its activations at any micro-batch, the machine and the
+    job.
+    """
 
     model: ModelShape
     activities: Activities
     machine: Machine
     job: Job
     software: Software | None = None
-    _told: dict[Scheme, Candidate] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _told: dict[Scheme, Candidate] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def answer(self, scheme: Scheme) -> Candidate:
         """The account of one scheme. Raises ValueError where the global batch does not divide."""
         if scheme not in self._told:
             activity = self.activities(scheme.micro_batch, scheme.checkpointing)
-            self._told[scheme] = evaluate(self.model, activity, self.machine, self.job, scheme, self.software)
+            self._told[scheme] = evaluate(
+                self.model, activity, self.machine, self.job, scheme, self.software
+            )
         return self._told[scheme]
 
 
-def rungs(job: Job, ranks: int, stages: tuple[int, ...] = (), places: Collection[str] = tuple(OFFLOAD)) -> list[list[Scheme]]:
-    """What may be recomputed and may leave the device, each with the stages at which it can, from the lowest.
+def rungs(
+    job: Job, ranks: int, stages: tuple[int, ...] = (), places: Collection[str] = tuple(OFFLOAD)
+) -> list[list[Scheme]]:
+    """What may be recomputed and may leave the device, each with the stages at which it can, from
+    the lowest.
 
     What the job fixes stays fixed. The first is the one that changes least.
 
@@ -80,7 +91,9 @@ def rungs(job: Job, ranks: int, stages: tuple[int, ...] = (), places: Collection
 
 
 def _that_can_be(rungs: list[list[Scheme]], job: Job) -> list[list[Scheme]]:
-    """The rungs without the schemes that groups and codecs cannot go with. Raises ValueError where nothing is left."""
+    """The rungs without the schemes that groups and codecs cannot go with. Raises ValueError where
+    nothing is left.
+    """
     found = [[s for s in rung if _can_be(s, job)] for rung in rungs]
     if not any(found):
         next(s for rung in rungs for s in rung).recipe(job)
@@ -101,16 +114,22 @@ def can_be(job: Job, stage: int) -> bool:
 
 
 def places_on(machine: Machine) -> tuple[str, ...]:
-    """Those of `OFFLOAD` that can help on this machine. Where the host's memory is the device's own, going there frees nothing."""
+    """Those of `OFFLOAD` that can help on this machine. Where the host's memory is the device's
+    own, going there frees nothing.
+    """
 
     def helps(tiers: Collection[str]) -> bool:
-        return not ("nvme" in tiers and machine.host.nvme <= 0) and not ("cpu" in tiers and machine.shared)
+        return not ("nvme" in tiers and machine.host.nvme <= 0) and not (
+            "cpu" in tiers and machine.shared
+        )
 
     return tuple(name for name, tiers in OFFLOAD.items() if helps(tiers.values()))
 
 
 def ladder(question: Question, stages: tuple[int, ...] = ()) -> Iterator[Candidate]:
-    """Candidates from the least slowdown to the most, as this module's picture has them; at micro-batch 1 where the job leaves it open."""
+    """Candidates from the least slowdown to the most, as this module's picture has them; at
+    micro-batch 1 where the job leaves it open.
+    """
     machine = question.machine
     first, *others = rungs(question.job, machine.ranks, stages, places_on(machine))
     yield from (question.answer(scheme) for scheme in first)
@@ -118,13 +137,16 @@ def ladder(question: Question, stages: tuple[int, ...] = ()) -> Iterator[Candida
     for rung in others:
         whole = [question.answer(scheme) for scheme in rung]
         answered += [part for part in [_in_part(question, rung)] if part] + [whole]
-    timed = machine.measured is not None or machine.gpu.name != "here"  # a machine of which nobody knows the speeds: in the picture's order
+    # A machine of which nobody knows the speeds: in the picture's order
+    timed = machine.measured is not None or machine.gpu.name != "here"
     for found in sorted(answered, key=lambda rung: slowdown(rung) if timed else 0.0):
         yield from found
 
 
 def _in_part(question: Question, rung: Sequence[Scheme]) -> list[Candidate]:
-    """A rung with the smallest share of the optimizer that has to leave, at the stages where less than all of it will do."""
+    """A rung with the smallest share of the optimizer that has to leave, at the stages where less
+    than all of it will do.
+    """
     if question.job.offload or rung[0].offload not in IN_PART:
         return []
     found = (smallest_share(question.model, scheme, question.answer) for scheme in rung)
@@ -132,20 +154,27 @@ def _in_part(question: Question, rung: Sequence[Scheme]) -> list[Candidate]:
 
 
 def slowdown(rung: Sequence[Candidate]) -> float:
-    """By what rungs are ordered: the seconds of a step at its lowest stage that fits, else its last."""
+    """By what rungs are ordered: the seconds of a step at its lowest stage that fits, else its
+    last.
+    """
     return next((c for c in rung if c.fits), rung[-1]).account.seconds["step"]
 
 
 def recommend(question: Question, stages: tuple[int, ...] = ()) -> Candidate | None:
-    """The first of the ladder that fits, at the largest micro-batch that fits if the job leaves it open; None if nothing fits."""
+    """The first of the ladder that fits, at the largest micro-batch that fits if the job leaves it
+    open; None if nothing fits.
+    """
     found = next((candidate for candidate in ladder(question, stages) if candidate.fits), None)
     if found is None or question.job.micro_batch:
         return found
     return largest_micro_batch(question, found.scheme) or found
 
 
-def largest_micro_batch(question: Question, scheme: Scheme, most: int = MOST_SAMPLES) -> Candidate | None:
-    """The scheme at the largest micro-batch that fits (with a global batch, of those that divide it); None if not even 1 does.
+def largest_micro_batch(
+    question: Question, scheme: Scheme, most: int = MOST_SAMPLES
+) -> Candidate | None:
+    """The scheme at the largest micro-batch that fits (with a global batch, of those that divide
+    it); None if not even 1 does.
 
     Memory grows with the micro-batch, so halving finds it.
     """
@@ -154,7 +183,8 @@ def largest_micro_batch(question: Question, scheme: Scheme, most: int = MOST_SAM
         return None
     best: Candidate | None = None
     low, high = 0, len(sizes) - 1
-    if isinstance(sizes, range):  # open-ended: double first, so that a small answer costs few traces
+    # open-ended: double first, so that a small answer costs few traces
+    if isinstance(sizes, range):
         while high > 0 and low < high:
             probe = min(high, max(1, low * 2))
             found = question.answer(scheme.with_(micro_batch=sizes[probe]))
@@ -178,15 +208,24 @@ def _sizes(question: Question, most: int) -> range | list[int]:
         return range(1, most + 1)
     if job.global_batch % ranks:
         near = max(ranks, round(job.global_batch / ranks) * ranks)
-        raise ValueError(f"a global batch of {job.global_batch} does not divide among {ranks} ranks: use {near}.")
+        raise ValueError(
+            f"a global batch of {job.global_batch} does not divide among {ranks} ranks: use {near}."
+        )
     each = job.global_batch // ranks
     return [b for b in range(1, each + 1) if each % b == 0 and b <= most]
 
 
-def largest_model(question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities], most: int = MOST_BLOCKS) -> int:
-    """Parameters of the deepest model of this width that fits, of up to `most` of the same blocks; 0 if not even one block does.
+def largest_model(
+    question: Question,
+    scheme: Scheme,
+    build: Callable[[ModelShape], Activities],
+    most: int = MOST_BLOCKS,
+) -> int:
+    """Parameters of the deepest model of this width that fits, of up to `most` of the same blocks;
+    0 if not even one block does.
 
-    At the model's own depth the model itself is asked: the answer is at least its size if and only if it fits. The peak is nearly affine
+    At the model's own depth the model itself is asked: the answer is at least its size if and only
+    if it fits. The peak is nearly affine
     in the number of blocks: a line through two depths says where to look.
 
     Args:
@@ -212,14 +251,22 @@ def largest_model(question: Question, scheme: Scheme, build: Callable[[ModelShap
         low, high = (guess, high) if at(guess).fits else (low, guess)
         slope = (at(before).spare - at(guess).spare) / (guess - before) if guess != before else 0.0
         straight = slope > 0 and tried < 12
-        before, guess = guess, guess + int(at(guess).spare / slope) if straight else (low + high) // 2
+        before, guess = (
+            guess,
+            (guess + int(at(guess).spare / slope) if straight else (low + high) // 2),
+        )
     if low == blocks:
         return question.model.numel
-    found = deeper(question.model, low).numel  # of equal blocks, which those of the model need not be
-    return max(found, question.model.numel) if low > blocks else min(found, question.model.numel - 1)
+    # Of equal blocks, which those of the model need not be
+    found = deeper(question.model, low).numel
+    return (
+        max(found, question.model.numel) if low > blocks else min(found, question.model.numel - 1)
+    )
 
 
-def _at(question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities], blocks: int) -> Candidate:
+def _at(
+    question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities], blocks: int
+) -> Candidate:
     if blocks == len(blocks_of(question.model)):
         return question.answer(scheme)
     model = deeper(question.model, blocks)
@@ -227,50 +274,93 @@ def _at(question: Question, scheme: Scheme, build: Callable[[ModelShape], Activi
 
 
 def deeper(model: ModelShape, blocks: int) -> ModelShape:
-    """The model with `blocks` of its blocks: the first block again and again, everything else as it is."""
+    """The model with `blocks` of its blocks: the first block again and again, everything else as it
+    is.
+    """
     found = blocks_of(model)
     others = [u for u in model.units if u not in found]
     one = found[0]
     prefix, _, suffix = one.name.partition("0")
     inside = [u for u in others if u.name.startswith(f"{one.name}.")]  # tiles of its weights
     others = [u for u in others if not any(u.name.startswith(f"{b.name}.") for b in found)]
-    copies = [replace(u, name=f"{prefix}{i}{suffix}{u.name[len(one.name) :]}") for i in range(blocks) for u in (one, *inside)]
+    copies = [
+        replace(u, name=f"{prefix}{i}{suffix}{u.name[len(one.name) :]}")
+        for i in range(blocks)
+        for u in (one, *inside)
+    ]
     at = model.units.index(one)
-    units = tuple(u for u in model.units[:at] if u in others) + tuple(copies) + tuple(u for u in model.units[at:] if u in others)
+    units = (
+        tuple(u for u in model.units[:at] if u in others)
+        + tuple(copies)
+        + tuple(u for u in model.units[at:] if u in others)
+    )
     dims = replace(model.transformer, layers=blocks) if model.transformer else None
-    active = sum(u.numel for u in units) - (model.numel - model.active_numel) * blocks // max(len(found), 1)
+    active = sum(u.numel for u in units) - (model.numel - model.active_numel) * blocks // max(
+        len(found), 1
+    )
     return ModelShape(f"{model.name} with {blocks} blocks", units, dims, active)
 
 
 def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
-    """The sentence for a job that fits nowhere on this machine: what is nearest, what is missing, and how many ranks would do."""
+    """The sentence for a job that fits nowhere on this machine: what is nearest, what is missing,
+    and how many ranks would do.
+    """
     nearest = max(ladder(question, stages), key=lambda c: c.spare)
     lines = [
-        f"{question.model.name} does not fit: the nearest is {nearest.scheme}, whose peak of {_gib(nearest.needed)} "
-        f"exceeds the {_gib(nearest.usable)} of a device by {_gib(-nearest.spare)}."
-        if nearest.spare < 0
-        else f"{question.model.name} does not fit: {nearest.scheme} needs {_gib(nearest.account.host)} of host and "
-        f"{_gib(nearest.account.nvme)} of NVMe for each rank, more than a node has."
+        (
+            f"{question.model.name} does not fit: the nearest is {nearest.scheme}, whose peak of"
+            f" {_gib(nearest.needed)} exceeds the {_gib(nearest.usable)} of a device by"
+            f" {_gib(-nearest.spare)}."
+            if nearest.spare < 0
+            else (
+                f"{question.model.name} does not fit: {nearest.scheme} needs"
+                f" {_gib(nearest.account.host)} of host and {_gib(nearest.account.nvme)} of NVMe"
+                " for each rank, more than a node has."
+            )
+        )
     ]
-    found, plain = next(((f, q.job) for q, s in _relaxed(question, stages) if (f := recommend(q, s)) is not None), (None, question.job))
+    found, plain = next(
+        ((f, q.job) for q, s in _relaxed(question, stages) if (f := recommend(q, s)) is not None),
+        (None, question.job),
+    )
     if found is not None:
-        return f"{lines[0]} Here {found.scheme} with micro-batch {found.scheme.micro_batch}{_less(question.job, plain)} would fit."
+        return (
+            f"{lines[0]} Here {found.scheme} with micro-batch"
+            f" {found.scheme.micro_batch}{_less(question.job, plain)} would fit."
+        )
     kept = "none" if question.job.offload == "none" else ""
     job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload=kept)
     jobs = (job, _without_wires(job)) if job.wires else (job,)
-    for asked, ranks in ((asked, ranks) for asked in jobs for ranks in _more_ranks(question.machine)):
+    for asked, ranks in (
+        (asked, ranks) for asked in jobs for ranks in _more_ranks(question.machine)
+    ):
         there = replace(question, machine=_on(question.machine, ranks), job=asked)
-        least = replace(there, job=replace(asked, checkpointing="full")) if blocks_of(question.model) else there  # what needs least, first
+        # What needs least, first
+        least = (
+            replace(there, job=replace(asked, checkpointing="full"))
+            if blocks_of(question.model)
+            else there
+        )
         if any(c.fits for c in ladder(least)) and (found := recommend(there)) is not None:
-            lines.append(f"On {ranks} devices {found.scheme} with micro-batch 1{_less(job, asked)} would fit.")
+            lines.append(
+                f"On {ranks} devices {found.scheme} with micro-batch 1{_less(job, asked)} would"
+                " fit."
+            )
             break
     else:
-        lines.append("No number of devices would do: one unit is too large. Take smaller units, a shorter --seq or a larger device.")
+        lines.append(
+            "No number of devices would do: one unit is too large. Take smaller units, a shorter"
+            " --seq or a larger device."
+        )
     return " ".join(lines)
 
 
-def _relaxed(question: Question, stages: tuple[int, ...]) -> Iterator[tuple[Question, tuple[int, ...]]]:
-    """The question with less and less of what was asked for: the micro-batch, the stage, the checkpointing, where states go, groups."""
+def _relaxed(
+    question: Question, stages: tuple[int, ...]
+) -> Iterator[tuple[Question, tuple[int, ...]]]:
+    """The question with less and less of what was asked for: the micro-batch, the stage, the
+    checkpointing, where states go, groups.
+    """
     if question.job.micro_batch > 1:
         question = replace(question, job=replace(question.job, micro_batch=1))
         yield question, stages
@@ -309,7 +399,12 @@ def _on(machine: Machine, ranks: int) -> Machine:
     from onefold.plan import hardware
 
     between = machine.between or hardware.builtin().link("8x200g")
-    return replace(machine, ranks=ranks, between=between, measured=None if ranks != machine.ranks else machine.measured)
+    return replace(
+        machine,
+        ranks=ranks,
+        between=between,
+        measured=None if ranks != machine.ranks else machine.measured,
+    )
 
 
 def _gib(nbytes: float) -> str:

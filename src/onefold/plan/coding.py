@@ -6,8 +6,9 @@
     sums         on each hop, of the n elements that a rank sums: the parts of all N ranks read in the wire's dtype, the sum written;
                  where NCCL adds (reduce="native") its sum is read and written once
 
-They are done where the model is computed, so nothing hides them (Wang et al. 2023, ZeRO++, section 3.4, fuses them into the kernels of the
-moves). What share of a copy's speed they reach stands in `onefold.plan.times`.
+They are done where the model is computed, so nothing hides them (Wang et al. 2023, ZeRO++, section
+3.4, fuses them into the kernels of the moves). What share of a copy's speed they reach stands in
+`onefold.plan.times`.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ def coded_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 
             low = flat.dtypes.compute.itemsize
             if flat.division.gathered is not None:
                 part = flat.layout.shard_numel * low + flat.each
-                total += launches_of(unit, flat, recipe, micro_batches) * flat.ranks * part + puts_of(unit, flat, recipe, 1) * part
+                total += (
+                    launches_of(unit, flat, recipe, micro_batches) * flat.ranks * part
+                    + puts_of(unit, flat, recipe, 1) * part
+                )
             if flat.trainable and flat.division.reduced is not None:
                 total += _reduced(flat, recipe, micro_batches)
     return total
 
 
 def summed_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
-    """Bytes of memory that adding up the parts of reductions reads and writes in a step, by one rank: N parts in one pass
-    (comm/sums.py). Of parts that come one by one (gloo) and of encoded ones nothing: the first is in what moves were measured to take, the
-    others are in `coded_bytes`.
+    """Bytes of memory that adding up the parts of reductions reads and writes in a step, by one
+    rank: N parts in one pass (comm/sums.py). Of parts that come one by one (gloo) and of encoded
+    ones nothing: the first is in what moves were measured to take, the others are in `coded_bytes`.
     """
     total = 0.0
     for flat in (f for u in units for f in u.flats if f.trainable and f.ranks > 1):
@@ -54,13 +58,19 @@ def summed_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int =
                 continue
             sent_on = at + 1 == len(flat.hops) and (flat.whole_master or flat.broadcast_back)
             written = flat.dtypes.wire if sent_on else flat.dtypes.sums
-            total += times * added_bytes(hop.own, hop.size if adds == "at once" else 1, flat.dtypes.wire.itemsize, written.itemsize)
+            total += times * added_bytes(
+                hop.own,
+                hop.size if adds == "at once" else 1,
+                flat.dtypes.wire.itemsize,
+                written.itemsize,
+            )
     return total
 
 
 def added_bytes(numel: float, parts: int, wire: int, written: int) -> float:
-    """Read and written by one pass that adds `parts` parts of `numel` elements, `wire` and `written` bytes an element: the least that any
-    sum of them can move (Williams et al. 2009, Roofline: an addition for each element read is bound by memory, on any GPU).
+    """Read and written by one pass that adds `parts` parts of `numel` elements, `wire` and
+    `written` bytes an element: the least that any sum of them can move (Williams et al. 2009,
+    Roofline: an addition for each element read is bound by memory, on any GPU).
     """
     return numel * (parts * wire + written)
 
@@ -71,5 +81,7 @@ def _reduced(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
         times = 1 if hop.level == "across" and recipe.gradients.over == GROUP else times
         coded = hop_bytes(flat, hop)
         each = hop.own * flat.dtypes.wire.itemsize + 2 * coded + 2 * _FP32 * hop.own
-        total += times * (hop.size - 1) * (each + (4 * _FP32 * hop.own if flat.division.feedback else 0))
+        total += (
+            times * (hop.size - 1) * (each + (4 * _FP32 * hop.own if flat.division.feedback else 0))
+        )
     return total

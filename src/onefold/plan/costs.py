@@ -1,4 +1,5 @@
-"""What a pass costs by what it consists of: the time of operations from their numbers, sizes and FLOPs.
+"""What a pass costs by what it consists of: the time of operations from their numbers, sizes and
+FLOPs.
 
     seconds = FLOPs of products     × what one takes in a large product
             + products              × what starting one takes
@@ -6,9 +7,11 @@
             + other operations      × what starting one takes: Python, dispatch, autograd, a kernel's launch
             + bytes of others       × what one takes
 
-A rate of blocks knows none of this: equal FLOPs in more and smaller operations take longer (transformers' Llama and GPT-2 blocks 1.3 times,
-Mixtral's 1.6 times as long as a plain block of their width). The five figures are fitted for each dtype and number of ranks to passes that
-a calibration times (`PassPoint`): of the blocks and chains in `onefold.plan.benchmark_blocks`. No model that is planned for is among them.
+A rate of blocks knows none of this: equal FLOPs in more and smaller operations take longer
+(transformers' Llama and GPT-2 blocks 1.3 times, Mixtral's 1.6 times as long as a plain block of
+their width). The five figures are fitted for each dtype and number of ranks to passes that a
+calibration times (`PassPoint`): of the blocks and chains in `onefold.plan.benchmark_blocks`. No
+model that is planned for is among them.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ class Kernels:
 
     Attributes:
         flops: of matrix products (attention among them), as torch counts them.
-        products: their number, each group of a grouped product counted. product_bytes: read and written by them.
-        others: operations of any other kind that do work (views do none). other_bytes: read and written by them.
+        products: their number, each group of a grouped product counted. product_bytes: read and
+            written by them.
+        others: operations of any other kind that do work (views do none). other_bytes: read and
+            written by them.
     """
 
     flops: int = 0
@@ -45,7 +50,9 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one FLOP, of one product and one byte of products, of one other operation and one byte of others."""
+    """Seconds of one FLOP, of one product and one byte of products, of one other operation and one
+    byte of others.
+    """
 
     flop: float
     product: float
@@ -54,22 +61,28 @@ class Costs:
     other_byte: float
 
     def seconds(self, kernels: Kernels) -> float:
-        return sum(each * number for each, number in zip(astuple(self), astuple(kernels), strict=True))
+        return sum(
+            each * number for each, number in zip(astuple(self), astuple(kernels), strict=True)
+        )
 
 
 def fit(passes: Sequence[tuple[Kernels, float]]) -> Costs:
-    """The costs, none negative, with the least squares of relative errors over `(what ran, seconds)`.
+    """The costs, none negative, with the least squares of relative errors over
+    `(what ran, seconds)`.
 
     Raises:
         ValueError: no pass, or one that took no time.
     """
     if not passes or any(not seconds > 0 for _, seconds in passes):
         raise ValueError(f"{len(passes)} passes: expected at least one, each of which took time.")
-    rows = np.array([[n / seconds for n in astuple(kernels)] for kernels, seconds in passes], dtype=np.float64)
+    rows = np.array(
+        [[n / seconds for n in astuple(kernels)] for kernels, seconds in passes], dtype=np.float64
+    )
     scale = np.where(rows.max(axis=0) > 0, rows.max(axis=0), 1.0)
     rows /= scale
     best, least = np.zeros(rows.shape[1]), np.inf
-    # With five unknowns every set of those that are not zero can be tried; the best that is nowhere negative is the constrained optimum.
+    # With five unknowns every set of those that are not zero can be tried; the best that is nowhere
+    # negative is the constrained optimum.
     for count in range(1, rows.shape[1] + 1):
         for chosen in itertools.combinations(range(rows.shape[1]), count):
             found = np.linalg.lstsq(rows[:, chosen], np.ones(len(passes)), rcond=None)[0]

@@ -1,4 +1,6 @@
-"""Counting what runs: FLOPs, operations and the bytes that they read and write, on real tensors and on fake ones alike."""
+"""Counting what runs: FLOPs, operations and the bytes that they read and write, on real tensors and
+on fake ones alike.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,46 @@ from torch.utils._pytree import tree_iter
 from onefold.plan.costs import Kernels
 
 _aten = torch.ops.aten
-#: Operations that do no work although nothing in their schema says that they only make a view, or take memory and leave it as it is.
+#: Operations that do no work although nothing in their schema says that they only make a view, or
+#: take memory and leave it as it is.
 _IDLE = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "device", "_local_scalar_dense"}
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_unsafe_view",
+        "device",
+        "_local_scalar_dense",
+    }
 )
 #: Operations that read of their first tensor only what they write.
 _PICKING = frozenset({"embedding", "index", "index_select", "gather"})
 
 
-def kernels_of(func: Any, args: Any, kwargs: Any, out: Any, formulas: dict[Any, Callable[..., int]]) -> Kernels | None:
-    """What one dispatched operation does; None if it does no work. `formulas` are those of `flop_formulas`."""
+def kernels_of(
+    func: Any, args: Any, kwargs: Any, out: Any, formulas: dict[Any, Callable[..., int]]
+) -> Kernels | None:
+    """What one dispatched operation does; None if it does no work. `formulas` are those of
+    `flop_formulas`.
+    """
     if _idle(func):
         return None
     inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
     outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
     written = sum(map(_bytes, outputs))
-    read = written + sum(map(_bytes, inputs[1:])) if _name(func) in _PICKING else sum(map(_bytes, inputs))
+    read = (
+        written + sum(map(_bytes, inputs[1:]))
+        if _name(func) in _PICKING
+        else sum(map(_bytes, inputs))
+    )
     formula = formulas.get(func.overloadpacket)
     if formula is None:
         return Kernels(others=1, other_bytes=read + written)
-    return Kernels(int(formula(*args, **kwargs, out_val=out)), _groups(func, inputs, outputs), read + written)
+    return Kernels(
+        int(formula(*args, **kwargs, out_val=out)), _groups(func, inputs, outputs), read + written
+    )
 
 
 def _groups(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
@@ -53,7 +75,9 @@ def _name(func: Any) -> str:
 @lru_cache(maxsize=4096)
 def _idle(func: Any) -> bool:
     returns = func._schema.returns
-    views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    views = bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
     return not returns or views or _name(func) in _IDLE
 
 
@@ -80,30 +104,50 @@ def count(call: Callable[[], object]) -> Kernels:
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Operations with matrix products and how many FLOPs they take (a multiplication and an addition are two), as torch counts them."""
+    """Operations with matrix products and how many FLOPs they take (a multiplication and an
+    addition are two), as torch counts them.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     table = dict(FlopCounterMode(display=False).flop_registry)
     table[_aten._scaled_dot_product_flash_attention_for_cpu] = _attention
     table[_aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
-    for packet in (getattr(_aten, "_grouped_mm", None), getattr(torch.ops.transformers, "grouped_mm_fallback", None)):
+    for packet in (
+        getattr(_aten, "_grouped_mm", None),
+        getattr(torch.ops.transformers, "grouped_mm_fallback", None),
+    ):
         if packet is not None:
             table[packet] = _grouped
     return table
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """query (batch, heads, length, width), key, value (batch, heads, other length, width): two products, the masked half counted too."""
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    """query (batch, heads, length, width), key, value (batch, heads, other length, width): two
+    products, the masked half counted too.
+    """
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (width + value.shape[-1])
 
 
-def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Five products: the scores again, and one for each of the four gradients (of scores, query, key, value)."""
+def _attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Five products: the scores again, and one for each of the four gradients (of scores, query,
+    key, value).
+    """
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[-1])
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Rows times the matrix of their group: (rows, k) and (groups, k, n), or gradients of the matrices: (m, rows) and (rows, n)."""
+    """Rows times the matrix of their group: (rows, k) and (groups, k, n), or gradients of the
+    matrices: (m, rows) and (rows, n).
+    """
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]

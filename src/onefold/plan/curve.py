@@ -19,7 +19,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Fit:
-    """seconds = latency_s + bytes / bytes_per_s. Latency is never negative; the bandwidth is inf where more bytes took no longer."""
+    """seconds = latency_s + bytes / bytes_per_s. Latency is never negative; the bandwidth is inf
+    where more bytes took no longer.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -29,9 +31,11 @@ class Fit:
 
 
 def fit(points: Iterable[tuple[float, float]]) -> Fit:
-    """Least squares of the relative error over `(bytes, seconds)`, so that small messages count as much as large ones.
+    """Least squares of the relative error over `(bytes, seconds)`, so that small messages count as
+    much as large ones.
 
-    The least of sum(((a + b·x - y) / y)²) with a, b >= 0; where the free solution leaves that quarter, it lies on an edge.
+    The least of sum(((a + b·x - y) / y)²) with a, b >= 0; where the free solution leaves that
+    quarter, it lies on an edge.
 
     Raises:
         ValueError: no points, or sizes and times that are not positive and finite.
@@ -55,9 +59,11 @@ def fit(points: Iterable[tuple[float, float]]) -> Fit:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of something that takes longer the more bytes it has, from `(bytes, seconds)` as measured.
+    """Seconds of something that takes longer the more bytes it has, from `(bytes, seconds)` as
+    measured.
 
-    Noise can make a larger size look faster; such neighbours are pooled to their mean, so that the curve never falls.
+    Noise can make a larger size look faster; such neighbours are pooled to their mean, so that the
+    curve never falls.
 
     Raises:
         ValueError: no points, or sizes and times that are not positive and finite.
@@ -106,11 +112,14 @@ class Curve:
         return y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
 
 
-def nearest_mean(known: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...], power: float = 3.0) -> float:
-    """A positive value at `at` from values at scattered places: geometric mean weighted by distance^-power, in logarithms (Shepard 1968).
+def nearest_mean(
+    known: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...], power: float = 3.0
+) -> float:
+    """A positive value at `at` from values at scattered places: geometric mean weighted by
+    distance^-power, in logarithms (Shepard 1968).
 
-    It is the measured value at a measured place and stays between the least and the greatest everywhere: a rate is never
-    extrapolated to what no measurement has shown.
+    It is the measured value at a measured place and stays between the least and the greatest
+    everywhere: a rate is never extrapolated to what no measurement has shown.
 
     Raises:
         ValueError: nothing is known, or a coordinate is not positive.
@@ -137,7 +146,9 @@ def _checked(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
     by_size: dict[float, list[float]] = {}
     for x, y in points:
         if not (0 < x < math.inf and 0 < y < math.inf):
-            raise ValueError(f"({x} bytes, {y} s) is not a measurement: expected positive, finite numbers.")
+            raise ValueError(
+                f"({x} bytes, {y} s) is not a measurement: expected positive, finite numbers."
+            )
         by_size.setdefault(float(x), []).append(float(y))
     if not by_size:
         raise ValueError("no points to fit: expected at least one pair of bytes and seconds.")

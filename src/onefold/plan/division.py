@@ -1,13 +1,15 @@
-"""Who of the ranks holds what of a flat buffer, over which levels it moves and in which form: runtime/route.py and summing.py in integers.
+"""Who of the ranks holds what of a flat buffer, over which levels it moves and in which form:
+runtime/route.py and summing.py in integers.
 
     gathers     interval ── across ──► shard ── inside ──► whole         (one hop over all ranks where there are no groups)
     reductions  whole ── inside ──► shard ── across ──► interval         and back across, where the shard's sums are held in each group,
                                                                          and inside, where everybody holds the whole
 
-Six ranks in groups of three, a buffer of 6 intervals: rank 0 has interval 0, rank 3 interval 1, and both the shard 0, 1.
+Six ranks in groups of three, a buffer of 6 intervals: rank 0 has interval 0, rank 3 interval 1, and
+both the shard 0, 1.
 
-Nodes are `per_node` ranks in a row, groups are neighbours too, and either may be a part of the other: how many peers of a level are on
-other nodes is counted.
+Nodes are `per_node` ranks in a row, groups are neighbours too, and either may be a part of the
+other: how many peers of a level are on other nodes is counted.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from onefold.quant import codec
 from onefold.recipe import Recipe
 
 Level = Literal["all", "inside", "across"]
-#: Who adds gradients up (runtime/summing.py): this rank, part by part, as gloo's pairwise messages bring them ("pairwise"); this rank, all
-#: parts of one operation of NCCL's at once ("at once"); or, under reduce="native", NCCL itself ("backend").
+#: Who adds gradients up (runtime/summing.py): this rank, part by part, as gloo's pairwise messages
+#: bring them ("pairwise"); this rank, all parts of one operation of NCCL's at once ("at once"); or,
+#: under reduce="native", NCCL itself ("backend").
 Adds = Literal["pairwise", "at once", "backend"]
 #: Encoded intervals begin at multiples of this many bytes (runtime/route.py, runtime/summing.py).
 ALIGNED = 16
@@ -32,7 +35,9 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a reduction: each of `size` ranks sums `own` elements of the `span` that its buffer covers."""
+    """One step of a reduction: each of `size` ranks sums `own` elements of the `span` that its
+    buffer covers.
+    """
 
     level: Level
     size: int
@@ -45,11 +50,15 @@ class Division:
     """Of one flat buffer.
 
     Attributes:
-        topology: the ranks, in groups. position: this rank's (see [Note: positions] in comm/topology.py).
-        over_group: the optimizer's states are those of the group's shard: each group has all of them.
+        topology: the ranks, in groups. position: this rank's (see [Note: positions] in
+            comm/topology.py).
+        over_group: the optimizer's states are those of the group's shard: each group has all of
+            them.
         doubled: a shard is kept to gather from, and renewed once after a step.
-        gathered: the codec in which it is gathered; None: as it is. stored: it rests so, and has no masters.
-        reduced: the codec in which its gradients travel. feedback: what that loses is kept, in fp32.
+        gathered: the codec in which it is gathered; None: as it is. stored: it rests so, and has no
+            masters.
+        reduced: the codec in which its gradients travel. feedback: what that loses is kept, in
+            fp32.
         adds: who adds its gradients up.
     """
 
@@ -68,16 +77,22 @@ class Division:
         return 1 not in (self.topology.inner, self.topology.outer)
 
     def shard(self, interval: int) -> tuple[int, int]:
-        """The addresses that this rank has among those of its group, where each rank's interval has that many elements."""
+        """The addresses that this rank has among those of its group, where each rank's interval has
+        that many elements.
+        """
         first = self.position // self.topology.outer * self.topology.outer
         return first * interval, (first + self.topology.outer) * interval
 
     def hops(self, interval: int, whole: bool = False) -> tuple[Hop, ...]:
-        """Of a reduction of `interval` elements a rank; `whole`: the sums are everybody's, which NCCL does in one move of its own."""
+        """Of a reduction of `interval` elements a rank; `whole`: the sums are everybody's, which
+        NCCL does in one move of its own.
+        """
         size, inner, outer = self.topology.size, self.topology.inner, self.topology.outer
         if not self.two_levels or (whole and self.adds == "backend"):
             return (Hop("all", size, size * interval, interval),)
-        return Hop("inside", inner, size * interval, outer * interval), Hop("across", outer, outer * interval, interval)
+        return Hop("inside", inner, size * interval, outer * interval), Hop(
+            "across", outer, outer * interval, interval
+        )
 
     def added_by(self, hop: Hop) -> Adds:
         """Who adds up what comes on a hop: what travels encoded is decoded part by part."""
@@ -88,17 +103,27 @@ class Division:
         return self.reduced is not None and hop.size > 1
 
     def gather_hops(self, whole: bool) -> tuple[tuple[Level, int, int], ...]:
-        """(level, peers, intervals sent to each of them) of a gather from the ranks whose parts together are the whole, each once."""
+        """(level, peers, intervals sent to each of them) of a gather from the ranks whose parts
+        together are the whole, each once.
+        """
         size, inner, outer = self.topology.size, self.topology.inner, self.topology.outer
         if whole:
             return ()
         if outer > 1 and self.over_group:
             return (("inside", inner - 1, outer),)
-        return (("across", outer - 1, 1), ("inside", inner - 1, outer)) if self.two_levels else (("all", size - 1, 1),)
+        return (
+            (("across", outer - 1, 1), ("inside", inner - 1, outer))
+            if self.two_levels
+            else (("all", size - 1, 1),)
+        )
 
     def renewal_hops(self) -> tuple[tuple[Level, int, int], ...]:
         """The same for what brings a second copy up to date, before it is gathered from."""
-        return (("across" if self.two_levels else "all", self.topology.outer - 1, 1),) if self.has_secondary else ()
+        return (
+            (("across" if self.two_levels else "all", self.topology.outer - 1, 1),)
+            if self.has_secondary
+            else ()
+        )
 
     def copy_hops(self) -> tuple[tuple[Level, int, int], ...]:
         """The same for a gather from second copies."""
@@ -153,8 +178,12 @@ def padded(name: str, numel: int) -> int:
     return round_up(encoded_bytes(name, numel), ALIGNED)
 
 
-def by_link(sent: Mapping[Level, int], topology: Topology, per_node: int | None, rank: int) -> dict[str, int]:
-    """What a rank sends on each level, by link: "inside" its node and "between" nodes; as `TrafficLedger.by_link` counts it."""
+def by_link(
+    sent: Mapping[Level, int], topology: Topology, per_node: int | None, rank: int
+) -> dict[str, int]:
+    """What a rank sends on each level, by link: "inside" its node and "between" nodes; as
+    `TrafficLedger.by_link` counts it.
+    """
     between = 0
     for level, nbytes in sent.items():
         peers, far = elsewhere(topology, per_node, rank, level)

@@ -1,9 +1,12 @@
-"""What a whole step reaches of the rates that its parts were measured at: the software's efficiency of a calibrated machine.
+"""What a whole step reaches of the rates that its parts were measured at: the software's efficiency
+of a calibrated machine.
 
-`onefold doctor --calibrate` measures passes, moves and the optimizer each alone, and then lets the engine train a small transformer
-(`StepPoint`). Three figures make the sum of the parts equal to what those steps took, for each dtype and number of ranks:
+`onefold doctor --calibrate` measures passes, moves and the optimizer each alone, and then lets the
+engine train a small transformer (`StepPoint`). Three figures make the sum of the parts equal to
+what those steps took, for each dtype and number of ranks:
 
-    seconds of a step = passes ÷ step_share + gradients · handed_s + moves exposed ÷ move_share + optimizer
+    seconds of a step = passes ÷ step_share + gradients · handed_s + moves exposed ÷ move_share +
+    optimizer
 
     step_share    hooks, cold caches, the wait for the slowest of ranks that share cores       as much as there is compute
     handed_s      gradients cast, copied and added up, parameters cast                         told by few tokens for each weight
@@ -25,9 +28,11 @@ from onefold.plan.measured import StepPoint
 from onefold.plan.times import Software, Work, step_times, traffic_of
 from onefold.recipe import Placement, Recipe
 
-#: A calibrated machine before any reference step: everything that was measured to overlap does (its `contention` says how much that is).
+#: A calibrated machine before any reference step: everything that was measured to overlap does (its
+#: `contention` says how much that is).
 PARTS = Software(overlap=1.0)
-#: Factors by which, one deviation each, a measured step may be off; and shares off 1, handing over off one copy of each element.
+#: Factors by which, one deviation each, a measured step may be off; and shares off 1, handing over
+#: off one copy of each element.
 NOISE, SPREAD = 1.05, (2.0, 2.0, 5.0)
 #: Bytes of one element that is copied: read and written.
 COPIED = 8
@@ -36,7 +41,9 @@ _PRECISION = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the rates of passes and of moves, what a step reaches; and the seconds that taking over an element of a gradient takes."""
+    """Of the rates of passes and of moves, what a step reaches; and the seconds that taking over an
+    element of a gradient takes.
+    """
 
     step: float = 1.0
     move: float = 1.0
@@ -44,11 +51,13 @@ class Shares:
 
 
 def shares(steps: Sequence[StepPoint], machine: Machine, traced: bool = True) -> Shares:
-    """The likeliest figures for which the time model says of these steps, all of one dtype, what was measured.
+    """The likeliest figures for which the time model says of these steps, all of one dtype, what
+    was measured.
 
-    Each step's error and each figure's distance from 1 (for gradients, from one copy) are taken to be log-normal, `NOISE` and `SPREAD`
-    wide. So a figure that the steps say nothing about (moves that are hidden, or a lone rank's) stays there rather than explain what noise
-    there is. Found by Gauss and Newton's steps, halved where they do not lead downhill.
+    Each step's error and each figure's distance from 1 (for gradients, from one copy) are taken to
+    be log-normal, `NOISE` and `SPREAD` wide. So a figure that the steps say nothing about (moves
+    that are hidden, or a lone rank's) stays there rather than explain what noise there is. Found by
+    Gauss and Newton's steps, halved where they do not lead downhill.
 
     Args:
         traced: passes are priced operation by operation, else by their blocks' rate.
@@ -63,14 +72,21 @@ def shares(steps: Sequence[StepPoint], machine: Machine, traced: bool = True) ->
 
     def residuals(x: np.ndarray) -> np.ndarray:
         found = figures(x)
-        software = replace(PARTS, step_share=found.step, move_share=found.move, handed_s=found.handed_s)
-        errors = [math.log(step_times(work, machine, software).step / seconds) / math.log(NOISE) for work, seconds in works]
+        software = replace(
+            PARTS, step_share=found.step, move_share=found.move, handed_s=found.handed_s
+        )
+        errors = [
+            math.log(step_times(work, machine, software).step / seconds) / math.log(NOISE)
+            for work, seconds in works
+        ]
         return np.array([*errors, *(x / np.log(SPREAD))])
 
     at = np.zeros(3)
     now = residuals(at)
     for _ in range(30):
-        slopes = np.stack([(residuals(at + 1e-4 * np.eye(3)[i]) - now) / 1e-4 for i in range(3)], axis=1)
+        slopes = np.stack(
+            [(residuals(at + 1e-4 * np.eye(3)[i]) - now) / 1e-4 for i in range(3)], axis=1
+        )
         change = np.clip(np.linalg.lstsq(slopes, -now, rcond=None)[0], -1, 1)
         while (after := residuals(at + change)) @ after > now @ now and abs(change).max() > 1e-4:
             change = change / 2
@@ -87,7 +103,9 @@ def work_of(step: StepPoint, machine: Machine, traced: bool = True) -> Work:
     nccl = getattr(machine.measured, "backend", "nccl") != "gloo"
     return Work(
         flops=step.flops,
-        traffic=tuple(traffic_of(step.wire, step.calls, machine, kept=kept, at_boundary=late, nccl=nccl)),
+        traffic=tuple(
+            traffic_of(step.wire, step.calls, machine, kept=kept, at_boundary=late, nccl=nccl)
+        ),
         precision=_PRECISION[step.dtype],
         tokens=float(step.tokens * step.micro_batches * machine.ranks),
         micro_batches=step.micro_batches,

@@ -1,4 +1,5 @@
-"""One scheme on one machine: what a rank holds, sends and spends. The engine's buffers and the model's activations, laid over each other.
+"""One scheme on one machine: what a rank holds, sends and spends. The engine's buffers and the
+model's activations, laid over each other.
 
     engine     ▁▁▃▃▁▁▃▃▁▁▅▅▇▇▅▅▁▁     replayed in integers        (plan/replay.py)
     activity   ▁▂▃▄▅▆▇███▇▆▅▄▃▂▁▁     traced or from dimensions   (plan/activity.py)
@@ -30,16 +31,28 @@ from onefold.plan.legs import Leg
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import MOMENTS_OF, FlatPlan, UnitPlan, at_rest, gathers_of, legs_of, units_ahead, units_of, wire
+from onefold.plan.states import (
+    MOMENTS_OF,
+    FlatPlan,
+    UnitPlan,
+    at_rest,
+    gathers_of,
+    legs_of,
+    units_ahead,
+    units_of,
+    wire,
+)
 from onefold.plan.times import Software, Traffic, Work, node_links, step_times, traffic_over
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.groups import GROUP
 
-#: Of what comes and goes in a step on a GPU, the share that its allocator cannot use again (blocks of other sizes). An assumption, in
-#: line with the largest models that were trained: 0.63 to 0.90 of what their states allowed.
+#: Of what comes and goes in a step on a GPU, the share that its allocator cannot use again (blocks
+#: of other sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90
+#: of what their states allowed.
 FRAGMENTED = 0.10
-#: Bytes that a process takes of a GPU before its first tensor: context, kernels, communicator buffers.
+#: Bytes that a process takes of a GPU before its first tensor: context, kernels, communicator
+#: buffers.
 CONTEXT = 1 << 30
 #: What comes and goes in a step.
 _MOVING = (GATHERED, REDUCTION, IDLE, LEAVING, ACTIVATIONS, LOGITS, TEMPORARY)
@@ -50,10 +63,11 @@ class Candidate:
     """A scheme with its account.
 
     Attributes:
-        fits: the peak's sum is within what the device may use, the host's and NVMe's within what a node has. Where the device is a CPU
-            both sums together are within what it may use.
-        states: bytes of a rank's share of all states at once, wherever they lie, as the papers count them (`formulas.states`): gradients
-            beside the rest, a 16-bit copy of the parameters beside their masters. The engine never holds them all: see the account.
+        fits: the peak's sum is within what the device may use, the host's and NVMe's within what a
+            node has. Where the device is a CPU both sums together are within what it may use.
+        states: bytes of a rank's share of all states at once, wherever they lie, as the papers
+            count them (`formulas.states`): gradients beside the rest, a 16-bit copy of the
+            parameters beside their masters. The engine never holds them all: see the account.
     """
 
     scheme: Scheme
@@ -78,9 +92,15 @@ class Candidate:
 
 
 def evaluate(
-    model: ModelShape, activity: Activity, machine: Machine, job: Job, scheme: Scheme, software: Software | None = None
+    model: ModelShape,
+    activity: Activity,
+    machine: Machine,
+    job: Job,
+    scheme: Scheme,
+    software: Software | None = None,
 ) -> Candidate:
-    """Account for `scheme`. `activity` is of `scheme.micro_batch` samples under `scheme.checkpointing`.
+    """Account for `scheme`. `activity` is of `scheme.micro_batch` samples under
+    `scheme.checkpointing`.
 
     Raises:
         ValueError: the global batch does not divide.
@@ -89,10 +109,23 @@ def evaluate(
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
     per_node = machine.local if machine.nodes > 1 else None
     nccl = on_nccl(machine)
-    engine = _engine(model, recipe, machine.ranks, per_node, accumulation, job.optimizer, nccl, 0 if machine.shared else WINDOW)
+    engine = _engine(
+        model,
+        recipe,
+        machine.ranks,
+        per_node,
+        accumulation,
+        job.optimizer,
+        nccl,
+        0 if machine.shared else WINDOW,
+    )
     moments, rest = engine.moments, dict(engine.rest)
     states = rest.get(MOMENTS, 0)
-    away = on_host(activity, recipe.activations, machine.shared) if recipe.activations is not None else OnHost(activity)
+    away = (
+        on_host(activity, recipe.activations, machine.shared)
+        if recipe.activations is not None
+        else OnHost(activity)
+    )
     limit = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
     peak = _peak(moments, away.activity, states, 0.0 if machine.gpu.name == "here" else FRAGMENTED)
     beyond = engine.beyond
@@ -142,39 +175,74 @@ def evaluate(
         machine.shared,
     )
     local, there = machine.local, machine.host
-    return replace(found, fits=found.spare >= 0 and (machine.shared or host * local <= there.memory) and beyond.nvme * local <= there.nvme)
+    return replace(
+        found,
+        fits=found.spare >= 0
+        and (machine.shared or host * local <= there.memory)
+        and beyond.nvme * local <= there.nvme,
+    )
 
 
 def on_nccl(machine: Machine) -> bool:
     """Whether moves are operations of NCCL's, on the device."""
-    return bool(getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo")
+    return bool(
+        getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
+    )
 
 
-def states_of(model: ModelShape, job: Job, stage: int, ranks: int, recipe: Recipe | None = None, group: int = 0) -> int:
-    """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the job's bytes per parameter.
+def states_of(
+    model: ModelShape,
+    job: Job,
+    stage: int,
+    ranks: int,
+    recipe: Recipe | None = None,
+    group: int = 0,
+) -> int:
+    """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the
+    job's bytes per parameter.
 
     Args:
-        recipe: says which kinds are divided among the `group` ranks of a group only, and whether parameters are in it besides.
+        recipe: says which kinds are divided among the `group` ranks of a group only, and whether
+            parameters are in it besides.
     """
     convention = job.convention
-    rows = {"parameters": recipe.parameters, "gradients": recipe.gradients, "optimizer": recipe.optimizer} if recipe is not None else {}
+    rows = (
+        {
+            "parameters": recipe.parameters,
+            "gradients": recipe.gradients,
+            "optimizer": recipe.optimizer,
+        }
+        if recipe is not None
+        else {}
+    )
     inside = {kind for kind, row in rows.items() if row.over == GROUP}
-    frozen = (model.numel - model.trainable) * convention.parameters / ((group if "optimizer" in inside else ranks) if stage == 3 else 1)
+    frozen = (
+        (model.numel - model.trainable)
+        * convention.parameters
+        / ((group if "optimizer" in inside else ranks) if stage == 3 else 1)
+    )
     copy = model.trainable * convention.parameters / group if inside == {"parameters"} else 0.0
     inside = inside if copy == 0 else set()
-    parts = (states_by_kind(model.trainable, convention, stage, group if kind in inside else ranks)[kind] for kind in convention.by_kind())
+    parts = (
+        states_by_kind(model.trainable, convention, stage, group if kind in inside else ranks)[kind]
+        for kind in convention.by_kind()
+    )
     return round(sum(parts) + frozen + copy)
 
 
 def usable_bytes(machine: Machine) -> int:
-    """Bytes of the device that training may take: its capacity less what the process itself holds of a GPU."""
+    """Bytes of the device that training may take: its capacity less what the process itself holds
+    of a GPU.
+    """
     return machine.capacity - (0 if machine.gpu.name == "here" else CONTEXT)
 
 
 @dataclass(frozen=True)
 class _Engine:
-    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this rank's update steps on the device; `coded`,
-    `summed`, `handled`: bytes that encoding, adding up, and copies and casts read and write."""
+    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this
+    rank's update steps on the device; `coded`,
+    `summed`, `handled`: bytes that encoding, adding up, and copies and casts read and write.
+    """
 
     moments: tuple[Moment, ...]
     ledger: Mapping[str, int]
@@ -191,28 +259,63 @@ class _Engine:
 
 @lru_cache(maxsize=256)
 def _engine(
-    model: ModelShape, recipe: Recipe, ranks: int, per_node: int | None, micro_batches: int, optimizer: str, nccl: bool, window: int
+    model: ModelShape,
+    recipe: Recipe,
+    ranks: int,
+    per_node: int | None,
+    micro_batches: int,
+    optimizer: str,
+    nccl: bool,
+    window: int,
 ) -> _Engine:
     units = units_of(model, recipe, ranks, per_node=per_node, nccl=nccl)
     few = min(micro_batches, 2)  # the others take and give what these do
     replay = Replay(units, recipe, window).run(few)
-    stepped = sum(f.local(slot) for u in units for f in u.flats if f.trainable and f.tiers is None for slot in f.layout.slots)
+    stepped = sum(
+        f.local(slot)
+        for u in units
+        for f in u.flats
+        if f.trainable and f.tiers is None
+        for slot in f.layout.slots
+    )
     beyond = beyond_of(units, recipe, micro_batches, optimizer)
     rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few, window)
-    legs, sent, coded = legs_of(units, recipe, micro_batches), wire(units, recipe, micro_batches), coded_bytes(units, recipe, micro_batches)
-    handled, summed = handled_bytes(units, recipe, micro_batches), summed_bytes(units, recipe, micro_batches)
-    return _Engine(tuple(replay.moments), replay.peak, rest, bound, stepped, beyond, tuple(legs), sent, coded, handled, summed)
+    legs, sent, coded = (
+        legs_of(units, recipe, micro_batches),
+        wire(units, recipe, micro_batches),
+        coded_bytes(units, recipe, micro_batches),
+    )
+    handled, summed = (
+        handled_bytes(units, recipe, micro_batches),
+        summed_bytes(units, recipe, micro_batches),
+    )
+    return _Engine(
+        tuple(replay.moments),
+        replay.peak,
+        rest,
+        bound,
+        stepped,
+        beyond,
+        tuple(legs),
+        sent,
+        coded,
+        handled,
+        summed,
+    )
 
 
 def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, window: int = 0) -> int:
     """Bytes that the engine's ledger never exceeds, in closed form.
 
-    S + G·(ahead + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered unit, ahead how many are gathered before
-    their use, C the gathered units around one another at most, R the largest reduction of a unit (on each hop its buffer, what is received,
-    what is sent where that is a copy), T all gradients once they are reduced (and copied where the masters have another dtype), and as long
-    as they are kept whole or held in a group. Of what is stepped off the device T has the largest alone, or all while they are sent on, and
-    what copies to the host still read: at most a `window` and the largest, or all of it. Where parameters come from a disk, G counts once
-    more. Small units that do not count as ahead or under way (SMALL_TRAFFIC) add 1 MiB at most.
+    S + G·(ahead + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered
+    unit, ahead how many are gathered before their use, C the gathered units around one another at
+    most, R the largest reduction of a unit (on each hop its buffer, what is received, what is sent
+    where that is a copy), T all gradients once they are reduced (and copied where the masters have
+    another dtype), and as long as they are kept whole or held in a group. Of what is stepped off
+    the device T has the largest alone, or all while they are sent on, and
+    what copies to the host still read: at most a `window` and the largest, or all of it. Where
+    parameters come from a disk, G counts once more. Small units that do not count as ahead or under
+    way (SMALL_TRAFFIC) add 1 MiB at most.
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0
@@ -220,7 +323,9 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
     late, again = recipe.reduce_at == "boundary" and micro_batches > 1, micro_batches > 1
     names = outer(list(units))
     around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
-    nested = max((sum(around.get(path, 0) for path in _enclosing(u.path)) for u in units), default=0)
+    nested = max(
+        (sum(around.get(path, 0) for path in _enclosing(u.path)) for u in units), default=0
+    )
     reductions, total, leaving = [], 0, [0]
     for unit in units:
         one = 0
@@ -231,7 +336,8 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
             kept = f.numel * sums if late else f.hops[0].own * sums if held else 0
             landed = f.dtypes.wire if sent_on else f.dtypes.sums
             copied = f.dtypes.master.itemsize if landed != f.dtypes.master else 0
-            twice = landed.itemsize if sent_on else 0  # sums that are sent on wait for the end of backward
+            # Sums that are sent on wait for the end of backward
+            twice = landed.itemsize if sent_on else 0
             elements = f.own if sent_on else f.layout.shard_numel
             if f.tiers is None:
                 total += elements * (landed.itemsize + copied + twice)
@@ -242,17 +348,34 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
             total += kept
         reductions.append(one)
     every = sum(gathered) if not recipe.reshard_after_forward else 0
-    fetched = any(f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.resident for u in units for f in u.flats)
+    fetched = any(
+        f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.resident
+        for u in units
+        for f in u.flats
+    )
     ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
-    # Small units may be gathered, and small reductions be under way, beyond those counts: the latter with what they send and receive.
-    small = min(sum(gathered), SMALL_TRAFFIC) * bool(prefetch) + min(sum(reductions), 3 * SMALL_TRAFFIC) * bool(in_flight)
+    # Small units may be gathered, and small reductions be under way, beyond those counts: the
+    # latter with what they send and receive.
+    small = min(sum(gathered), SMALL_TRAFFIC) * bool(prefetch) + min(
+        sum(reductions), 3 * SMALL_TRAFFIC
+    ) * bool(in_flight)
     read = min(window + max(leaving), sum(leaving)) if window else 0
-    return sum(rest.values()) + ahead + max(reductions, default=0) * (in_flight + 2) + total + max(leaving) + read + small
+    return (
+        sum(rest.values())
+        + ahead
+        + max(reductions, default=0) * (in_flight + 2)
+        + total
+        + max(leaving)
+        + read
+        + small
+    )
 
 
 def _gathered(flat: FlatPlan) -> int:
     """Bytes of a buffer while it is gathered: the whole, and what arrives encoded."""
-    return flat.numel * flat.dtypes.compute.itemsize + (flat.ranks * flat.each if flat.division.gathered is not None else 0)
+    return flat.numel * flat.dtypes.compute.itemsize + (
+        flat.ranks * flat.each if flat.division.gathered is not None else 0
+    )
 
 
 def _on_its_way(flat: FlatPlan, late: bool) -> int:
@@ -276,19 +399,32 @@ def _enclosing(path: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts) + 1)]
 
 
-def _peak(moments: tuple[Moment, ...], activity: Activity, states: int, fragmented: float) -> dict[str, int]:
+def _peak(
+    moments: tuple[Moment, ...], activity: Activity, states: int, fragmented: float
+) -> dict[str, int]:
     """The categories of the largest slot, once fragmentation is added."""
     engine: dict[tuple[str, str], Moment] = {}
     for m in moments:
         best = engine.get((m.phase, m.unit))
         if best is None or m.total > best.total:
             engine[m.phase, m.unit] = m
-    last = {phase: max((m for m in moments if m.phase == phase), key=lambda m: m.total, default=None) for phase in ("forward", "backward")}
+    last = {
+        phase: max((m for m in moments if m.phase == phase), key=lambda m: m.total, default=None)
+        for phase in ("forward", "backward")
+    }
     rows: list[dict[str, int]] = []
     slots = activity.slots
     for i, slot in enumerate(slots):
-        beside = [slots[j] for j in (i - 1, i, i + 1) if 0 <= j < len(slots) and slots[j].phase == slot.phase]
-        near = [engine[s.phase, s.unit] for s in (beside if slot.unit == "(root)" else [slot]) if (s.phase, s.unit) in engine]
+        beside = [
+            slots[j]
+            for j in (i - 1, i, i + 1)
+            if 0 <= j < len(slots) and slots[j].phase == slot.phase
+        ]
+        near = [
+            engine[s.phase, s.unit]
+            for s in (beside if slot.unit == "(root)" else [slot])
+            if (s.phase, s.unit) in engine
+        ]
         held = max(near, key=lambda m: m.total) if near else last[slot.phase]
         mine = dict(held.held) if held is not None else {}
         mine[ACTIVATIONS] = slot.peak - slot.logits - slot.gradients
@@ -326,7 +462,11 @@ def _work(
     per_token = flops_per_token(model, model.transformer, job.seq)
     flops = activity.flops * accumulation or per_token * tokens
     stepped = engine.stepped
-    traced = activity.kernels if activity.kernels is not None and activity.kernels.flops == activity.flops else None
+    traced = (
+        activity.kernels
+        if activity.kernels is not None and activity.kernels.flops == activity.flops
+        else None
+    )
     return Work(
         flops=flops,
         traffic=tuple(traffic),
@@ -345,9 +485,15 @@ def _work(
 
 
 def _with_host_update(work: Work, beyond: Beyond, job: Job) -> Work:
-    return replace(work, host_optimizer_numel=beyond.stepped, host_optimizer_bytes=_touched(beyond.stepped, job))
+    return replace(
+        work,
+        host_optimizer_numel=beyond.stepped,
+        host_optimizer_bytes=_touched(beyond.stepped, job),
+    )
 
 
 def _touched(stepped: int, job: Job) -> int:
-    """Bytes of memory that an update reads and writes: gradient and parameter read, parameter written; moments both."""
+    """Bytes of memory that an update reads and writes: gradient and parameter read, parameter
+    written; moments both.
+    """
     return 4 * (3 + 2 * MOMENTS_OF[job.optimizer]) * stepped

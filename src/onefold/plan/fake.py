@@ -1,4 +1,6 @@
-"""A module for a while without contents: its tensors swapped for fake ones of the dtype that it computes in, then put back."""
+"""A module for a while without contents: its tensors swapped for fake ones of the dtype that it
+computes in, then put back.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ class Faked:
 
 @contextmanager
 def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> Iterator[Faked]:
-    """Inside (and inside a FakeTensorMode), `module` holds fake tensors on the CPU; afterwards its own, untouched.
+    """Inside (and inside a FakeTensorMode), `module` holds fake tensors on the CPU; afterwards its
+    own, untouched.
 
     Args:
-        dtype: what parameters in fp32, bf16 or fp16 become (None: they stay). Buffers keep their dtype, as the engine keeps it.
+        dtype: what parameters in fp32, bf16 or fp16 become (None: they stay). Buffers keep their
+            dtype, as the engine keeps it.
         integers: learns the contents of integer buffers that are not on the meta device.
     """
     out = Faked()
@@ -48,7 +52,10 @@ def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> I
             new: torch.Tensor = torch.empty_strided(t.size(), t.stride(), dtype=kind)
             if is_param:
                 new = nn.Parameter(new, requires_grad=t.requires_grad)
-            elif not (t.is_meta or t.dtype.is_floating_point or t.dtype.is_complex) and t.layout is torch.strided:
+            elif (
+                not (t.is_meta or t.dtype.is_floating_point or t.dtype.is_complex)
+                and t.layout is torch.strided
+            ):
                 integers.learn(new, _copy(t))
             out.storages.add(new.untyped_storage()._cdata)
             seen[id(t)] = new
@@ -61,7 +68,9 @@ def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> I
                 undo.append((table, own))
                 for key, value in own.items():
                     table[key] = new = tree_map_only(torch.Tensor, fake, value)
-                    if table is inner._parameters and all(new is not p for p in out.parameters.values()):
+                    if table is inner._parameters and all(
+                        new is not p for p in out.parameters.values()
+                    ):
                         out.parameters[f"{prefix}.{key}" if prefix else key] = new
         yield out
     finally:
@@ -70,7 +79,9 @@ def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> I
 
 
 def _holds_tensors(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value))
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value)
+    )
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
@@ -81,7 +92,8 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 
 
 def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any:
-    """A batch of fake tensors on the CPU, sizes and strides kept; integers keep their contents, floats become `dtype` (None: keep theirs).
+    """A batch of fake tensors on the CPU, sizes and strides kept; integers keep their contents,
+    floats become `dtype` (None: keep theirs).
 
     Integers on the meta device are taken as zeros.
     """
@@ -111,10 +123,17 @@ def _zeros(t: torch.Tensor) -> torch.Tensor:
 def passing_as_real() -> Iterator[None]:
     """Inside, transformers takes fake tensors for real ones.
 
-    It asks no questions of fake tensors, and so builds attention masks of length x length that it leaves out in training. Here such
-    questions have answers (plan/values.py), and a trace must see what training does.
+    It asks no questions of fake tensors, and so builds attention masks of length x length that it
+    leaves out in training. Here such questions have answers (plan/values.py), and a trace must see
+    what training does.
     """
-    asked = [m for m in map(sys.modules.get, ("transformers.utils.import_utils", "transformers.utils.generic")) if m is not None]
+    asked = [
+        m
+        for m in map(
+            sys.modules.get, ("transformers.utils.import_utils", "transformers.utils.generic")
+        )
+        if m is not None
+    ]
     before = [(m, m.__dict__["is_fake_tensor"]) for m in asked if "is_fake_tensor" in m.__dict__]
     try:
         for module, _ in before:

@@ -1,12 +1,13 @@
-"""What the engine's own kernels cost a step: bytes of memory that its copies and casts read and write.
+"""What the engine's own kernels cost a step: bytes of memory that its copies and casts read and
+write.
 
     gradients    each is copied into its unit's buffer, or added to it where an earlier micro-batch has left one
     reductions   sums of an earlier hop, or of several micro-batches, are cast to the dtype of the wire
     sums         added to those of earlier micro-batches; cast to the dtype of the masters, where that is another
 
-They run where the model is computed, so nothing hides them. Casts of masters for a gather run beside it, on the stream of the copies up.
-On a calibrated machine its reference steps have measured them
-(`Software.handed_s`). Adding up and encoding are counted in plan/coding.py.
+They run where the model is computed, so nothing hides them. Casts of masters for a gather run
+beside it, on the stream of the copies up. On a calibrated machine its reference steps have measured
+them (`Software.handed_s`). Adding up and encoding are counted in plan/coding.py.
 """
 
 from __future__ import annotations
@@ -43,11 +44,16 @@ def _passed_on(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
     for at, hop in enumerate(flat.hops):
         if hop.level == "across" and recipe.gradients.over == GROUP:
             times = 1
-        wide = d.sums != d.wire and (at > 0 or (recipe.reduce_at == "boundary" and micro_batches > 1))
-        if wide:  # parts for others are cast from the dtype of sums to that of the wire; the own one stays, and weighs more
+        wide = d.sums != d.wire and (
+            at > 0 or (recipe.reduce_at == "boundary" and micro_batches > 1)
+        )
+        # Parts for others are cast from the dtype of sums to that of the wire; the own one stays,
+        # and weighs more
+        if wide:
             others = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
             total += times * (others + hop.own * (d.sums.itemsize - d.wire.itemsize))
-    total += (times - 1) * flat.own * 3 * d.master.itemsize  # added to what earlier micro-batches left
+    # Added to what earlier micro-batches left
+    total += (times - 1) * flat.own * 3 * d.master.itemsize
     landed = d.wire if flat.whole_master or flat.broadcast_back else d.sums
     if landed != d.master:
         total += times * flat.own * (landed.itemsize + d.master.itemsize)

@@ -1,10 +1,12 @@
-"""Machines by name: GPUs, links between nodes and what a node has beside them, from `hardware.toml` and a user's file of the same form.
+"""Machines by name: GPUs, links between nodes and what a node has beside them, from `hardware.toml`
+and a user's file of the same form.
 
     [gpu.mine]                       [link.mine]            [host.default]
     capacity = 48e9   # bytes        bandwidth = 50e9       memory = 512e9
     bf16 = 150e12     # FLOP/s
 
-A table of a user's file adds a name, or changes the given keys of one that exists. Bytes, bytes/s (one direction), FLOP/s throughout.
+A table of a user's file adds a name, or changes the given keys of one that exists. Bytes, bytes/s
+(one direction), FLOP/s throughout.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(g|gbps|gbit/s|gb/s)")
 
 
 class Measured(Protocol):
-    """What a calibrated machine knows better than the table: the part of `onefold.plan.calibrate.Calibration` that the time model asks."""
+    """What a calibrated machine knows better than the table: the part of
+    `onefold.plan.calibrate.Calibration` that the time model asks.
+    """
 
     def seconds_for(self, move: str, nbytes: int, ranks: int) -> float:
         """Seconds of one collective in which a rank sends `nbytes`."""
@@ -43,7 +47,9 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `rates` are nominal dense matrix FLOP/s by precision, of which large products reach the share `attainable`."""
+    """One GPU. `rates` are nominal dense matrix FLOP/s by precision, of which large products reach
+    the share `attainable`.
+    """
 
     name: str
     title: str
@@ -66,7 +72,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What one node has beside its GPUs: bytes and bytes/s. `link_bandwidth` is what all GPUs together move to and from the host.
+    """What one node has beside its GPUs: bytes and bytes/s. `link_bandwidth` is what all GPUs
+    together move to and from the host.
 
     `nvme_bandwidth` is of reading, and of writing too where `nvme_write` is 0.
     """
@@ -88,9 +95,11 @@ class Machine:
         ranks, per_node: processes in all, and in one node.
         between: the link between nodes; None on a single node.
         host: what a node has beside its GPUs.
-        contention: share of a hidden second of communication that computing loses to it (0: separate engines; 1: the same cores).
+        contention: share of a hidden second of communication that computing loses to it (0:
+            separate engines; 1: the same cores).
         measured: a calibration that replaces the table's figures for communication.
-        shared: the device is a CPU: the host's memory is its own, and a copy between them is one within memory.
+        shared: the device is a CPU: the host's memory is its own, and a copy between them is one
+            within memory.
     """
 
     gpu: Gpu
@@ -104,15 +113,21 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.per_node < 1:
-            raise ValueError(f"a machine of {self.ranks} GPUs, {self.per_node} a node: expected 1 or more of each.")
+            raise ValueError(
+                f"a machine of {self.ranks} GPUs, {self.per_node} a node: expected 1 or more of"
+                " each."
+            )
         if self.ranks > self.per_node and self.ranks % self.per_node:
             near = self.ranks // self.per_node * self.per_node
             raise ValueError(
-                f"{self.ranks} GPUs do not fill nodes of {self.per_node}: use {near} or {near + self.per_node} GPUs, "
-                "or say how many a node has."
+                f"{self.ranks} GPUs do not fill nodes of {self.per_node}: use {near} or"
+                f" {near + self.per_node} GPUs, or say how many a node has."
             )
         if self.nodes > 1 and self.between is None:
-            raise ValueError(f"{self.ranks} GPUs in nodes of {self.per_node} need a link between nodes, such as '8x200g'.")
+            raise ValueError(
+                f"{self.ranks} GPUs in nodes of {self.per_node} need a link between nodes, such as"
+                " '8x200g'."
+            )
 
     @property
     def nodes(self) -> int:
@@ -131,7 +146,8 @@ class Machine:
     def peak(self, precision: str) -> float:
         """Nominal FLOP/s of one GPU, the figure that MFU is a share of.
 
-        fp32 is tf32's rate where the GPU has it (torch uses it when told so); bf16 falls back to fp32 where there is none (V100, T4).
+        fp32 is tf32's rate where the GPU has it (torch uses it when told so); bf16 falls back to
+        fp32 where there is none (V100, T4).
 
         Raises:
             ValueError: a precision that is not known.
@@ -163,26 +179,47 @@ class Catalogue:
         return self.gpus[_key(name, self.gpus, "GPU")]
 
     def link(self, name: str) -> Link:
-        """A link by name, or by its rate: "100g", "8x200g" (Gbit/s a node), "25GB/s". Raises ValueError with the nearest names."""
+        """A link by name, or by its rate: "100g", "8x200g" (Gbit/s a node), "25GB/s". Raises
+        ValueError with the nearest names.
+        """
         plain = name.strip().lower()
         if plain in self.links:
             return self.links[plain]
-        match = _RATE.fullmatch(name.strip().replace("GB/s", "gb/s") if "GB/s" in name else plain.replace("gb/s", "gbit/s"))
+        match = _RATE.fullmatch(
+            name.strip().replace("GB/s", "gb/s")
+            if "GB/s" in name
+            else plain.replace("gb/s", "gbit/s")
+        )
         if match:
             count, rate, unit = int(match[1] or 1), float(match[2]), match[3]
             if rate * count > 0:
-                return Link(plain, f"{name} between nodes", count * rate * 1e9 / (1 if unit == "gb/s" else 8))
-        raise ValueError(f"{_unknown(name, self.links, 'link')} Or give its rate: '100g', '8x200g' (Gbit/s of a node), '25GB/s'.")
+                return Link(
+                    plain,
+                    f"{name} between nodes",
+                    count * rate * 1e9 / (1 if unit == "gb/s" else 8),
+                )
+        raise ValueError(
+            f"{_unknown(name, self.links, 'link')} Or give its rate: '100g', '8x200g' (Gbit/s of a"
+            " node), '25GB/s'."
+        )
 
-    def machine(self, gpus: int, per_node: int = 8, gpu: str = "a100-80", link: str = "8x200g") -> Machine:
+    def machine(
+        self, gpus: int, per_node: int = 8, gpu: str = "a100-80", link: str = "8x200g"
+    ) -> Machine:
         """`gpus` GPUs of one kind in nodes of `per_node`."""
         found, between = self.gpu(gpu), self.link(link)
-        return Machine(found, gpus, per_node, between if gpus > per_node else None, self.hosts["default"])
+        return Machine(
+            found, gpus, per_node, between if gpus > per_node else None, self.hosts["default"]
+        )
 
 
 def _unknown(name: str, known: Iterable[str], what: str) -> str:
     near = difflib.get_close_matches(name.lower(), sorted(known), 3, 0.5)
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known: {', '.join(sorted(known))}."
+    hint = (
+        f"Did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else f"Known: {', '.join(sorted(known))}."
+    )
     return f"no {what} is called {name!r}. {hint}"
 
 
@@ -206,7 +243,10 @@ def _check_keys(values: Any, known: Iterable[str], where: str) -> Mapping[str, A
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise ValueError(f"{where} has no key {key!r}. {f'Did you mean {near[0]!r}?' if near else 'Known: ' + ', '.join(known) + '.'}")
+            raise ValueError(
+                f"{where} has no key {key!r}."
+                f" {f'Did you mean {near[0]!r}?' if near else 'Known: ' + ', '.join(known) + '.'}"
+            )
     return values
 
 
@@ -218,29 +258,51 @@ def _read_gpu(name: str, values: Any, old: Gpu | None) -> Gpu:
         given = {**_DEFAULTS, **given}
         missing = [k for k in ("capacity", "memory_bandwidth") if k not in given]
         if missing or not any(p in given for p in PRECISIONS):
-            raise ValueError(f"{where} lacks {', '.join(missing) or 'a matrix rate (fp32, tf32, fp16 or bf16, in FLOP/s)'}.")
-    figures: dict[str, Any] = {k: _number(v, f"{where}.{k}") for k, v in given.items() if k in plain}
+            raise ValueError(
+                f"{where} lacks"
+                f" {', '.join(missing) or 'a matrix rate (fp32, tf32, fp16 or bf16, in FLOP/s)'}."
+            )
+    figures: dict[str, Any] = {
+        k: _number(v, f"{where}.{k}") for k, v in given.items() if k in plain
+    }
     if "capacity" in figures:
         figures["capacity"] = int(figures["capacity"])
     if figures.get("attainable", 0.5) > 1:
-        raise ValueError(f"{where}.attainable is {figures['attainable']}: expected a share of the nominal rate, at most 1.")
-    rates = {**(old.rates if old else {}), **{p: _number(given[p], f"{where}.{p}") for p in PRECISIONS if p in given}}
+        raise ValueError(
+            f"{where}.attainable is {figures['attainable']}: expected a share of the nominal rate,"
+            " at most 1."
+        )
+    rates = {
+        **(old.rates if old else {}),
+        **{p: _number(given[p], f"{where}.{p}") for p in PRECISIONS if p in given},
+    }
     rates.setdefault("fp32", min(rates.values()) / 2)
     title = str(given.get("title") or (old.title if old else name))
-    return replace(old, **figures, rates=rates, title=title) if old else Gpu(name=name, title=title, rates=rates, **figures)
+    return (
+        replace(old, **figures, rates=rates, title=title)
+        if old
+        else Gpu(name=name, title=title, rates=rates, **figures)
+    )
 
 
 def _read_link(name: str, values: Any, old: Link | None) -> Link:
     given = _check_keys(values, ("bandwidth", "title"), f"link.{name}")
     if old is None and "bandwidth" not in given:
         raise ValueError(f"link.{name} lacks bandwidth, in bytes/s of one node.")
-    bandwidth = _number(given["bandwidth"], f"link.{name}.bandwidth") if "bandwidth" in given else (old.bandwidth if old else 0.0)
+    bandwidth = (
+        _number(given["bandwidth"], f"link.{name}.bandwidth")
+        if "bandwidth" in given
+        else (old.bandwidth if old else 0.0)
+    )
     return Link(name, str(given.get("title") or (old.title if old else name)), bandwidth)
 
 
 def _read_host(name: str, values: Any, old: Host | None) -> Host:
     keys = [f.name for f in fields(Host)]
-    given = {k: _number(v, f"host.{name}.{k}") for k, v in _check_keys(values, keys, f"host.{name}").items()}
+    given = {
+        k: _number(v, f"host.{name}.{k}")
+        for k, v in _check_keys(values, keys, f"host.{name}").items()
+    }
     lacking = [k for k in keys if k not in given and k != "nvme_write"]
     if old is None and lacking:
         raise ValueError(f"host.{name} lacks {', '.join(lacking)}.")
@@ -249,10 +311,16 @@ def _read_host(name: str, values: Any, old: Host | None) -> Host:
 
 def _merge(base: Catalogue, values: Mapping[str, Any]) -> Catalogue:
     _check_keys(values, ("gpu", "link", "host"), "the file")
-    read: dict[str, dict[str, Any]] = {"gpu": dict(base.gpus), "link": dict(base.links), "host": dict(base.hosts)}
+    read: dict[str, dict[str, Any]] = {
+        "gpu": dict(base.gpus),
+        "link": dict(base.links),
+        "host": dict(base.hosts),
+    }
     readers = {"gpu": _read_gpu, "link": _read_link, "host": _read_host}
     for kind, reader in readers.items():
-        for name, entry in _check_keys(values.get(kind, {}), values.get(kind, {}) or (), kind).items():
+        for name, entry in _check_keys(
+            values.get(kind, {}), values.get(kind, {}) or (), kind
+        ).items():
             key = name.lower()
             old = read[kind].get(key) or (read["host"].get("default") if kind == "host" else None)
             read[kind][key] = reader(key, entry, old)  # type: ignore[operator]
@@ -271,13 +339,17 @@ def catalogue(file: str | Path | None = None) -> Catalogue:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is no TOML, or an entry that is wrong: the file, the key and what was expected.
+        ValueError: a file that is no TOML, or an entry that is wrong: the file, the key and what
+            was expected.
     """
     if file is None:
         return builtin()
     path = Path(file)
     if not path.is_file():
-        raise FileNotFoundError(f"no hardware file at {path}: expected a TOML file with tables [gpu.NAME], [link.NAME] or [host.default].")
+        raise FileNotFoundError(
+            f"no hardware file at {path}: expected a TOML file with tables [gpu.NAME], [link.NAME]"
+            " or [host.default]."
+        )
     try:
         return _merge(builtin(), tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -291,15 +363,25 @@ def gpu(name: str, file: str | Path | None = None) -> Gpu:
     return catalogue(file).gpu(name)
 
 
-def machine(gpus: int, per_node: int = 8, gpu: str = "a100-80", link: str = "8x200g", file: str | Path | None = None) -> Machine:
-    """`gpus` GPUs of one kind in nodes of `per_node`, joined by `link`. Raises ValueError for names and counts that cannot be."""
+def machine(
+    gpus: int,
+    per_node: int = 8,
+    gpu: str = "a100-80",
+    link: str = "8x200g",
+    file: str | Path | None = None,
+) -> Machine:
+    """`gpus` GPUs of one kind in nodes of `per_node`, joined by `link`. Raises ValueError for names
+    and counts that cannot be.
+    """
     return catalogue(file).machine(gpus, per_node, gpu, link)
 
 
 def calibrated(calibration: Any, ranks: int, name: str = "") -> Machine:
-    """This machine as `onefold doctor --calibrate` measured it, with `ranks` ranks at work at once on one node.
+    """This machine as `onefold doctor --calibrate` measured it, with `ranks` ranks at work at once
+    on one node.
 
-    `calibration` is an `onefold.plan.calibrate.Calibration`. On CPU the ranks share one memory, so that each has its part of it.
+    `calibration` is an `onefold.plan.calibrate.Calibration`. On CPU the ranks share one memory, so
+    that each has its part of it.
 
     Raises:
         CalibrationError: fewer or more ranks than were measured.
@@ -315,7 +397,16 @@ def calibrated(calibration: Any, ranks: int, name: str = "") -> Machine:
     host_link = calibration.host_link
     to_host = min(host_link.to_device, host_link.to_host) if host_link else float("inf")
     disk = calibration.disk
-    found = Gpu(name or "here", calibration.device_name, own, rates, 1.0, calibration.copy_rate(ranks), link, to_host)
+    found = Gpu(
+        name or "here",
+        calibration.device_name,
+        own,
+        rates,
+        1.0,
+        calibration.copy_rate(ranks),
+        link,
+        to_host,
+    )
     host = replace(
         default,
         memory=calibration.host_bytes,
@@ -324,4 +415,6 @@ def calibrated(calibration: Any, ranks: int, name: str = "") -> Machine:
         nvme_write=disk.write if disk else 0.0,
     )
     contention, cpu = 1 - calibration.hidden(ranks), calibration.device == "cpu"
-    return Machine(found, ranks, ranks, None, host, contention=contention, measured=calibration, shared=cpu)
+    return Machine(
+        found, ranks, ranks, None, host, contention=contention, measured=calibration, shared=cpu
+    )

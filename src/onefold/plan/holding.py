@@ -1,4 +1,6 @@
-"""What an engine holds, in integers: its ledger of memory (memory/pool.py) and its pool, of which buffers are taken and given back."""
+"""What an engine holds, in integers: its ledger of memory (memory/pool.py) and its pool, of which
+buffers are taken and given back.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Buffer:
 
 
 class Holding:
-    """Bytes by category `now`; `best` when their sum was largest, over all and since somebody last looked."""
+    """Bytes by category `now`; `best` when their sum was largest, over all and since somebody last
+    looked.
+    """
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()

@@ -1,4 +1,6 @@
-"""Which machine this is, as far as speeds depend on it: a measurement is good for a machine with the same identity."""
+"""Which machine this is, as far as speeds depend on it: a measurement is good for a machine with
+the same identity.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def this_machine() -> Identity:
 def cpu_name() -> str:
     """The processor's name as the kernel has it, else its architecture."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
         if found:
             return found.group(1).strip()
     except OSError:
@@ -60,8 +64,12 @@ def cpu_name() -> str:
 
 
 def usable_cpus() -> int:
-    """CPUs that the scheduler gives this process: the affinity mask, limited by the cgroup's quota."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPUs that the scheduler gives this process: the affinity mask, limited by the cgroup's
+    quota.
+    """
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -70,8 +78,12 @@ def usable_cpus() -> int:
 
 
 def total_host_memory() -> int:
-    """Bytes of host memory that this process may ever have: the machine's, or the cgroup's limit; 0 where neither is known."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    """Bytes of host memory that this process may ever have: the machine's, or the cgroup's limit; 0
+    where neither is known.
+    """
+    found = (
+        [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    )
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         found += [] if limit == "max" else [int(limit)]
@@ -81,4 +93,8 @@ def total_host_memory() -> int:
 
 
 def _gpus(names: tuple[str, ...]) -> str:
-    return " and ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)) + " were" if names else "no GPU was"
+    return (
+        " and ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)) + " were"
+        if names
+        else "no GPU was"
+    )

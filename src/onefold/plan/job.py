@@ -17,7 +17,8 @@ from onefold.recipe.tiers import OPTIONS as TIER_OPTIONS
 from onefold.recipe.tiers import read_folders
 
 CHECKPOINTING = ("none", "selective", "full")
-#: Where the plan may put states besides the device, as arguments of `Recipe.zero`, in the order of least slowdown.
+#: Where the plan may put states besides the device, as arguments of `Recipe.zero`, in the order of
+#: least slowdown.
 OFFLOAD: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "optimizer": {"offload_optimizer": "cpu"},
@@ -36,7 +37,12 @@ _IN_WORDS = {
     "nvme": "states on NVMe",
 }
 #: What may be said of a recipe beside the stage and the precision.
-RECIPE_OPTIONS = set(inspect.signature(Recipe.zero).parameters) | set(Recipe.__dataclass_fields__) | TIER_OPTIONS | WIRE_OPTIONS
+RECIPE_OPTIONS = (
+    set(inspect.signature(Recipe.zero).parameters)
+    | set(Recipe.__dataclass_fields__)
+    | TIER_OPTIONS
+    | WIRE_OPTIONS
+)
 RECIPE_OPTIONS -= {"stage", "precision", "options", "parameters", "gradients", "optimizer", "notes"}
 #: Options that say where states rest. With one of them given, the plan moves nothing more.
 PLACES = {"offload_optimizer", "offload_gradients", "offload_param"}
@@ -49,17 +55,23 @@ class Job:
     """One optimizer step.
 
     Attributes:
-        seq: tokens of a sample. micro_batch: samples that one rank computes at once; 0 lets the plan take the largest that fits.
+        seq: tokens of a sample. micro_batch: samples that one rank computes at once; 0 lets the
+            plan take the largest that fits.
         global_batch: samples of a step over all ranks; 0 is one micro-batch a rank.
         precision: "fp32", "bf16" or "fp16"; None computes as the model is.
-        model_dtype: what most of the model's weights are in, which a plan finds out where `precision` is None.
-        checkpointing: "none", "selective" (every second block) or "full"; "" lets the plan escalate to it.
+        model_dtype: what most of the model's weights are in, which a plan finds out where
+            `precision` is None.
+        checkpointing: "none", "selective" (every second block) or "full"; "" lets the plan escalate
+            to it.
         accumulate: dtype in which gradients are summed and rest, "fp32" unless told otherwise.
         optimizer: as in `plan.states.MOMENTS_OF`.
-        lora_rank: 0 trains all parameters; else adapters of this rank on every matrix of the blocks, the rest frozen.
-        offload: one of `OFFLOAD`; "" lets the plan escalate to it ("none" where `options` say themselves where states rest).
-        options: further arguments of `Recipe.zero` by name (reduce_at, units, wire, offload_optimizer, nvme, tile, shard_group,
-            gather_codec, ...), which the plan follows as the run would.
+        lora_rank: 0 trains all parameters; else adapters of this rank on every matrix of the
+            blocks, the rest frozen.
+        offload: one of `OFFLOAD`; "" lets the plan escalate to it ("none" where `options` say
+            themselves where states rest).
+        options: further arguments of `Recipe.zero` by name (reduce_at, units, wire,
+            offload_optimizer, nvme, tile, shard_group, gather_codec, ...), which the plan follows
+            as the run would.
     """
 
     seq: int = 1024
@@ -90,16 +102,24 @@ class Job:
             ("optimizer", tuple(MOMENTS_OF)),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(filter(None, known))}.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: expected one of"
+                    f" {', '.join(filter(None, known))}."
+                )
         if self.places:
             if self.offload not in ("", "none"):
                 given = ", ".join(sorted(self.places))
-                raise ValueError(f"offload={self.offload!r} beside {given}: both say where states rest; leave one of the two out.")
+                raise ValueError(
+                    f"offload={self.offload!r} beside {given}: both say where states rest; leave"
+                    " one of the two out."
+                )
             object.__setattr__(self, "offload", "none")
-        found = self.recipe(3)  # what no recipe can be is said now, whatever stage is taken in the end
+        # What no recipe can be is said now, whatever stage is taken in the end
+        found = self.recipe(3)
         if found.moments is not None and self.optimizer not in ("adam", "adamw"):
             raise ValueError(
-                f"moments={found.moments!r} is about Adam's moments, and optimizer={self.optimizer!r} keeps others: leave it out."
+                f"moments={found.moments!r} is about Adam's moments, and"
+                f" optimizer={self.optimizer!r} keeps others: leave it out."
             )
 
     @classmethod
@@ -107,21 +127,28 @@ class Job:
         """A job from its own fields and the arguments of `Recipe.zero`, by name in one dictionary.
 
         Raises:
-            ValueError: a name that is neither's, said of `asker` with the nearest known one; a value that cannot be.
+            ValueError: a name that is neither's, said of `asker` with the nearest known one; a
+                value that cannot be.
         """
         own = {f.name for f in fields(cls)} - {"options", "model_dtype"}
         unknown = sorted(set(given) - own - RECIPE_OPTIONS)
         if unknown:
             near = did_you_mean(unknown[0], own | RECIPE_OPTIONS)
             raise ValueError(f"{asker} does not know {', '.join(unknown)}. {near}")
-        options = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in RECIPE_OPTIONS and v is not None}
+        options = {
+            k: tuple(v) if isinstance(v, list) else v
+            for k, v in given.items()
+            if k in RECIPE_OPTIONS and v is not None
+        }
         return cls(**{k: v for k, v in given.items() if k in own}, options=tuple(options.items()))
 
     def recipe(self, stage: int, **places: Any) -> Recipe:
-        """The recipe at a stage; `reduce_at` is taken where there is a choice (stages 0 and 1 reduce at the boundary).
+        """The recipe at a stage; `reduce_at` is taken where there is a choice (stages 0 and 1
+        reduce at the boundary).
 
         Args:
-            places: where states rest, as `OFFLOAD` has it, and what `WIRES` has; the job's own options say it where none is given.
+            places: where states rest, as `OFFLOAD` has it, and what `WIRES` has; the job's own
+                options say it where none is given.
 
         Raises:
             ValueError: no recipe can be so at this stage.
@@ -132,11 +159,15 @@ class Job:
         if on_disk:
             given["nvme"] = folders or SOMEWHERE
         accumulate = COMPUTE_DTYPES[self.accumulate]
-        return Recipe.zero(stage, precision=self.precision, **{"accumulate_dtype": accumulate, **given})
+        return Recipe.zero(
+            stage, precision=self.precision, **{"accumulate_dtype": accumulate, **given}
+        )
 
     @property
     def computes(self) -> str:
-        """The precision of the matrix products: the one asked for, or that of most of the model's weights."""
+        """The precision of the matrix products: the one asked for, or that of most of the model's
+        weights.
+        """
         return self.precision or self.model_dtype
 
     @property
@@ -146,7 +177,9 @@ class Job:
 
     @property
     def wires(self) -> dict[str, Any]:
-        """What was said of groups, codecs and frozen weights. With any of it given, the plan adds nothing of the kind."""
+        """What was said of groups, codecs and frozen weights. With any of it given, the plan adds
+        nothing of the kind.
+        """
         return given(self.options)
 
     @property
@@ -189,19 +222,23 @@ class Job:
         if self.global_batch % each:
             near = max(each, round(self.global_batch / each) * each)
             raise ValueError(
-                f"a global batch of {self.global_batch} does not divide into micro-batches of {micro} on {ranks} ranks "
-                f"({each} samples at once): use {near}, or another micro-batch."
+                f"a global batch of {self.global_batch} does not divide into micro-batches of"
+                f" {micro} on {ranks} ranks ({each} samples at once): use {near}, or another"
+                " micro-batch."
             )
         return self.global_batch // each
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to divide a job: a ZeRO stage, what is recomputed, what leaves the device, how much is computed at once.
+    """One way to divide a job: a ZeRO stage, what is recomputed, what leaves the device, how much
+    is computed at once.
 
     Attributes:
-        offload: one of `OFFLOAD`. share: of the units whose states leave, below 1 with `IN_PART` only.
-        wires: one of `plan.wires.WIRES`, what is done about links between nodes beside what the job says.
+        offload: one of `OFFLOAD`. share: of the units whose states leave, below 1 with `IN_PART`
+            only.
+        wires: one of `plan.wires.WIRES`, what is done about links between nodes beside what the job
+            says.
     """
 
     stage: int
@@ -213,7 +250,9 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if self.wires not in WIRES:
-            raise ValueError(f"wires {self.wires!r}: expected one of {', '.join(map(repr, WIRES))}.")
+            raise ValueError(
+                f"wires {self.wires!r}: expected one of {', '.join(map(repr, WIRES))}."
+            )
         if self.stage not in PLACEMENTS_OF_STAGE:
             raise ValueError(f"stage {self.stage!r}: expected 0, 1, 2 or 3.")
         if self.offload not in OFFLOAD:
@@ -221,9 +260,15 @@ class Scheme:
         if self.offload != "none" and self.stage == 0:
             raise ValueError("offload needs divided optimizer states: use stage 1, 2 or 3.")
         if "offload_param" in OFFLOAD[self.offload] and self.stage != 3:
-            raise ValueError(f"offload={self.offload!r} moves parameters off the device, which needs them divided: use stage 3.")
+            raise ValueError(
+                f"offload={self.offload!r} moves parameters off the device, which needs them"
+                " divided: use stage 3."
+            )
         if not 0 < self.share <= 1 or (self.share < 1 and self.offload not in IN_PART):
-            raise ValueError(f"share={self.share!r} with offload={self.offload!r}: expected 1, or a share with {' or '.join(IN_PART)}.")
+            raise ValueError(
+                f"share={self.share!r} with offload={self.offload!r}: expected 1, or a share with"
+                f" {' or '.join(IN_PART)}."
+            )
 
     def with_(self, **changes: Any) -> Scheme:
         return replace(self, **changes)
@@ -232,7 +277,11 @@ class Scheme:
     def places(self) -> dict[str, Any]:
         """Where states rest, as arguments of `Recipe.zero` beside the job's own."""
         whole = dict(OFFLOAD[self.offload])
-        return whole if self.share == 1 else {"offload_optimizer": (whole["offload_optimizer"], self.share)}
+        return (
+            whole
+            if self.share == 1
+            else {"offload_optimizer": (whole["offload_optimizer"], self.share)}
+        )
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -240,7 +289,8 @@ class Scheme:
         return self.places | dict(WIRES[self.wires].options)
 
     def recipe(self, job: Job) -> Recipe:
-        """What `onefold.shard` executes; `SOMEWHERE` stands for folders on NVMe that the job does not name.
+        """What `onefold.shard` executes; `SOMEWHERE` stands for folders on NVMe that the job does
+        not name.
 
         Raises:
             ValueError: no recipe can keep states where the job's own options say, at this stage.
@@ -252,7 +302,9 @@ class Scheme:
         if self.checkpointing != "none":
             parts.append(f"{self.checkpointing} checkpointing")
         if self.offload != "none":
-            parts.append(f"{f'{self.share:.3g} of the ' if self.share < 1 else ''}{_IN_WORDS[self.offload]}")
+            parts.append(
+                f"{f'{self.share:.3g} of the ' if self.share < 1 else ''}{_IN_WORDS[self.offload]}"
+            )
         if self.wires:
             parts.append(WIRES[self.wires].words)
         return ", ".join(parts)

@@ -1,7 +1,9 @@
-"""What a rank sends in a step, by level: all ranks at once, those of its group ("inside"), or one of each group ("across").
+"""What a rank sends in a step, by level: all ranks at once, those of its group ("inside"), or one
+of each group ("across").
 
-A move over groups is two legs (plan/division.py). Each leg is equal bytes to each peer of its level, so that the bytes to other nodes
-follow from who stands where. The counts are those of the traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
+A move over groups is two legs (plan/division.py). Each leg is equal bytes to each peer of its
+level, so that the bytes to other nodes follow from who stands where. The counts are those of the
+traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
 
 | leg                                           | of each buffer, P bytes         | how often in a step of m micro-batches            |
 |-----------------------------------------------|---------------------------------|---------------------------------------------------|
@@ -26,7 +28,8 @@ from onefold.recipe.groups import GROUP
 if TYPE_CHECKING:
     from onefold.plan.states import FlatPlan
 
-#: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch; "both" is all compute.
+#: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch;
+#: "both" is all compute.
 Phase = Literal["forward", "backward", "both", "first forward", "last backward", "boundary"]
 
 
@@ -35,8 +38,10 @@ class Leg:
     """One kind of move on one level.
 
     Attributes:
-        move: as the ledger calls it. gathers: each rank sends the same to all (a ring can carry it), else each peer its own part.
-        nbytes: payload that one rank sends in a step. calls: collectives. by_backend: sums that NCCL makes on the way.
+        move: as the ledger calls it. gathers: each rank sends the same to all (a ring can carry
+            it), else each peer its own part.
+        nbytes: payload that one rank sends in a step. calls: collectives. by_backend: sums that
+            NCCL makes on the way.
     """
 
     move: str
@@ -54,10 +59,18 @@ def gather_legs(flat: FlatPlan, gathers: int) -> list[Leg]:
     if not gathers:
         return []
     phase: Phase = "first forward" if flat.resident else "both"
-    hops = division.copy_hops() if division.has_secondary else division.gather_hops(flat.whole_master)
-    legs = [Leg("all-gather", True, level, gathers * peers * parts * each, gathers, phase) for level, peers, parts in hops]
+    hops = (
+        division.copy_hops() if division.has_secondary else division.gather_hops(flat.whole_master)
+    )
+    legs = [
+        Leg("all-gather", True, level, gathers * peers * parts * each, gathers, phase)
+        for level, peers, parts in hops
+    ]
     renewals = division.renewal_hops() if flat.trainable else ()
-    return legs + [Leg("all-gather", True, level, peers * parts * each, 1, "first forward") for level, peers, parts in renewals]
+    return legs + [
+        Leg("all-gather", True, level, peers * parts * each, 1, "first forward")
+        for level, peers, parts in renewals
+    ]
 
 
 def reduction_legs(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> list[Leg]:
@@ -69,7 +82,10 @@ def reduction_legs(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> list[L
     for hop in flat.hops:
         if hop.level == "across" and recipe.gradients.over == GROUP:
             times, phase = 1, "last backward"
-        nbytes, by_backend = times * (hop.size - 1) * hop_bytes(flat, hop), flat.division.added_by(hop) == "backend"
+        nbytes, by_backend = (
+            times * (hop.size - 1) * hop_bytes(flat, hop),
+            flat.division.added_by(hop) == "backend",
+        )
         legs.append(Leg(move, False, hop.level, nbytes, times, phase, by_backend))
     for hop in flat.spreads:
         nbytes = times * (hop.size - 1) * hop.own * flat.dtypes.wire.itemsize

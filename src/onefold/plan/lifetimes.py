@@ -1,19 +1,23 @@
-"""From when to when each storage of a step lives: a log written while the step runs, and what follows from it.
+"""From when to when each storage of a step lives: a log written while the step runs, and what
+follows from it.
 
     forward     (root)   block.0        block.1        (root)             an entry is a storage that comes or goes, a unit
     log         + +      + + - + +      + + - + +      + - +   ▲          that begins to run, a tensor saved for backward,
     backward    (root)   block.1        block.0                │          a parameter's gradient that is complete
     log         - + -    + + - ◆ - ◆    + - + ◆ - ◆            end of forward
 
-The log holds sizes only. Every question (what is saved, what is the peak inside a unit, what if the micro-batch were larger) is answered
-by going through it again, since what a storage was for shows only later: a gradient is an activation like any other until it arrives.
+The log holds sizes only. Every question (what is saved, what is the peak inside a unit, what if the
+micro-batch were larger) is answered by going through it again, since what a storage was for shows
+only later: a gradient is an activation like any other until it arrives.
 
-[Note: whose backward it is] Autograd numbers its nodes as the forward pass makes them. A node that runs in the backward pass belongs to
-the unit that ran when its number was given out. What is recomputed under checkpointing gets new numbers, in the unit whose node asked.
+[Note: whose backward it is] Autograd numbers its nodes as the forward pass makes them. A node that
+runs in the backward pass belongs to the unit that ran when its number was given out. What is
+recomputed under checkpointing gets new numbers, in the unit whose node asked.
 
-[Note: sums in place] Where a tensor has several uses, autograd adds their gradients in place if nobody else holds the first, but not
-while a dispatch mode watches: then it makes a third tensor. Such a sum is logged with its donor, and counted as in place. (A view holds
-its base, so nothing is added to a view in place.)
+[Note: sums in place] Where a tensor has several uses, autograd adds their gradients in place if
+nobody else holds the first, but not
+while a dispatch mode watches: then it makes a third tensor. Such a sum is logged with its donor,
+and counted as in place. (A view holds its base, so nothing is added to a view in place.)
 """
 
 from __future__ import annotations
@@ -41,10 +45,12 @@ _IGNORED = {torch.ops.prim.device.default}
 class Entry:
     """One line of the log.
 
-    `what` is "come" (storage `key` of `nbytes`; `wide`: its last dimension is the vocabulary; `donor`: the storage of the gradient that
-    it adds to, which it would have reused if `in_place`), "go", "save", "arrive" (`key` is the gradient of parameter `name`), "run" (unit
-    `name` in phase `phase`), "flops" (`nbytes` of them), "product" (`key` matrix products that read and write `nbytes`), "other" (another
-    operation that does work, on `nbytes`), "turn" (the forward pass ends) or "over" (the backward pass does).
+    `what` is "come" (storage `key` of `nbytes`; `wide`: its last dimension is the vocabulary;
+    `donor`: the storage of the gradient that it adds to, which it would have reused if `in_place`),
+    "go", "save", "arrive" (`key` is the gradient of parameter `name`), "run" (unit `name` in phase
+    `phase`), "flops" (`nbytes` of them), "product" (`key` matrix products that read and write
+    `nbytes`), "other" (another operation that does work, on `nbytes`), "turn" (the forward pass
+    ends) or "over" (the backward pass does).
     """
 
     what: str
@@ -71,12 +77,15 @@ class Log:
 
 
 class Watch(TorchDispatchMode):
-    """Writes the log of what runs inside it. `call` runs an operation; `excluded` are storages that are not activations.
+    """Writes the log of what runs inside it. `call` runs an operation; `excluded` are storages that
+    are not activations.
 
     Below a FakeTensorMode or on real tensors alike: storages are followed, not contents.
     """
 
-    def __init__(self, log: Log, excluded: set[int], call: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+    def __init__(
+        self, log: Log, excluded: set[int], call: Callable[[Any, Any, dict[str, Any]], Any]
+    ) -> None:
         super().__init__()
         self.log, self.excluded, self._call = log, excluded, call
         self.stack = [log.root]
@@ -89,7 +98,7 @@ class Watch(TorchDispatchMode):
         self._flops = flop_formulas()
         self.run(log.root, "forward")
 
-    # -- who runs --------------------------------------------------------------------------------------------------------------
+    # -- who runs ----------------------------------------------------------------------------------
 
     def run(self, unit: str, phase: str) -> None:
         """From now on `unit` runs."""
@@ -105,7 +114,10 @@ class Watch(TorchDispatchMode):
 
     def leave(self) -> None:
         self.stack.pop()
-        self.run(self.stack[-1] if self._phase == "forward" or len(self.stack) > 1 else self._running[0], self._phase)
+        self.run(
+            self.stack[-1] if self._phase == "forward" or len(self.stack) > 1 else self._running[0],
+            self._phase,
+        )
 
     def mark(self, what: str) -> None:
         """The forward pass ends ("turn"), or the backward pass ("over")."""
@@ -118,14 +130,15 @@ class Watch(TorchDispatchMode):
     def _follow_backward(self) -> None:
         """See [Note: whose backward it is]."""
         node = torch._C._current_autograd_node()
-        if node is None or len(self.stack) > 1:  # a unit inside a recomputation says by itself that it runs
+        # A unit inside a recomputation says by itself that it runs
+        if node is None or len(self.stack) > 1:
             return
         number = node._sequence_nr()
         if number >= 1 << 62:  # the accumulation of a parameter's gradient has no number
             return
         self.run(self._units[max(0, bisect_right(self._numbers, number) - 1)], "backward")
 
-    # -- what it holds ---------------------------------------------------------------------------------------------------------
+    # -- what it holds -----------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -146,22 +159,35 @@ class Watch(TorchDispatchMode):
         if done is None:
             return
         if done.products:
-            self.log.entries += [Entry("flops", nbytes=done.flops), Entry("product", done.products, done.product_bytes)]
+            self.log.entries += [
+                Entry("flops", nbytes=done.flops),
+                Entry("product", done.products, done.product_bytes),
+            ]
         else:
             self.log.entries.append(Entry("other", nbytes=done.other_bytes))
 
     def _donor(self, func: Any, args: Any) -> int:
         """See [Note: sums in place]."""
-        if func is not _aten.add.Tensor or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        if (
+            func is not _aten.add.Tensor
+            or torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() == -1
+        ):
             return -1
         first, second = args[:2]
-        if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+        if (
+            not isinstance(second, torch.Tensor)
+            or first.shape != second.shape
+            or first.dtype != second.dtype
+        ):
             return -1
         self._in_place = not first._is_view()
         return self._keys.get(first.untyped_storage()._cdata, -1)
 
     def key(self, t: torch.Tensor, donor: int = -1) -> int:
-        """The log's number for the storage of `t`, entered now if it is new; -1 if it is no activation."""
+        """The log's number for the storage of `t`, entered now if it is new; -1 if it is no
+        activation.
+        """
         storage = t.untyped_storage()
         identity = storage._cdata
         if identity in self.excluded:
@@ -170,7 +196,16 @@ class Watch(TorchDispatchMode):
             self._keys[identity] = key = self._next_key
             self._next_key += 1
             wide = t.dim() > 1 and t.shape[-1] == self.log.vocabulary
-            self.log.entries.append(Entry("come", key, storage.nbytes(), wide=wide, donor=donor, in_place=donor >= 0 and self._in_place))
+            self.log.entries.append(
+                Entry(
+                    "come",
+                    key,
+                    storage.nbytes(),
+                    wide=wide,
+                    donor=donor,
+                    in_place=donor >= 0 and self._in_place,
+                )
+            )
             weakref.finalize(storage, self._gone, identity, key).atexit = False
         return self._keys[identity]
 
@@ -179,7 +214,7 @@ class Watch(TorchDispatchMode):
             del self._keys[identity]
         self.log.entries.append(Entry("go", key))
 
-    # -- what autograd says ----------------------------------------------------------------------------------------------------
+    # -- what autograd says ------------------------------------------------------------------------
 
     def pack(self, t: torch.Tensor) -> torch.Tensor:
         """For saved_tensors_hooks: note that `t` is saved."""
@@ -194,7 +229,7 @@ class Watch(TorchDispatchMode):
         self.log.entries.append(Entry("arrive", self.key(gradient), name=name))
 
 
-# -- reading the log ---------------------------------------------------------------------------------------------------------------
+# -- reading the log -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -204,11 +239,11 @@ class Span:
     Attributes:
         unit, phase: who runs, in the "forward" or the "backward" pass (recomputation included).
         begin, end: bytes in memory at its ends, all but parameters and buffers.
-        peak: the largest such sum in between; of it `gradients` belong to parameters' gradients that nobody has taken yet, `logits` to
-            tensors over the vocabulary.
+        peak: the largest such sum in between; of it `gradients` belong to parameters' gradients
+            that nobody has taken yet, `logits` to tensors over the vocabulary.
         kernels: what runs in it.
-        arrives: the parameter whose gradient is complete at the end, "" if it ends because another unit runs. `end` counts the
-            gradient, the next span's `begin` does not.
+        arrives: the parameter whose gradient is complete at the end, "" if it ends because another
+            unit runs. `end` counts the gradient, the next span's `begin` does not.
     """
 
     unit: str
@@ -229,8 +264,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Read:
-    """What a log says: spans in order, saved bytes by unit (and those of storages large enough to be worth moving to the host), and sums
-    at the end of the forward pass."""
+    """What a log says: spans in order, saved bytes by unit (and those of storages large enough to
+    be worth moving to the host), and sums at the end of the forward pass.
+    """
 
     spans: tuple[Span, ...]
     saved: dict[str, int]
@@ -273,7 +309,9 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
         elif e.what == "save" and e.key not in saved_keys:
             saved_keys.add(e.key)
             saved[e.name] = saved.get(e.name, 0) + size_of[e.key]
-            movable[e.name] = movable.get(e.name, 0) + (size_of[e.key] if size_of[e.key] >= SMALLEST and turn == 0 else 0)
+            movable[e.name] = movable.get(e.name, 0) + (
+                size_of[e.key] if size_of[e.key] >= SMALLEST and turn == 0 else 0
+            )
         elif e.what == "flops":
             ran[0] += nbytes[at]
         elif e.what == "product":
@@ -296,12 +334,19 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
 
 
 def _reused(entries: list[Entry], size_of: dict[int, int]) -> tuple[set[int], set[int]]:
-    """(entries of storages that come and go at one address, keys of parameters' gradients). See [Note: sums in place]."""
+    """(entries of storages that come and go at one address, keys of parameters' gradients). See
+    [Note: sums in place].
+    """
     gradients = {e.key for e in entries if e.what == "arrive"}
     reused: set[int] = set()
     heir: list[tuple[int, int]] = []
     for at, (e, following) in enumerate(pairwise(entries)):
-        if e.donor >= 0 and following.what == "go" and following.key == e.donor and size_of[e.key] == size_of[e.donor]:
+        if (
+            e.donor >= 0
+            and following.what == "go"
+            and following.key == e.donor
+            and size_of[e.key] == size_of[e.donor]
+        ):
             heir.append((e.donor, e.key))
             if e.in_place:
                 reused |= {at, at + 1}

@@ -1,4 +1,6 @@
-"""Measuring what one rank computes while the other ranks of its group do the same: matrix products, blocks, copies, optimizer steps."""
+"""Measuring what one rank computes while the other ranks of its group do the same: matrix products,
+blocks, copies, optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from onefold.plan.counting import count
 from onefold.plan.measured import ADAMW_BYTES, BlockPoint, HostLink, MatrixPoint, PassPoint, Points
 from onefold.plan.sizes import Sizes
 
-#: Seconds that one timing lasts at least, so that neither the clock's own cost nor the ranks' waking up shows.
+#: Seconds that one timing lasts at least, so that neither the clock's own cost nor the ranks'
+#: waking up shows.
 SHORTEST = 0.004
 #: Timings of a point over all rounds, of which the median counts.
 REPEATS = 3
@@ -26,11 +29,14 @@ REPEATS = 3
 
 @dataclass
 class Bench:
-    """One rank of a group that measures together: what it times is timed on all ranks at once, from the first's begin to the last's end.
+    """One rank of a group that measures together: what it times is timed on all ranks at once, from
+    the first's begin to the last's end.
 
-    [Note: the group's seconds] A step ends when its last rank does. Where ranks outnumber cores, the system lets some run to their end
-    before it lets others begin: each then sees a processor of its own on its own clock (4 ranks on 2 cores: 0.5 to 0.9 of the time that
-    passes for all). The ranks of a calibration are on one machine and read one clock, so their begins and ends can be compared.
+    [Note: the group's seconds] A step ends when its last rank does. Where ranks outnumber cores,
+    the system lets some run to their end
+    before it lets others begin: each then sees a processor of its own on its own clock (4 ranks on
+    2 cores: 0.5 to 0.9 of the time that passes for all). The ranks of a calibration are on one
+    machine and read one clock, so their begins and ends can be compared.
     """
 
     group: Group
@@ -49,7 +55,9 @@ class Bench:
         synchronize(self.device)
 
     def span(self, call: Callable[[], object], count: int = 1) -> tuple[float, float]:
-        """(begin, end) of `count` calls in a row on this rank, which begins when all are there. Collective."""
+        """(begin, end) of `count` calls in a row on this rank, which begins when all are there.
+        Collective.
+        """
         self.together()
         begin = time.perf_counter()
         for _ in range(count):
@@ -58,7 +66,9 @@ class Bench:
         return begin, time.perf_counter()
 
     def group_seconds(self, spans: Sequence[tuple[float, float]]) -> list[float]:
-        """Seconds that passed for the group in each span, the same on all ranks. Collective; see [Note: the group's seconds]."""
+        """Seconds that passed for the group in each span, the same on all ranks. Collective; see
+        [Note: the group's seconds].
+        """
         every = self._every([time for span in spans for time in span])
         begins, ends = every[:, 0::2].min(dim=0).values, every[:, 1::2].max(dim=0).values
         return [float(seconds) for seconds in ends - begins]
@@ -68,7 +78,8 @@ class Bench:
         return float(self._every([value]).max())
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Median seconds of `call` for the group: the first call is not counted, then as many as the sizes' budget has room for.
+        """Median seconds of `call` for the group: the first call is not counted, then as many as
+        the sizes' budget has room for.
 
         All ranks make the same number of calls, so `call` may be a collective.
         """
@@ -87,7 +98,12 @@ class Bench:
     def _every(self, values: Sequence[float]) -> torch.Tensor:
         """[ranks, len(values)] float64 on the host. Collective; waits for all."""
         mine = torch.tensor(values, dtype=torch.float64).view(torch.uint8)
-        return torch.stack([part.view(torch.float64) for part in self.group.exchange_control(mine, self.place("control"))])
+        return torch.stack(
+            [
+                part.view(torch.float64)
+                for part in self.group.exchange_control(mine, self.place("control"))
+            ]
+        )
 
 
 def measure_matrices(bench: Bench) -> tuple[MatrixPoint, ...]:
@@ -104,12 +120,18 @@ def measure_matrices(bench: Bench) -> tuple[MatrixPoint, ...]:
 
 
 def measure_blocks(bench: Bench) -> tuple[tuple[BlockPoint, ...], tuple[PassPoint, ...]]:
-    """A block's forward and backward pass at every width, length and dtype, weights and activations in that dtype; the same as passes."""
+    """A block's forward and backward pass at every width, length and dtype, weights and activations
+    in that dtype; the same as passes.
+    """
     out, passes = [], []
     for dtype in bench.sizes.dtypes:
         for hidden, tokens in bench.sizes.blocks:
             block = Block(hidden).to(device=bench.device, dtype=getattr(torch, dtype))
-            x = torch.randn(1, tokens, hidden, device=bench.device).to(getattr(torch, dtype)).requires_grad_()
+            x = (
+                torch.randn(1, tokens, hidden, device=bench.device)
+                .to(getattr(torch, dtype))
+                .requires_grad_()
+            )
 
             def step(block: Block = block, x: torch.Tensor = x) -> None:
                 block.zero_grad(set_to_none=True)

@@ -1,4 +1,6 @@
-"""Measuring a folder's disk with one bounded file that has no name: nothing is left, however this process ends."""
+"""Measuring a folder's disk with one bounded file that has no name: nothing is left, however this
+process ends.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from pathlib import Path
 from onefold.plan.measured import Disk
 
 CHUNK = 4 << 20
-#: Seconds after which writing stops, whatever is left: a slow disk shows its rate sooner than a fast one.
+#: Seconds after which writing stops, whatever is left: a slow disk shows its rate sooner than a
+#: fast one.
 LONGEST = 8.0
 
 
 def measure_disk(folder: str | Path, nbytes: int) -> Disk:
-    """Write `nbytes` at most (and at most a tenth of what is free), have them on the disk, and read them past the page cache.
+    """Write `nbytes` at most (and at most a tenth of what is free), have them on the disk, and read
+    them past the page cache.
 
     Raises:
         ValueError: the folder is not there, cannot be written, or is full.
@@ -27,14 +31,19 @@ def measure_disk(folder: str | Path, nbytes: int) -> Disk:
     free = shutil.disk_usage(path).free
     nbytes = min(nbytes, free // 10)
     if nbytes < CHUNK:
-        raise ValueError(f"--disk {folder}: {free:,} bytes are free, too few to measure; free some space or name another folder.")
+        raise ValueError(
+            f"--disk {folder}: {free:,} bytes are free, too few to measure; free some space or name"
+            " another folder."
+        )
     try:
         with tempfile.TemporaryFile(dir=path, buffering=0) as file:
             written, write_s = _write(file.fileno(), nbytes)
             cached = not _forget(file.fileno())
             read_s = _read(file.fileno(), written)
     except OSError as error:
-        raise ValueError(f"--disk {folder}: {error.strerror}. Name a folder that can be written.") from None
+        raise ValueError(
+            f"--disk {folder}: {error.strerror}. Name a folder that can be written."
+        ) from None
     return Disk(str(path.resolve()), write=written / write_s, read=written / read_s, cached=cached)
 
 
@@ -59,7 +68,9 @@ def _read(file: int, nbytes: int) -> float:
 
 
 def _forget(file: int) -> bool:
-    """Drop the file's pages, so that reading comes from the disk. False where the system has no way to ask."""
+    """Drop the file's pages, so that reading comes from the disk. False where the system has no way
+    to ask.
+    """
     if not hasattr(os, "posix_fadvise"):
         return False
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,6 @@
-"""Measuring the moves between placements as the engine makes them, and what computing beside one costs."""
+"""Measuring the moves between placements as the engine makes them, and what computing beside one
+costs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ROUNDS = 7
 
 
 class WriteCounters:
-    """The three moves of one flat fp32 buffer of `nbytes` bytes, cut evenly among the group's ranks."""
+    """The three moves of one flat fp32 buffer of `nbytes` bytes, cut evenly among the group's
+    ranks.
+    """
 
     def __init__(self, bench: Bench, nbytes: int) -> None:
         self.bench, self.group = bench, bench.group
@@ -32,13 +36,19 @@ class WriteCounters:
         return 4 * self.shard * (self.group.size - 1) * (2 if move == "all-reduce" else 1)
 
     def call(self, move: str) -> Callable[[], object]:
-        return {"all-gather": self.all_gather, "reduce-scatter": self.reduce_scatter, "all-reduce": self.all_reduce}[move]
+        return {
+            "all-gather": self.all_gather,
+            "reduce-scatter": self.reduce_scatter,
+            "all-reduce": self.all_reduce,
+        }[move]
 
     def all_gather(self) -> None:
         self.group.all_gather(self.full, self.bench.place("all-gather"), 0).wait()
 
     def reduce_scatter(self) -> torch.Tensor:
-        """Exchange of intervals and a local sum into a received part, which would become the gradient: fresh memory each time."""
+        """Exchange of intervals and a local sum into a received part, which would become the
+        gradient: fresh memory each time.
+        """
         own, parts = self._exchange("reduce-scatter")
         total, *others = parts
         for part in (own, *others):
@@ -55,7 +65,9 @@ class WriteCounters:
             mine.add_(part)
         sends = [(p, mine) for p in self._peers()]
         recvs = [(p, self._interval(total, p)) for p in self._peers()]
-        self.group.exchange(sends, recvs, self.bench.place("all-reduce"), 0, move="all-reduce").wait()
+        self.group.exchange(
+            sends, recvs, self.bench.place("all-reduce"), 0, move="all-reduce"
+        ).wait()
         return total
 
     def _exchange(self, move: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -102,12 +114,23 @@ def measure_overlap(bench: Bench) -> Overlap:
         beside.append(computed)
     seconds = bench.group_seconds(spans)
     medians = [statistics.median(seconds[i::3]) for i in range(3)]
-    return Overlap(compute=medians[0], gather=medians[1], together=medians[2], compute_beside=bench.greatest(statistics.median(beside)))
+    return Overlap(
+        compute=medians[0],
+        gather=medians[1],
+        together=medians[2],
+        compute_beside=bench.greatest(statistics.median(beside)),
+    )
 
 
-def _both(bench: Bench, gather: WriteCounters, compute: Callable[[], None]) -> tuple[tuple[float, float], float]:
+def _both(
+    bench: Bench, gather: WriteCounters, compute: Callable[[], None]
+) -> tuple[tuple[float, float], float]:
     """((begin, end) until both are done, seconds of the computing)."""
-    marks = [new_event(bench.device, timing=True) for _ in range(2)] if has_streams(bench.device) else []
+    marks = (
+        [new_event(bench.device, timing=True) for _ in range(2)]
+        if has_streams(bench.device)
+        else []
+    )
     bench.together()
     begin = time.perf_counter()
     pending = gather.group.all_gather(gather.full, bench.place("all-gather"), 0)

@@ -1,4 +1,5 @@
-"""The whole measurement on one rank: rounds of one number of ranks after another; the ranks beyond it sleep meanwhile.
+"""The whole measurement on one rank: rounds of one number of ranks after another; the ranks beyond
+it sleep meanwhile.
 
 ranks   0 ▐matrices blocks ... steps▌▐matrices ... moves overlap steps▌▐matrices blocks ... steps▌▐matrices ... moves overlap steps▌
         1 (waits, no thread spins)   ▐matrices ... moves overlap steps▌ (waits)                   ▐matrices ... moves overlap steps▌
@@ -32,18 +33,24 @@ from onefold.recipe.groups import FLAT
 #: Seconds a rank waits for another within a measurement.
 TIMEOUT = 120.0
 
-#: Takes the reference steps on a bench whose ranks are those of the process group given (None: a lone process).
+#: Takes the reference steps on a bench whose ranks are those of the process group given (None: a
+#: lone process).
 Steps = Callable[[Bench, "dist.ProcessGroup | None"], tuple[StepPoint, ...]]
 
 
 def measure(
-    sizes: Sizes, threads: Mapping[int, int], device: torch.device, say: Callable[[str], None], steps: Steps | None = None
+    sizes: Sizes,
+    threads: Mapping[int, int],
+    device: torch.device,
+    say: Callable[[str], None],
+    steps: Steps | None = None,
 ) -> tuple[tuple[AtRanks, ...], HostLink | None]:
-    """Measure with one number of ranks after another, in rounds. Collective over all ranks; rank 0 takes part in all, and only its result
-    is whole.
+    """Measure with one number of ranks after another, in rounds. Collective over all ranks; rank 0
+    takes part in all, and only its result is whole.
 
     Args:
-        threads: of one rank on a CPU, by number of ranks at work; no number is greater than the world size.
+        threads: of one rank on a CPU, by number of ranks at work; no number is greater than the
+            world size.
         say: called on rank 0 with what is measured next.
         steps: takes the reference steps; None leaves them out.
     """
@@ -53,16 +60,24 @@ def measure(
     link: HostLink | None = None
     # Waits are on the host, where no thread spins beside those that are measured.
     everyone = dist.new_group(backend="gloo") if dist.is_initialized() else None
-    members = {count: dist.new_group(list(range(count))) if dist.is_initialized() else None for count in threads}
-    groups = {count: Group(members[count], device, TIMEOUT, FLAT) for count in threads if rank < count}
+    members = {
+        count: dist.new_group(list(range(count))) if dist.is_initialized() else None
+        for count in threads
+    }
+    groups = {
+        count: Group(members[count], device, TIMEOUT, FLAT) for count in threads if rank < count
+    }
     for number in range(sizes.rounds):
         for count in threads:
             if rank < count:
                 if device.type == "cpu":
                     torch.set_num_threads(threads[count])
                 bench = Bench(groups[count], device, sizes)
-                found.setdefault(count, []).append(_measure_together(bench, members[count], say, steps))
-                if (number, count) == (0, next(iter(threads))):  # ranks must agree on whether to: some of them come later
+                found.setdefault(count, []).append(
+                    _measure_together(bench, members[count], say, steps)
+                )
+                # Ranks must agree on whether to: some of them come later
+                if (number, count) == (0, next(iter(threads))):
                     link = measure_host_link(bench)
             if everyone is not None:
                 dist.barrier(group=everyone)
@@ -76,7 +91,9 @@ def says(counts: Iterable[int], sizes: Sizes, steps: bool) -> int:
     return sizes.rounds * sum(5 + steps + (len(MOVES) + 1 if count > 1 else 0) for count in counts)
 
 
-def _measure_together(bench: Bench, members: dist.ProcessGroup | None, say: Callable[[str], None], steps: Steps | None) -> AtRanks:
+def _measure_together(
+    bench: Bench, members: dist.ProcessGroup | None, say: Callable[[str], None], steps: Steps | None
+) -> AtRanks:
     size = bench.group.size
     suffix = f"{size} rank{'s' if size > 1 else ''}"
     say(f"matrix products, {suffix}")
@@ -101,7 +118,9 @@ def _measure_together(bench: Bench, members: dist.ProcessGroup | None, say: Call
         say(f"training steps, {suffix}")
         taken = steps(bench, members)
     threads = torch.get_num_threads() if bench.device.type == "cpu" else 1
-    return AtRanks(size, threads, matrices, blocks, copies, optimizer, moves, overlap, passes, taken)
+    return AtRanks(
+        size, threads, matrices, blocks, copies, optimizer, moves, overlap, passes, taken
+    )
 
 
 def _silent(text: str) -> None:

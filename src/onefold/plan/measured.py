@@ -1,4 +1,6 @@
-"""The figures of one machine as they were measured; `Calibration` holds them and answers questions."""
+"""The figures of one machine as they were measured; `Calibration` holds them and answers
+questions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from onefold.plan.costs import Kernels
 from onefold.plan.curve import Curve
 from onefold.plan.schema import MOVES
 
-#: Bytes that a fused AdamW moves for each fp32 element: it reads parameter, gradient and two moments, and writes all but the gradient.
+#: Bytes that a fused AdamW moves for each fp32 element: it reads parameter, gradient and two
+#: moments, and writes all but the gradient.
 ADAMW_BYTES = 28
 
 Points = tuple[tuple[float, float], ...]
@@ -37,7 +40,8 @@ class MatrixPoint:
 class BlockPoint:
     """Forward and backward pass of one transformer block over `tokens` tokens in one sequence.
 
-    FLOPs are the model's: 6·12h² + 12·h·s a token (PaLM, appendix B, for one layer), whatever the kernels really do.
+    FLOPs are the model's: 6·12h² + 12·h·s a token (PaLM, appendix B, for one layer), whatever the
+    kernels really do.
     """
 
     dtype: str
@@ -53,7 +57,8 @@ class BlockPoint:
 class Overlap:
     """A gather beside matrix products, and each of them alone, in seconds.
 
-    `hidden` is the share of the shorter that vanished: together = compute + gather - hidden · min(compute, gather).
+    `hidden` is the share of the shorter that vanished: together = compute + gather - hidden ·
+    min(compute, gather).
     """
 
     compute: float
@@ -77,7 +82,9 @@ class Overlap:
 
 @dataclass(frozen=True)
 class PassPoint:
-    """Forward and backward pass of something, on its own: what ran and the seconds it took. See `onefold.plan.costs`."""
+    """Forward and backward pass of something, on its own: what ran and the seconds it took. See
+    `onefold.plan.costs`.
+    """
 
     dtype: str
     kernels: Kernels
@@ -94,7 +101,8 @@ class StepPoint:
     Attributes:
         dtype: of the computation; stage: 0 or 3.
         hidden, tokens: width of its blocks, and tokens of a micro-batch (one sequence).
-        micro_batches: of a step. flops: model FLOPs of the whole step, as `BlockPoint` counts them, and 6 a weight and token of the head.
+        micro_batches: of a step. flops: model FLOPs of the whole step, as `BlockPoint` counts them,
+            and 6 a weight and token of the head.
         kernels: what runs in all its passes.
         numel: elements of the model; stepped: those that this rank's optimizer steps.
         wire, calls: payload bytes that a rank sends in the step, and collectives, by move.
@@ -120,18 +128,22 @@ class StepPoint:
             raise ValueError(f"stage {self.stage}: expected 0, 1, 2 or 3.")
         if set(self.wire) != set(self.calls):
             raise ValueError(
-                f"wire names {', '.join(self.wire) or 'no move'} and calls {', '.join(self.calls) or 'none'}: expected the same."
+                f"wire names {', '.join(self.wire) or 'no move'} and calls"
+                f" {', '.join(self.calls) or 'none'}: expected the same."
             )
 
 
 @dataclass(frozen=True)
 class AtRanks:
-    """What one rank does while `ranks` ranks of this machine, of `threads` threads each, do the same.
+    """What one rank does while `ranks` ranks of this machine, of `threads` threads each, do the
+    same.
 
     Attributes:
         copies: (bytes read and written, seconds) of a copy within memory.
-        optimizer: (bytes moved, seconds) of a fused AdamW step over a flat fp32 shard, `ADAMW_BYTES` an element.
-        moves: (payload bytes that one rank sends, seconds) by move, as the traffic ledger counts them; {} for one rank.
+        optimizer: (bytes moved, seconds) of a fused AdamW step over a flat fp32 shard,
+            `ADAMW_BYTES` an element.
+        moves: (payload bytes that one rank sends, seconds) by move, as the traffic ledger counts
+            them; {} for one rank.
         overlap: None for one rank.
         passes, steps: see there; () in files that are older than they.
     """
@@ -152,14 +164,24 @@ class AtRanks:
         for points in (self.copies, self.optimizer, *self.moves.values()):
             Curve(points)
         if self.ranks > 1 and not set(MOVES) <= set(self.moves):
-            raise ValueError(f"moves of {self.ranks} ranks: expected {', '.join(MOVES)}, found {', '.join(self.moves) or 'none'}.")
+            raise ValueError(
+                f"moves of {self.ranks} ranks: expected {', '.join(MOVES)}, found"
+                f" {', '.join(self.moves) or 'none'}."
+            )
         if self.ranks > 1 and self.overlap is None:
             raise ValueError(f"overlap of {self.ranks} ranks: expected figures, found none.")
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """Seconds over bytes of each move, of "copy" and of "optimizer"."""
-        return {name: Curve(points) for name, points in (*self.moves.items(), ("copy", self.copies), ("optimizer", self.optimizer))}
+        return {
+            name: Curve(points)
+            for name, points in (
+                *self.moves.items(),
+                ("copy", self.copies),
+                ("optimizer", self.optimizer),
+            )
+        }
 
 
 @dataclass(frozen=True)
@@ -175,7 +197,9 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second of one process in `folder`: written through to the disk; read past the page cache where `cached` is false."""
+    """Bytes per second of one process in `folder`: written through to the disk; read past the page
+    cache where `cached` is false.
+    """
 
     folder: str
     write: float
@@ -187,11 +211,15 @@ class Disk:
 
 
 def middle(rounds: Sequence[AtRanks]) -> AtRanks:
-    """Rounds of one measurement as one: of each figure its median. Rounds lie apart in time, so that no slow moment decides."""
+    """Rounds of one measurement as one: of each figure its median. Rounds lie apart in time, so
+    that no slow moment decides.
+    """
     first = rounds[0]
 
     def points(name: str) -> tuple[Any, ...]:
-        return tuple(_median_record(same) for same in zip(*(getattr(r, name) for r in rounds), strict=True))
+        return tuple(
+            _median_record(same) for same in zip(*(getattr(r, name) for r in rounds), strict=True)
+        )
 
     def seconds(of: Sequence[Points]) -> Points:
         return tuple((same[0][0], median(y for _, y in same)) for same in zip(*of, strict=True))
@@ -212,7 +240,9 @@ def middle(rounds: Sequence[AtRanks]) -> AtRanks:
 def _median_record(same: Sequence[Any]) -> Any:
     """Records that agree in all but their measured figures, which become medians."""
     figures = [f.name for f in fields(same[0]) if f.type == "float"]
-    return replace(same[0], **{name: median(getattr(record, name) for record in same) for name in figures})
+    return replace(
+        same[0], **{name: median(getattr(record, name) for record in same) for name in figures}
+    )
 
 
 def _positive(record: Any, *names: str) -> None:

@@ -3,7 +3,8 @@
     units     0      1      2      3      4          the last ones leave first: their transfers have the longest time to hide
     share                          [ 0.4        ]    (runtime/placement.py)
 
-Units leave whole, so that a share stands for a number of them. The device holds less the more of them leave: halving finds the least.
+Units leave whole, so that a share stands for a number of them. The device holds less the more of
+them leave: halving finds the least.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from onefold.plan.shapes import ModelShape
 
 
 def shares_of(sizes: Sequence[int]) -> list[float]:
-    """For 1, 2, ... of the last units with trained parameters, all left out: the shortest decimal share that takes just these.
+    """For 1, 2, ... of the last units with trained parameters, all left out: the shortest decimal
+    share that takes just these.
 
     Args:
         sizes: trained elements by unit.
@@ -28,7 +30,9 @@ def shares_of(sizes: Sequence[int]) -> list[float]:
 
 
 def _shortest(low: int, high: int, total: int) -> float:
-    """The decimal of fewest digits by which more than `low` elements of `total` leave, and no more than `high`."""
+    """The decimal of fewest digits by which more than `low` elements of `total` leave, and no more
+    than `high`.
+    """
     for digits in range(1, 16):
         share = floor(high / total * 10**digits) / 10**digits
         if low < total * share <= high:
@@ -36,9 +40,11 @@ def _shortest(low: int, high: int, total: int) -> float:
     return (low + high) / 2 / total
 
 
-def smallest_share(model: ModelShape, scheme: Scheme, answer: Callable[[Scheme], Candidate]) -> Candidate | None:
-    """`scheme` with the smallest share below 1 at which the device has room for the rest; None if all of it has to leave or nothing, or
-    if that share does not fit beyond the device.
+def smallest_share(
+    model: ModelShape, scheme: Scheme, answer: Callable[[Scheme], Candidate]
+) -> Candidate | None:
+    """`scheme` with the smallest share below 1 at which the device has room for the rest; None if
+    all of it has to leave or nothing, or if that share does not fit beyond the device.
     """
     if answer(scheme).spare < 0 or answer(scheme.with_(offload="none")).fits:
         return None

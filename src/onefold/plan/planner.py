@@ -1,9 +1,10 @@
 """`onefold.plan`: will it fit, how fast will it go, which stage is needed.
 
-    model    a module, a folder or config.json, `module:factory`, a public architecture's name, or a number of parameters
-    machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate` measured it
-    job      sequence, micro-batch, global batch, precision, checkpointing, optimizer, LoRA, offload
-             └──► Plan: every stage side by side, the recommendation, what the next steps would buy
+model    a module, a folder or config.json, `module:factory`, a public architecture's name, or a number of parameters
+machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate`
+measured it
+job      sequence, micro-batch, global batch, precision, checkpointing, optimizer, LoRA, offload
+         └──► Plan: every stage side by side, the recommendation, what the next steps would buy
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ class Plan:
     """The answers, per rank. `print` shows them as `onefold plan` does.
 
     Attributes:
-        stages: one candidate a stage, 0 to 3, as the job is asked (or at the recommendation's checkpointing and micro-batch); those alone
-            that can keep states where the job says.
+        stages: one candidate a stage, 0 to 3, as the job is asked (or at the recommendation's
+            checkpointing and micro-batch); those alone that can keep states where the job says.
         recommended: what to run, None if nothing fits; `why_not` says what is nearest then.
-        slow_links: where nodes hang on slow links, every way to send less between them; None where they do not.
-        sums: the recommendation with gradients added up in rank order, and by NCCL; None where there is no choice.
+        slow_links: where nodes hang on slow links, every way to send less between them; None where
+            they do not.
+        sums: the recommendation with gradients added up in rank order, and by NCCL; None where
+            there is no choice.
         next_steps: what the steps of the ladder behind the recommendation would buy.
         largest_micro_batch: samples that fit, by stage; 0 where none does.
         largest_model: parameters of the deepest model of this width that fits, by stage.
@@ -77,7 +80,9 @@ class Plan:
 
     @property
     def shown(self) -> Candidate:
-        """What is shown in detail: the recommendation; where nothing fits, the last of the stages that were asked for."""
+        """What is shown in detail: the recommendation; where nothing fits, the last of the stages
+        that were asked for.
+        """
         return self.recommended or _last_asked(self.stages, self.asked)
 
     @property
@@ -94,11 +99,18 @@ class Plan:
             return recipe
         disk = getattr(self.machine.measured, "disk", None)
         if disk is None:
-            raise ValueError(f"the plan is {self.recommended.scheme}, and no folder for it is known: give nvme='/path/on/the/disk'.")
+            raise ValueError(
+                f"the plan is {self.recommended.scheme}, and no folder for it is known: give"
+                " nvme='/path/on/the/disk'."
+            )
         return recipe.replace(nvme=(disk.folder,))
 
     def __repr__(self) -> str:
-        best = f"{self.recommended.scheme}, micro-batch {self.recommended.scheme.micro_batch}" if self.recommended else "nothing fits"
+        best = (
+            f"{self.recommended.scheme}, micro-batch {self.recommended.scheme.micro_batch}"
+            if self.recommended
+            else "nothing fits"
+        )
         return f"Plan({self.model.name} on {self.machine.ranks} × {self.machine.gpu.name}: {best})"
 
     def __str__(self) -> str:
@@ -113,7 +125,9 @@ class Plan:
         return text.getvalue().rstrip()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: what `onefold plan --json` prints. `recipe` are the arguments of `Recipe.zero`, dtypes by their names in torch."""
+        """Plain data: what `onefold plan --json` prints. `recipe` are the arguments of
+        `Recipe.zero`, dtypes by their names in torch.
+        """
         return {
             "schema": 1,
             "model": {
@@ -155,7 +169,12 @@ class Plan:
         options.pop("nvme", None)
         options |= scheme.asked | ({"nvme": folders} if folders else {})
         sums = COMPUTE_DTYPES[self.job.accumulate]
-        asked = {"stage": scheme.stage, "precision": self.job.precision, "accumulate_dtype": sums, **options}
+        asked = {
+            "stage": scheme.stage,
+            "precision": self.job.precision,
+            "accumulate_dtype": sums,
+            **options,
+        }
         return {name: _plain(value) for name, value in asked.items()}
 
 
@@ -198,15 +217,18 @@ def plan(
     """Account for every stage of a job on a machine and recommend one.
 
     Args:
-        model: see this module's table. A module (or its code) is traced on fake tensors; a name or a size is taken by formulas.
+        model: see this module's table. A module (or its code) is traced on fake tensors; a name or
+            a size is taken by formulas.
         machine: from `onefold.plan.hardware.machine`, or `hardware.calibrated` for this one.
         stages: those that may be recommended; () for all.
-        batch: the batch of a given number of samples, for modules that are no language model of `input_ids` and `labels`.
+        batch: the batch of a given number of samples, for modules that are no language model of
+            `input_ids` and `labels`.
         loss: the scalar of the module's output.
         largest: also find the largest micro-batch and model for every stage.
 
     Raises:
-        ValueError: a name that is not known, a batch that does not divide, a module that cannot be traced.
+        ValueError: a name that is not known, a batch that does not divide, a module that cannot be
+            traced.
     """
     job = job or Job()
     subject = subject_of(model, job, batch, loss, machine)
@@ -217,7 +239,11 @@ def plan(
     question = Question(shape, activities, machine, job, software)
     best = recommend(question, stages)
     like = best.scheme if best is not None else rungs(job, machine.ranks, stages)[0][0]
-    columns = [_column(s, like, job) for s in (0, 1, 2, 3) if not (job.places or job.wires) or can_be(job, s)]
+    columns = [
+        _column(s, like, job)
+        for s in (0, 1, 2, 3)
+        if not (job.places or job.wires) or can_be(job, s)
+    ]
     shown = tuple(question.answer(scheme) for scheme in columns)
     slow = slow_links(question, best, stages) if best is not None else None
     best = slow.taken if slow is not None else best
@@ -227,7 +253,10 @@ def plan(
         found = largest_micro_batch(question, scheme)
         micro[scheme.stage] = found.scheme.micro_batch if found else 0
         models[scheme.stage] = largest_model(question, scheme, subject.another)
-    sizes = {*micro.values(), *([best.scheme.micro_batch] if best is not None and not job.micro_batch else [])}
+    sizes = {
+        *micro.values(),
+        *([best.scheme.micro_batch] if best is not None and not job.micro_batch else []),
+    }
     further = tuple(_next_steps(question, best, stages)) if best is not None else ()
     return Plan(
         model=shape,
@@ -251,12 +280,16 @@ def plan(
 
 
 def _last_asked(candidates: tuple[Candidate, ...], stages: tuple[int, ...]) -> Candidate:
-    """The last of `candidates` at one of `stages`; the last of all, if there is none (states that stages cannot have elsewhere)."""
+    """The last of `candidates` at one of `stages`; the last of all, if there is none (states that
+    stages cannot have elsewhere).
+    """
     return ([c for c in candidates if c.scheme.stage in stages] or candidates)[-1]
 
 
 def _column(stage: int, like: Scheme, job: Job) -> Scheme:
-    """The scheme of one stage side by side with the others: offloaded only if that was asked for and the stage can be."""
+    """The scheme of one stage side by side with the others: offloaded only if that was asked for
+    and the stage can be.
+    """
     try:
         return Scheme(stage, like.checkpointing, job.offload or "none", like.micro_batch)
     except ValueError:
@@ -264,7 +297,9 @@ def _column(stage: int, like: Scheme, job: Job) -> Scheme:
 
 
 def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) -> list[Candidate]:
-    """The steps of the ladder behind the recommendation, at its micro-batch, each of which saves more than those before it."""
+    """The steps of the ladder behind the recommendation, at its micro-batch, each of which saves
+    more than those before it.
+    """
     out: list[Candidate] = []
     micro, wires = best.scheme.micro_batch, best.scheme.wires
     order = [candidate.scheme.with_(micro_batch=micro) for candidate in ladder(question, stages)]
@@ -273,7 +308,9 @@ def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) ->
             found = question.answer(later.with_(wires=wires))
         except ValueError:  # that way cannot be with states elsewhere
             found = question.answer(later)
-        if found.account.peak_bytes < min([best.account.peak_bytes, *(c.account.peak_bytes for c in out)]):
+        if found.account.peak_bytes < min(
+            [best.account.peak_bytes, *(c.account.peak_bytes for c in out)]
+        ):
             out.append(found)
     return out
 
@@ -283,8 +320,17 @@ def _slow(job: Job, machine: Machine) -> tuple[str, ...]:
     rates = machine.gpu.rates
     if job.computes in rates or machine.gpu.name == "here":
         return ()
-    other = "; --precision fp16 would run at its own rate" if job.computes == "bf16" and "fp16" in rates else ""
-    return (f"{machine.gpu.title or machine.gpu.name} has no {job.computes}: seconds are at its fp32 rate{other}",)
+    other = (
+        "; --precision fp16 would run at its own rate"
+        if job.computes == "bf16" and "fp16" in rates
+        else ""
+    )
+    return (
+        (
+            f"{machine.gpu.title or machine.gpu.name} has no {job.computes}: seconds are at its"
+            f" fp32 rate{other}"
+        ),
+    )
 
 
 def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) -> tuple[str, ...]:
@@ -300,10 +346,14 @@ def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) 
 def _convention(job: Job) -> str:
     rows, found, kept = job.recipe(3), job.convention, job.moment_bytes
     return (
-        f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients ({_name(rows.sums_dtype)}) + "
-        f"{found.optimizer - kept:g} master weights + {kept:g} {job.optimizer} states = {found.total:g}; gradients are gone between steps"
+        f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients"
+        f" ({_name(rows.sums_dtype)}) + {found.optimizer - kept:g} master weights + {kept:g}"
+        f" {job.optimizer} states = {found.total:g}; gradients are gone between steps"
     )
 
 
 def _name(dtype: torch.dtype) -> str:
-    return next((name for name, known in COMPUTE_DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    return next(
+        (name for name, known in COMPUTE_DTYPES.items() if known == dtype),
+        str(dtype).removeprefix("torch."),
+    )

@@ -1,4 +1,6 @@
-"""Dataclasses out of JSON, with the path of the key that does not fit: what `dataclasses.asdict` wrote, and nothing else."""
+"""Dataclasses out of JSON, with the path of the key that does not fit: what `dataclasses.asdict`
+wrote, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ from typing import Any
 
 
 def decode(kind: Any, value: Any, where: str = "") -> Any:
-    """`value`, as `json.load` gave it, as an instance of `kind`: a dataclass, a tuple, a dict, an optional or a plain type.
+    """`value`, as `json.load` gave it, as an instance of `kind`: a dataclass, a tuple, a dict, an
+    optional or a plain type.
 
     Raises:
-        ValueError: a key is missing, is not known, or holds something else; the message begins with the key's path.
+        ValueError: a key is missing, is not known, or holds something else; the message begins with
+            the key's path.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind):
@@ -27,12 +31,21 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
         _expect(isinstance(value, Mapping), where, "keys and values", value)
         return {key: decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if kind is float:
-        _expect(isinstance(value, int | float) and not isinstance(value, bool), where, "a number", value)
+        _expect(
+            isinstance(value, int | float) and not isinstance(value, bool), where, "a number", value
+        )
         return float(value)
     if kind is int:
-        _expect(isinstance(value, int) and not isinstance(value, bool), where, "a whole number", value)
+        _expect(
+            isinstance(value, int) and not isinstance(value, bool), where, "a whole number", value
+        )
         return value
-    _expect(isinstance(value, kind), where, {str: "a text", bool: "true or false"}.get(kind, str(kind)), value)
+    _expect(
+        isinstance(value, kind),
+        where,
+        {str: "a text", bool: "true or false"}.get(kind, str(kind)),
+        value,
+    )
     return value
 
 
@@ -42,8 +55,14 @@ def _decode_record(kind: Any, value: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(value) - set(known))
     if unknown:
-        raise ValueError(f"{_join(where, unknown[0])}: unknown key; known here are {', '.join(known)}.")
-    missing = [n for n, f in known.items() if n not in value and f.default is MISSING and f.default_factory is MISSING]
+        raise ValueError(
+            f"{_join(where, unknown[0])}: unknown key; known here are {', '.join(known)}."
+        )
+    missing = [
+        n
+        for n, f in known.items()
+        if n not in value and f.default is MISSING and f.default_factory is MISSING
+    ]
     if missing:
         raise ValueError(f"{_join(where, missing[0])}: this key is missing.")
     given = {name: decode(hints[name], item, _join(where, name)) for name, item in value.items()}
@@ -58,7 +77,10 @@ def _decode_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[A
     if arguments[-1] is Ellipsis:
         return tuple(decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     _expect(len(value) == len(arguments), where, f"a list of {len(arguments)}", value)
-    return tuple(decode(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
+    return tuple(
+        decode(a, item, f"{where}[{i}]")
+        for i, (a, item) in enumerate(zip(arguments, value, strict=True))
+    )
 
 
 def _join(where: str, name: str) -> str:
@@ -68,4 +90,7 @@ def _join(where: str, name: str) -> str:
 def _expect(fits: bool, where: str, expected: str, value: Any) -> None:
     if not fits:
         shown = repr(value)
-        raise ValueError(f"{where or 'the file'}: expected {expected}, found {shown if len(shown) < 60 else shown[:57] + '...'}.")
+        raise ValueError(
+            f"{where or 'the file'}: expected {expected}, found"
+            f" {shown if len(shown) < 60 else shown[:57] + '...'}."
+        )

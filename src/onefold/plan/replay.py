@@ -1,18 +1,22 @@
-"""The engine's schedule of one optimizer step, replayed in integers: every buffer taken and given back, in order.
+"""The engine's schedule of one optimizer step, replayed in integers: every buffer taken and given
+back, in order.
 
     forward    take 0 | take 1, give 0 | ...                     gathered units, prefetch ahead
     backward   take n | arrival: reduction buffer | parts | land: gradients, give | ...
     boundary   (moments, gradients) ──► gradients dropped
 
-Over groups a reduction lands twice: the sums of the first hop travel on, or are held in the group until the boundary. What travels encoded
-has a buffer of bytes beside the whole while it is on its way.
+Over groups a reduction lands twice: the sums of the first hop travel on, or are held in the group
+until the boundary. What travels encoded has a buffer of bytes beside the whole while it is on its
+way.
 
-Where state rests off the device its gradients leave as they land (on a GPU a window of them is still there, read by copies), and where
-parameters are read from a disk one unit more has its buffer.
+Where state rests off the device its gradients leave as they land (on a GPU a window of them is
+still there, read by copies), and where parameters are read from a disk one unit more has its
+buffer.
 
-It mirrors runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state (orders learned, every unit used once in each
-pass, every trainable parameter gets a gradient) and is checked against the ledger of the real engine, byte for byte. Activations are not
-the engine's: `Moment`s name the unit and the phase so that a trace can be laid over them.
+It mirrors runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state (orders
+learned, every unit used once in each pass, every trainable parameter gets a gradient) and is
+checked against the ledger of the real engine, byte for byte. Activations are not the engine's:
+`Moment`s name the unit and the phase so that a trace can be laid over them.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ from onefold.recipe.groups import GROUP
 
 @dataclass(frozen=True)
 class Moment:
-    """The engine's bytes at their largest while one unit runs: `phase` "forward", "backward" or "step"; by category."""
+    """The engine's bytes at their largest while one unit runs: `phase` "forward", "backward" or
+    "step"; by category.
+    """
 
     micro_batch: int
     phase: str
@@ -80,13 +86,15 @@ class _Unit:
 
 
 class Replay(Holding):
-    """One rank's steps. `run(micro_batches)` is a step; `moments` are what was seen, `peak` the largest of them."""
+    """One rank's steps. `run(micro_batches)` is a step; `moments` are what was seen, `peak` the
+    largest of them.
+    """
 
     def __init__(self, units: list[UnitPlan], recipe: Recipe, window: int = 0) -> None:
         """
         Args:
-            window: bytes of gradients that a copy to the host may hold on the device (`onefold.device.copies.WINDOW`); 0 where copies are
-                done at once.
+            window: bytes of gradients that a copy to the host may hold on the device
+                (`onefold.device.copies.WINDOW`); 0 where copies are done at once.
         """
         super().__init__()
         self.window = window
@@ -98,9 +106,11 @@ class Replay(Holding):
         self.from_disk = bool(self.ahead) and any(_on_disk(f) for u in units for f in u.flats)
         self.unsharded = all(f.unsharded for u in units for f in u.flats)
         self.outer = outer(units)
-        self.ends_first = any(u.looks_up_only for u in units)  # the embedding is a unit of its own, so the root is a final norm or a head
+        # The embedding is a unit of its own, so the root is a final norm or a head
+        self.ends_first = any(u.looks_up_only for u in units)
         self.moments: list[Moment] = []
-        self.grads: dict[int, Buffer] = {}  # whole gradients kept until the boundary, by id of the flat
+        # Whole gradients kept until the boundary, by id of the flat
+        self.grads: dict[int, Buffer] = {}
         self.inside: dict[int, Buffer] = {}  # sums inside the group that wait for it
         self.has_grad: set[int] = set()
         self.unused: set[int] = set()  # gathered ahead of their use
@@ -111,11 +121,15 @@ class Replay(Holding):
         self.holding = False
 
     def _moment(self, micro_batch: int, phase: str, unit: str) -> None:
-        """Close a slot: its largest sum goes on record, the next slot starts from what is held now."""
-        self.moments.append(Moment(micro_batch, phase, unit, {k: v for k, v in self._high[1].items() if v}))
+        """Close a slot: its largest sum goes on record, the next slot starts from what is held
+        now.
+        """
+        self.moments.append(
+            Moment(micro_batch, phase, unit, {k: v for k, v in self._high[1].items() if v})
+        )
         self._high = self.total, dict(self.now)
 
-    # -- a step ----------------------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def run(self, micro_batches: int = 1) -> Replay:
         """One optimizer step, begun and ended at rest."""
@@ -131,7 +145,7 @@ class Replay(Holding):
         self.has_grad.clear()
         return self
 
-    # -- forward ---------------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def _order(self) -> list[_Unit]:
         return [u for u in self.units if not u.plan.resident]
@@ -151,7 +165,8 @@ class Replay(Holding):
 
     def _leave(self, unit: _Unit, k: int) -> None:
         self._moment(k, "forward", unit.plan.name)
-        if unit.plan.turns:  # it waits for the backward pass, as what is gathered ahead waits for its use
+        # It waits for the backward pass, as what is gathered ahead waits for its use
+        if unit.plan.turns:
             unit.claimed = False
             self.unused.add(unit.index)
         elif unit.gathered and self.recipe.reshard_after_forward:
@@ -179,11 +194,22 @@ class Replay(Holding):
                 self._launch(following)
                 ahead += 1
         if self.from_disk and self.cursor and not self.cursor[0].gathered:
-            self._hold(self.cursor[0], [i for i, f in enumerate(self.cursor[0].plan.flats) if _on_disk(f) and self._reads(f)])
+            self._hold(
+                self.cursor[0],
+                [
+                    i
+                    for i, f in enumerate(self.cursor[0].plan.flats)
+                    if _on_disk(f) and self._reads(f)
+                ],
+            )
 
     @staticmethod
     def _bytes(unit: _Unit) -> int:
-        return sum(flat.numel * flat.dtypes.compute.itemsize for flat in unit.plan.flats if not flat.resident)
+        return sum(
+            flat.numel * flat.dtypes.compute.itemsize
+            for flat in unit.plan.flats
+            if not flat.resident
+        )
 
     def _launch(self, unit: _Unit) -> None:
         unit.gathered = True
@@ -201,7 +227,9 @@ class Replay(Holding):
             self._give(buffer)
 
     def _reads(self, flat: FlatPlan) -> bool:
-        """Whether a gather begins with the masters: where something is kept of them, only the first after a step."""
+        """Whether a gather begins with the masters: where something is kept of them, only the first
+        after a step.
+        """
         keeps = flat.division.gathered is not None or flat.division.has_secondary
         return not keeps or (self.renewing and flat.trainable)
 
@@ -220,7 +248,7 @@ class Replay(Holding):
         for _, buffer in sorted(held.items()):
             self._give(buffer)
 
-    # -- backward --------------------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def _backward(self, k: int, deferring: bool) -> None:
         self.flying: list[_Reduction] = []
@@ -229,9 +257,12 @@ class Replay(Holding):
         self.copies: list[int] = []
         self.renewing = False
         order = _backwards(self.units)
-        self.cursor = [u for u in order if not u.plan.resident and not u.plan.looks_up_only and not u.gathered]
+        self.cursor = [
+            u for u in order if not u.plan.resident and not u.plan.looks_up_only and not u.gathered
+        ]
         around: list[_Unit] = []
-        tail: list[_Unit] = []  # the root where it holds nothing but what follows the blocks: done before them
+        # The root where it holds nothing but what follows the blocks: done before them
+        tail: list[_Unit] = []
         for unit in order:
             if tail and any(c.isdigit() for c in unit.plan.name):
                 self._complete(tail.pop(), k, deferring)
@@ -269,7 +300,9 @@ class Replay(Holding):
         self._moment(k, "backward", "(end)")
 
     def _early(self, unit: _Unit, deferring: bool) -> None:
-        """A unit around others has parameters whose gradients come first (a final norm, a head): its buffer is there from then on."""
+        """A unit around others has parameters whose gradients come first (a final norm, a head):
+        its buffer is there from then on.
+        """
         for flat in unit.plan.flats:
             if flat.trainable and not flat.unsharded:
                 self._store(flat, deferring)
@@ -326,14 +359,21 @@ class Replay(Holding):
         if r.buffer.dtype != wire:
             r.sent = self._take(r.buffer.numel, wire, REDUCTION)
         peers = hop.size - 1
-        if r.is_last and not flat.broadcast_back and hop.size > 1 and wire == flat.dtypes.sums == r.buffer.dtype:
+        if (
+            r.is_last
+            and not flat.broadcast_back
+            and hop.size > 1
+            and wire == flat.dtypes.sums == r.buffer.dtype
+        ):
             r.into, peers = Buffer(hop.own, wire, REDUCTION, pooled=False), peers - 1
             self._add(REDUCTION, r.into.nbytes)
         if peers:
             r.lent = self._take(peers * hop.own, wire, REDUCTION)
 
     def _send_at_once(self, r: _Reduction, by_backend: bool) -> None:
-        """All parts into the rows of one buffer, or what the backend makes of them; see [Note: all parts at once] in runtime/summing.py."""
+        """All parts into the rows of one buffer, or what the backend makes of them; see [Note: all
+        parts at once] in runtime/summing.py.
+        """
         flat, hop, wire = r.flat, r.hop, r.flat.dtypes.wire
         narrowed, r.rows = r.buffer.dtype != wire, 1 if by_backend else hop.size
         if narrowed and not by_backend:  # this rank's own part stays where it is
@@ -348,10 +388,16 @@ class Replay(Holding):
             r.lent = self._take(r.rows * hop.own, wire, REDUCTION)
 
     def _is_due(self) -> bool:
-        """Whether to wait for the oldest: too many are under way, or it has a hop to go and another unit has been sent since."""
+        """Whether to wait for the oldest: too many are under way, or it has a hop to go and another
+        unit has been sent since.
+        """
         if len(self.flying) > self.in_flight:
             return not self.in_flight or sum(r.buffer.nbytes for r in self.flying) > SMALL_TRAFFIC
-        return bool(self.flying) and not self.flying[0].is_last and self.flying[0].unit != self.flying[-1].unit
+        return (
+            bool(self.flying)
+            and not self.flying[0].is_last
+            and self.flying[0].unit != self.flying[-1].unit
+        )
 
     def _land(self, r: _Reduction) -> None:
         flat, sums = r.flat, r.flat.dtypes.sums
@@ -382,7 +428,9 @@ class Replay(Holding):
             self.crossing.append(r)
 
     def _wait_inside(self, flat: FlatPlan, total: Buffer) -> bool:
-        """Before the boundary the group's sums stay; see [Note: held sums] in runtime/summing.py."""
+        """Before the boundary the group's sums stay; see [Note: held sums] in
+        runtime/summing.py.
+        """
         if (held := self.inside.pop(id(flat), None)) is not None:
             self._give(held)
         if self.holding:
@@ -391,7 +439,9 @@ class Replay(Holding):
         return self.holding
 
     def _bring_down(self, nbytes: int) -> None:
-        """A copy to the host reads them for a while: as long as the window lets it, which is as slow as copies can be."""
+        """A copy to the host reads them for a while: as long as the window lets it, which is as
+        slow as copies can be.
+        """
         if not self.window:
             return
         self.leaving.append(nbytes)
@@ -400,7 +450,9 @@ class Replay(Holding):
             self._add(LEAVING, -self.leaving.pop(0))
 
     def _hand_over(self, flat: FlatPlan, nbytes: int) -> None:
-        """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added to it."""
+        """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added
+        to it.
+        """
         whole = flat.broadcast_back  # sums that were sent on are handed over at the end of backward
         if flat.tiers is not None:  # they leave the device
             if whole:
@@ -445,7 +497,9 @@ def outer(units: list[UnitPlan]) -> frozenset[str]:
 
 
 def _backwards(units: list[_Unit]) -> list[_Unit]:
-    """The order in which a backward pass first comes to the units: one around others before them, the others from last to first."""
+    """The order in which a backward pass first comes to the units: one around others before them,
+    the others from last to first.
+    """
     groups: list[list[_Unit]] = []
     for unit in units:
         if groups and groups[-1][0].plan.encloses(unit.plan):

@@ -1,10 +1,12 @@
-"""The one schema of what is predicted and what is measured: an account of one rank over one optimizer step.
+"""The one schema of what is predicted and what is measured: an account of one rank over one
+optimizer step.
 
     onefold.plan(...)  ──►  Account  ◄──  the ledgers of a run
                               │
                           compare()      line by line: predicted, measured, ratio
 
-Bytes are bytes of one rank, seconds are wall-clock, a step is an optimizer step with all its micro-batches.
+Bytes are bytes of one rank, seconds are wall-clock, a step is an optimizer step with all its
+micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +15,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from onefold.memory import GATHERED, GRADIENTS, IDLE, LEAVING, MASTERS, MOMENTS, PARAMETERS, REDUCTION, RESIDUALS
+from onefold.memory import (
+    GATHERED,
+    GRADIENTS,
+    IDLE,
+    LEAVING,
+    MASTERS,
+    MOMENTS,
+    PARAMETERS,
+    REDUCTION,
+    RESIDUALS,
+)
 
 ACTIVATIONS = "activations"
 LOGITS = "logits"
@@ -24,7 +36,8 @@ FRAGMENTATION = "fragmentation"
 CATEGORIES = (
     PARAMETERS, MASTERS, GRADIENTS, LEAVING, MOMENTS, RESIDUALS, GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION,
 )  # fmt: skip
-#: What the engine itself takes and enters in its ledger; the optimizer holds the moments, autograd and the model the rest.
+#: What the engine itself takes and enters in its ledger; the optimizer holds the moments, autograd
+#: and the model the rest.
 ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, RESIDUALS, GATHERED, REDUCTION, IDLE)
 #: The moves that are counted on the wire.
 MOVES = ("all-gather", "reduce-scatter", "all-reduce")
@@ -32,8 +45,16 @@ MOVES = ("all-gather", "reduce-scatter", "all-reduce")
 MOVED = ("up", "down", "read", "written")
 #: What a step's seconds are made of; `step` is their sum as far as they do not overlap.
 SECONDS = ("compute", "exposed communication", "optimizer", "io", "step")
-#: What the host link, the disks and the update on the host take in a step, whatever hides it, and how much hides behind what.
-TIER_SECONDS = ("link", "disk", "host update", "hidden behind forward", "hidden behind backward", "hidden behind the update")
+#: What the host link, the disks and the update on the host take in a step, whatever hides it, and
+#: how much hides behind what.
+TIER_SECONDS = (
+    "link",
+    "disk",
+    "host update",
+    "hidden behind forward",
+    "hidden behind backward",
+    "hidden behind the update",
+)
 
 
 @dataclass(frozen=True)
@@ -43,19 +64,24 @@ class Account:
     Attributes:
         rest: bytes between steps, by category.
         peak: bytes at the moment when their sum is largest, by category.
-        ledger: bytes of what the engine itself holds (`ENGINE`) at the moment when their sum is largest, by category.
+        ledger: bytes of what the engine itself holds (`ENGINE`) at the moment when their sum is
+            largest, by category.
         bound: bytes that the sum never exceeds; 0 where nothing bounds it (a measurement).
-        host, nvme: bytes on the host and on NVMe that offloaded state takes, and what is on its way, at most.
+        host, nvme: bytes on the host and on NVMe that offloaded state takes, and what is on its
+            way, at most.
         beyond: the same by tier ("host", "nvme") and category; {} where only the sums are known.
         moved: bytes of a step between tiers, by `MOVED`.
         wire: payload bytes sent in a step, by move.
-        links: the same bytes by link, "inside" a node and "between" nodes, as the traffic ledger counts them; but a gather over all ranks
-            on NCCL is planned as the ring that it is, of which the ledger, which knows peers only, counts more between nodes.
+        links: the same bytes by link, "inside" a node and "between" nodes, as the traffic ledger
+            counts them; but a gather over all ranks on NCCL is planned as the ring that it is, of
+            which the ledger, which knows peers only, counts more between nodes.
         node_links: those of all ranks of a node; {} on one node.
         seconds: of a step, by `SECONDS`; what waits for tiers is "io".
-        tiers: seconds of a step by `TIER_SECONDS`; {} where nothing rests off the device (and in a measurement).
+        tiers: seconds of a step by `TIER_SECONDS`; {} where nothing rests off the device (and in a
+            measurement).
         tokens_per_s: of all ranks together.
-        mfu: model FLOPs done in a second as a share of the machine's peak; None where the peak is not known.
+        mfu: model FLOPs done in a second as a share of the machine's peak; None where the peak is
+            not known.
     """
 
     rest: Mapping[str, int] = field(default_factory=dict)
@@ -97,7 +123,11 @@ class Account:
 
     def lines(self) -> Iterator[tuple[str, str, float]]:
         """(name, unit, value) of every figure: what `compare` puts side by side."""
-        for title, table in (("at rest", self.rest), ("at peak", self.peak), ("engine at its peak", self.ledger)):
+        for title, table in (
+            ("at rest", self.rest),
+            ("at peak", self.peak),
+            ("engine at its peak", self.ledger),
+        ):
             for category in CATEGORIES:
                 if table.get(category):
                     yield f"{title}: {category}", "bytes", table[category]
@@ -130,7 +160,9 @@ class Account:
 
 @dataclass(frozen=True)
 class Line:
-    """One figure, predicted and measured; None where one side does not have it. `ratio` is measured ÷ predicted."""
+    """One figure, predicted and measured; None where one side does not have it. `ratio` is measured
+    ÷ predicted.
+    """
 
     name: str
     unit: str
@@ -139,14 +171,24 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        return self.measured / self.predicted if self.predicted and self.measured is not None else None
+        return (
+            self.measured / self.predicted if self.predicted and self.measured is not None else None
+        )
 
 
 def compare(predicted: Account, measured: Account) -> list[Line]:
-    """Both accounts line by line, in the order of the prediction, then what only the measurement has."""
+    """Both accounts line by line, in the order of the prediction, then what only the measurement
+    has.
+    """
     left = {name: (unit, value) for name, unit, value in predicted.lines()}
     right = {name: (unit, value) for name, unit, value in measured.lines()}
     names = [*left, *(n for n in right if n not in left)]
     return [
-        Line(n, (left.get(n) or right[n])[0], left[n][1] if n in left else None, right[n][1] if n in right else None) for n in names
+        Line(
+            n,
+            (left.get(n) or right[n])[0],
+            left[n][1] if n in left else None,
+            right[n][1] if n in right else None,
+        )
+        for n in names
     ]

@@ -1,4 +1,6 @@
-"""What a plan knows of a model: its parameters by unit, and a transformer's dimensions where it is one. No tensors."""
+"""What a plan knows of a model: its parameters by unit, and a transformer's dimensions where it is
+one. No tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from math import prod
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its name, logical shape and the dtype it comes in ("float32"); `trainable` is its requires_grad.
+    """One parameter: its name, logical shape and the dtype it comes in ("float32"); `trainable` is
+    its requires_grad.
 
     `looked_up`: an embedding's, the head's too if they are tied. It never rests encoded.
     """
@@ -29,7 +32,8 @@ class Parameter:
 class UnitShape:
     """One unit: what is gathered and reduced together. The root comes first and is named "(root)".
 
-    `looks_up_only`: its backward pass reads no parameter (an embedding of its own), so it is gathered once a step.
+    `looks_up_only`: its backward pass reads no parameter (an embedding of its own), so it is
+    gathered once a step.
     """
 
     name: str
@@ -43,10 +47,13 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class Transformer:
-    """Dimensions of a decoder, for FLOPs and for activation formulas where there is no code to trace.
+    """Dimensions of a decoder, for FLOPs and for activation formulas where there is no code to
+    trace.
 
-    `kv_heads` differ from `heads` under grouped-query attention; `experts` is 1 for a dense model, of which `active` see each token;
-    `gated`: three matrices in the feed-forward (SwiGLU) instead of two; `attention_scores` are kept (no fused attention).
+    `kv_heads` differ from `heads` under grouped-query attention; `experts` is 1 for a dense model,
+    of which `active` see each token;
+    `gated`: three matrices in the feed-forward (SwiGLU) instead of two; `attention_scores` are kept
+    (no fused attention).
     """
 
     layers: int
@@ -66,7 +73,9 @@ class Transformer:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as a plan sees it. `active_numel` are the parameters that one token passes through (all, but for experts)."""
+    """A model as a plan sees it. `active_numel` are the parameters that one token passes through
+    (all, but for experts).
+    """
 
     name: str
     units: tuple[UnitShape, ...]
@@ -87,20 +96,31 @@ class ModelShape:
 
     @classmethod
     def of_size(cls, numel: int, name: str = "", blocks: int = 0) -> ModelShape:
-        """A model of which only the size is known: equal square blocks, as many as models of that size have.
+        """A model of which only the size is known: equal square blocks, as many as models of that
+        size have.
 
-        Depth follows Kaplan et al. 2020's observation that shape matters little; width from numel = 12·L·h², L ≈ h/128.
+        Depth follows Kaplan et al. 2020's observation that shape matters little; width from numel =
+        12·L·h², L ≈ h/128.
         """
         if numel < 1:
-            raise ValueError(f"a model of {numel} parameters: expected a positive number, such as 7.5e9.")
+            raise ValueError(
+                f"a model of {numel} parameters: expected a positive number, such as 7.5e9."
+            )
         depth = blocks or max(1, round((numel / (12 * 128 * 128)) ** (1 / 3)))
         depth = min(depth, numel)
         each, rest = divmod(numel, depth)
         units = [UnitShape("(root)", (Parameter("rest", (rest,)),) if rest else ())]
-        units += [UnitShape(f"blocks.{i}", (Parameter(f"blocks.{i}.weight", (each,)),)) for i in range(depth)]
+        units += [
+            UnitShape(f"blocks.{i}", (Parameter(f"blocks.{i}.weight", (each,)),))
+            for i in range(depth)
+        ]
         return cls(name or f"{numel:,} parameters", tuple(units))
 
 
-def of_module_parameters(found: Iterable[tuple[str, tuple[int, ...], bool, str]]) -> tuple[Parameter, ...]:
+def of_module_parameters(
+    found: Iterable[tuple[str, tuple[int, ...], bool, str]],
+) -> tuple[Parameter, ...]:
     """`(name, shape, trainable, dtype)` as parameters."""
-    return tuple(Parameter(name, tuple(shape), trainable, dtype) for name, shape, trainable, dtype in found)
+    return tuple(
+        Parameter(name, tuple(shape), trainable, dtype) for name, shape, trainable, dtype in found
+    )

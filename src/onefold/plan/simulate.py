@@ -1,15 +1,17 @@
-"""A step of the real engine as one rank of N, on one machine: torch's fake process group and fake tensors.
+"""A step of the real engine as one rank of N, on one machine: torch's fake process group and fake
+tensors.
 
     module ──► copy of fake tensors ──► onefold.shard as rank r of N ──► forward, backward, step ──► its ledgers
                                                                                                         ║ equal, byte for byte
     shapes ──────────────────────────► closed forms (plan/states.py), replay (plan/replay.py) ──────────╜
 
-Nothing is computed and nothing is sent, so a model of any size on any number of ranks runs here. Everything else is the engine's own:
-its layouts, hooks, schedule, pool and ledgers. No step of it knows that it is a simulation, but that a group of the "fake" backend stays
-silent ([Note: one rank stands for all] in comm/group.py).
+Nothing is computed and nothing is sent, so a model of any size on any number of ranks runs here.
+Everything else is the engine's own: its layouts, hooks, schedule, pool and ledgers. No step of it
+knows that it is a simulation, but that a group of the "fake" backend stays silent ([Note: one rank
+stands for all] in comm/group.py).
 
-With a machine the run is timed as well: the room `device` gives the engine streams of a clock (plan/timeline.py), and every operation,
-collective and wait takes its place on them.
+With a machine the run is timed as well: the room `device` gives the engine streams of a clock
+(plan/timeline.py), and every operation, collective and wait takes its place on them.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class Event:
     """One thing that the engine did.
 
     Attributes:
-        what: a move ("all-gather", "reduce-scatter", "all-reduce"), or a category of memory ("gathered units", ...).
+        what: a move ("all-gather", "reduce-scatter", "all-reduce"), or a category of memory
+            ("gathered units", ...).
         nbytes: payload sent, or the change in bytes held (below 0 where they are given back).
     """
 
@@ -93,14 +96,17 @@ class Simulation:
     """What the ledgers of rank `rank` of `ranks` said of one optimizer step in the steady state.
 
     Attributes:
-        account: at rest (moments are the optimizer's own tensors), the engine's ledger at its peak, the wire by move.
+        account: at rest (moments are the optimizer's own tensors), the engine's ledger at its peak,
+            the wire by move.
         predicted: the same by closed forms and replay, without an engine.
         events: every move and every change of memory, in order.
         units: by name.
-        source: whose forward pass ran: "the module", "transformers' code", "a stand-in of the same parameters".
+        source: whose forward pass ran: "the module", "transformers' code", "a stand-in of the same
+            parameters".
         seconds: that the simulation took, of wall-clock.
         notes: what had to be assumed about values.
-        timeline: when everything ran, on the machine that was given; None without one, and where a stand-in ran, which computes nothing.
+        timeline: when everything ran, on the machine that was given; None without one, and where a
+            stand-in ran, which computes nothing.
     """
 
     name: str
@@ -125,7 +131,11 @@ class Simulation:
     def to_json(self) -> dict[str, Any]:
         """Plain data; events as [what, unit, bytes, is a move]."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        own |= {"account": self.account.to_json(), "predicted": self.predicted.to_json(), "exact": self.exact}
+        own |= {
+            "account": self.account.to_json(),
+            "predicted": self.predicted.to_json(),
+            "exact": self.exact,
+        }
         own["timeline"] = self.timeline.to_json() if self.timeline is not None else None
         own["events"] = [list(dataclasses.astuple(e)) for e in self.events]
         own["units"] = {name: dataclasses.asdict(u) for name, u in self.units.items()}
@@ -149,23 +159,27 @@ def simulate(
     machine: Machine | None = None,
     software: Software | None = None,
 ) -> Simulation:
-    """Run `steps` optimizer steps as rank `rank` of `ranks` and tell what the ledgers say of the last.
+    """Run `steps` optimizer steps as rank `rank` of `ranks` and tell what the ledgers say of the
+    last.
 
     The module comes back as it was; no process group is left behind.
 
     Args:
-        model: a module (real or on the meta device), a public architecture's name, a folder, config.json or `module:factory`, or a shape.
+        model: a module (real or on the meta device), a public architecture's name, a folder,
+            config.json or `module:factory`, or a shape.
         micro_batches: of a step; all but the last run under `onefold.no_sync`.
-        batch, loss: as `plan.trace.trace` takes them. Without a batch: `samples` of `seq` tokens (what the engine holds and sends does
-            not depend on them).
+        batch, loss: as `plan.trace.trace` takes them. Without a batch: `samples` of `seq` tokens
+            (what the engine holds and sends does not depend on them).
         optimizer: one of `OPTIMIZERS`.
         steps: at least 2: the orders of units are learned in the first.
-        machine: time the last step on it (`Simulation.timeline`). Where the recipe names no groups, its nodes are the groups.
+        machine: time the last step on it (`Simulation.timeline`). Where the recipe names no groups,
+            its nodes are the groups.
         software: what it makes of the machine; None takes the plan's own.
 
     Raises:
-        ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody knows, a machine of another number of
-            ranks, or one or a recipe of which no timeline is made.
+        ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody
+            knows, a machine of another number of ranks, or one or a recipe of which no timeline is
+            made.
         RuntimeError: a process group is there already.
     """
     if machine is not None:
@@ -173,13 +187,19 @@ def simulate(
         if recipe.group in (None, NODE):
             recipe = recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
     _check(recipe, ranks, rank, micro_batches, steps, optimizer)
-    recipe = recipe.replace(group=FLAT) if recipe.group is None else recipe  # a simulation knows no nodes
+    # A simulation knows no nodes
+    recipe = recipe.replace(group=FLAT) if recipe.group is None else recipe
     module, shape, units, source = _subject(model, recipe)
     begun, integers = time.perf_counter(), Integers()
     recipe = dataclasses.replace(recipe, units=units)
-    if recipe.optimizer.placement is Placement.SHARDED:  # it is: those of OPTIMIZERS are element-wise
+    # It is: those of OPTIMIZERS are element-wise
+    if recipe.optimizer.placement is Placement.SHARDED:
         recipe = dataclasses.replace(recipe, elementwise_optimizer=True)
-    clock = _clock(machine, software, recipe, module, shape, rank, samples * seq) if machine is not None and source != _STAND_IN else None
+    clock = (
+        _clock(machine, software, recipe, module, shape, rank, samples * seq)
+        if machine is not None and source != _STAND_IN
+        else None
+    )
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(passing_as_real())
@@ -198,13 +218,17 @@ def simulate(
             clock.engine = seen
             stack.enter_context(CudaKernels())
             stack.enter_context(Recording(clock))
-        account = _steps(twin, seen, given, answers, loss or loss_of, optimizer, micro_batches, steps, clock)
+        account = _steps(
+            twin, seen, given, answers, loss or loss_of, optimizer, micro_batches, steps, clock
+        )
         timeline = clock.timeline() if clock is not None else None
         events, summaries = _events(seen), _summaries(seen)
         del twin, given
     plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
     predicted = Account(
-        rest=at_rest(plans, optimizer), ledger=Replay(plans, recipe).run(micro_batches).peak, wire=wire(plans, recipe, micro_batches)
+        rest=at_rest(plans, optimizer),
+        ledger=Replay(plans, recipe).run(micro_batches).peak,
+        wire=wire(plans, recipe, micro_batches),
     )
     seconds = time.perf_counter() - begun
     return Simulation(
@@ -216,56 +240,106 @@ def simulate(
 _MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
 
 
-def _check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, steps: int, optimizer: str) -> None:
-    codecs = [name for name in (recipe.parameters.codec, recipe.gradients.codec, recipe.frozen) if name is not None]
+def _check(
+    recipe: Recipe, ranks: int, rank: int, micro_batches: int, steps: int, optimizer: str
+) -> None:
+    codecs = [
+        name
+        for name in (recipe.parameters.codec, recipe.gradients.codec, recipe.frozen)
+        if name is not None
+    ]
     if codecs:
         raise ValueError(
-            f"a simulation computes nothing, so nothing is encoded in it, and the recipe has {', '.join(codecs)}: leave codecs out. "
-            "The plan itself counts their bytes."
+            "a simulation computes nothing, so nothing is encoded in it, and the recipe has"
+            f" {', '.join(codecs)}: leave codecs out. The plan itself counts their bytes."
         )
     if recipe.group == "node":
-        raise ValueError("group='node' in a simulation, which knows no nodes: give the number of ranks of one.")
+        raise ValueError(
+            "group='node' in a simulation, which knows no nodes: give the number of ranks of one."
+        )
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"a simulation of {ranks} ranks: expected 1 to {MOST_RANKS}.")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}.")
     if micro_batches < 1 or steps < 2:
-        raise ValueError(f"{micro_batches} micro-batches, {steps} steps: expected at least 1 and 2 (the first step learns the order).")
+        raise ValueError(
+            f"{micro_batches} micro-batches, {steps} steps: expected at least 1 and 2 (the first"
+            " step learns the order)."
+        )
     if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer {optimizer!r}: a simulation runs torch's own; expected one of {', '.join(OPTIMIZERS)}.")
+        raise ValueError(
+            f"optimizer {optimizer!r}: a simulation runs torch's own; expected one of"
+            f" {', '.join(OPTIMIZERS)}."
+        )
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(
-            "a process group is initialized in this process, and a simulation needs the place for its own: simulate before "
-            "init_process_group, or in another process (`onefold plan --simulate`)."
+            "a process group is initialized in this process, and a simulation needs the place for"
+            " its own: simulate before init_process_group, or in another process (`onefold plan"
+            " --simulate`)."
         )
 
 
 def _check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
     """Refuse what has no timeline."""
     if ranks != machine.ranks:
-        raise ValueError(f"a simulation of {ranks} ranks on a machine of {machine.ranks}: expected the same number.")
+        raise ValueError(
+            f"a simulation of {ranks} ranks on a machine of {machine.ranks}: expected the same"
+            " number."
+        )
     if machine.shared:
-        raise ValueError("a timeline of a CPU, which has no streams: simulate without a machine, or on one with GPUs.")
+        raise ValueError(
+            "a timeline of a CPU, which has no streams: simulate without a machine, or on one with"
+            " GPUs."
+        )
     away = {"parameters": recipe.parameters.tier, "optimizer states": recipe.optimizer.tier}
-    named = [kind for kind, tier in away.items() if tier is not Tier.DEVICE] + (["activations"] if recipe.activations is not None else [])
+    named = [kind for kind, tier in away.items() if tier is not Tier.DEVICE] + (
+        ["activations"] if recipe.activations is not None else []
+    )
     if named:
-        raise ValueError(f"a timeline with {' and '.join(named)} off the device: it has none of the host's work; leave the machine out.")
+        raise ValueError(
+            f"a timeline with {' and '.join(named)} off the device: it has none of the host's work;"
+            " leave the machine out."
+        )
 
 
 def _clock(
-    machine: Machine, software: Software | None, recipe: Recipe, module: nn.Module, shape: ModelShape, rank: int, tokens: int
+    machine: Machine,
+    software: Software | None,
+    recipe: Recipe,
+    module: nn.Module,
+    shape: ModelShape,
+    rank: int,
+    tokens: int,
 ) -> Clock:
     named = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
-    precision = named[recipe.compute_dtype] if recipe.compute_dtype is not None else dtype_of(module)
-    return Clock(Prices(machine, precision, shape.transformer.hidden if shape.transformer else 0, tokens, software), rank)
+    precision = (
+        named[recipe.compute_dtype] if recipe.compute_dtype is not None else dtype_of(module)
+    )
+    return Clock(
+        Prices(
+            machine,
+            precision,
+            shape.transformer.hidden if shape.transformer else 0,
+            tokens,
+            software,
+        ),
+        rank,
+    )
 
 
-def _subject(model: Any, recipe: Recipe) -> tuple[nn.Module, ModelShape, tuple[str | type, ...] | None, str]:
+def _subject(
+    model: Any, recipe: Recipe
+) -> tuple[nn.Module, ModelShape, tuple[str | type, ...] | None, str]:
     """The module to run, its shape, its units, and whose code it is."""
     if isinstance(model, str | Path) and known(str(model)):
         code = code_of(str(model)) if recipe.units is None else None
         if code is not None:
-            return code, dataclasses.replace(model_shape(code), name=architecture(str(model)).name), None, _CODE
+            return (
+                code,
+                dataclasses.replace(model_shape(code), name=architecture(str(model)).name),
+                None,
+                _CODE,
+            )
         model = architecture(str(model))
     if isinstance(model, str | Path):
         model = module_of(model, as_it_is=recipe.compute_dtype is None)
@@ -273,7 +347,10 @@ def _subject(model: Any, recipe: Recipe) -> tuple[nn.Module, ModelShape, tuple[s
         module, names = stand_in(model)
         return module, model, tuple(names), _STAND_IN
     if not isinstance(model, nn.Module):
-        raise ValueError(f"a simulation was asked for {type(model).__name__}: expected a module, a name, a folder or a ModelShape.")
+        raise ValueError(
+            f"a simulation was asked for {type(model).__name__}: expected a module, a name, a"
+            " folder or a ModelShape."
+        )
     return model, model_shape(model, recipe.units), recipe.units, _MODULE
 
 
@@ -285,7 +362,7 @@ def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -
     return tokens(module, seq, "onefold.plan.simulate.simulate")(samples)
 
 
-# -- the world of one rank -----------------------------------------------------------------------------------------------------------
+# -- the world of one rank -------------------------------------------------------------------------
 
 
 @contextmanager
@@ -310,7 +387,9 @@ def _fake_mode() -> Any:
 
 
 class _Answers(TorchDispatchMode):
-    """Inside, questions of a forward pass about contents are answered as in a trace (plan/values.py)."""
+    """Inside, questions of a forward pass about contents are answered as in a trace
+    (plan/values.py).
+    """
 
     def __init__(self, integers: Integers) -> None:
         super().__init__()
@@ -321,27 +400,37 @@ class _Answers(TorchDispatchMode):
 
 
 def _twin(module: nn.Module, integers: Integers) -> nn.Module:
-    """A copy of the module whose tensors are fake ones on the CPU, shared where they are shared; hooks and settings are copied."""
+    """A copy of the module whose tensors are fake ones on the CPU, shared where they are shared;
+    hooks and settings are copied.
+    """
     memo: dict[int, Any] = {}
     for inner in module.modules():
         for table in (inner._parameters, inner._buffers, inner.__dict__):
             for value in table.values():
                 if table is inner.__dict__ and isinstance(value, dict):
                     continue  # the tables of the module itself
-                for t in tree_leaves(value) if isinstance(value, torch.Tensor | list | tuple) else ():
+                for t in (
+                    tree_leaves(value) if isinstance(value, torch.Tensor | list | tuple) else ()
+                ):
                     if isinstance(t, torch.Tensor) and id(t) not in memo:
                         memo[id(t)] = _fake_of(t, integers)
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:  # whatever a model's own parts do not bear
-        raise ValueError(f"{type(module).__name__} cannot be copied for a simulation ({type(error).__name__}: {error}).") from error
+        raise ValueError(
+            f"{type(module).__name__} cannot be copied for a simulation ({type(error).__name__}:"
+            f" {error})."
+        ) from error
 
 
 def _fake_of(t: torch.Tensor, integers: Integers) -> torch.Tensor:
     new = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
     if isinstance(t, nn.Parameter):
         return nn.Parameter(new, requires_grad=t.requires_grad)
-    if not (t.is_meta or t.dtype.is_floating_point or t.dtype.is_complex) and t.layout is torch.strided:
+    if (
+        not (t.is_meta or t.dtype.is_floating_point or t.dtype.is_complex)
+        and t.layout is torch.strided
+    ):
         return fake_batch(t, None, integers)  # with its contents
     return new
 
@@ -396,18 +485,36 @@ def _steps(
     left = engine.memory.now()
     engine.memory.record = False
     with disable_torch_function():
-        held = [t for state in stepper.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        held = [
+            t
+            for state in stepper.state.values()
+            for t in state.values()
+            if isinstance(t, torch.Tensor)
+        ]
     rest = left | {MOMENTS: sum(t.numel() * t.element_size() for t in held)}
-    return Account(rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=_wire(engine))
+    return Account(
+        rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=_wire(engine)
+    )
 
 
 def _backward(scalar: torch.Tensor) -> None:
-    # What scalar.backward() calls. That would leave CudaKernels for its duration, and a recomputation would run other kernels.
-    _engine_run_backward((scalar,), (torch.ones_like(scalar),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    # What scalar.backward() calls. That would leave CudaKernels for its duration, and a
+    # recomputation would run other kernels.
+    _engine_run_backward(
+        (scalar,),
+        (torch.ones_like(scalar),),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _wire(engine: Any) -> dict[str, int]:
-    """What parameters and gradients sent. Buffers that follow rank 0's are the model's own, and no recipe makes them fewer."""
+    """What parameters and gradients sent. Buffers that follow rank 0's are the model's own, and no
+    recipe makes them fewer.
+    """
     return {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in MOVES}
 
 
@@ -418,8 +525,12 @@ def _call(module: nn.Module, batch: Any) -> Any:
 
 
 def _events(engine: Any) -> tuple[Event, ...]:
-    rows = [(at, Event(category, unit, nbytes)) for at, category, unit, nbytes in engine.memory.timeline]
-    rows += [(e.launched, Event(e.move, e.unit, e.nbytes, moved=True)) for e in engine.traffic.events]
+    rows = [
+        (at, Event(category, unit, nbytes)) for at, category, unit, nbytes in engine.memory.timeline
+    ]
+    rows += [
+        (e.launched, Event(e.move, e.unit, e.nbytes, moved=True)) for e in engine.traffic.events
+    ]
     return tuple(event for _, event in sorted(rows, key=lambda row: row[0]))
 
 
@@ -428,4 +539,9 @@ def _summaries(engine: Any) -> dict[str, UnitSummary]:
     for event in engine.traffic.events:
         moves.setdefault(event.unit, Counter())[event.move] += 1
     sent = engine.traffic.by_unit()
-    return {u.name: UnitSummary(u.numel, dict(moves.get(u.name, {})), sum(sent.get(u.name, {}).values())) for u in engine.units}
+    return {
+        u.name: UnitSummary(
+            u.numel, dict(moves.get(u.name, {})), sum(sent.get(u.name, {}).values())
+        )
+        for u in engine.units
+    }

@@ -1,4 +1,6 @@
-"""What a calibration measures: sizes for a minute's work, for a few seconds', and never more than the memory there is."""
+"""What a calibration measures: sizes for a minute's work, for a few seconds', and never more than
+the memory there is.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ class Sizes:
         disk_bytes: of the file that is written and read.
         budget_s: seconds a point may take beyond its least number of repeats, over all rounds.
         rounds: how often everything is measured; the median of the rounds counts.
-        gated, chains: (hidden, tokens) of gated blocks and of chains of small operations; see `onefold.plan.benchmark_blocks`.
-        steps: (hidden, tokens) of the reference steps: far apart in tokens for each weight, which tells passes from gradients.
+        gated, chains: (hidden, tokens) of gated blocks and of chains of small operations; see
+            `onefold.plan.benchmark_blocks`.
+        steps: (hidden, tokens) of the reference steps: far apart in tokens for each weight, which
+            tells passes from gradients.
     """
 
     dtypes: tuple[str, ...]
@@ -45,13 +49,24 @@ class Sizes:
     steps: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def for_device(cls, device: str, quick: bool = False, half: tuple[str, ...] = ("bfloat16",)) -> Sizes:
+    def for_device(
+        cls, device: str, quick: bool = False, half: tuple[str, ...] = ("bfloat16",)
+    ) -> Sizes:
         """Sizes for "cpu" or "cuda"; `half` are the 16-bit dtypes beside float32."""
         gpu = device == "cuda"
         squares = (1024, 2048, 4096, 8192) if gpu else (128, 256, 512, 1024, 2048)
         tokens, hidden = ((2048, 8192), (1024, 4096)) if gpu else ((64, 512), (256, 768))
         on_gpu = ((256, 1024), (1024, 1024), (1024, 4096), (4096, 2048), (8192, 2048))
-        on_cpu = ((64, 64), (128, 128), (128, 512), (256, 64), (256, 256), (256, 1024), (768, 256), (768, 1024))
+        on_cpu = (
+            (64, 64),
+            (128, 128),
+            (128, 512),
+            (256, 64),
+            (256, 256),
+            (256, 1024),
+            (768, 256),
+            (768, 1024),
+        )
         large = cls(
             dtypes=("float32", *half),
             matrices=_matrices(squares, tokens, hidden, vocab=32000),
@@ -63,34 +78,54 @@ class Sizes:
             disk_bytes=512 * MIB if gpu else 256 * MIB,
             budget_s=0.1,
             rounds=3,
-            gated=((1024, 1024), (4096, 2048)) if gpu else ((64, 64), (128, 128), (256, 128), (256, 512)),
-            chains=((256, 1), (1024, 1024), (4096, 2048)) if gpu else ((64, 1), (128, 128), (256, 512)),
+            gated=(
+                ((1024, 1024), (4096, 2048))
+                if gpu
+                else ((64, 64), (128, 128), (256, 128), (256, 512))
+            ),
+            chains=(
+                ((256, 1), (1024, 1024), (4096, 2048)) if gpu else ((64, 1), (128, 128), (256, 512))
+            ),
             steps=((2048, 512), (1024, 4096)) if gpu else ((256, 64), (128, 256)),
         )
         return large._fewer() if quick else large
 
     def within(self, free_bytes: int) -> Sizes:
-        """Without the sizes whose buffers would take more than half of `free_bytes`, the memory free for one rank.
+        """Without the sizes whose buffers would take more than half of `free_bytes`, the memory
+        free for one rank.
 
-        The smallest of each kind stays: a machine that has no room for that has none for torch either.
+        The smallest of each kind stays: a machine that has no room for that has none for torch
+        either.
         """
         room = free_bytes // 2
         moves = _some([b for b in self.move_bytes if 4 * b <= room], self.move_bytes)
         return replace(
             self,
-            matrices=_some([(m, n, k) for m, n, k in self.matrices if 4 * (m * k + n * k + m * n) <= room], self.matrices),
-            blocks=_some([(h, t) for h, t in self.blocks if 4 * (24 * h * h + 32 * h * t) <= room], self.blocks),
-            gated=_some([(h, t) for h, t in self.gated if 4 * (42 * h * h + 80 * h * t) <= room], self.gated),
+            matrices=_some(
+                [(m, n, k) for m, n, k in self.matrices if 4 * (m * k + n * k + m * n) <= room],
+                self.matrices,
+            ),
+            blocks=_some(
+                [(h, t) for h, t in self.blocks if 4 * (24 * h * h + 32 * h * t) <= room],
+                self.blocks,
+            ),
+            gated=_some(
+                [(h, t) for h, t in self.gated if 4 * (42 * h * h + 80 * h * t) <= room], self.gated
+            ),
             chains=_some([(h, t) for h, t in self.chains if 4 * 200 * h * t <= room], self.chains),
             steps=tuple((h, t) for h, t in self.steps if reference_bytes(h, t) <= room),
             copy_bytes=_some([b for b in self.copy_bytes if 2 * b <= room], self.copy_bytes),
-            optimizer_numels=_some([n for n in self.optimizer_numels if 16 * n <= room], self.optimizer_numels),
+            optimizer_numels=_some(
+                [n for n in self.optimizer_numels if 16 * n <= room], self.optimizer_numels
+            ),
             move_bytes=moves,
             overlap_bytes=min(self.overlap_bytes, moves[-1]),
         )
 
     def _fewer(self) -> Sizes:
-        """A rough picture in a few seconds: the shapes in the middle, the smaller messages, a short budget."""
+        """A rough picture in a few seconds: the shapes in the middle, the smaller messages, a short
+        budget.
+        """
         middle = len(self.matrices) // 2
         return replace(
             self,
@@ -105,8 +140,12 @@ class Sizes:
         )
 
 
-def _matrices(squares: tuple[int, ...], tokens: tuple[int, ...], hidden: tuple[int, ...], vocab: int) -> tuple[tuple[int, int, int], ...]:
-    """Squares; then, for every width and number of tokens, the products of a transformer: qkv, up, down; and the head."""
+def _matrices(
+    squares: tuple[int, ...], tokens: tuple[int, ...], hidden: tuple[int, ...], vocab: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Squares; then, for every width and number of tokens, the products of a transformer: qkv, up,
+    down; and the head.
+    """
     shapes = [(s, s, s) for s in squares]
     for h in hidden:
         for t in tokens:
@@ -119,6 +158,8 @@ def _some(kept: list[T], of: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def reference_bytes(hidden: int, tokens: int) -> int:
-    """About what a reference step takes on one rank: weights, gradients, masters, moments and a gather, activations, logits."""
+    """About what a reference step takes on one rank: weights, gradients, masters, moments and a
+    gather, activations, logits.
+    """
     numel = 11 * hidden * hidden * REFERENCE_BLOCKS + 2 * REFERENCE_VOCABULARY * hidden
     return 24 * numel + 4 * tokens * (80 * hidden * REFERENCE_BLOCKS + 3 * REFERENCE_VOCABULARY)

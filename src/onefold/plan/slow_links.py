@@ -1,11 +1,14 @@
-"""Where nodes hang on slow links: every way to send less between them side by side, the one to take, and the one to ask for.
+"""Where nodes hang on slow links: every way to send less between them side by side, the one to
+take, and the one to ask for.
 
     the recommendation waits for links for more than SLOW of its step?
         ├── ways that only order sums otherwise: the fastest that fits is taken if it is GAIN faster
         └── ways that round (codecs): the fastest that fits is named, with the line that asks for it, if it is MORE faster still
 
-Rows are of the recommendation's stage and of stage 3, at its checkpointing, its micro-batch and with its states where they are. Only those
-of its own stage are taken: the lowest stage that fits stays. How much convergence a codec costs is nothing that a plan knows.
+Rows are of the recommendation's stage and of stage 3, at its checkpointing, its micro-batch and
+with its states where they are. Only those
+of its own stage are taken: the lowest stage that fits stays. How much convergence a codec costs is
+nothing that a plan knows.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
 from onefold.plan.wires import WIRES, as_options, as_recipe
 
-#: Share of a step that waits for communication from which on links are slow; by how much a way has to be faster to be taken, or named.
+#: Share of a step that waits for communication from which on links are slow; by how much a way has
+#: to be faster to be taken, or named.
 SLOW, GAIN, MORE = 0.05, 0.05, 0.1
 #: Ways this near to each other are equally fast: the one that changes less is preferred.
 ALIKE = 0.02
@@ -31,7 +35,8 @@ class SlowLinks:
 
     Attributes:
         rows: every way, the plain one first of each stage.
-        taken: the recommendation, which may be the plain one. named: a lossy way that is faster; None if none is.
+        taken: the recommendation, which may be the plain one. named: a lossy way that is faster;
+            None if none is.
         why: sentences on both.
     """
 
@@ -69,16 +74,26 @@ class SlowLinks:
 def waiting(candidate: Candidate) -> float:
     """Share of a step in which a rank waits for others."""
     seconds = candidate.account.seconds
-    return seconds.get("exposed communication", 0.0) / seconds["step"] if seconds.get("step") else 0.0
+    return (
+        seconds.get("exposed communication", 0.0) / seconds["step"] if seconds.get("step") else 0.0
+    )
 
 
-def slow_links(question: Question, best: Candidate, stages: tuple[int, ...] = ()) -> SlowLinks | None:
-    """None where links between nodes are not slow: one node, little waiting, slower ones inside, speeds that nobody knows; or where the job
-    says itself what to do.
+def slow_links(
+    question: Question, best: Candidate, stages: tuple[int, ...] = ()
+) -> SlowLinks | None:
+    """None where links between nodes are not slow: one node, little waiting, slower ones inside,
+    speeds that nobody knows; or where the job says itself what to do.
     """
     machine = question.machine
     unknown = machine.measured is None and machine.gpu.name == "here"
-    if machine.nodes < 2 or question.job.wires or unknown or waiting(best) < SLOW or not _between_is_slower(best, machine):
+    if (
+        machine.nodes < 2
+        or question.job.wires
+        or unknown
+        or waiting(best) < SLOW
+        or not _between_is_slower(best, machine)
+    ):
         return None
     rows = [c for stage in _stages(best, stages) for c in _rows(question, best, stage)]
     taken = _taken(best, rows)
@@ -91,7 +106,10 @@ def _between_is_slower(best: Candidate, machine: Machine) -> bool:
     if machine.between is None:
         return False
     account = best.account
-    return account.node_links.get("between", 0) / machine.between.bandwidth > account.links.get("inside", 0) / machine.gpu.link
+    return (
+        account.node_links.get("between", 0) / machine.between.bandwidth
+        > account.links.get("inside", 0) / machine.gpu.link
+    )
 
 
 def _stages(best: Candidate, stages: tuple[int, ...]) -> list[int]:
@@ -113,11 +131,17 @@ def _rows(question: Question, best: Candidate, stage: int) -> list[Candidate]:
 
 def _taken(best: Candidate, rows: Sequence[Candidate]) -> Candidate:
     """The fastest that rounds nothing; of those that are as fast the one that holds least."""
-    own = [c for c in rows if c.fits and c.scheme.stage == best.scheme.stage and not WIRES[c.scheme.wires].lossy]
+    own = [
+        c
+        for c in rows
+        if c.fits and c.scheme.stage == best.scheme.stage and not WIRES[c.scheme.wires].lossy
+    ]
     fastest = min(map(_step, own), default=_step(best))
     if fastest > (1 - GAIN) * _step(best):
         return best
-    return min((c for c in own if _step(c) <= (1 + ALIKE) * fastest), key=lambda c: c.account.peak_bytes)
+    return min(
+        (c for c in own if _step(c) <= (1 + ALIKE) * fastest), key=lambda c: c.account.peak_bytes
+    )
 
 
 def _named(taken: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
@@ -126,7 +150,10 @@ def _named(taken: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
     fastest = min(map(_step, lossy), default=_step(taken))
     if fastest > (1 - MORE) * _step(taken):
         return None
-    return min((c for c in lossy if _step(c) <= (1 + ALIKE) * fastest), key=lambda c: len(WIRES[c.scheme.wires].options))
+    return min(
+        (c for c in lossy if _step(c) <= (1 + ALIKE) * fastest),
+        key=lambda c: len(WIRES[c.scheme.wires].options),
+    )
 
 
 def _step(c: Candidate) -> float:
@@ -134,18 +161,29 @@ def _step(c: Candidate) -> float:
 
 
 def _why(best: Candidate, taken: Candidate, named: Candidate | None) -> list[str]:
-    waits = f"links between nodes are slow: {waiting(best):.0%} of a step of {best.scheme} waits for them"
+    waits = (
+        f"links between nodes are slow: {waiting(best):.0%} of a step of {best.scheme} waits for"
+        " them"
+    )
     if taken is best:
         said = [f"{waits}; no way that rounds nothing is {GAIN:.0%} faster"]
     else:
         way, less = WIRES[taken.scheme.wires], 1 - _step(taken) / _step(best)
         sends = f"{_gb(taken)} instead of {_gb(best)} leave a node in a step"
-        said = [f"{waits}; with {as_recipe(taken.scheme.stage, way.options)} ({way.words}) {sends}, and it takes {less:.0%} less"]
+        said = [
+            f"{waits}; with {as_recipe(taken.scheme.stage, way.options)} ({way.words}) {sends}, and"
+            f" it takes {less:.0%} less"
+        ]
     if named is not None:
-        way, stage, less = WIRES[named.scheme.wires], named.scheme.stage, 1 - _step(named) / _step(taken)
+        way, stage, less = (
+            WIRES[named.scheme.wires],
+            named.scheme.stage,
+            1 - _step(named) / _step(taken),
+        )
         said.append(
-            f"{named.scheme.wires} ({way.words}) would take {less:.0%} less again, {_gb(named)} between nodes; it rounds what travels, "
-            f"so it is yours to ask for: {as_recipe(stage, way.options)}, or {as_options(stage, way.options)}"
+            f"{named.scheme.wires} ({way.words}) would take {less:.0%} less again, {_gb(named)}"
+            " between nodes; it rounds what travels, so it is yours to ask for:"
+            f" {as_recipe(stage, way.options)}, or {as_options(stage, way.options)}"
         )
     return said
 

@@ -1,4 +1,6 @@
-"""Ways around slow links side by side, and who adds gradients up: as tables and sentences for people."""
+"""Ways around slow links side by side, and who adds gradients up: as tables and sentences for
+people.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ def sums_said(sums: Sums) -> str:
     times = [in_seconds(a.seconds["step"]) for a in (ordered, native)]
     peaks = [gib(a.peak_bytes) for a in (ordered, native)]
     start = sums.faster_from
-    when = "at any size" if start <= 0 else "at no size" if start == math.inf else f"from {gib(start)} of gradients in a unit on"
+    when = (
+        "at any size"
+        if start <= 0
+        else "at no size"
+        if start == math.inf
+        else f"from {gib(start)} of gradients in a unit on"
+    )
     here = f" (the largest unit here has {gib(sums.largest)})" if 0 < start < math.inf else ""
     mine, others = ("rank order", "NCCL") if sums.asked == "ordered" else ("NCCL", "rank order")
     if sums.asked == "native":
@@ -31,8 +39,9 @@ def sums_said(sums: Sums) -> str:
         "NCCL": f"added by NCCL, in {sums.dtype} and an order of its own (reduce='native')",
     }
     return (
-        f"gradients are {words[mine]}; {words[others]}, a step would take {times[1]} instead of {times[0]}, with {peaks[1]} instead of "
-        f"{peaks[0]} at peak. NCCL's sums are the faster {when}{here}"
+        f"gradients are {words[mine]}; {words[others]}, a step would take {times[1]} instead of"
+        f" {times[0]}, with {peaks[1]} instead of {peaks[0]} at peak. NCCL's sums are the faster"
+        f" {when}{here}"
     )
 
 
@@ -48,7 +57,15 @@ def slow_links_table(plan: Plan) -> Table | None:
     stage = None
     for row in slow.rows:
         wires, account, seconds = WIRES[row.scheme.wires], row.account, row.account.seconds
-        marks = [word for word, is_so in (("◄", row is slow.taken), ("rounds", wires.lossy), ("to ask for", row is slow.named)) if is_so]
+        marks = [
+            word
+            for word, is_so in (
+                ("◄", row is slow.taken),
+                ("rounds", wires.lossy),
+                ("to ask for", row is slow.named),
+            )
+            if is_so
+        ]
         table.add_row(
             f"stage {row.scheme.stage}" if row.scheme.stage != stage else "",
             f"{row.scheme.wires}: {wires.words}" if row.scheme.wires else "plain",

@@ -1,10 +1,12 @@
-"""Modules for shapes: the real code of a public architecture where transformers has it, else blocks of the same parameters.
+"""Modules for shapes: the real code of a public architecture where transformers has it, else blocks
+of the same parameters.
 
     ModelShape   (root) | embed | layer 0 | layer 1 | head
     stand-in     a module each, in that order, under the same path; its parameters in their order
     forward      x ─► reads them all ─► x          backward     reads them again, gives each a gradient
 
-A stand-in makes an engine gather, reduce and step exactly what the model would, and computes nothing.
+A stand-in makes an engine gather, reduce and step exactly what the model would, and computes
+nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class _Read(torch.autograd.Function):
 class _Block(nn.Module):
     """A unit's parameters, and the units inside it as children.
 
-    What lies around other units is read at both ends: a first table before them, and everything (a last norm, a tied head) behind.
+    What lies around other units is read at both ends: a first table before them, and everything (a
+    last norm, a tied head) behind.
     """
 
     def __init__(self, unit: UnitShape | None) -> None:
@@ -60,7 +63,8 @@ class _Block(nn.Module):
 
 
 def stand_in(shape: ModelShape) -> tuple[nn.Module, list[str]]:
-    """A module with the parameters of `shape` on the meta device, and the names of its units for `onefold.shard(units=...)`.
+    """A module with the parameters of `shape` on the meta device, and the names of its units for
+    `onefold.shard(units=...)`.
 
     It is called with a tensor [1] that asks for no gradient, and returns one.
     """
@@ -73,7 +77,9 @@ def stand_in(shape: ModelShape) -> tuple[nn.Module, list[str]]:
         module: nn.Module = _Block(unit)
         if unit.looks_up_only and len(unit.parameters) == 1 and len(unit.parameters[0].shape) == 2:
             only = unit.parameters[0]
-            module = nn.Embedding(only.shape[0], only.shape[1], device="meta", dtype=getattr(torch, only.dtype))
+            module = nn.Embedding(
+                only.shape[0], only.shape[1], device="meta", dtype=getattr(torch, only.dtype)
+            )
             module.weight.requires_grad_(only.trainable)
         owner, path = _owner(placed, unit.name)
         _put(owner, path, module)
@@ -101,11 +107,12 @@ def _put(owner: nn.Module, path: str, module: nn.Module) -> None:
     owner.add_module(last, module)
 
 
-# -- real code ---------------------------------------------------------------------------------------------------------------------
+# -- real code -------------------------------------------------------------------------------------
 
 
 def code_of(name: str) -> nn.Module | None:
-    """The public architecture `name` in transformers' code, on the meta device; None where it has no such code, or not these parameters.
+    """The public architecture `name` in transformers' code, on the meta device; None where it has
+    no such code, or not these parameters.
 
     Raises:
         ValueError: no architecture is called so.
@@ -127,13 +134,31 @@ def code_of(name: str) -> nn.Module | None:
 def _config(transformers: Any, family: str, dims: Transformer) -> Any:
     common = {"vocab_size": dims.vocab, "tie_word_embeddings": dims.tied}
     if family in ("llama", "mixtral"):
-        common |= {"hidden_size": dims.hidden, "num_hidden_layers": dims.layers, "num_attention_heads": dims.heads}
-        common |= {"num_key_value_heads": dims.kv_heads or dims.heads, "intermediate_size": dims.ffn, "max_position_embeddings": dims.seq}
+        common |= {
+            "hidden_size": dims.hidden,
+            "num_hidden_layers": dims.layers,
+            "num_attention_heads": dims.heads,
+        }
+        common |= {
+            "num_key_value_heads": dims.kv_heads or dims.heads,
+            "intermediate_size": dims.ffn,
+            "max_position_embeddings": dims.seq,
+        }
         common |= {"head_dim": dims.head_dim or dims.hidden // dims.heads}
         if family == "llama":
             return transformers.LlamaConfig(**common)
-        return transformers.MixtralConfig(**common, num_local_experts=dims.experts, num_experts_per_tok=dims.active)
+        return transformers.MixtralConfig(
+            **common, num_local_experts=dims.experts, num_experts_per_tok=dims.active
+        )
     if family == "bloom":
-        return transformers.BloomConfig(**common, hidden_size=dims.hidden, n_layer=dims.layers, n_head=dims.heads)
-    sizes = {"n_embd": dims.hidden, "n_layer": dims.layers, "n_head": dims.heads, "n_inner": dims.ffn, "n_positions": dims.seq}
+        return transformers.BloomConfig(
+            **common, hidden_size=dims.hidden, n_layer=dims.layers, n_head=dims.heads
+        )
+    sizes = {
+        "n_embd": dims.hidden,
+        "n_layer": dims.layers,
+        "n_head": dims.heads,
+        "n_inner": dims.ffn,
+        "n_positions": dims.seq,
+    }
     return transformers.GPT2Config(**common, **sizes)

@@ -1,7 +1,7 @@
 """The activities of a model with more or fewer of its blocks, from those of the model itself.
 
-    traced      ▁ ▂ ▃ ▄ █ ▄ ▃ ▂ ▁        a block more is a step more on both sides, and everything
-    two more    ▁ ▂ ▃ ▄ ▅ ▆ █ ▆ ▅ ▄ ▃ ▂ ▁    between the last block's two passes lies higher by it
+traced      ▁ ▂ ▃ ▄ █ ▄ ▃ ▂ ▁        a block more is a step more on both sides, and everything
+two more    ▁ ▂ ▃ ▄ ▅ ▆ █ ▆ ▅ ▄ ▃ ▂ ▁    between the last block's two passes lies higher by it
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ from onefold.plan.activity import Activity, Slot
 
 
 def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -> Activity:
-    """`activity` as it would be with blocks `names` in the place of `blocks`; of equal number it is the same but for the names.
+    """`activity` as it would be with blocks `names` in the place of `blocks`; of equal number it is
+    the same but for the names.
 
-    A block further is as much higher as the last lies above the one two before it (checkpointing may alternate), half of that each.
-    With fewer than three blocks nothing says how much a block keeps, so the saved bytes are shared out.
+    A block further is as much higher as the last lies above the one two before it (checkpointing
+    may alternate), half of that each. With fewer than three blocks nothing says how much a block
+    keeps, so the saved bytes are shared out.
     """
     if len(blocks) == len(names):
-        renamed = {_renamed(unit, blocks, names): nbytes for unit, nbytes in activity.movable.items()}
-        return replace(activity, slots=tuple(replace(s, unit=_renamed(s.unit, blocks, names)) for s in activity.slots), movable=renamed)
+        renamed = {
+            _renamed(unit, blocks, names): nbytes for unit, nbytes in activity.movable.items()
+        }
+        return replace(
+            activity,
+            slots=tuple(replace(s, unit=_renamed(s.unit, blocks, names)) for s in activity.slots),
+            movable=renamed,
+        )
     index = {name: i for i, name in enumerate(blocks)}
     each = _each(activity, index)
     more = round((len(names) - len(blocks)) * each)
@@ -45,7 +53,9 @@ def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -
         if block == last:
             lift = more if forward else 0
     movable = {unit: nbytes for unit, nbytes in activity.movable.items() if unit not in index}
-    movable |= {name: activity.movable.get(blocks[_like(i, len(blocks))], 0) for i, name in enumerate(names)}
+    movable |= {
+        name: activity.movable.get(blocks[_like(i, len(blocks))], 0) for i, name in enumerate(names)
+    }
     return replace(activity, slots=tuple(out), saved=activity.saved + more, movable=movable)
 
 

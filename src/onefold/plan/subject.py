@@ -1,4 +1,5 @@
-"""What a plan is asked about: a model in any of the forms in which one can be named, as its shape and its activations.
+"""What a plan is asked about: a model in any of the forms in which one can be named, as its shape
+and its activations.
 
     7.5e9              ──► equal blocks                    activations from dimensions
     "llama-3-70b"      ──► the table's shapes              activations from its dimensions
@@ -40,12 +41,13 @@ from onefold.runtime.buffers import Buffers
 _LORA = "LoRA: activations are those of training everything, which adapters need less than"
 #: The notes of a plan whose activations come from dimensions.
 _IDEAL = (
-    "activations are counted from dimensions, as fused kernels keep them: code that is none keeps more (transformers' GPT-2 1.8 times as "
-    "much, its Llama 1.2 times); give a folder, config.json or package.module:factory to have its own code traced"
+    "activations are counted from dimensions, as fused kernels keep them: code that is none keeps"
+    " more (transformers' GPT-2 1.8 times as much, its Llama 1.2 times); give a folder, config.json"
+    " or package.module:factory to have its own code traced"
 )
 _AS_CODE = (
-    "activations are counted from dimensions, as transformers' code for {code} keeps them; give a folder, config.json or "
-    "package.module:factory to have its own code traced"
+    "activations are counted from dimensions, as transformers' code for {code} keeps them; give a"
+    " folder, config.json or package.module:factory to have its own code traced"
 )
 #: Parameters up to which a plan is asked for: ten times the largest that the papers name.
 MOST_PARAMETERS = 1e15
@@ -76,13 +78,21 @@ class Subject:
     repeats: bool = True
 
 
-def subject_of(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine) -> Subject:
-    """Read a model in any of this module's forms. Raises ValueError for what is none of them, or cannot be traced."""
+def subject_of(
+    model: Any, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine
+) -> Subject:
+    """Read a model in any of this module's forms. Raises ValueError for what is none of them, or
+    cannot be traced.
+    """
     if isinstance(model, bool) or (isinstance(model, (int, float)) and not 1 <= model < math.inf):
-        raise ValueError(f"a model of {model!r} parameters: expected a positive number, such as 7.5e9.")
+        raise ValueError(
+            f"a model of {model!r} parameters: expected a positive number, such as 7.5e9."
+        )
     if isinstance(model, (int, float)):
         if model > MOST_PARAMETERS:
-            raise ValueError(f"a model of {model:g} parameters: expected at most {MOST_PARAMETERS:g}.")
+            raise ValueError(
+                f"a model of {model:g} parameters: expected at most {MOST_PARAMETERS:g}."
+            )
         model = ModelShape.of_size(int(model), f"{model:,.0f} parameters")
     notes: tuple[str, ...] = ()
     code = ""
@@ -99,46 +109,89 @@ def subject_of(model: Any, job: Job, batch: Callable[[int], Any] | None, loss: A
             job = replace(job, model_dtype=dtype_of(model))
         return _traced(model, job, batch, loss, machine)
     if not isinstance(model, ModelShape):
-        raise ValueError(f"a plan was asked for {type(model).__name__}: expected a module, a name, a folder or a number of parameters.")
+        raise ValueError(
+            f"a plan was asked for {type(model).__name__}: expected a module, a name, a folder or a"
+            " number of parameters."
+        )
     if job.units is not None:
-        raise ValueError(f"units={list(job.units)!r} names modules, and {model.name} is planned from its dimensions: leave it out.")
-    shape = shape_in_tiles(with_lora(model, job.lora_rank) if job.lora_rank else model, job.recipe(3))
+        raise ValueError(
+            f"units={list(job.units)!r} names modules, and {model.name} is planned from its"
+            " dimensions: leave it out."
+        )
+    shape = shape_in_tiles(
+        with_lora(model, job.lora_rank) if job.lora_rank else model, job.recipe(3)
+    )
     notes = (*notes, _IDEAL if not code else _AS_CODE.format(code=code))
     if not model.transformer:
-        notes = (*notes, "activations assume a decoder with heads of 128 and a vocabulary of 50,304")
+        notes = (
+            *notes,
+            "activations assume a decoder with heads of 128 and a vocabulary of 50,304",
+        )
     if job.precision is None:
-        taken = f"precision=None computes as the model is, and {model.name} is known by its dimensions: its weights are taken as fp32"
+        taken = (
+            f"precision=None computes as the model is, and {model.name} is known by its dimensions:"
+            " its weights are taken as fp32"
+        )
         notes = (*notes, taken)
-    return Subject(job, shape, _by_formula(shape, job, code), lambda other: _by_formula(other, job, code), "from dimensions", notes)
+    return Subject(
+        job,
+        shape,
+        _by_formula(shape, job, code),
+        lambda other: _by_formula(other, job, code),
+        "from dimensions",
+        notes,
+    )
 
 
 def _positions(name: str, seq: int) -> tuple[str, ...]:
     row = find(name)
     if row.family not in _LEARNED_POSITIONS or seq <= row.dims.seq:
         return ()
-    return (f"{row.name} has {row.dims.seq:,} learned positions: a sample of {seq:,} tokens cannot run as it is (--seq {row.dims.seq})",)
+    return (
+        (
+            f"{row.name} has {row.dims.seq:,} learned positions: a sample of {seq:,} tokens cannot"
+            f" run as it is (--seq {row.dims.seq})"
+        ),
+    )
 
 
 def _module(source: str | Path, as_it_is: bool = False) -> nn.Module:
     text = str(source)
     if not text or (isinstance(source, Path) and text == "."):
-        raise ValueError("the model's name is empty: expected a name such as llama-3-8b, a folder, config.json or package.module:factory.")
+        raise ValueError(
+            "the model's name is empty: expected a name such as llama-3-8b, a folder, config.json"
+            " or package.module:factory."
+        )
     try:
         return module_of(source, as_it_is)
     except ValueError as error:
-        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) is not None and not text.endswith(".json")  # an organization's model
-        if Path(source).exists() or not (hub or re.fullmatch(r"[^:/\\]+", text)) or text.endswith(".json"):
+        # An organization's model
+        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) is not None and not text.endswith(".json")
+        if (
+            Path(source).exists()
+            or not (hub or re.fullmatch(r"[^:/\\]+", text))
+            or text.endswith(".json")
+        ):
             raise
-        only = f" Nothing is downloaded: the config.json of {text} is all that a plan needs of it." if hub else ""
+        only = (
+            f" Nothing is downloaded: the config.json of {text} is all that a plan needs of it."
+            if hub
+            else ""
+        )
         try:
             architecture(text)
         except ValueError as names:
-            raise ValueError(f"{names} Or give a folder with a config.json, package.module:factory, or --params.{only}") from error
+            raise ValueError(
+                f"{names} Or give a folder with a config.json, package.module:factory, or"
+                f" --params.{only}"
+            ) from error
         raise
 
 
 def dtype_of(model: Any) -> str:
-    """The precision that most of a module's weights are in; fp32 for what is no module, or is in none of the three."""
+    """The precision that most of a module's weights are in; fp32 for what is no module, or is in
+    none of the three.
+    """
     count = dict.fromkeys(COMPUTE_DTYPES, 0)
     for p in model.parameters() if isinstance(model, nn.Module) else ():
         for name, dtype in COMPUTE_DTYPES.items():
@@ -146,7 +199,7 @@ def dtype_of(model: Any) -> str:
     return max(count, key=lambda name: count[name])
 
 
-# -- activations -------------------------------------------------------------------------------------------------------------------
+# -- activations -----------------------------------------------------------------------------------
 
 
 def _by_formula(shape: ModelShape, job: Job, code: str) -> Activities:
@@ -160,15 +213,26 @@ def _by_formula(shape: ModelShape, job: Job, code: str) -> Activities:
     return activities
 
 
-def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine) -> Subject:
+def _traced(
+    module: nn.Module, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine
+) -> Subject:
     name, recipe = type(module).__name__, job.recipe(3)
     shape = model_shape(module, job.units, seq=job.seq)
     with in_tiles(module, recipe) as left_whole:
         shape = replace(shape, units=model_shape(module, job.units).units)
     shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
     make = batch or tokens(module, job.seq)
-    device = "cpu" if machine.gpu.name == "here" and getattr(machine.measured, "device", "cpu") == "cpu" else "cuda"
-    options: dict[str, Any] = {"precision": job.precision, "device": device, "loss": loss, "units": job.units}
+    device = (
+        "cpu"
+        if machine.gpu.name == "here" and getattr(machine.measured, "device", "cpu") == "cpu"
+        else "cuda"
+    )
+    options: dict[str, Any] = {
+        "precision": job.precision,
+        "device": device,
+        "loss": loss,
+        "units": job.units,
+    }
     memo: dict[Any, Any] = {}
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -179,14 +243,22 @@ def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, los
         try:
             with in_tiles(module, recipe):
                 if micro_batch < 4:
-                    return Activity.from_trace(trace(module, make(micro_batch), checkpointing=how, **options))
-                return Activity.from_trace(trace_at(module, make, [micro_batch], memo=memo, checkpointing=how, **options)[micro_batch])
+                    return Activity.from_trace(
+                        trace(module, make(micro_batch), checkpointing=how, **options)
+                    )
+                return Activity.from_trace(
+                    trace_at(module, make, [micro_batch], memo=memo, checkpointing=how, **options)[
+                        micro_batch
+                    ]
+                )
         except ValueError:
             raise
         except Exception as error:  # a model's own code may do anything
             raise ValueError(
-                f"{name} failed in the trace of its forward and backward pass: {type(error).__name__}: {_short(error)}. Mend it, give "
-                "onefold.plan a batch=function that makes what its forward takes, or plan by its size (--params)."
+                f"{name} failed in the trace of its forward and backward pass:"
+                f" {type(error).__name__}: {_short(error)}. Mend it, give onefold.plan a"
+                " batch=function that makes what its forward takes, or plan by its size"
+                " (--params)."
             ) from error
         finally:
             log.removeFilter(_silent)
@@ -196,10 +268,24 @@ def _traced(module: nn.Module, job: Job, batch: Callable[[int], Any] | None, los
 
     def another(other: ModelShape) -> Activities:
         names = tuple(u.name for u in blocks_of(other))
-        return lambda micro_batch, checkpointing: stretched(found(micro_batch, checkpointing), blocks, names)
+        return lambda micro_batch, checkpointing: stretched(
+            found(micro_batch, checkpointing), blocks, names
+        )
 
-    notes = (*([_LORA] if job.lora_rank else []), *left_whole, *_of_buffers(module, recipe, machine))
-    return Subject(job, shape, found, another, "traced from the module", notes, bool(repeated_blocks(module)) or bool(job.lora_rank))
+    notes = (
+        *([_LORA] if job.lora_rank else []),
+        *left_whole,
+        *_of_buffers(module, recipe, machine),
+    )
+    return Subject(
+        job,
+        shape,
+        found,
+        another,
+        "traced from the module",
+        notes,
+        bool(repeated_blocks(module)) or bool(job.lora_rank),
+    )
 
 
 def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator[str]:
@@ -208,8 +294,9 @@ def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator
     buffers.find(module, recipe)
     if machine.ranks > 1 and buffers.nbytes >= _HEAVY_BUFFERS:
         yield (
-            f"buffers: rank 0 sends {buffers.nbytes / 2**20:,.1f} MiB of them to each other rank before the forward pass behind a "
-            "synchronized one, as DDP does, beside the wire's figures; sync_buffers='norms' or False sends fewer"
+            f"buffers: rank 0 sends {buffers.nbytes / 2**20:,.1f} MiB of them to each other rank"
+            " before the forward pass behind a synchronized one, as DDP does, beside the wire's"
+            " figures; sync_buffers='norms' or False sends fewer"
         )
 
 
@@ -233,7 +320,8 @@ def _frozen(activities: Activities, shape: ModelShape, seq: int) -> Activities:
 
 
 def tokens(module: nn.Module, seq: int, asker: str = "onefold.plan") -> Callable[[int], Any]:
-    """What a language model is called with, from a number of samples: its token ids, as labels too where it takes them.
+    """What a language model is called with, from a number of samples: its token ids, as labels too
+    where it takes them.
 
     Raises:
         ValueError: its forward takes no `input_ids`.
@@ -241,11 +329,14 @@ def tokens(module: nn.Module, seq: int, asker: str = "onefold.plan") -> Callable
     taken = inspect.signature(module.forward).parameters
     if "input_ids" not in taken:
         raise ValueError(
-            f"{type(module).__name__}.forward takes no input_ids, so it is no language model: wrap it in a module whose forward does, or "
-            f"give {asker} a batch in Python (batch=...)."
+            f"{type(module).__name__}.forward takes no input_ids, so it is no language model: wrap"
+            f" it in a module whose forward does, or give {asker} a batch in Python (batch=...)."
         )
     names = [name for name in ("input_ids", "labels") if name in taken]
-    if getattr(getattr(module, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" in taken:
+    if (
+        getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+        and "decoder_input_ids" in taken
+    ):
         names.append("decoder_input_ids")
 
     def make(samples: int) -> dict[str, torch.Tensor]:
@@ -255,11 +346,12 @@ def tokens(module: nn.Module, seq: int, asker: str = "onefold.plan") -> Callable
     return make
 
 
-# -- adapters ----------------------------------------------------------------------------------------------------------------------
+# -- adapters --------------------------------------------------------------------------------------
 
 
 def with_lora(model: ModelShape, rank: int) -> ModelShape:
-    """The model frozen, with adapters of `rank` on every matrix of its blocks: A of rank × in, B of out × rank (Hu et al. 2022, 4.1).
+    """The model frozen, with adapters of `rank` on every matrix of its blocks: A of rank × in, B of
+    out × rank (Hu et al. 2022, 4.1).
 
     Experts that are stacked in one tensor (experts × out × in) get an adapter each.
 
@@ -289,11 +381,15 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
                 adapters += pair
         units.append(UnitShape(unit.name, (*frozen, *adapters), unit.looks_up_only))
     if not added:
-        raise ValueError(f"{model.name} has no blocks with matrices to put adapters on: LoRA needs a model with its real shapes.")
+        raise ValueError(
+            f"{model.name} has no blocks with matrices to put adapters on: LoRA needs a model with"
+            " its real shapes."
+        )
     if rank > smaller_side:
         raise ValueError(
-            f"LoRA of rank {rank}: no matrix in a block of {model.name} is larger than {smaller_side} on both sides, so the adapters "
-            f"would be larger than what they adapt; use at most {smaller_side}."
+            f"LoRA of rank {rank}: no matrix in a block of {model.name} is larger than"
+            f" {smaller_side} on both sides, so the adapters would be larger than what they adapt;"
+            f" use at most {smaller_side}."
         )
     name = f"{model.name}, LoRA of rank {rank}"
     return replace(model, name=name, units=tuple(units), active_numel=model.active_numel + active)

@@ -1,17 +1,22 @@
-"""Who adds gradients up, Onefold in rank order or NCCL in an order of its own, and which of the two is faster when.
+"""Who adds gradients up, Onefold in rank order or NCCL in an order of its own, and which of the two
+is faster when.
 
-Of one unit whose gradients are P bytes on the wire, over N ranks, with α seconds a message, B bytes/s of the link and M of memory:
+Of one unit whose gradients are P bytes on the wire, over N ranks, with α seconds a message, B
+bytes/s of the link and M of memory:
 
 | reduce=     | on the wire                        | in memory                       | receive buffer | bits                               |
 |-------------|------------------------------------|---------------------------------|----------------|------------------------------------|
 | "ordered"   | P(N−1)/N ÷ B + α: an all-to-all    | (P + sums) ÷ M: N parts, 1 pass | P              | fp32 sums, the same at every stage |
 | "native"    | P(N−1)/N ÷ B + (N−1)α: a ring      | (P/N + sums) ÷ M                | P/N            | sums in the wire's dtype, NCCL's   |
 
-So a ring pays (N−2)α more and a pass over P(N−1)/N bytes less: native is the faster from P = (N−2)α·M·N/(N−1) on. Over two levels both are
-two moves, each by these formulas; over one level and several nodes the all-to-all also sends as many times the bytes over a node's border
-as the node has ranks. Sources: Thakur, Rabenseifner and Gropp 2005 (Optimization of Collective Communication Operations in MPICH), section
-3.1 for α and B, and 4.3 for the ring's reduce-scatter; Patarasuk and Yuan 2009 (Bandwidth optimal all-reduce algorithms), section 4;
-`onefold.plan.coding.added_bytes` for the pass. What NCCL does besides rings (trees, sums in the switch) is not in it.
+So a ring pays (N−2)α more and a pass over P(N−1)/N bytes less: native is the faster from P =
+(N−2)α·M·N/(N−1) on. Over two levels both are two moves, each by these formulas; over one level and
+several nodes the all-to-all also sends as many times the bytes over a node's border
+as the node has ranks. Sources: Thakur, Rabenseifner and Gropp 2005 (Optimization of Collective
+Communication Operations in MPICH), section 3.1 for α and B, and 4.3 for the ring's reduce-scatter;
+Patarasuk and Yuan 2009 (Bandwidth optimal all-reduce algorithms), section 4;
+`onefold.plan.coding.added_bytes` for the pass. What NCCL does besides rings (trees, sums in the
+switch) is not in it.
 """
 
 from __future__ import annotations
@@ -40,8 +45,10 @@ class Sums:
 
     Attributes:
         ordered, native: its accounts. asked: which of the two the job says.
-        faster_from: bytes of a unit's gradients on the wire from which on a reduction is faster natively: 0 always, infinity never.
-        largest: bytes of the largest unit's gradients here. dtype, sums_dtype: what NCCL would add in, and what Onefold does.
+        faster_from: bytes of a unit's gradients on the wire from which on a reduction is faster
+            natively: 0 always, infinity never.
+        largest: bytes of the largest unit's gradients here. dtype, sums_dtype: what NCCL would add
+            in, and what Onefold does.
     """
 
     ordered: Candidate
@@ -63,42 +70,65 @@ class Sums:
             "asked": self.asked,
             "dtype": self.dtype,
             "sums_dtype": self.sums_dtype,
-            "ordered": {"seconds": dict(self.ordered.account.seconds), "peak_bytes": self.ordered.account.peak_bytes},
-            "native": {"seconds": dict(self.native.account.seconds), "peak_bytes": self.native.account.peak_bytes},
+            "ordered": {
+                "seconds": dict(self.ordered.account.seconds),
+                "peak_bytes": self.ordered.account.peak_bytes,
+            },
+            "native": {
+                "seconds": dict(self.native.account.seconds),
+                "peak_bytes": self.native.account.peak_bytes,
+            },
             "faster_from": self.faster_from if math.isfinite(self.faster_from) else None,
             "largest_unit": self.largest,
         }
 
 
 def sums_of(question: Question, best: Candidate) -> Sums | None:
-    """None where there is no choice (one rank, gloo, encoded gradients) or where nobody knows what it would take."""
+    """None where there is no choice (one rank, gloo, encoded gradients) or where nobody knows what
+    it would take.
+    """
     machine, job = question.machine, question.job
     recipe = best.scheme.recipe(job)
-    unknown = machine.gpu.name == "here" or machine.measured is not None  # a calibration measures ordered sums only
+    # A calibration measures ordered sums only
+    unknown = machine.gpu.name == "here" or machine.measured is not None
     if machine.ranks == 1 or unknown or not on_nccl(machine) or recipe.gradients.codec is not None:
         return None
     asked = recipe.reduce
     other = "native" if asked == "ordered" else "ordered"
     options = tuple((k, v) for k, v in job.options if k != "reduce")
-    found = replace(question, job=replace(job, options=(*options, ("reduce", other)))).answer(best.scheme)
+    found = replace(question, job=replace(job, options=(*options, ("reduce", other)))).answer(
+        best.scheme
+    )
     ordered, native = (best, found) if asked == "ordered" else (found, best)
-    flats = [f for u in units_of(question.model, recipe, machine.ranks) for f in u.flats if f.trainable]
+    flats = [
+        f for u in units_of(question.model, recipe, machine.ranks) for f in u.flats if f.trainable
+    ]
     largest = max(flats, key=lambda f: f.numel * f.dtypes.wire.itemsize, default=None)
     if largest is None:
         return None
-    soft, wire, sums = question.software or Software(), largest.dtypes.wire.itemsize, largest.dtypes.sums.itemsize
+    soft, wire, sums = (
+        question.software or Software(),
+        largest.dtypes.wire.itemsize,
+        largest.dtypes.sums.itemsize,
+    )
     return Sums(
         ordered,
         native,
         asked,
         faster_from(recipe, machine, soft, wire, sums),
         largest.numel * wire,
-        *(str(dtype).removeprefix("torch.") for dtype in (largest.dtypes.wire, largest.dtypes.sums)),
+        *(
+            str(dtype).removeprefix("torch.")
+            for dtype in (largest.dtypes.wire, largest.dtypes.sums)
+        ),
     )
 
 
-def reduction_seconds(recipe: Recipe, machine: Machine, software: Software, nbytes: float, wire: int, sums: int) -> float:
-    """Of one reduction of `nbytes` of gradients to the ranks that own them, by the table of this module.
+def reduction_seconds(
+    recipe: Recipe, machine: Machine, software: Software, nbytes: float, wire: int, sums: int
+) -> float:
+    """Of one reduction of `nbytes` of gradients to the ranks that own them, by the table of this
+    module.
 
     Args:
         wire, sums: bytes of an element on the wire, and of a sum.
@@ -108,9 +138,19 @@ def reduction_seconds(recipe: Recipe, machine: Machine, software: Software, nbyt
     seconds, part = 0.0, nbytes / wire / machine.ranks
     for hop in Division(topology, 0, adds=adds).hops(_PART):
         own = part * (hop.own / _PART)
-        leg = Leg("reduce-scatter", False, hop.level, round((hop.size - 1) * own * wire), 1, "backward", adds == "backend")
+        leg = Leg(
+            "reduce-scatter",
+            False,
+            hop.level,
+            round((hop.size - 1) * own * wire),
+            1,
+            "backward",
+            adds == "backend",
+        )
         seconds += sum(t.seconds(machine, software) for t in traffic_over([leg], machine, topology))
-        seconds += added_bytes(own, _parts(adds, hop.size), wire, sums) / (machine.gpu.memory_bandwidth * SUMMING_ON_A_GPU)
+        seconds += added_bytes(own, _parts(adds, hop.size), wire, sums) / (
+            machine.gpu.memory_bandwidth * SUMMING_ON_A_GPU
+        )
     return seconds
 
 
@@ -118,15 +158,22 @@ def _parts(adds: Adds, ranks: int) -> int:
     return 1 if adds == "backend" else ranks
 
 
-def faster_from(recipe: Recipe, machine: Machine, software: Software, wire: int, sums: int) -> float:
-    """Bytes of a unit's gradients on the wire from which on native sums are faster; infinity: never.
+def faster_from(
+    recipe: Recipe, machine: Machine, software: Software, wire: int, sums: int
+) -> float:
+    """Bytes of a unit's gradients on the wire from which on native sums are faster; infinity:
+    never.
 
     Either way is a straight line in them, so that two points say where they cross.
     """
     sizes = [machine.ranks * _PART * wire * n for n in (1, 2)]
     ways = [replace(recipe, reduce=way) for way in ("ordered", "native")]
-    (a, b), (c, d) = ([reduction_seconds(way, machine, software, size, wire, sums) for size in sizes] for way in ways)
-    slope, ahead = ((b - a) - (d - c)) / (sizes[1] - sizes[0]), (2 * c - d) - (2 * a - b)  # native gains an octet, and begins behind
+    (a, b), (c, d) = (
+        [reduction_seconds(way, machine, software, size, wire, sums) for size in sizes]
+        for way in ways
+    )
+    # Native gains an octet, and begins behind
+    slope, ahead = ((b - a) - (d - c)) / (sizes[1] - sizes[0]), (2 * c - d) - (2 * a - b)
     if slope <= 0:
         return 0.0 if ahead < 0 else math.inf
     return max(0.0, ahead / slope)

@@ -1,9 +1,12 @@
-"""Published systems in terms of the time model, each with the one constant that was fitted to it and the rows it was fitted on.
+"""Published systems in terms of the time model, each with the one constant that was fitted to it
+and the rows it was fitted on.
 
-Two constants describe DeepSpeed's ZeRO-3 schedule of 2021 to 2023 in all of its reports: it fetches by leaf module, six times a block and
-pass, and hides little behind compute (`DEEPSPEED_OVERLAP`). The latter, `Software.hop_seconds` and `Software.kernel_share` were fitted
-together to one report, Azure's 175B runs at 1,024 tokens, without the rows at micro-batch 1 and 16 on 128 and 1,024 GPUs, which are cases
-of `planner_cases.csv`. `benchmarks/validation.py` fits every constant again from the published rows and compares.
+Two constants describe DeepSpeed's ZeRO-3 schedule of 2021 to 2023 in all of its reports: it fetches
+by leaf module, six times a block and pass, and hides little behind compute (`DEEPSPEED_OVERLAP`).
+The latter, `Software.hop_seconds` and `Software.kernel_share` were fitted together to one report,
+Azure's 175B runs at 1,024 tokens, without the rows at micro-batch 1 and 16 on 128 and 1,024 GPUs,
+which are cases of `planner_cases.csv`. `benchmarks/validation.py` fits every constant again from
+the published rows and compares.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ Scheme = Literal["zero-2", "zero-3", "zero++"]
 
 #: Share of the compute that DeepSpeed's ZeRO-3 of those years hides communication behind.
 DEEPSPEED_OVERLAP = 0.1
-#: Collectives a block and pass: one for each leaf module with parameters (two norms, four linear layers).
+#: Collectives a block and pass: one for each leaf module with parameters (two norms, four linear
+#: layers).
 DEEPSPEED_MESSAGES = 6
 
 
@@ -48,13 +52,31 @@ class System:
     def machine(self, gpus: int, link: str = "") -> Machine:
         return hardware.machine(gpus, self.per_node, self.gpu, link or self.link)
 
-    def run(self, numel: float, blocks: int, flops: float, machine: Machine, scheme: Scheme = "zero-3") -> Times:
-        """A step in which each GPU does `flops` FLOPs (recompute included) on its one micro-batch."""
-        return step_times(work(numel, blocks, flops, machine, scheme, self.messages, self.precision), machine, self.software)
+    def run(
+        self, numel: float, blocks: int, flops: float, machine: Machine, scheme: Scheme = "zero-3"
+    ) -> Times:
+        """A step in which each GPU does `flops` FLOPs (recompute included) on its one
+        micro-batch.
+        """
+        return step_times(
+            work(numel, blocks, flops, machine, scheme, self.messages, self.precision),
+            machine,
+            self.software,
+        )
 
 
-def work(numel: float, blocks: int, flops: float, machine: Machine, scheme: Scheme, messages: int = 1, precision: str = "bf16") -> Work:
-    """A step of one micro-batch with 16 bits on the wire, `messages` collectives a block and pass."""
+def work(
+    numel: float,
+    blocks: int,
+    flops: float,
+    machine: Machine,
+    scheme: Scheme,
+    messages: int = 1,
+    precision: str = "bf16",
+) -> Work:
+    """A step of one micro-batch with 16 bits on the wire, `messages` collectives a block and
+    pass.
+    """
     calls = messages * blocks
     if scheme == "zero++":
         wanted = formulas.zeropp_bytes(numel)
@@ -64,8 +86,12 @@ def work(numel: float, blocks: int, flops: float, machine: Machine, scheme: Sche
         moves = [
             Traffic.ring("all-gather", gathers, calls, machine),
             Traffic.within_nodes("all-gather", copy, calls, machine),
-            Traffic.within_nodes("reduce-scatter", wanted["inside"] - weights["inside"], calls, machine),
-            Traffic.across_nodes("reduce-scatter", (wanted["between"] - gathers) / machine.local, calls, machine),
+            Traffic.within_nodes(
+                "reduce-scatter", wanted["inside"] - weights["inside"], calls, machine
+            ),
+            Traffic.across_nodes(
+                "reduce-scatter", (wanted["between"] - gathers) / machine.local, calls, machine
+            ),
         ]
     else:
         once = formulas.wire_bytes(numel, "ddp", machine.ranks) / 2
@@ -75,7 +101,9 @@ def work(numel: float, blocks: int, flops: float, machine: Machine, scheme: Sche
             Traffic.ring("reduce-scatter", once, calls, machine),
         ]
     states = 16 * numel / machine.ranks
-    return Work(flops, moves, precision=precision, forward_share=1 / 4, optimizer_bytes=28 / 16 * states)
+    return Work(
+        flops, moves, precision=precision, forward_share=1 / 4, optimizer_bytes=28 / 16 * states
+    )
 
 
 def blocks_of(numel: float) -> int:

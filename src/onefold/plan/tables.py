@@ -21,15 +21,30 @@ if TYPE_CHECKING:
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
-    """Print the plan: the question, the stages side by side, the recommendation and what the next steps would buy."""
+    """Print the plan: the question, the stages side by side, the recommendation and what the next
+    steps would buy.
+    """
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     job, machine = plan.job, plan.machine
-    active = f", {count(plan.model.active_numel)} active" if plan.model.active_numel != plan.model.numel else ""
-    out.print(f"[bold]{plan.model.name}[/bold]: {count(plan.model.numel)} parameters{active}, {count(plan.model.trainable)} trained")
+    active = (
+        f", {count(plan.model.active_numel)} active"
+        if plan.model.active_numel != plan.model.numel
+        else ""
+    )
+    out.print(
+        f"[bold]{plan.model.name}[/bold]: {count(plan.model.numel)} parameters{active},"
+        f" {count(plan.model.trainable)} trained"
+    )
     batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
     wires = "".join(f", {name}={value!r}" for name, value in job.wires.items())
-    device = f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}), {machine.local} a node"
-    out.print(f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{wires}; activations {plan.source}")
+    device = (
+        f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}),"
+        f" {machine.local} a node"
+    )
+    out.print(
+        f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{wires};"
+        f" activations {plan.source}"
+    )
     _print(out, _stages(plan))
     if plan.recommended is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
@@ -51,7 +66,10 @@ def show(plan: Plan, console: Console | None = None) -> None:
         out.print(moves_said(shown))
     for note in plan.notes:
         out.print(f"[dim]{note}[/dim]")
-    out.print("[dim]MFU counts model FLOPs (6N + 12Lhs a token, no recompute) over the nominal rate of the device.[/dim]")
+    out.print(
+        "[dim]MFU counts model FLOPs (6N + 12Lhs a token, no recompute) over the nominal rate of"
+        " the device.[/dim]"
+    )
 
 
 def _print(out: Console, table: Table) -> None:
@@ -63,23 +81,32 @@ def _print(out: Console, table: Table) -> None:
 
 def _stages(plan: Plan) -> Table:
     like, best = plan.stages[0].scheme, plan.recommended
-    title = f"a rank holds, sends and takes, at micro-batch {like.micro_batch}, checkpointing {like.checkpointing}"
+    title = (
+        f"a rank holds, sends and takes, at micro-batch {like.micro_batch}, checkpointing"
+        f" {like.checkpointing}"
+    )
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
     table.add_column("", no_wrap=True)
-    apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)  # one that offloads or has groups: a column of its own
+    # One that offloads or has groups: a column of its own
+    apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)
     columns = (*plan.stages, best) if best is not None and apart else plan.stages
     for candidate in columns:
         mark = " ◄" if best is not None and candidate.scheme == best.scheme else ""
         off = ", offload" if candidate.scheme.offload != "none" else ""
         wires = f", {candidate.scheme.wires}" if candidate.scheme.wires else ""
-        table.add_column(f"stage {candidate.scheme.stage}{off}{wires}{mark}", justify="right", no_wrap=True)
+        table.add_column(
+            f"stage {candidate.scheme.stage}{off}{wires}{mark}", justify="right", no_wrap=True
+        )
     accounts = [c.account for c in columns]
-    unasked = ["–"] * (len(columns) - len(plan.stages))  # the largest are looked for as the stages are shown
+    # The largest are looked for as the stages are shown
+    unasked = ["–"] * (len(columns) - len(plan.stages))
     table.add_row("[bold]at rest[/bold]", *(gib(a.rest_bytes) for a in accounts))
     for category in CATEGORIES:
         if any(a.rest.get(category) for a in accounts):
             table.add_row(f"  {category}", *(gib(a.rest.get(category, 0)) for a in accounts))
-    table.add_row("[dim]all states, papers' way[/dim]", *(f"[dim]{gib(c.states)}[/dim]" for c in columns))
+    table.add_row(
+        "[dim]all states, papers' way[/dim]", *(f"[dim]{gib(c.states)}[/dim]" for c in columns)
+    )
     table.add_row("[bold]at peak[/bold]", *(gib(a.peak_bytes) for a in accounts))
     for category in CATEGORIES:
         if any(a.peak.get(category) for a in accounts):
@@ -92,10 +119,17 @@ def _stages(plan: Plan) -> Table:
     table.add_row("[bold]sent in a step[/bold]", *(gib(a.wire_bytes) for a in accounts))
     for link in ("inside", "between"):
         if any(a.links.get(link) for a in accounts):
-            table.add_row(f"  {'inside a node' if link == 'inside' else 'between nodes'}", *(gib(a.links.get(link, 0)) for a in accounts))
+            table.add_row(
+                f"  {'inside a node' if link == 'inside' else 'between nodes'}",
+                *(gib(a.links.get(link, 0)) for a in accounts),
+            )
     if any(a.node_links.get("between") for a in accounts):
-        table.add_row("  of a node, to others", *(gib(a.node_links.get("between", 0)) for a in accounts))
-    table.add_row("[bold]a step takes[/bold]", *(in_seconds(a.seconds.get("step", 0)) for a in accounts))
+        table.add_row(
+            "  of a node, to others", *(gib(a.node_links.get("between", 0)) for a in accounts)
+        )
+    table.add_row(
+        "[bold]a step takes[/bold]", *(in_seconds(a.seconds.get("step", 0)) for a in accounts)
+    )
     for part in ("compute", "exposed communication", "optimizer", "io"):
         if any(a.seconds.get(part) for a in accounts):
             table.add_row(f"  {part}", *(in_seconds(a.seconds[part]) for a in accounts))
@@ -103,9 +137,17 @@ def _stages(plan: Plan) -> Table:
     if any(a.mfu is not None for a in accounts):
         table.add_row("MFU", *(f"{a.mfu:.0%}" if a.mfu is not None else "–" for a in accounts))
     if plan.largest_micro_batch:
-        table.add_row("largest micro-batch", *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages), *unasked)
+        table.add_row(
+            "largest micro-batch",
+            *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages),
+            *unasked,
+        )
     if any(plan.largest_model.values()):
-        table.add_row("largest model of this width", *(count(plan.largest_model[c.scheme.stage]) for c in plan.stages), *unasked)
+        table.add_row(
+            "largest model of this width",
+            *(count(plan.largest_model[c.scheme.stage]) for c in plan.stages),
+            *unasked,
+        )
     return table
 
 
@@ -114,15 +156,18 @@ def _fit(c: Candidate, plan: Plan) -> str:
         return "yes"
     if c.spare < 0:
         return f"no, by {gib(-c.spare)}"
-    host = not plan.machine.shared and c.account.host * plan.machine.local > plan.machine.host.memory
+    host = (
+        not plan.machine.shared and c.account.host * plan.machine.local > plan.machine.host.memory
+    )
     return "no, host" if host else "no, NVMe"
 
 
 def _recommendation(best: Candidate) -> str:
     accumulated = f" × {best.accumulation} accumulated" if best.accumulation > 1 else ""
     text = (
-        f"[bold]use {best.scheme}[/bold], micro-batch {best.scheme.micro_batch}{accumulated}: {gib(best.needed)} of the "
-        f"{gib(best.usable)} that a rank may use, {in_seconds(best.account.seconds.get('step', 0))} a step."
+        f"[bold]use {best.scheme}[/bold], micro-batch {best.scheme.micro_batch}{accumulated}:"
+        f" {gib(best.needed)} of the {gib(best.usable)} that a rank may use,"
+        f" {in_seconds(best.account.seconds.get('step', 0))} a step."
     )
     if best.account.host:
         text += f" Host: {gib(best.account.host)} a rank."
@@ -132,7 +177,9 @@ def _recommendation(best: Candidate) -> str:
 
 
 def _steps(plan: Plan, best: Candidate) -> Table:
-    table = Table(title="what the next steps would buy", title_justify="left", box=None, padding=(0, 2))
+    table = Table(
+        title="what the next steps would buy", title_justify="left", box=None, padding=(0, 2)
+    )
     for name in ("", "peak", "saves", "step", "slower by"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     own = best.account.seconds.get("step", 0)

@@ -1,13 +1,15 @@
-"""Seconds that a step spends on tiers: the host link, the disks, the update on the host; and how much of it hides behind what.
+"""Seconds that a step spends on tiers: the host link, the disks, the update on the host; and how
+much of it hides behind what.
 
     forward     │██████████████│              parameters up, or read              hide behind the forward passes
     backward    │████████████████████████│    the same again, gradients down       hide behind the backward passes
     step                                 │▒▒▒ read ▒ update ▒ written ▒ up ▒│     the slower of update and moves; with
                                                                                   step_in_backward behind the backward passes
 
-Link and disk work at the same time; what each of them carries in one phase it carries one after the other. Behind a phase hides as much
-as communication has left of it (`onefold.plan.times`). Where the device is a CPU a copy is made by who computes: it hides behind nothing,
-and gradients need none.
+Link and disk work at the same time; what each of them carries in one phase it carries one after the
+other. Behind a phase hides as much as communication has left of it (`onefold.plan.times`). Where
+the device is a CPU a copy is made by who computes: it hides behind nothing, and gradients need
+none.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TierTimes:
-    """Seconds of a step: `io` waits for link and disks, `update` is the host's that nothing hides; `parts` by `schema.TIER_SECONDS`."""
+    """Seconds of a step: `io` waits for link and disks, `update` is the host's that nothing hides;
+    `parts` by `schema.TIER_SECONDS`.
+    """
 
     io: float
     update: float
@@ -34,13 +38,18 @@ class TierTimes:
 
 
 def tier_times(work: Work, machine: Machine, room: Mapping[str, float]) -> TierTimes:
-    """`room`: seconds of the "forward" and "backward" passes that communication leaves to hide behind."""
+    """`room`: seconds of the "forward" and "backward" passes that communication leaves to hide
+    behind.
+    """
     left, parts = dict(room), defaultdict[str, float](float)
     io = 0.0
     for phase in ("forward", "backward"):
         beside, alone = _beside(work.carried, phase, machine, parts)
         io += alone + _hide(beside, phase, left, parts)
-    link, disk = work.host_bytes / machine.host_link(), work.nvme_bytes / (machine.host.nvme_bandwidth / machine.local)
+    link, disk = (
+        work.host_bytes / machine.host_link(),
+        work.nvme_bytes / (machine.host.nvme_bandwidth / machine.local),
+    )
     parts["link"], parts["disk"] = parts["link"] + link, parts["disk"] + disk
     anywhere = max(link, disk)
     for phase in ("forward", "backward"):
@@ -64,13 +73,19 @@ def update_seconds(work: Work, machine: Machine) -> float:
     return work.host_optimizer_bytes / (machine.host.memory_bandwidth / machine.local)
 
 
-def _beside(carried: Iterable[Carried], phase: str, machine: Machine, parts: dict[str, float]) -> tuple[float, float]:
-    """(seconds that something else can hide, seconds that nothing can) of what one phase carries."""
+def _beside(
+    carried: Iterable[Carried], phase: str, machine: Machine, parts: dict[str, float]
+) -> tuple[float, float]:
+    """(seconds that something else can hide, seconds that nothing can) of what one phase
+    carries.
+    """
     nbytes = defaultdict[str, float](float)
     for c in carried:
         nbytes[c.move] += c.nbytes if c.phase == phase else 0.0
     local, host = machine.local, machine.host
-    disk = nbytes["read"] / (host.nvme_bandwidth / local) + nbytes["written"] / ((host.nvme_write or host.nvme_bandwidth) / local)
+    disk = nbytes["read"] / (host.nvme_bandwidth / local) + nbytes["written"] / (
+        (host.nvme_write or host.nvme_bandwidth) / local
+    )
     read = nbytes["read"] if phase != "step" else 0  # parameters, which go on to the device
     link = (nbytes["up"] + nbytes["down"] + read) / machine.host_link()
     if machine.shared:

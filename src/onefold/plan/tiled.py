@@ -27,10 +27,12 @@ class _Over(Exception):
 
 @contextmanager
 def in_tiles(module: nn.Module, recipe: Recipe) -> Iterator[tuple[str, ...]]:
-    """Inside, the weights of `module` above the recipe's tile are in tiles; gives sentences about those that are left whole.
+    """Inside, the weights of `module` above the recipe's tile are in tiles; gives sentences about
+    those that are left whole.
 
     Raises:
-        ValueError: a row is larger than a tile may be, or an embedding does what cannot be done in tiles.
+        ValueError: a row is larger than a tile may be, or an embedding does what cannot be done in
+            tiles.
     """
     if recipe.tile is None:
         yield ()
@@ -54,7 +56,8 @@ def is_in_tiles(model: ModelShape) -> bool:
 
 
 def shape_in_tiles(model: ModelShape, recipe: Recipe) -> ModelShape:
-    """A shape with its matrices above the recipe's tile in units of their own, `NAME.tiles.0` and so on.
+    """A shape with its matrices above the recipe's tile in units of their own, `NAME.tiles.0` and
+    so on.
 
     Raises:
         ValueError: a row is larger than a tile may be.
@@ -78,13 +81,25 @@ def _bytes(p: Parameter, recipe: Recipe) -> int:
 def _tiles_of(p: Parameter, limit: int, recipe: Recipe, looks_up: bool) -> list[UnitShape]:
     rows, columns = p.shape
     row = _bytes(p, recipe) // rows
-    whole = recipe.block // gcd(columns, recipe.block) if recipe.block and p.trainable else 1  # rows that blocks of moments allow
+    # Rows that blocks of moments allow
+    whole = recipe.block // gcd(columns, recipe.block) if recipe.block and p.trainable else 1
     if row * whole > limit:
         least = f"{row * whole:,}"
-        raise ValueError(f"tile={limit:,} bytes, but {whole} rows of {p.name!r} {p.shape} take {least}: give a tile of {least} or more.")
+        raise ValueError(
+            f"tile={limit:,} bytes, but {whole} rows of {p.name!r} {p.shape} take {least}: give a"
+            f" tile of {least} or more."
+        )
     each = rows_of_a_tile(rows, limit // row, whole)
     path = p.name.removesuffix(".weight")
     return [
-        UnitShape(f"{path}.tiles.{i}", (replace(p, name=f"{path}.tiles.{i}.weight", shape=(min(each, rows - first), columns)),), looks_up)
+        UnitShape(
+            f"{path}.tiles.{i}",
+            (
+                replace(
+                    p, name=f"{path}.tiles.{i}.weight", shape=(min(each, rows - first), columns)
+                ),
+            ),
+            looks_up,
+        )
         for i, first in enumerate(range(0, rows, each))
     ]

@@ -1,15 +1,18 @@
-"""When a step's kernels, collectives and waits run: the real engine's calls, timed on streams in which nothing is computed.
+"""When a step's kernels, collectives and waits run: the real engine's calls, timed on streams in
+which nothing is computed.
 
     host          ▏▏▏▏▏▏▏▏▏▏▏                      launches, each `Software.launch_seconds`; it waits where the engine makes it wait
     compute       │ k0 │ k1 │░░░ wait ░░░│ k2 │    kernels and waits, in the order in which they were launched
     gathers          │▒▒▒ g1 ▒▒▒▒▒▒▒▒▒▒▒▒│         one stream for each communicator: it begins when what was launched before it is done
     link             │▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│         and when the link is free: two collectives on one link follow one another
 
-A `Clock` stands in for the device's streams (`onefold.device.clocked`) while plan/simulate.py runs a step. Seconds are those of the plan's
-own time model (plan/prices.py), so what differs from the plan's figure is the order: what the plan assumes to overlap (`Software.overlap`,
-the two ends of a micro-batch) happens here, or does not.
+A `Clock` stands in for the device's streams (`onefold.device.clocked`) while plan/simulate.py runs
+a step. Seconds are those of the plan's own time model (plan/prices.py), so what differs from the
+plan's figure is the order: what the plan assumes to overlap (`Software.overlap`, the two ends of a
+micro-batch) happens here, or does not.
 
-Left out: what other ranks do (all are alike), launches of the optimizer's Python, and the allocator.
+Left out: what other ranks do (all are alike), launches of the optimizer's Python, and the
+allocator.
 """
 
 from __future__ import annotations
@@ -43,11 +46,14 @@ class Span:
     """Something that a stream did.
 
     Attributes:
-        kind: "model", "engine" or "optimizer": a kernel of theirs; "collective"; "wait": the stream stood still.
-        name: of the operation, or the move. unit: whose it is, "" if nobody's. phase: "forward", "backward" or "optimizer".
+        kind: "model", "engine" or "optimizer": a kernel of theirs; "collective"; "wait": the stream
+            stood still.
+        name: of the operation, or the move. unit: whose it is, "" if nobody's. phase: "forward",
+            "backward" or "optimizer".
         begin, end: seconds.
         nbytes: sent by a collective.
-        after: the number of the span that a wait waited for, or that a collective came after; -1 for none.
+        after: the number of the span that a wait waited for, or that a collective came after; -1
+            for none.
     """
 
     stream: str
@@ -70,8 +76,10 @@ class Parts:
     """Seconds of the compute stream, which together are a step's.
 
     Attributes:
-        model: kernels of forward and backward. engine: casts, copies and sums. optimizer: the update.
-        exposed: waits by what was waited for: a move ("all-gather", "reduce-scatter", "all-reduce", "state"), or a kernel beside.
+        model: kernels of forward and backward. engine: casts, copies and sums. optimizer: the
+            update.
+        exposed: waits by what was waited for: a move ("all-gather", "reduce-scatter", "all-reduce",
+            "state"), or a kernel beside.
         host: idle, since the host had not launched anything yet.
     """
 
@@ -91,9 +99,13 @@ class Parts:
 
     def plus(self, other: Parts, times: int) -> Parts:
         """These, and `times` times those."""
-        exposed = {k: self.exposed.get(k, 0.0) + times * other.exposed.get(k, 0.0) for k in {**self.exposed, **other.exposed}}
+        exposed = {
+            k: self.exposed.get(k, 0.0) + times * other.exposed.get(k, 0.0)
+            for k in {**self.exposed, **other.exposed}
+        }
         model, engine, optimizer, host = (
-            getattr(self, name) + times * getattr(other, name) for name in ("model", "engine", "optimizer", "host")
+            getattr(self, name) + times * getattr(other, name)
+            for name in ("model", "engine", "optimizer", "host")
         )
         return Parts(model, engine, optimizer, exposed, host)
 
@@ -103,11 +115,13 @@ class Timeline:
     """A step in the steady state; time 0 is the end of the step before it.
 
     Attributes:
-        spans: of all streams, in the order of their launch. streams: their names, the compute stream's first.
+        spans: of all streams, in the order of their launch. streams: their names, the compute
+            stream's first.
         parts: of the step.
         exposed: seconds of waiting on the compute stream, by unit and by what was waited for.
         busy: seconds in which the kernels, each link and the host had work.
-        middle: parts of one micro-batch between the first and the last; None where fewer than three were run.
+        middle: parts of one micro-batch between the first and the last; None where fewer than three
+            were run.
         micro_batches: that were run.
     """
 
@@ -138,11 +152,16 @@ class Timeline:
         if micro_batches == self.micro_batches:
             return self.parts
         if self.middle is None or micro_batches < self.micro_batches:
-            raise ValueError(f"a timeline of {self.micro_batches} micro-batches says nothing of {micro_batches}: run 3.")
+            raise ValueError(
+                f"a timeline of {self.micro_batches} micro-batches says nothing of {micro_batches}:"
+                " run 3."
+            )
         return self.parts.plus(self.middle, micro_batches - self.micro_batches)
 
     def units(self) -> Iterator[tuple[str, str, float, float]]:
-        """(unit, phase, begin, end) of each stretch in which the compute stream ran one unit's kernels and waits, in order."""
+        """(unit, phase, begin, end) of each stretch in which the compute stream ran one unit's
+        kernels and waits, in order.
+        """
         now: tuple[str, str] | None = None
         begin = end = 0.0
         for span in self.spans:
@@ -237,7 +256,9 @@ class _Work:
 
 
 class _Line:
-    """When a link is taken. A collective that is launched later may go first, where it fits into a gap."""
+    """When a link is taken. A collective that is launched later may go first, where it fits into a
+    gap.
+    """
 
     def __init__(self) -> None:
         self.taken: list[tuple[float, float]] = []
@@ -260,7 +281,8 @@ class _Line:
 
 
 class Clock:
-    """Streams, events and collectives that take time and do nothing: what `onefold.device.clocked` is given.
+    """Streams, events and collectives that take time and do nothing: what `onefold.device.clocked`
+    is given.
 
     Attributes:
         host: what time it is where the program runs.
@@ -280,13 +302,14 @@ class Clock:
         self._communicators: dict[tuple[tuple[int, ...], str], Stream] = {}
         self._lines: dict[Link, _Line] = {"inside": _Line(), "between": _Line()}
         self._launched = 0.0
-        self._unnamed: list[Span] = []  # of a backward pass, which says whose they were at the end of each unit
+        # Of a backward pass, which says whose they were at the end of each unit
+        self._unnamed: list[Span] = []
         self._named = 0
         self._formulas = flop_formulas()
         self._marks: list[float] = []
         self._begun: tuple[int, float] = (0, 0.0)
 
-    # -- what the room `device` asks for ---------------------------------------------------------------------------------------
+    # -- what the room `device` asks for -----------------------------------------------------------
 
     def current_stream(self) -> Stream:
         return self._current
@@ -307,32 +330,56 @@ class Clock:
         return Event(self)
 
     def synchronize(self) -> None:
-        self.host = max(self.host, *(stream.free for stream in (self._computing, *self._communicators.values())))
+        self.host = max(
+            self.host, *(stream.free for stream in (self._computing, *self._communicators.values()))
+        )
 
     def collective(self, event: Any, ranks: list[int], ring: bool, communicator: str) -> _Work:
-        """A collective on its communicator's stream, behind what the current stream was given and when the links are free."""
+        """A collective on its communicator's stream, behind what the current stream was given and
+        when the links are free.
+        """
         self._launch()
         stream = self._communicator(tuple(ranks), communicator)
         price = self.prices.move(event.move, event.nbytes, ranks, self.rank, ring)
         needs = {self._lines[link]: seconds for link, seconds in price.links.items() if seconds}
         begin = max(self._current.free, stream.free, self.host)
-        while (later := max((line.free(begin, seconds) for line, seconds in needs.items()), default=begin)) > begin:
+        while (
+            later := max(
+                (line.free(begin, seconds) for line, seconds in needs.items()), default=begin
+            )
+        ) > begin:
             begin = later
         for line, seconds in needs.items():
             line.take(begin, seconds)
         after = self._current.last
-        self._add(stream, "collective", event.move, event.unit, event.phase, begin, begin + price.seconds, event.nbytes, after)
+        self._add(
+            stream,
+            "collective",
+            event.move,
+            event.unit,
+            event.phase,
+            begin,
+            begin + price.seconds,
+            event.nbytes,
+            after,
+        )
         return _Work(self, stream.free, stream.last)
 
     def _communicator(self, ranks: tuple[int, ...], name: str) -> Stream:
         if (ranks, name) not in self._communicators:
             machine = self.prices.machine
             nodes = {rank // machine.local for rank in ranks}
-            where = "" if machine.nodes == 1 or len(ranks) == machine.ranks else " in the node" if len(nodes) == 1 else " between nodes"
+            where = (
+                ""
+                if machine.nodes == 1 or len(ranks) == machine.ranks
+                else " in the node"
+                if len(nodes) == 1
+                else " between nodes"
+            )
             self._communicators[ranks, name] = self.new_stream(name + where)
         return self._communicators[ranks, name]
 
-    # -- what runs -------------------------------------------------------------------------------------------------------------
+    # -- what runs ---------------------------------------------------------------------------------
 
     def _launch(self) -> None:
         seconds = self.prices.software.launch_seconds
@@ -340,7 +387,16 @@ class Clock:
         self._launched += seconds
 
     def _add(
-        self, stream: Stream, kind: Kind, name: str, unit: str, phase: str, begin: float, end: float, nbytes: int = 0, after: int = -1
+        self,
+        stream: Stream,
+        kind: Kind,
+        name: str,
+        unit: str,
+        phase: str,
+        begin: float,
+        end: float,
+        nbytes: int = 0,
+        after: int = -1,
     ) -> Span:
         span = Span(stream.name, kind, name, unit, phase, begin, end, nbytes, after)
         stream.free, stream.last = end, len(self.spans)
@@ -355,7 +411,13 @@ class Clock:
 
     @property
     def _phase(self) -> str:
-        return "optimizer" if self.optimizing else "forward" if self.engine is None else str(self.engine.phase)
+        return (
+            "optimizer"
+            if self.optimizing
+            else "forward"
+            if self.engine is None
+            else str(self.engine.phase)
+        )
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run on fake tensors."""
@@ -369,17 +431,27 @@ class Clock:
         if kernels:
             self._run("model", name, self.prices.operation(kernels))
         elif nbytes:
-            self._run("optimizer" if self.optimizing else "engine", name, self.prices.traffic(nbytes))
+            self._run(
+                "optimizer" if self.optimizing else "engine", name, self.prices.traffic(nbytes)
+            )
 
-    def kernel(self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-        self._run("engine", name, self.prices.adding_up(sum(t.numel() * t.element_size() for t in (*read, *written))))
+    def kernel(
+        self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
+    ) -> None:
+        self._run(
+            "engine",
+            name,
+            self.prices.adding_up(sum(t.numel() * t.element_size() for t in (*read, *written))),
+        )
 
     def _run(self, kind: Kind, name: str, seconds: float) -> None:
         """A kernel on the current stream."""
         self._launch()
         begin, phase = max(self._current.free, self.host), self._phase
         self._name_backward()
-        span = self._add(self._current, kind, name, self._unit(phase), phase, begin, begin + seconds)
+        span = self._add(
+            self._current, kind, name, self._unit(phase), phase, begin, begin + seconds
+        )
         if phase == "backward":
             self._unnamed.append(span)
 
@@ -389,7 +461,9 @@ class Clock:
         return self.engine.stack[-1][0].name or "(root)"
 
     def _name_backward(self) -> None:
-        """The engine notes whose gradients are complete: what ran since the last such note was that unit's."""
+        """The engine notes whose gradients are complete: what ran since the last such note was that
+        unit's.
+        """
         done: Any = self.engine.timeline if self.engine is not None else ()
         if len(done) == self._named:
             return
@@ -399,10 +473,12 @@ class Clock:
                 span.unit = last.unit or "(root)"
             self._unnamed.clear()
 
-    # -- a step ----------------------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """The step that is kept begins: those before it have shown the engine its order, and the operations their number."""
+        """The step that is kept begins: those before it have shown the engine its order, and the
+        operations their number.
+        """
         self.prices.learned()
         self._unnamed.clear()
         self._begun, self._marks, self._launched = (len(self.spans), self._computing.free), [], 0.0
@@ -433,10 +509,13 @@ class Clock:
             if span.kind == "wait":
                 _more(exposed.setdefault(span.unit, {}), span.name, span.seconds)
         busy = {"compute": sum(s.seconds for s in own if s.kind != "wait"), "host": self._launched}
-        busy |= {LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken}
+        busy |= {
+            LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken
+        }
         middle = _parts(own, self._marks[0], self._marks[1]) if len(self._marks) > 2 else None
         for span in kept:
-            span.begin, span.end = max(span.begin - zero, 0.0), span.end - zero  # a stream beside may have waited since the step before
+            # A stream beside may have waited since the step before
+            span.begin, span.end = max(span.begin - zero, 0.0), span.end - zero
             span.after = span.after - first if span.after >= first else -1
         streams = dict.fromkeys([COMPUTE, *(s.stream for s in kept)])
         return Timeline(
@@ -450,7 +529,10 @@ def _parts(spans: list[Span], begin: float, end: float) -> Parts:
     exposed: dict[str, float] = {}
     for span in spans:
         if begin < span.end <= end + 1e-12:
-            _more(*((exposed, span.name) if span.kind == "wait" else (seconds, span.kind)), span.seconds)
+            _more(
+                *((exposed, span.name) if span.kind == "wait" else (seconds, span.kind)),
+                span.seconds,
+            )
     idle = end - begin - sum(seconds.values()) - sum(exposed.values())
     return Parts(seconds["model"], seconds["engine"], seconds["optimizer"], exposed, max(idle, 0.0))
 
@@ -481,7 +563,9 @@ def _fake(found: Any) -> bool:
 
 
 def _of_engine() -> bool:
-    """Whether code of the engine's own is running, and not the model's on parameters that the engine looks after."""
+    """Whether code of the engine's own is running, and not the model's on parameters that the
+    engine looks after.
+    """
     if torch._C._is_torch_function_enabled():
         return False  # the engine's own sees parameters as plain tensors
     frame = sys._getframe(1)
@@ -515,13 +599,21 @@ def _moved(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes that an operation outside the model's passes reads and writes."""
     if func._schema.is_mutable:
         nbytes = 0
-        given = {**{a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+        given = {
+            **{a.name: v for a, v in zip(func._schema.arguments, args, strict=False)},
+            **kwargs,
+        }
         for argument in func._schema.arguments:
-            tensors = [t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor)]
+            tensors = [
+                t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor)
+            ]
             written = argument.alias_info is not None and argument.alias_info.is_write
-            written = written and not (argument.name == "grads" and "fused" in name)  # unscaled in place where there is a scale, else read
+            # Unscaled in place where there is a scale, else read
+            written = written and not (argument.name == "grads" and "fused" in name)
             overwritten = written and (name in _OVERWRITING or argument.name == "out")
-            nbytes += (1 + (written and not overwritten)) * sum(t.numel() * t.element_size() for t in tensors)
+            nbytes += (1 + (written and not overwritten)) * sum(
+                t.numel() * t.element_size() for t in tensors
+            )
         return nbytes
     found: Kernels | None = kernels_of(func, args, kwargs, out, {})
     return found.other_bytes if found is not None else 0

@@ -1,22 +1,26 @@
 """Seconds of a step from FLOPs and bytes: the time model.
 
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
-                   on a calibrated machine what its operations cost N ranks together (`onefold.plan.costs`) ÷ step_share;
-                   and what encoding, decoding and adding up (`onefold.plan.coding`) and the engine's own copies and casts
+                   on a calibrated machine what its operations cost N ranks together
+                   (`onefold.plan.costs`) ÷ step_share; and what encoding, decoding and adding up
+                   (`onefold.plan.coding`) and the engine's own copies and casts
                    (`onefold.plan.handling`) read and write
-    communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over groups is two, each on its level.
-                   A ring takes N−1 hops, one after another; messages to all at once (an all-to-all) take one
+    communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over
+                   groups is two, each on its level. A ring takes N−1 hops, one after another;
+                   messages to all at once (an all-to-all) take one
     exposed        what communication is left over when `overlap` of the compute beside it is used up; never less than the ends:
-                   the first gather and the last reduction of each micro-batch have nothing to hide behind. Moves of several units are
-                   under way at once, so that those inside nodes and those between them take as long as the slower of the two links
+                   the first gather and the last reduction of each micro-batch have nothing to hide
+                   behind. Moves of several units are under way at once, so that those inside nodes
+                   and those between them take as long as the slower of the two links
     optimizer      bytes that the update moves ÷ memory bandwidth
     io             host link and NVMe, as far as compute leaves room to hide them (`onefold.plan.tier_times`)
 
         compute  │██ fwd ████████████│████████ bwd ████████████████████│
         moves    │▓▓▓ ▒▒▒ ▒▒▒ ▒▒▒    │ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒     ▓▓▓│     ▒ hidden   ▓ exposed: an end, or more than fits
 
-A ring over nodes carries size·(N−1)/N through each node's whole set of adapters: the node's bandwidth divides (`Traffic.ring`). Every
-constant is stated here (`Software`) or in `onefold.plan.systems`, which says on what it was fitted.
+A ring over nodes carries size·(N−1)/N through each node's whole set of adapters: the node's
+bandwidth divides (`Traffic.ring`). Every constant is stated here (`Software`) or in
+`onefold.plan.systems`, which says on what it was fitted.
 """
 
 from __future__ import annotations
@@ -33,31 +37,43 @@ from onefold.plan.hardware import Machine
 from onefold.plan.legs import Leg, Phase
 from onefold.plan.tier_times import tier_times
 
-#: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which has not been measured there; what the
-#: plain operations reach on a CPU (docs/decisions.md, Codecs). SUMMING_ON_A_GPU: the same of adding up, an assumption.
+#: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which
+#: has not been measured there; what the plain operations reach on a CPU (docs/decisions.md,
+#: Codecs). SUMMING_ON_A_GPU: the same of adding up, an assumption.
 CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
 SUMMING_ON_A_GPU = 0.8
-_DTYPES: Mapping[str, str] = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_DTYPES: Mapping[str, str] = {
+    "fp32": "float32",
+    "tf32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+}
 
 
 @dataclass(frozen=True)
 class Software:
-    """What software makes of the hardware. The defaults are what a plan uses for a machine nobody has measured.
+    """What software makes of the hardware. The defaults are what a plan uses for a machine nobody
+    has measured.
 
     Attributes:
-        kernel_share: of the rate that large products reach, what a whole transformer reaches: norms, softmax and small products take
-            the rest. Fitted to the Azure report (see `onefold.plan.systems`), as hop_seconds.
-        link_share: of the nominal link, what a collective of large messages reaches. An assumption; published runs: 0.17 to 1.
-        overlap: of the compute beside it, the share that communication can hide behind. An assumption for a schedule that prefetches.
-        hop_seconds: of one step of a ring, from one rank to the next. A collective over N ranks takes N−1 of them, which is the term
-            that grows with N.
-        straggler: spread of the ranks' speeds, an assumption; the slowest of N normally distributed ranks is sqrt(2 ln N) deviations
-            behind the mean.
-        launch_seconds: of the host, for one kernel or collective: an assumption, in the middle of what eager PyTorch takes (3 to 10 µs).
-            Only a timeline asks for it (`onefold.plan.timeline`).
-        step_share, move_share: on a calibrated machine, what a step of the engine reaches of the rates of its passes and of its moves,
-            which were each measured alone; handed_s: seconds that taking over one element of a gradient takes, in each micro-batch. From
-            reference steps (`onefold.plan.efficiency`); 1, 1 and 0 without them.
+        kernel_share: of the rate that large products reach, what a whole transformer reaches:
+            norms, softmax and small products take the rest. Fitted to the Azure report (see
+            `onefold.plan.systems`), as hop_seconds.
+        link_share: of the nominal link, what a collective of large messages reaches. An assumption;
+            published runs: 0.17 to 1.
+        overlap: of the compute beside it, the share that communication can hide behind. An
+            assumption for a schedule that prefetches.
+        hop_seconds: of one step of a ring, from one rank to the next. A collective over N ranks
+            takes N−1 of them, which is the term that grows with N.
+        straggler: spread of the ranks' speeds, an assumption; the slowest of N normally distributed
+            ranks is sqrt(2 ln N) deviations behind the mean.
+        launch_seconds: of the host, for one kernel or collective: an assumption, in the middle of
+            what eager PyTorch takes (3 to 10 µs). Only a timeline asks for it
+            (`onefold.plan.timeline`).
+        step_share, move_share: on a calibrated machine, what a step of the engine reaches of the
+            rates of its passes and of its moves, which were each measured alone; handed_s: seconds
+            that taking over one element of a gradient takes, in each micro-batch. From reference
+            steps (`onefold.plan.efficiency`); 1, 1 and 0 without them.
     """
 
     kernel_share: float = 0.77
@@ -73,7 +89,9 @@ class Software:
     def __post_init__(self) -> None:
         for name in ("kernel_share", "link_share"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a share above 0 and at most 1.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: expected a share above 0 and at most 1."
+                )
         for name in ("step_share", "move_share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number above 0.")
@@ -91,7 +109,8 @@ class Traffic:
 
     Attributes:
         move: "all-gather", "reduce-scatter" or "all-reduce".
-        inside, between: bytes by link, the mean over the ranks of a node; their sum is what the ledger counts.
+        inside, between: bytes by link, the mean over the ranks of a node; their sum is what the
+            ledger counts.
         calls: collectives in a step.
         hops: messages that follow one another in one collective.
         ranks: of the group.
@@ -111,26 +130,37 @@ class Traffic:
         return self.inside + self.between
 
     @classmethod
-    def ring(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
-        """Over all ranks in a ring that enters and leaves each node once: one rank of a node sends its bytes to the next node."""
+    def ring(
+        cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both"
+    ) -> Traffic:
+        """Over all ranks in a ring that enters and leaves each node once: one rank of a node sends
+        its bytes to the next node.
+        """
         between = nbytes / machine.local if machine.nodes > 1 else 0.0
         return cls(move, nbytes - between, between, calls, machine.ranks - 1, machine.ranks, phase)
 
     @classmethod
-    def pairwise(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
-        """Over all ranks, every rank to every other: most bytes leave the node, `per_node` times a ring's. One message time a call: all
-        are sent at once (NCCL's all-to-all is one group of sends and receives; its documentation, Point-to-point communication).
+    def pairwise(
+        cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both"
+    ) -> Traffic:
+        """Over all ranks, every rank to every other: most bytes leave the node, `per_node` times a
+        ring's. One message time a call: all are sent at once (NCCL's all-to-all is one group of
+        sends and receives; its documentation, Point-to-point communication).
         """
         between = nbytes * (machine.ranks - machine.local) / max(machine.ranks - 1, 1)
         return cls(move, nbytes - between, between, calls, 1, machine.ranks, phase)
 
     @classmethod
-    def within_nodes(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
+    def within_nodes(
+        cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both"
+    ) -> Traffic:
         """In groups of one node's ranks."""
         return cls(move, nbytes, 0.0, calls, machine.local - 1, machine.local, phase)
 
     @classmethod
-    def across_nodes(cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both") -> Traffic:
+    def across_nodes(
+        cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both"
+    ) -> Traffic:
         """In groups of one rank of each node: every rank of a node sends between nodes."""
         return cls(move, 0.0, nbytes, calls, machine.nodes - 1, machine.nodes, phase)
 
@@ -140,15 +170,23 @@ class Traffic:
         return max(inside, between) + hops
 
     def parts(self, machine: Machine, software: Software) -> tuple[float, float, float]:
-        """Seconds that all its calls keep the link inside the node busy, that between nodes, and that messages follow one another."""
+        """Seconds that all its calls keep the link inside the node busy, that between nodes, and
+        that messages follow one another.
+        """
         if self.ranks <= 1 or not (self.nbytes and self.calls):
             return 0.0, 0.0, 0.0
         if machine.measured is not None:
             # All ranks of the machine move at the same time, in however many groups.
-            once = machine.measured.seconds_for(self.move, math.ceil(self.nbytes / self.calls), machine.ranks)
+            once = machine.measured.seconds_for(
+                self.move, math.ceil(self.nbytes / self.calls), machine.ranks
+            )
             return self.calls * once / software.move_share, 0.0, 0.0
         inside = self.inside / (machine.gpu.link * software.link_share)
-        between = self.between * machine.local / (machine.between.bandwidth * software.link_share) if machine.between else 0.0
+        between = (
+            self.between * machine.local / (machine.between.bandwidth * software.link_share)
+            if machine.between
+            else 0.0
+        )
         return inside, between, self.calls * self.hops * software.hop_seconds
 
 
@@ -163,17 +201,29 @@ def traffic_of(
 ) -> list[Traffic]:
     """What Onefold's moves are, from the bytes and calls that its ledger counts by move.
 
-    Gathers are rings on NCCL and pairwise on gloo; reductions are pairwise everywhere, since the sum is local; an all-reduce is both.
+    Gathers are rings on NCCL and pairwise on gloo; reductions are pairwise everywhere, since the
+    sum is local; an all-reduce is both.
 
     Args:
-        wire, calls: payload bytes a rank sends in a step, and collectives, by "all-gather", "reduce-scatter", "all-reduce".
-        kept: whole parameters are kept (stages 0 to 2), so that gathers refresh them once, behind the first forward pass.
+        wire, calls: payload bytes a rank sends in a step, and collectives, by "all-gather",
+            "reduce-scatter", "all-reduce".
+        kept: whole parameters are kept (stages 0 to 2), so that gathers refresh them once, behind
+            the first forward pass.
         at_boundary: gradients are reduced behind the last backward pass only.
     """
     reduction: Phase = "last backward" if at_boundary else "backward"
-    gathered, summed, both = (wire.get(move, 0) for move in ("all-gather", "reduce-scatter", "all-reduce"))
+    gathered, summed, both = (
+        wire.get(move, 0) for move in ("all-gather", "reduce-scatter", "all-reduce")
+    )
     legs = [
-        Leg("all-gather", True, "all", gathered, calls.get("all-gather", 0), "first forward" if kept else "both"),  # type: ignore[arg-type]
+        Leg(
+            "all-gather",
+            True,
+            "all",
+            gathered,  # type: ignore[arg-type]
+            calls.get("all-gather", 0),
+            "first forward" if kept else "both",
+        ),
         Leg("reduce-scatter", False, "all", summed, calls.get("reduce-scatter", 0), reduction),  # type: ignore[arg-type]
         Leg("all-reduce", False, "all", both / 2, calls.get("all-reduce", 0), reduction),  # type: ignore[arg-type]
         Leg("all-reduce", True, "all", both / 2, calls.get("all-reduce", 0), reduction),  # type: ignore[arg-type]
@@ -182,12 +232,18 @@ def traffic_of(
 
 
 def traffic_over(
-    legs: Sequence[Leg], machine: Machine, topology: Topology | None = None, *, nccl: bool = True, rank: int = 0
+    legs: Sequence[Leg],
+    machine: Machine,
+    topology: Topology | None = None,
+    *,
+    nccl: bool = True,
+    rank: int = 0,
 ) -> list[Traffic]:
-    """Legs as moves of a rank on links. Gathers are rings on NCCL and pairwise on gloo; reductions are pairwise, and rings where NCCL adds
-    (reduce="native"). Over all ranks a ring enters each node once; between groups, and inside one, both come to the same bytes on each
-    link, and a ring takes more hops. (NCCL may also take a tree, which has fewer hops, or add inside the switch: no reductions of it are
-    counted as faster than a ring.)
+    """Legs as moves of a rank on links. Gathers are rings on NCCL and pairwise on gloo; reductions
+    are pairwise, and rings where NCCL adds (reduce="native"). Over all ranks a ring enters each
+    node once; between groups, and inside one, both come to the same bytes on each link, and a ring
+    takes more hops. (NCCL may also take a tree, which has fewer hops, or add inside the switch: no
+    reductions of it are counted as faster than a ring.)
 
     Args:
         topology: the groups; None where there are none.
@@ -200,20 +256,40 @@ def traffic_over(
             way = Traffic.ring if ring else Traffic.pairwise
             moves.append(way(move, leg.nbytes, leg.calls, machine, leg.phase))
             continue
-        peers, far = elsewhere(topology, machine.local if machine.nodes > 1 else None, rank, leg.level)
+        peers, far = elsewhere(
+            topology, machine.local if machine.nodes > 1 else None, rank, leg.level
+        )
         between = leg.nbytes * far / peers
-        moves.append(Traffic(move, leg.nbytes - between, between, leg.calls, peers if ring else 1, peers + 1, leg.phase))
+        moves.append(
+            Traffic(
+                move,
+                leg.nbytes - between,
+                between,
+                leg.calls,
+                peers if ring else 1,
+                peers + 1,
+                leg.phase,
+            )
+        )
     return moves
 
 
 def links_of(traffic: Sequence[Traffic]) -> dict[str, int]:
     """Bytes by link as an `Account` holds them: of one rank, the mean over the ranks of a node."""
-    return {"inside": round(sum(t.inside for t in traffic)), "between": round(sum(t.between for t in traffic))}
+    return {
+        "inside": round(sum(t.inside for t in traffic)),
+        "between": round(sum(t.between for t in traffic)),
+    }
 
 
-def node_links(legs: Sequence[Leg], machine: Machine, topology: Topology, *, nccl: bool = True) -> dict[str, int]:
+def node_links(
+    legs: Sequence[Leg], machine: Machine, topology: Topology, *, nccl: bool = True
+) -> dict[str, int]:
     """Bytes by link that all ranks of the first node send."""
-    found = [links_of(traffic_over(legs, machine, topology, nccl=nccl, rank=rank)) for rank in range(machine.local)]
+    found = [
+        links_of(traffic_over(legs, machine, topology, nccl=nccl, rank=rank))
+        for rank in range(machine.local)
+    ]
     return {link: sum(one[link] for one in found) for link in ("inside", "between")}
 
 
@@ -227,16 +303,22 @@ class Work:
         tokens: of all ranks together.
         micro_batches: of one rank.
         forward_share: of the compute, what is forward: 1/3, or 1/4 under full recompute.
-        memory_bytes: moved by everything that is no matrix product, if known; kernel_share is then not applied.
-        optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device, bytes it moves (28 an element: Adam
-            in fp32 reads p, g, m, v and writes p, m, v).
+        memory_bytes: moved by everything that is no matrix product, if known; kernel_share is then
+            not applied.
+        optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device,
+            bytes it moves (28 an element: Adam in fp32 reads p, g, m, v and writes p, m, v).
         host_optimizer_numel, host_optimizer_bytes: the same on the host.
-        carried: what goes between tiers, by what it can hide behind. behind: units are stepped behind the backward pass.
-        host_bytes, nvme_bytes: over this rank's host link, and to and from NVMe, behind any compute: for published systems.
-        hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at that shape.
-        kernels: what runs in all passes of the step, where that was traced: a calibrated machine knows what each part of it costs.
+        carried: what goes between tiers, by what it can hide behind. behind: units are stepped
+            behind the backward pass.
+        host_bytes, nvme_bytes: over this rank's host link, and to and from NVMe, behind any
+            compute: for published systems.
+        hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at
+            that shape.
+        kernels: what runs in all passes of the step, where that was traced: a calibrated machine
+            knows what each part of it costs.
         handed: elements of gradients that the engine takes over, all micro-batches together.
-        coded_bytes: read and written by encoding and decoding. summed_bytes: by adding up, where moves were not measured with it.
+        coded_bytes: read and written by encoding and decoding. summed_bytes: by adding up, where
+            moves were not measured with it.
         handled_bytes: by the engine's copies and casts.
     """
 
@@ -267,8 +349,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step by `schema.SECONDS`, MFU of the machine's nominal peak, what the moves take if nothing hides them, and seconds
-    of tiers by `schema.TIER_SECONDS`."""
+    """Seconds of a step by `schema.SECONDS`, MFU of the machine's nominal peak, what the moves take
+    if nothing hides them, and seconds of tiers by `schema.TIER_SECONDS`.
+    """
 
     seconds: Mapping[str, float]
     mfu: float
@@ -283,7 +366,9 @@ class Times:
 
 
 def slowest_of(ranks: int, straggler: float) -> float:
-    """How much longer a step takes than a rank's mean because all wait for the slowest: 1 + σ·sqrt(2 ln N)."""
+    """How much longer a step takes than a rank's mean because all wait for the slowest: 1 +
+    σ·sqrt(2 ln N).
+    """
     return 1 + straggler * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 1.0
 
 
@@ -304,10 +389,14 @@ def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
     return own * slowest_of(machine.ranks, software.straggler)
 
 
-def exposed_seconds(work: Work, compute: float, machine: Machine, software: Software) -> tuple[float, float, dict[str, float]]:
-    """(exposed, all) seconds of communication, and what it leaves of "forward" and "backward" to hide something else behind.
+def exposed_seconds(
+    work: Work, compute: float, machine: Machine, software: Software
+) -> tuple[float, float, dict[str, float]]:
+    """(exposed, all) seconds of communication, and what it leaves of "forward" and "backward" to
+    hide something else behind.
 
-    Phase by phase: `overlap` × the phase's compute hides its moves, of which each hidden second costs `contention` of itself in compute.
+    Phase by phase: `overlap` × the phase's compute hides its moves, of which each hidden second
+    costs `contention` of itself in compute.
     """
     room = software.overlap * (1 - machine.contention) * compute
     left = {"forward": room * work.forward_share, "backward": room * (1 - work.forward_share)}
@@ -318,7 +407,9 @@ def exposed_seconds(work: Work, compute: float, machine: Machine, software: Soft
     # the narrowest room first: what it hides is gone for the wider
     for phase in ("first forward", "last backward", "forward", "backward", "both", "boundary"):
         once = phase in ("first forward", "last backward", "boundary")
-        hideable, ends = _hideable(by_phase.get(phase, ()), 1 if once else work.micro_batches, machine, software)
+        hideable, ends = _hideable(
+            by_phase.get(phase, ()), 1 if once else work.micro_batches, machine, software
+        )
         hidden = 0.0
         for part in left:
             if phase == "both" or phase.endswith(part):
@@ -329,50 +420,72 @@ def exposed_seconds(work: Work, compute: float, machine: Machine, software: Soft
     return exposed, sum(t.seconds(machine, software) for t in work.traffic), left
 
 
-def _hideable(moves: Sequence[Traffic], micro_batches: int, machine: Machine, software: Software) -> tuple[float, float]:
-    """Seconds of these moves that compute can hide, and those of the first and last of each micro-batch, which it cannot.
+def _hideable(
+    moves: Sequence[Traffic], micro_batches: int, machine: Machine, software: Software
+) -> tuple[float, float]:
+    """Seconds of these moves that compute can hide, and those of the first and last of each
+    micro-batch, which it cannot.
 
-    An end goes over its levels one after the other; of the rest one unit's move inside nodes runs beside another's between them.
+    An end goes over its levels one after the other; of the rest one unit's move inside nodes runs
+    beside another's between them.
     """
     moving = [t for t in moves if t.calls and t.nbytes and t.ranks > 1]
-    calls = sum(max(t.calls for t in moving if t.move == move) for move in {t.move for t in moving})  # a move's levels are one
+    # A move's levels are one
+    calls = sum(max(t.calls for t in moving if t.move == move) for move in {t.move for t in moving})
     ends = min(1.0, 2 * micro_batches / calls) if calls else 0.0
     parts = [t.parts(machine, software) for t in moving]
     inside, between, hops = (sum(part[i] for part in parts) for i in range(3))
-    return (1 - ends) * (max(inside, between) + hops), ends * sum(t.seconds(machine, software) for t in moving)
+    return (1 - ends) * (max(inside, between) + hops), ends * sum(
+        t.seconds(machine, software) for t in moving
+    )
 
 
 def step_times(work: Work, machine: Machine, software: Software | None = None) -> Times:
     """Seconds of a step of this work on one rank of this machine.
 
-    A calibrated machine's figures stand for its block rate, its moves and its optimizer. `software` None takes the defaults; on a
-    calibrated machine what its reference steps showed (`measured_software`).
+    A calibrated machine's figures stand for its block rate, its moves and its optimizer. `software`
+    None takes the defaults; on a calibrated machine what its reference steps showed
+    (`measured_software`).
     """
     soft = software or measured_software(work, machine)
     compute = compute_seconds(work, machine, soft)
     if machine.measured is None:  # else its reference steps have them
-        compute += (work.handled_bytes + work.summed_bytes / SUMMING_ON_A_GPU) / machine.gpu.memory_bandwidth
+        compute += (
+            work.handled_bytes + work.summed_bytes / SUMMING_ON_A_GPU
+        ) / machine.gpu.memory_bandwidth
     exposed, communication, left = exposed_seconds(work, compute, machine, soft)
-    compute += work.coded_bytes / (machine.gpu.memory_bandwidth * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU))
+    compute += work.coded_bytes / (
+        machine.gpu.memory_bandwidth * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU)
+    )
     tiers = tier_times(work, machine, left)
     optimizer = _device_update(work, machine) + tiers.update
     step = compute + exposed + optimizer + tiers.io
-    seconds = {"compute": compute, "exposed communication": exposed, "optimizer": optimizer, "io": tiers.io, "step": step}
+    seconds = {
+        "compute": compute,
+        "exposed communication": exposed,
+        "optimizer": optimizer,
+        "io": tiers.io,
+        "step": step,
+    }
     model = work.flops if work.model_flops is None else work.model_flops
     notes = _notes(soft, machine, max((t.hops for t in work.traffic), default=0))
     mfu = model / (step * machine.peak(work.precision)) if step else 0.0
-    return Times(seconds, mfu, work.tokens / step if step else 0.0, communication, tiers.parts, notes)
+    return Times(
+        seconds, mfu, work.tokens / step if step else 0.0, communication, tiers.parts, notes
+    )
 
 
 def knows_passes(work: Work, machine: Machine) -> bool:
-    """Whether compute is priced operation by operation: what runs is known, and this machine was measured with passes of this dtype."""
+    """Whether compute is priced operation by operation: what runs is known, and this machine was
+    measured with passes of this dtype.
+    """
     known = getattr(machine.measured, "knows_passes", None)
     return work.kernels is not None and known is not None and bool(known(_DTYPES[work.precision]))
 
 
 def measured_software(work: Work, machine: Machine) -> Software:
-    """The defaults; on a calibrated machine everything that was measured to overlap does (its `contention` says how much that is), and
-    steps reach what its reference steps reached.
+    """The defaults; on a calibrated machine everything that was measured to overlap does (its
+    `contention` says how much that is), and steps reach what its reference steps reached.
     """
     if machine.measured is None:
         return Software()
@@ -380,28 +493,42 @@ def measured_software(work: Work, machine: Machine) -> Software:
     if shares is None or not (work.kernels is not None or (work.hidden and work.micro_tokens)):
         return Software(overlap=1.0)
     found = shares(_DTYPES[work.precision], machine.ranks, traced=knows_passes(work, machine))
-    return Software(overlap=1.0, step_share=found.step, move_share=found.move, handed_s=found.handed_s)
+    return Software(
+        overlap=1.0, step_share=found.step, move_share=found.move, handed_s=found.handed_s
+    )
 
 
 def _notes(software: Software, machine: Machine, hops: int) -> tuple[str, ...]:
-    """What the seconds assume of software, or what a calibrated machine's reference steps showed, as a sentence."""
+    """What the seconds assume of software, or what a calibrated machine's reference steps showed,
+    as a sentence.
+    """
     if machine.measured is None and machine.gpu.name == "here":
         return ()  # nobody knows its speeds
     if machine.measured is None:
-        alone = f"seconds assume that a step reaches {software.kernel_share:.0%} of the rate of large matrix products"
+        alone = (
+            f"seconds assume that a step reaches {software.kernel_share:.0%} of the rate of large"
+            " matrix products"
+        )
         if machine.ranks == 1:
             return (alone,)
         return (
-            f"{alone} and {software.link_share:.0%} of the links' nominal rates, hides moves behind {software.overlap:.0%} of the compute "
-            f"beside them, and loses with the number of ranks: {1e6 * software.hop_seconds:.0f} µs × up to {hops:,} hops a move, "
-            f"and {slowest_of(machine.ranks, software.straggler) - 1:.1%} waiting for the slowest of {machine.ranks:,}",
+            (
+                f"{alone} and {software.link_share:.0%} of the links' nominal rates, hides moves"
+                f" behind {software.overlap:.0%} of the compute beside them, and loses with the"
+                f" number of ranks: {1e6 * software.hop_seconds:.0f} µs × up to {hops:,} hops a"
+                f" move, and {slowest_of(machine.ranks, software.straggler) - 1:.1%} waiting for"
+                f" the slowest of {machine.ranks:,}"
+            ),
         )
     if software.handed_s == 0:
         return ()
     moves = f" and {software.move_share:.0%} of that of moves" if machine.ranks > 1 else ""
     return (
-        f"training steps measured on this machine reach {software.step_share:.0%} of the speed of passes alone{moves}, and take "
-        f"{1e9 * software.handed_s:.1f} ns for each gradient and micro-batch; seconds count that in",
+        (
+            f"training steps measured on this machine reach {software.step_share:.0%} of the speed"
+            f" of passes alone{moves}, and take {1e9 * software.handed_s:.1f} ns for each gradient"
+            " and micro-batch; seconds count that in"
+        ),
     )
 
 

@@ -1,17 +1,19 @@
-"""Activations of a real module, traced without memory: what its forward pass keeps, what its backward pass needs besides.
+"""Activations of a real module, traced without memory: what its forward pass keeps, what its
+backward pass needs besides.
 
     module, batch ──► fake tensors ──► forward, backward ──► log of storages ──► ActivationTrace
                       (plan/fake.py)    (its own code)       (plan/lifetimes.py)
 
-Nothing is allocated but integers (plan/values.py says why), and of many equal blocks a few are run (plan/repeat.py), so a model of any
-size is traced in about a second.
+Nothing is allocated but integers (plan/values.py says why), and of many equal blocks a few are run
+(plan/repeat.py), so a model of any size is traced in about a second.
 
-What counts: every storage that is not a parameter or a buffer, once, however many views there are, from its first use to its last. The
-batch counts; parameters' gradients count from their making to their arrival (autograd's hand-over, where the engine copies and drops
-them). Not counted: memory that a kernel takes for itself and returns before it ends, and what an allocator adds by rounding.
+What counts: every storage that is not a parameter or a buffer, once, however many views there are,
+from its first use to its last. The batch counts; parameters' gradients count from their making to
+their arrival (autograd's hand-over, where the engine copies and drops them). Not counted: memory
+that a kernel takes for itself and returns before it ends, and what an allocator adds by rounding.
 
-`logits` are storages whose first tensor's last dimension is the vocabulary and that are no parameter's gradient: the logits, their
-upcast, log-probabilities, and the gradients of these.
+`logits` are storages whose first tensor's last dimension is the vocabulary and that are no
+parameter's gradient: the logits, their upcast, log-probabilities, and the gradients of these.
 """
 
 from __future__ import annotations
@@ -49,9 +51,10 @@ class UnitTrace:
 
     Attributes:
         name: as the engine has it, "(root)" for what belongs to no other unit (the loss too).
-        saved: bytes that autograd keeps for backward, each storage in the unit where it is first saved; `movable` of them lie in storages
-            that are large enough to go to the host.
-        forward_flops, backward_flops: of matrix products, as torch counts them; recomputation belongs to backward.
+        saved: bytes that autograd keeps for backward, each storage in the unit where it is first
+            saved; `movable` of them lie in storages that are large enough to go to the host.
+        forward_flops, backward_flops: of matrix products, as torch counts them; recomputation
+            belongs to backward.
     """
 
     name: str
@@ -67,9 +70,11 @@ class ActivationTrace:
 
     Attributes:
         units: in the engine's order, the root first.
-        spans: the step from beginning to end. Laid over what the engine holds at those times they give the joint peak.
+        spans: the step from beginning to end. Laid over what the engine holds at those times they
+            give the joint peak.
         saved, logits: what autograd keeps for backward, and how much of it is logits.
-        end_of_forward: everything in memory when the loss is computed and the model's output dropped.
+        end_of_forward: everything in memory when the loss is computed and the model's output
+            dropped.
         inputs: of the batch.
         notes: sentences about what had to be assumed.
     """
@@ -94,8 +99,14 @@ class ActivationTrace:
         return max(self.spans, key=lambda s: s.peak)
 
     def highest(self, unit: str, phase: str) -> Span | None:
-        """The span of `unit` in `phase` ("forward" or "backward") with the largest peak; None if it never runs in it."""
-        return max((s for s in self.spans if s.unit == unit and s.phase == phase), key=lambda s: s.peak, default=None)
+        """The span of `unit` in `phase` ("forward" or "backward") with the largest peak; None if it
+        never runs in it.
+        """
+        return max(
+            (s for s in self.spans if s.unit == unit and s.phase == phase),
+            key=lambda s: s.peak,
+            default=None,
+        )
 
     @property
     def kernels(self) -> Kernels:
@@ -124,23 +135,29 @@ def trace(
 ) -> ActivationTrace:
     """Run forward and backward of `module` on fake tensors and tell what is in memory when.
 
-    The module may be real or on the meta device; it comes back as it was (mode, tensors, gradients). It is traced in training mode.
+    The module may be real or on the meta device; it comes back as it was (mode, tensors,
+    gradients). It is traced in training mode.
 
     Args:
-        batch: a mapping (called as `module(**batch)`), a tuple or list (`module(*batch)`), or one argument. Contents of integer tensors
-            are used, those of floating-point tensors are not; both may be on the meta device.
-        checkpointing: "full" recomputes every repeated block, "selective" every second; "none" leaves the module as it is, so one
-            that checkpoints by itself still does.
-        precision: parameters and floating-point inputs are cast to it, as the engine casts them; None leaves them as they are;
-            "autocast-bf16" leaves them fp32 and runs the forward pass under autocast.
-        device: whose kernels are chosen, "cpu" or "cuda" (see plan/kernels.py); no such device is needed.
+        batch: a mapping (called as `module(**batch)`), a tuple or list (`module(*batch)`), or one
+            argument. Contents of integer tensors are used, those of floating-point tensors are not;
+            both may be on the meta device.
+        checkpointing: "full" recomputes every repeated block, "selective" every second; "none"
+            leaves the module as it is, so one that checkpoints by itself still does.
+        precision: parameters and floating-point inputs are cast to it, as the engine casts them;
+            None leaves them as they are; "autocast-bf16" leaves them fp32 and runs the forward pass
+            under autocast.
+        device: whose kernels are chosen, "cpu" or "cuda" (see plan/kernels.py); no such device is
+            needed.
         units: names or classes of units, as `onefold.shard` takes them.
-        loss: the scalar to differentiate, from the module's output. None looks for `.loss`, a "loss" key, a first scalar; an output
-            without a loss is summed.
-        vocabulary: the last dimension of logits; None takes it from the module's config or its largest embedding.
+        loss: the scalar to differentiate, from the module's output. None looks for `.loss`, a
+            "loss" key, a first scalar; an output without a loss is summed.
+        vocabulary: the last dimension of logits; None takes it from the module's config or its
+            largest embedding.
 
     Raises:
-        ValueError: the module cannot be traced, with the reason; or an argument is none of the above.
+        ValueError: the module cannot be traced, with the reason; or an argument is none of the
+            above.
     """
     settings = Settings(checkpointing, precision, device, units, loss, vocabulary)
     found = _trace_of(_record(module, batch, settings), settings)
@@ -160,13 +177,15 @@ def trace_at(
 ) -> dict[int, ActivationTrace]:
     """The traces at several micro-batch sizes, for the price of three.
 
-    Sizes are affine in the micro-batch, entry by entry of the log, wherever two traces differ in nothing but sizes: those at 2 and 3 say
-    what a larger one would be (1 is traced by itself: with one sample, copies are saved that more samples need). Where they differ in
-    more (a router's remainder), every size is traced.
+    Sizes are affine in the micro-batch, entry by entry of the log, wherever two traces differ in
+    nothing but sizes: those at 2 and 3 say what a larger one would be (1 is traced by itself: with
+    one sample, copies are saved that more samples need). Where they differ in more (a router's
+    remainder), every size is traced.
 
     Args:
         batch_of: the batch of a given number of samples.
-        memo: an empty dictionary to give again to later calls with the same module and batches, which then record nothing.
+        memo: an empty dictionary to give again to later calls with the same module and batches,
+            which then record nothing.
         options: as of `trace`.
     """
     memo = {} if memo is None else memo
@@ -187,8 +206,15 @@ def trace_at(
         if low.log.shape() != high.log.shape():
             continue
         for b in larger:
-            sizes = [x.nbytes + (b - 2) * (y.nbytes - x.nbytes) for x, y in zip(low.log.entries, high.log.entries, strict=True)]
-            found = _trace_of(replace(low, inputs=low.inputs + (b - 2) * (high.inputs - low.inputs)), settings, sizes)
+            sizes = [
+                x.nbytes + (b - 2) * (y.nbytes - x.nbytes)
+                for x, y in zip(low.log.entries, high.log.entries, strict=True)
+            ]
+            found = _trace_of(
+                replace(low, inputs=low.inputs + (b - 2) * (high.inputs - low.inputs)),
+                settings,
+                sizes,
+            )
             if found is not None:
                 out[b] = found
         if all(b in out for b in larger):
@@ -196,7 +222,7 @@ def trace_at(
     return out | {b: trace(module, batch_of(b), **options) for b in larger if b not in out}
 
 
-# -- recording ---------------------------------------------------------------------------------------------------------------------
+# -- recording -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -212,9 +238,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.precision not in _DTYPES:
-            raise ValueError(f"precision={self.precision!r}: expected one of {', '.join(filter(None, _DTYPES))}, or None.")
+            raise ValueError(
+                f"precision={self.precision!r}: expected one of {', '.join(filter(None, _DTYPES))},"
+                " or None."
+            )
         if torch.device(self.device).type not in ("cpu", "cuda"):
-            raise ValueError(f"device={str(self.device)!r}: expected 'cpu' or 'cuda', whose kernels a trace knows.")
+            raise ValueError(
+                f"device={str(self.device)!r}: expected 'cpu' or 'cuda', whose kernels a trace"
+                " knows."
+            )
 
     @property
     def casts(self) -> torch.dtype | None:
@@ -224,7 +256,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Recording:
-    """One step's log, with what is needed to read it: `names` of all units, bytes of the batch, blocks that were left out."""
+    """One step's log, with what is needed to read it: `names` of all units, bytes of the batch,
+    blocks that were left out.
+    """
 
     log: Log
     names: tuple[str, ...]
@@ -234,7 +268,9 @@ class Recording:
 
 
 def _record(module: nn.Module, batch: Any, settings: Settings, whole: bool = False) -> Recording:
-    """Run one step and write its log; `whole` runs every block, even if equal ones could be left out."""
+    """Run one step and write its log; `whole` runs every block, even if equal ones could be left
+    out.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     names = tuple(spec.name or "(root)" for spec in find_units(module, settings.units))
@@ -258,8 +294,14 @@ def _record(module: nn.Module, batch: Any, settings: Settings, whole: bool = Fal
         present = dict(module.named_modules())
         for name in names[1:]:
             if name in present:
-                stack.callback(present[name].register_forward_pre_hook(_entering(watch, name), prepend=True).remove)
-                stack.callback(present[name].register_forward_hook(_leaving(watch), always_call=True).remove)
+                stack.callback(
+                    present[name]
+                    .register_forward_pre_hook(_entering(watch, name), prepend=True)
+                    .remove
+                )
+                stack.callback(
+                    present[name].register_forward_hook(_leaving(watch), always_call=True).remove
+                )
         _listen(ours, watch)
         inputs = _step(module, given, watch, settings)
     notes = list(integers.notes)
@@ -273,15 +315,35 @@ def _step(module: nn.Module, batch: Any, watch: Watch, settings: Settings) -> in
     tensors = {watch.key(t): t.untyped_storage().nbytes() for t in _tensors_of(batch)}
     inputs = sum(tensors.values())
     del tensors
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16) if settings.precision == "autocast-bf16" else nullcontext()
-    with torch.enable_grad(), CudaKernels() if torch.device(settings.device).type == "cuda" else nullcontext(), watch:
+    autocast = (
+        torch.autocast("cpu", dtype=torch.bfloat16)
+        if settings.precision == "autocast-bf16"
+        else nullcontext()
+    )
+    with (
+        torch.enable_grad(),
+        CudaKernels() if torch.device(settings.device).type == "cuda" else nullcontext(),
+        watch,
+    ):
         with saved_tensors_hooks(watch.pack, lambda t: t), autocast:
             scalar = (settings.loss or loss_of)(_call(module, batch))
         watch.mark("turn")
         if not scalar.requires_grad:
-            raise ValueError("the loss depends on no trainable parameter, so there is no backward pass to trace: unfreeze some parameters.")
-        # What scalar.backward() calls. That would leave CudaKernels for its duration, and a recomputation would run other kernels.
-        _engine_run_backward((scalar,), (torch.ones_like(scalar),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            raise ValueError(
+                "the loss depends on no trainable parameter, so there is no backward pass to trace:"
+                " unfreeze some parameters."
+            )
+        # What scalar.backward() calls. That would leave CudaKernels for its duration, and a
+        # recomputation would run other kernels.
+        _engine_run_backward(
+            (scalar,),
+            (torch.ones_like(scalar),),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
         watch.mark("over")
     return inputs
 
@@ -295,30 +357,49 @@ def _call(module: nn.Module, batch: Any) -> Any:
 def _tensors_of(batch: Any) -> list[torch.Tensor]:
     from torch.utils._pytree import tree_leaves
 
-    return [t for t in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch) if isinstance(t, torch.Tensor)]
+    return [
+        t
+        for t in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+        if isinstance(t, torch.Tensor)
+    ]
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The scalar to differentiate in a module's output, in fp32: its loss, else the sum of its first floating-point tensor."""
+    """The scalar to differentiate in a module's output, in fp32: its loss, else the sum of its
+    first floating-point tensor.
+    """
     from onefold.runtime.gather import tensors_in
 
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    tensors = [found] if isinstance(found, torch.Tensor) else [t for t in tensors_in(output) if t.dtype.is_floating_point]
+    tensors = (
+        [found]
+        if isinstance(found, torch.Tensor)
+        else [t for t in tensors_in(output) if t.dtype.is_floating_point]
+    )
     if not tensors:
         raise ValueError(
-            f"the module returned {type(output).__name__} without a floating-point tensor, so there is nothing to differentiate: let its "
-            "forward return the loss, or give onefold.plan a loss=function in Python."
+            f"the module returned {type(output).__name__} without a floating-point tensor, so there"
+            " is nothing to differentiate: let its forward return the loss, or give onefold.plan a"
+            " loss=function in Python."
         )
-    return tensors[0].float().reshape(()) if tensors[0].numel() == 1 else tensors[0].sum(dtype=torch.float32)
+    return (
+        tensors[0].float().reshape(())
+        if tensors[0].numel() == 1
+        else tensors[0].sum(dtype=torch.float32)
+    )
 
 
 def vocabulary_of(module: nn.Module) -> int:
-    """The vocabulary of a language model: its config's, else its largest embedding's; 0 if it has none."""
+    """The vocabulary of a language model: its config's, else its largest embedding's; 0 if it has
+    none.
+    """
     config = getattr(module, "config", None)
     found = getattr(config, "vocab_size", None)
     if isinstance(found, int):
         return found
-    return max((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
+    return max(
+        (m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0
+    )
 
 
 class _training:
@@ -362,7 +443,9 @@ def _taking(watch: Watch, name: str) -> Callable[[torch.Tensor], None]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Inside, Python collects no cycles: what dies does so by its last reference, at the same moment in every trace."""
+    """Inside, Python collects no cycles: what dies does so by its last reference, at the same
+    moment in every trace.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -372,8 +455,12 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _trace_of(recording: Recording, settings: Settings, sizes: list[int] | None = None) -> ActivationTrace | None:
-    """What a recording says, with other `sizes` if given; None if the blocks left out would not have done what those traced did."""
+def _trace_of(
+    recording: Recording, settings: Settings, sizes: list[int] | None = None
+) -> ActivationTrace | None:
+    """What a recording says, with other `sizes` if given; None if the blocks left out would not
+    have done what those traced did.
+    """
     found: Read | None = read(recording.log, sizes)
     if recording.repetition is not None and found is not None:
         found = written_out(found, recording.repetition)
@@ -384,7 +471,14 @@ def _trace_of(recording: Recording, settings: Settings, sizes: list[int] | None 
         flops[span.unit, span.phase] += span.flops
     return ActivationTrace(
         units=tuple(
-            UnitTrace(n, found.saved.get(n, 0), flops[n, "forward"], flops[n, "backward"], found.movable.get(n, 0)) for n in recording.names
+            UnitTrace(
+                n,
+                found.saved.get(n, 0),
+                flops[n, "forward"],
+                flops[n, "backward"],
+                found.movable.get(n, 0),
+            )
+            for n in recording.names
         ),
         spans=found.spans,
         saved=sum(found.saved.values()),

@@ -1,8 +1,10 @@
-"""What a trace knows of values: whole numbers are computed, floating-point numbers are not (but for small constants).
+"""What a trace knows of values: whole numbers are computed, floating-point numbers are not (but for
+small constants).
 
-Fake tensors have sizes and no contents, and a forward pass may ask for contents: is there padding, which tokens go to which expert,
-how many positions are masked. Such questions are about integers and booleans, which are small. So every operation on tensors whose integer
-contents are known is carried out for real beside the fake one, and a question about contents is answered from there.
+Fake tensors have sizes and no contents, and a forward pass may ask for contents: is there padding,
+which tokens go to which expert, how many positions are masked. Such questions are about integers
+and booleans, which are small. So every operation on tensors whose integer contents are known is
+carried out for real beside the fake one, and a question about contents is answered from there.
 
 | asked for                                             | answer                                                                     |
 |-------------------------------------------------------|----------------------------------------------------------------------------|
@@ -40,7 +42,8 @@ class Integers:
         self.notes: dict[str, None] = {}
         # By id of the fake tensor; the entry goes with it.
         self._known: dict[int, torch.Tensor] = {}
-        # Contents that an operation on unknown values has written to, by storage (held, so that no other takes its address).
+        # Contents that an operation on unknown values has written to, by storage (held, so that no
+        # other takes its address).
         self._spoilt: dict[int, torch.Tensor] = {}
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
@@ -63,14 +66,19 @@ class Integers:
             args = (args[0], self._positions(args[1]), *args[2:])
         elif func.overloadpacket is _aten.embedding:
             _check_rows(args[0], self.contents(args[1]))
-        elif torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        elif (
+            torch.Tag.data_dependent_output in func.tags
+            or torch.Tag.dynamic_output_shape in func.tags
+        ):
             return self._ask(func, args, kwargs, whole)
         out = self._fake(func, args, kwargs)
         results = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
         if func.overloadpacket in _PICKS and not whole:
             self._balance(func, args, results[-1])
         elif whole and results and all(_is_small(t) for t in results):
-            real = [t for t in tree_iter(self._for_real(func, *known)) if isinstance(t, torch.Tensor)]
+            real = [
+                t for t in tree_iter(self._for_real(func, *known)) if isinstance(t, torch.Tensor)
+            ]
             for fake, contents in zip(results, real, strict=True):
                 self.learn(fake, contents)
         elif func._schema.is_mutable and not whole:
@@ -85,11 +93,11 @@ class Integers:
             return func(*args, **kwargs) if rule is None else rule(*args, **kwargs)
         except UnsupportedOperatorException as error:
             raise ValueError(
-                f"the forward pass calls {func}, and nobody has told torch which shape it returns: register one with "
-                "torch.library.register_fake, or plan by formulas."
+                f"the forward pass calls {func}, and nobody has told torch which shape it returns:"
+                " register one with torch.library.register_fake, or plan by formulas."
             ) from error
 
-    # -- the ways to know ------------------------------------------------------------------------------------------------------
+    # -- the ways to know --------------------------------------------------------------------------
 
     def _for_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -105,15 +113,21 @@ class Integers:
             return tree_map_only(torch.Tensor, self._fake_like, real)
         if func.overloadpacket is _ITEM:
             return self._assumed(args[0])
-        if func.overloadpacket is _aten.masked_select and (mask := self.contents(args[1])) is not None:
-            count = int(torch.broadcast_to(mask, torch.broadcast_shapes(mask.shape, args[0].shape)).sum())
+        if (
+            func.overloadpacket is _aten.masked_select
+            and (mask := self.contents(args[1])) is not None
+        ):
+            count = int(
+                torch.broadcast_to(mask, torch.broadcast_shapes(mask.shape, args[0].shape)).sum()
+            )
             return torch.empty(count, dtype=args[0].dtype)
         try:
             return func(*args, **kwargs)
         except Exception as error:
             raise ValueError(
-                f"{func} makes a tensor whose size depends on computed floating-point values, so a trace without values cannot know how "
-                "much memory follows. Write the forward pass with fixed sizes (a capacity, a mask that multiplies), or plan by formulas."
+                f"{func} makes a tensor whose size depends on computed floating-point values, so a"
+                " trace without values cannot know how much memory follows. Write the forward pass"
+                " with fixed sizes (a capacity, a mask that multiplies), or plan by formulas."
             ) from error
 
     def _assumed(self, scalar: torch.Tensor) -> bool | float:
@@ -124,8 +138,9 @@ class Integers:
             self.notes["a floating-point value that the forward pass reads was taken as 1.0"] = None
             return 1.0
         raise ValueError(
-            "the forward pass reads a whole number that depends on computed floating-point values (by .item(), int() or a loop), which a "
-            "trace without values cannot know. Keep it in a tensor, or plan with the model's formulas."
+            "the forward pass reads a whole number that depends on computed floating-point values"
+            " (by .item(), int() or a loop), which a trace without values cannot know. Keep it in a"
+            " tensor, or plan with the model's formulas."
         )
 
     def _fake_like(self, real: torch.Tensor) -> torch.Tensor:
@@ -138,7 +153,9 @@ class Integers:
         out: list[Any] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
-                out += self._ask(_aten.nonzero_numpy.default, (index,), {}, self.contents(index) is not None)
+                out += self._ask(
+                    _aten.nonzero_numpy.default, (index,), {}, self.contents(index) is not None
+                )
             else:
                 out.append(index)
         return out
@@ -146,18 +163,34 @@ class Integers:
     def _balance(self, func: Any, args: Any, picked: torch.Tensor) -> None:
         """Let a router's choices use every expert alike."""
         scores = args[0]
-        dim = args[2] if func.overloadpacket is _aten.topk and len(args) > 2 else args[1] if func.overloadpacket is _aten.argmax else -1
-        if dim is None or scores.dim() == 0 or dim % scores.dim() != scores.dim() - 1 or picked.numel() > LARGEST:
+        dim = (
+            args[2]
+            if func.overloadpacket is _aten.topk and len(args) > 2
+            else args[1]
+            if func.overloadpacket is _aten.argmax
+            else -1
+        )
+        if (
+            dim is None
+            or scores.dim() == 0
+            or dim % scores.dim() != scores.dim() - 1
+            or picked.numel() > LARGEST
+        ):
             return
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
         with unset_fake_temporarily():
-            self.learn(picked, (torch.arange(picked.numel()) % scores.shape[-1]).reshape(picked.shape))
+            self.learn(
+                picked, (torch.arange(picked.numel()) % scores.shape[-1]).reshape(picked.shape)
+            )
         self.notes["routing by computed scores was taken as balanced"] = None
 
     def _spoil(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         declared = func._schema.arguments
-        for argument, value in (*zip(declared, args, strict=False), *((a, kwargs.get(a.name)) for a in declared)):
+        for argument, value in (
+            *zip(declared, args, strict=False),
+            *((a, kwargs.get(a.name)) for a in declared),
+        ):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for t in tree_iter(value):
                     if isinstance(t, torch.Tensor) and (real := self._known.get(id(t))) is not None:
@@ -165,7 +198,9 @@ class Integers:
 
 
 def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
-    """Raise ValueError where known indices lie outside an embedding: on real tensors that is an IndexError."""
+    """Raise ValueError where known indices lie outside an embedding: on real tensors that is an
+    IndexError.
+    """
     if wanted is None or not wanted.numel():
         return
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -175,8 +210,9 @@ def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
     rows = table.shape[0]
     if low < 0 or high >= rows:
         raise ValueError(
-            f"the forward pass looks up row {high if high >= rows else low} of an embedding of {rows:,} rows, as no run could. "
-            f"If it holds positions, a sample can have at most {rows:,} tokens: a shorter --seq (seq=)."
+            f"the forward pass looks up row {high if high >= rows else low} of an embedding of"
+            f" {rows:,} rows, as no run could. If it holds positions, a sample can have at most"
+            f" {rows:,} tokens: a shorter --seq (seq=)."
         )
 
 

@@ -1,4 +1,5 @@
-"""What a plan may put between nodes, by name: groups of a node, copies inside it, codecs; as arguments of `Recipe.zero`.
+"""What a plan may put between nodes, by name: groups of a node, copies inside it, codecs; as
+arguments of `Recipe.zero`.
 
 | name         | what it is                                                            | changes numbers          |
 |--------------|-----------------------------------------------------------------------|--------------------------|
@@ -11,8 +12,9 @@
 | qgZ          | gradients travel in 4 bits (ZeRO++)                                    | rounds gradients         |
 | ZeRO++       | hpZ, qwZ and qgZ                                                       | rounds both              |
 
-What rounds is lossy: a plan says what it would save and how to ask for it, and never takes it by itself. Sources: Wang et al. 2023 (ZeRO++,
-arXiv:2306.10209), Zhang et al. 2022 (MiCS, arXiv:2205.00119), Zhao et al. 2023 (PyTorch FSDP, section 3.2.2).
+What rounds is lossy: a plan says what it would save and how to ask for it, and never takes it by
+itself. Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), Zhang et al. 2022 (MiCS,
+arXiv:2205.00119), Zhao et al. 2023 (PyTorch FSDP, section 3.2.2).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Wires:
     """One way.
 
     Attributes:
-        words: for a sentence. lossy: values are rounded on the wire. from_stage: the lowest at which it can be.
+        words: for a sentence. lossy: values are rounded on the wire. from_stage: the lowest at
+            which it can be.
     """
 
     words: str
@@ -47,15 +50,25 @@ WIRES: Mapping[str, Wires] = {
     "qwZ": Wires("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
     "hpZ": Wires("a second copy in each node", {"second_copy": True}),
     "qgZ": Wires("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
-    "ZeRO++": Wires("hpZ, qwZ and qgZ", {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}, lossy=True),
+    "ZeRO++": Wires(
+        "hpZ, qwZ and qgZ",
+        {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"},
+        lossy=True,
+    ),
     "HSDP": Wires("divided in each node", {"shard_group": "node"}, from_stage=1),
-    "hybrid": Wires("divided in each node, optimizer over all", {"shard_group": "node", "optimizer_over": "all"}),
+    "hybrid": Wires(
+        "divided in each node, optimizer over all", {"shard_group": "node", "optimizer_over": "all"}
+    ),
 }
 
 
 def given(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Those of `options` that are about groups, codecs and frozen weights, and say something."""
-    return {name: value for name, value in options if name in OPTIONS and value not in (None, False, "nearest")}
+    return {
+        name: value
+        for name, value in options
+        if name in OPTIONS and value not in (None, False, "nearest")
+    }
 
 
 def as_recipe(stage: int, options: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Codecs of the wire: flat intervals of floats as fewer bytes. Pure functions of tensors; no modules, groups or engine.
+"""Codecs of the wire: flat intervals of floats as fewer bytes. Pure functions of tensors; no
+modules, groups or engine.
 
 | name  | bits an element, scales included | an element is off by at most              | meant for               |
 |-------|----------------------------------|-------------------------------------------|-------------------------|
@@ -8,8 +9,9 @@
 | int4  | 4.25 (block 64)                  | half a step, 1/14 of the block's largest  | reductions              |
 | nf4   | 4.25 (block 64)                  | 0.152 of the block's largest              | stored weights          |
 
-A block's largest magnitude is kept in bf16, which changes steps by one part in 256 at most. `Codec.bound` and `reduction_bound` say how
-far a value and a sum may be off; what was decoded encodes to the same bytes again (scales.py).
+A block's largest magnitude is kept in bf16, which changes steps by one part in 256 at most.
+`Codec.bound` and `reduction_bound` say how far a value and a sum may be off; what was decoded
+encodes to the same bytes again (scales.py).
 """
 
 from onefold.comm.codec import Codec, Stochastic

@@ -1,4 +1,5 @@
-"""Block-wise codecs: blocks of neighbouring elements share a scale, every element becomes a small number.
+"""Block-wise codecs: blocks of neighbouring elements share a scale, every element becomes a small
+number.
 
 An interval of 5 blocks, the last one shorter, and its bytes:
 
@@ -6,13 +7,17 @@ An interval of 5 blocks, the last one shorter, and its bytes:
     bytes      |p0       |p1        |p2       |p3       |p4 ..|.|m0 m1 m2 m3 m4|
                 payload: 8 or 4 bits an element               ^ a byte to even  one bf16 a block, its largest magnitude
 
-1. What a block becomes depends on its own elements (and their global addresses, if rounding is stochastic) and on nothing else:
-   cut at a block's boundary, the parts have the payload and the magnitudes of the whole.
-2. A rank's interval is encoded by itself, so blocks never straddle ranks, however the interval divides.
-3. decoded = number * scale in fp32, rounded once if the target is narrower; the scale is the magnitude divided by the codec's largest
-   number. See scales.py, also for what is not finite and for what is encoded again.
+1. What a block becomes depends on its own elements (and their global addresses, if rounding is
+   stochastic) and on nothing else: cut at a block's boundary, the parts have the payload and the
+   magnitudes of the whole.
+2. A rank's interval is encoded by itself, so blocks never straddle ranks, however the interval
+   divides.
+3. decoded = number * scale in fp32, rounded once if the target is narrower; the scale is the
+   magnitude divided by the codec's largest number. See scales.py, also for what is not finite and
+   for what is encoded again.
 
-With 4 bits, a byte holds two elements of one block. Which two is the codec's matter: see `integers.py` and `nf4.py`.
+With 4 bits, a byte holds two elements of one block. Which two is the codec's matter: see
+`integers.py` and `nf4.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ ARITHMETIC = 2.0**-22
 
 @dataclass(frozen=True)
 class Blockwise(Codec):
-    """What block-wise codecs share: the walk over slabs, magnitudes and payload. A codec adds how numbers become bytes and back.
+    """What block-wise codecs share: the walk over slabs, magnitudes and payload. A codec adds how
+    numbers become bytes and back.
 
     Args:
         block: elements that share a scale, a power of two from 16 to 4096.
@@ -56,7 +62,10 @@ class Blockwise(Codec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 16 <= self.block <= 4096 or self.block & self.block - 1:
-            raise ValueError(f"codec {self.name!r} was given a block of {self.block} elements, expected a power of two from 16 to 4096")
+            raise ValueError(
+                f"codec {self.name!r} was given a block of {self.block} elements, expected a power"
+                " of two from 16 to 4096"
+            )
 
     @cached_property
     def scales(self) -> Scales:
@@ -70,33 +79,56 @@ class Blockwise(Codec):
         return self._even(numel) + _KEPT_BYTES * -(-numel // self.block)
 
     def split(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of `encoded`: the payload of `numel` elements (uint8) and the blocks' largest magnitudes (bf16, one a block)."""
+        """Views of `encoded`: the payload of `numel` elements (uint8) and the blocks' largest
+        magnitudes (bf16, one a block).
+        """
         if encoded.storage_offset() % _KEPT_BYTES:
-            raise ValueError(f"the encoded bytes start at byte {encoded.storage_offset()} of their storage, expected an even one")
-        return encoded[: self.payload_bytes(numel)], encoded[self._even(numel) :].view(torch.bfloat16)
+            raise ValueError(
+                f"the encoded bytes start at byte {encoded.storage_offset()} of their storage,"
+                " expected an even one"
+            )
+        return encoded[: self.payload_bytes(numel)], encoded[self._even(numel) :].view(
+            torch.bfloat16
+        )
 
     def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
         sizes = magnitudes.double()
         rows = torch.nn.functional.pad(sizes, (0, -sizes.numel() % self.block)).view(-1, self.block)
         largest = rows.amax(1).repeat_interleave(self.block)[: sizes.numel()]
-        return self._off(sizes, self.scales.at_most(largest, stochastic), 1.0 if stochastic else 0.5) + largest * ARITHMETIC
+        return (
+            self._off(sizes, self.scales.at_most(largest, stochastic), 1.0 if stochastic else 0.5)
+            + largest * ARITHMETIC
+        )
 
     def _even(self, numel: int) -> int:
         return -(-self.payload_bytes(numel) // _KEPT_BYTES) * _KEPT_BYTES
 
-    def _encode(self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None) -> None:
+    def _encode(
+        self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None
+    ) -> None:
         payload, kept = self.split(into, source.numel())
         into[payload.numel() : self._even(source.numel())] = 0
-        done = kernels.encode(self, source, payload, kept, rounding) if kernels.serve(self, source) else 0
+        done = (
+            kernels.encode(self, source, payload, kept, rounding)
+            if kernels.serve(self, source)
+            else 0
+        )
         scratch, draws = None, None
         for start, stop, width in self._pieces(done, source.numel(), source.device):
             if scratch is None:
                 scratch = self._scratch(stop - start, source.device)
-                draws = Draws(rounding, stop - start, source.device) if rounding is not None else None
-            rows, given = self._rows(scratch, stop - start, width), source[start:stop].view(-1, width)
+                draws = (
+                    Draws(rounding, stop - start, source.device) if rounding is not None else None
+                )
+            rows, given = (
+                self._rows(scratch, stop - start, width),
+                source[start:stop].view(-1, width),
+            )
             numbers = rows[:, :width]
             rows[:, width:] = 0
-            inverse, mask = self.scales.of(_largest(given, scratch), self._kept_of(kept, start, stop), rounding is not None)
+            inverse, mask = self.scales.of(
+                _largest(given, scratch), self._kept_of(kept, start, stop), rounding is not None
+            )
             if source.dtype != torch.float32:
                 given = numbers.copy_(given)
             torch.mul(given, inverse[:, None], out=numbers)
@@ -113,7 +145,10 @@ class Blockwise(Codec):
         for start, stop, width in self._pieces(done, into.numel(), into.device):
             if scratch is None:
                 scratch = self._scratch(stop - start, into.device)
-            rows, target = self._rows(scratch, stop - start, width), into[start:stop].view(-1, width)
+            rows, target = (
+                self._rows(scratch, stop - start, width),
+                into[start:stop].view(-1, width),
+            )
             self._unpack(self._bytes_of(payload, start, stop).view(rows.shape[0], -1), rows)
             largest = self._kept_of(kept, start, stop)[:, None]
             scale, numbers = self.scales.read(largest), rows[:, :width]
@@ -128,9 +163,11 @@ class Blockwise(Codec):
                 target.copy_(numbers)
 
     def _saturate(self, numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> None:
-        """Keep a block that fitted `dtype` from leaving it: rounding may have lifted its largest element.
+        """Keep a block that fitted `dtype` from leaving it: rounding may have lifted its largest
+        element.
 
-        A block that keeps more held larger values, and becomes infinite where they do not fit, as any conversion does.
+        A block that keeps more held larger values, and becomes infinite where they do not fit, as
+        any conversion does.
         """
         largest = torch.finfo(dtype).max
         if numbers.device.type == "cpu" and not bool((kept > largest).any()):
@@ -138,8 +175,12 @@ class Blockwise(Codec):
         limit = torch.where(kept <= reach(dtype), largest, torch.inf)
         torch.clamp(numbers, -limit, limit, out=numbers)
 
-    def _pieces(self, done: int, numel: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
-        """`(start, stop, width)` from element `done` on: rows of `width` elements, whole blocks first, a shorter last block alone."""
+    def _pieces(
+        self, done: int, numel: int, device: torch.device
+    ) -> Iterator[tuple[int, int, int]]:
+        """`(start, stop, width)` from element `done` on: rows of `width` elements, whole blocks
+        first, a shorter last block alone.
+        """
         slab = max(self._slab(device) // self.block, 1) * self.block
         whole = numel // self.block * self.block
         for start in range(done, whole, slab):
@@ -161,11 +202,13 @@ class Blockwise(Codec):
     def _kept_of(self, kept: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return kept[start // self.block : -(-stop // self.block)]
 
-    # -- what a codec adds ----------------------------------------------------------------------------------------------------
+    # -- what a codec adds -------------------------------------------------------------------------
 
     @abstractmethod
     def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
-        """Write rows of `numbers` (fp32 in [-top, top], up to rounding; scratch) as rows of bytes. NaN may become anything."""
+        """Write rows of `numbers` (fp32 in [-top, top], up to rounding; scratch) as rows of bytes.
+        NaN may become anything.
+        """
 
     @abstractmethod
     def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
@@ -173,7 +216,9 @@ class Blockwise(Codec):
 
     @abstractmethod
     def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
-        """How far numbers of these sizes and scales (fp64) may be off: a `part` of the gap that they lie in."""
+        """How far numbers of these sizes and scales (fp64) may be off: a `part` of the gap that
+        they lie in.
+        """
 
     def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
         """Move `numbers` by `draws`, so that rounding to the nearest afterwards is stochastic."""
@@ -181,7 +226,14 @@ class Blockwise(Codec):
 
 
 def _largest(rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row as fp32: NaN or infinity if there is one. Magnitudes are in the order of their bits."""
+    """The largest magnitude of each row as fp32: NaN or infinity if there is one. Magnitudes are in
+    the order of their bits.
+    """
     bits = rows.view(torch.int32 if rows.dtype == torch.float32 else torch.int16)
     magnitudes = scratch.view(bits.dtype)[: bits.numel()].view(bits.shape)
-    return torch.bitwise_and(bits, torch.iinfo(bits.dtype).max, out=magnitudes).amax(1).view(rows.dtype).float()
+    return (
+        torch.bitwise_and(bits, torch.iinfo(bits.dtype).max, out=magnitudes)
+        .amax(1)
+        .view(rows.dtype)
+        .float()
+    )

@@ -1,4 +1,6 @@
-"""A tensor at rest in encoded form: the frozen base of a fine-tuning run, which exists once over all ranks and is gathered as it lies."""
+"""A tensor at rest in encoded form: the frozen base of a fine-tuning run, which exists once over
+all ranks and is gathered as it lies.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from onefold.comm.codec import Codec
 class Encoded:
     """A flat interval of `numel` elements as `codec` wrote it.
 
-    `payload` is all there is (uint8, numbers and scales), so that it can be sent, saved and moved between tiers as any tensor; what
-    it decodes to depends on nothing else. Built from parts that do not belong together it raises.
+    `payload` is all there is (uint8, numbers and scales), so that it can be sent, saved and moved
+    between tiers as any tensor; what it decodes to depends on nothing else. Built from parts that
+    do not belong together it raises.
     """
 
     payload: torch.Tensor
@@ -25,14 +28,19 @@ class Encoded:
         wanted = self.codec.encoded_bytes(self.numel)
         if self.payload.dtype != torch.uint8 or self.payload.shape != (wanted,):
             raise ValueError(
-                f"the payload is {self.payload.dtype} of shape {tuple(self.payload.shape)}, expected {wanted} bytes of torch.uint8 "
-                f"for {self.numel} elements of codec {self.codec.name!r}"
+                f"the payload is {self.payload.dtype} of shape {tuple(self.payload.shape)},"
+                f" expected {wanted} bytes of torch.uint8 for {self.numel} elements of codec"
+                f" {self.codec.name!r}"
             )
 
     @classmethod
     def of(cls, source: torch.Tensor, codec: Codec) -> Encoded:
-        """Encode a flat interval (fp32, bf16 or fp16), rounded to the nearest. `source` may be dropped afterwards."""
-        payload = torch.empty(codec.encoded_bytes(source.numel()), dtype=torch.uint8, device=source.device)
+        """Encode a flat interval (fp32, bf16 or fp16), rounded to the nearest. `source` may be
+        dropped afterwards.
+        """
+        payload = torch.empty(
+            codec.encoded_bytes(source.numel()), dtype=torch.uint8, device=source.device
+        )
         codec.encode(source, payload)
         return cls(payload, source.numel(), codec)
 

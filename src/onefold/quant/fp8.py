@@ -1,7 +1,8 @@
 """Floats of 8 bits: e4m3 (4 bits of exponent, 3 of fraction, no infinity), with a scale a block.
 
-An element is off by 1/16 of itself at most, or by 2**-10 of its block's scale where that is more: small elements of a block keep more
-of themselves than integers would, large ones less. Stochastic rounding doubles both figures.
+An element is off by 1/16 of itself at most, or by 2**-10 of its block's scale where that is more:
+small elements of a block keep more of themselves than integers would, large ones less. Stochastic
+rounding doubles both figures.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def numbers_of_bytes() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Fp8(Blockwise):
-    """One byte an element, e4m3; the block's largest magnitude is at 448. 8.06 bits an element with scales: 256 elements a block."""
+    """One byte an element, e4m3; the block's largest magnitude is at 448. 8.06 bits an element with
+    scales: 256 elements a block.
+    """
 
     name: ClassVar[str] = "fp8"
     stochastic: ClassVar[bool] = True
@@ -36,8 +39,11 @@ class Fp8(Blockwise):
         payload.view(torch.float8_e4m3fn).copy_(numbers)
 
     def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
-        if payload.device.type == "cpu":  # where conversion takes six times as long as looking up does
-            torch.index_select(numbers_of_bytes(), 0, payload.view(-1).to(torch.int32), out=numbers.view(-1))
+        # Where conversion takes six times as long as looking up does
+        if payload.device.type == "cpu":
+            torch.index_select(
+                numbers_of_bytes(), 0, payload.view(-1).to(torch.int32), out=numbers.view(-1)
+            )
         else:
             numbers.copy_(payload.view(torch.float8_e4m3fn))
 
@@ -47,12 +53,14 @@ class Fp8(Blockwise):
     def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
         """To a neighbour in e4m3, which conversion then leaves alone.
 
-        Normal numbers: the draw is added to the bits that will be dropped, and they are dropped; the sign is not touched, and a carry
-        goes into the exponent as it should. Below them e4m3 has equal steps, so that they round as integers do.
+        Normal numbers: the draw is added to the bits that will be dropped, and they are dropped;
+        the sign is not touched, and a carry goes into the exponent as it should. Below them e4m3
+        has equal steps, so that they round as integers do.
         """
         below = numbers.abs() < SMALLEST_NORMAL
         steps = torch.mul(numbers, 1.0 / SMALLEST_STEP).add_(draws).round_().mul_(SMALLEST_STEP)
         bits = numbers.view(torch.int32)
         bits.add_(draws.add_(0.5).mul_(2.0**_DROPPED).to(torch.int32)).bitwise_and_(-1 << _DROPPED)
         torch.where(below, steps, numbers, out=numbers)
-        numbers.clamp_(-self.top, self.top)  # beyond it, conversion answers NaN or 448 by version and device
+        # Beyond it, conversion answers NaN or 448 by version and device
+        numbers.clamp_(-self.top, self.top)

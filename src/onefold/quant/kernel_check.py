@@ -1,10 +1,13 @@
-"""Do the kernels give torch's bits on this device? For benchmarks/codecs.py, whoever has a GPU, and the tests (in Triton's interpreter).
+"""Do the kernels give torch's bits on this device? For benchmarks/codecs.py, whoever has a GPU, and
+the tests (in Triton's interpreter).
 
-The reference is always torch on the CPU: what a kernel writes on a device is compared with what torch's operations write there. Bits must
-be equal; one NaN is as good as another. The inputs hold what rounds, overflows, underflows or is not a number:
+The reference is always torch on the CPU: what a kernel writes on a device is compared with what
+torch's operations write there. Bits must be equal; one NaN is as good as another. The inputs hold
+what rounds, overflows, underflows or is not a number:
 
     codecs   blocks of ordinary, subnormal, zero and the largest values; infinity and NaN; ties between any two of a codec's numbers,
-             and their neighbours; lengths that end inside a block; starts that 16 bytes do not divide
+             and their neighbours; lengths that end inside a block; starts that 16 bytes do not
+             divide
     sums     1 to 5 parts of each dtype, with and without an own part of another; -0, overflow, subnormals; rows with gaps between them
 """
 
@@ -29,27 +32,35 @@ BLOCKS = (64, 256)
 
 
 def differences(device: torch.device | str) -> list[str]:
-    """Where kernels and torch differ on `device`, in words; an empty list if nowhere. Waits for the device.
+    """Where kernels and torch differ on `device`, in words; an empty list if nowhere. Waits for the
+    device.
 
     Raises:
         ValueError: no kernel runs on this device.
     """
     device = torch.device(device)
     if not served(torch.empty(1, device=device)):
-        raise ValueError(f"no kernel runs on {str(device)!r}: expected CUDA with Triton, or TRITON_INTERPRET=1 with 'cpu'")
+        raise ValueError(
+            f"no kernel runs on {str(device)!r}: expected CUDA with Triton, or TRITON_INTERPRET=1"
+            " with 'cpu'"
+        )
     return codec_differences(device) + sum_differences(device)
 
 
 def compared() -> tuple[int, int]:
     """Intervals and sums that `differences` looks at."""
-    intervals = sum(1 for name in kernels.NAMES for block in BLOCKS for _ in cases(_blockwise(name, block)))
+    intervals = sum(
+        1 for name in kernels.NAMES for block in BLOCKS for _ in cases(_blockwise(name, block))
+    )
     return intervals, len(list(sums()))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bits; one NaN is as good as another."""
     a, b = a.cpu(), b.cpu()
-    broken = a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
+    broken = (
+        a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
+    )
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return bool(((a.view(bits) == b.view(bits)) | broken).all())
 
@@ -59,7 +70,7 @@ def placed(t: torch.Tensor, device: torch.device, start: int) -> torch.Tensor:
     return torch.empty(start + t.numel(), dtype=t.dtype, device=device)[start:].copy_(t)
 
 
-# -- codecs --------------------------------------------------------------------------------------------------------------------
+# -- codecs ----------------------------------------------------------------------------------------
 
 
 def codec_differences(device: torch.device, names: Sequence[str] = kernels.NAMES) -> list[str]:
@@ -69,19 +80,29 @@ def codec_differences(device: torch.device, names: Sequence[str] = kernels.NAMES
         for block in BLOCKS:
             by = _blockwise(name, block)
             for i, (case, source) in enumerate(cases(by)):
-                found += [f"{name}, {block} a block, {case}: {what}" for what in _codec_differs(by, source, device, start=i % 2)]
+                found += [
+                    f"{name}, {block} a block, {case}: {what}"
+                    for what in _codec_differs(by, source, device, start=i % 2)
+                ]
     return found
 
 
 def cases(by: Blockwise) -> Iterator[tuple[str, torch.Tensor]]:
     """Intervals on the CPU, and what they are."""
     generator = torch.Generator().manual_seed(7)
-    for numel in (by.block, 256 * 17 + 65) if INTERPRETED else (by.block, 1000, 256 * 17 + 65, 1 << 20):
+    for numel in (
+        (by.block, 256 * 17 + 65) if INTERPRETED else (by.block, 1000, 256 * 17 + 65, 1 << 20)
+    ):
         for name, dtype in DTYPES.items():
             info = torch.finfo(dtype)
             floats = torch.randn(numel, generator=generator, dtype=torch.float64)
             floats *= torch.exp2(torch.randint(-12, 6, (numel,), generator=generator))
-            for at, factor in ((0, 4 * info.smallest_normal), (200, info.max / 2), (500, 0.0), (700, 2.0**-140)):
+            for at, factor in (
+                (0, 4 * info.smallest_normal),
+                (200, info.max / 2),
+                (500, 0.0),
+                (700, 2.0**-140),
+            ):
                 floats[at : at + 150] *= factor
             values = floats.clamp(info.min, info.max).to(dtype)
             yield f"{name} {numel}", values.clone()
@@ -92,8 +113,12 @@ def cases(by: Blockwise) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def ties(by: Blockwise) -> torch.Tensor:
-    """Blocks whose scale is 1, of values halfway between any two of the codec's numbers, and the next floats above and below; fp32."""
-    numbers = {"fp8": numbers_of_bytes().nan_to_num(), "nf4": torch.tensor(levels())}.get(by.name, torch.arange(-by.top, by.top + 1))
+    """Blocks whose scale is 1, of values halfway between any two of the codec's numbers, and the
+    next floats above and below; fp32.
+    """
+    numbers = {"fp8": numbers_of_bytes().nan_to_num(), "nf4": torch.tensor(levels())}.get(
+        by.name, torch.arange(-by.top, by.top + 1)
+    )
     numbers = numbers.double().unique()
     halves = ((numbers[1:] + numbers[:-1]) / 2).float()
     up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
@@ -102,28 +127,43 @@ def ties(by: Blockwise) -> torch.Tensor:
     return torch.cat([torch.full((rows.shape[0], 1), by.top), rows], dim=1).flatten()
 
 
-def _codec_differs(by: Blockwise, source: torch.Tensor, device: torch.device, start: int) -> Iterator[str]:
+def _codec_differs(
+    by: Blockwise, source: torch.Tensor, device: torch.device, start: int
+) -> Iterator[str]:
     there = placed(source, device, start)
     with by_torch():
         payload = Encoded.of(source, by).payload
     coded = placed(payload, device, 2 * start)
 
-    def equal(act: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object], like: torch.Tensor) -> bool:
-        """Whether `act`, given source, payload and a result that begins as `like`, leaves the same on both."""
-        here, result = like.clone(), placed(like, device, 2 * start if like.dtype == torch.uint8 else start)
+    def equal(
+        act: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object], like: torch.Tensor
+    ) -> bool:
+        """Whether `act`, given source, payload and a result that begins as `like`, leaves the same
+        on both.
+        """
+        here, result = (
+            like.clone(),
+            placed(like, device, 2 * start if like.dtype == torch.uint8 else start),
+        )
         with by_torch():
             act(source, payload, here)
         act(there, coded, result)
         return same(here, result)
 
-    def encode(rounding: Stochastic | None, floats: torch.Tensor, _: torch.Tensor, into: torch.Tensor) -> None:
+    def encode(
+        rounding: Stochastic | None, floats: torch.Tensor, _: torch.Tensor, into: torch.Tensor
+    ) -> None:
         by.encode(floats, into, rounding=rounding)
 
-    for rounding in (None, Stochastic(1), Stochastic(2, 3, 2**33 - 77)) if by.stochastic else (None,):
+    for rounding in (
+        (None, Stochastic(1), Stochastic(2, 3, 2**33 - 77)) if by.stochastic else (None,)
+    ):
         if not equal(partial(encode, rounding), torch.zeros_like(payload)):
             yield f"encoded with {rounding or 'rounding to the nearest'}"
     for name, dtype in DTYPES.items():
-        if not equal(lambda _, given, into: by.decode(given, into), torch.zeros_like(source, dtype=dtype)):
+        if not equal(
+            lambda _, given, into: by.decode(given, into), torch.zeros_like(source, dtype=dtype)
+        ):
             yield f"decoded into {name}"
     if not equal(lambda _, given, into: by.decode_add(given, into), source.float()):
         yield "added"
@@ -137,19 +177,27 @@ def _blockwise(name: str, block: int) -> Blockwise:
     return by
 
 
-# -- sums ----------------------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 def sum_differences(device: torch.device) -> list[str]:
     """`differences` of sums."""
     generator = torch.Generator().manual_seed(5)
-    return [", ".join(f"{k}={v}" for k, v in case.items()) for case in sums() if not _sums_agree(case, device, generator)]
+    return [
+        ", ".join(f"{k}={v}" for k, v in case.items())
+        for case in sums()
+        if not _sums_agree(case, device, generator)
+    ]
 
 
 def sums() -> Iterator[dict[str, Any]]:
     """What is summed."""
     dice = random.Random(5)
-    lengths = (1, 16, 1000, 1023, 1024, 2064) if INTERPRETED else (1, 16, 1000, 1024, 65_536, (1 << 20) + 5)
+    lengths = (
+        (1, 16, 1000, 1023, 1024, 2064)
+        if INTERPRETED
+        else (1, 16, 1000, 1024, 65_536, (1 << 20) + 5)
+    )
     for at, n in enumerate(lengths * 8):
         ranks = 1 + at % 5
         wire, out, own = (dice.choice(list(DTYPES)) for _ in range(3))
@@ -161,23 +209,36 @@ def sums() -> Iterator[dict[str, Any]]:
 
 
 def parts_of(ranks: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Parts [ranks, n] whose sums round, cancel, overflow and underflow, and are -0, infinite and NaN in places."""
+    """Parts [ranks, n] whose sums round, cancel, overflow and underflow, and are -0, infinite and
+    NaN in places.
+    """
     info = torch.finfo(dtype)
     found = torch.randn(ranks, n, generator=generator, dtype=torch.float64)
     found *= torch.exp2(torch.randint(-10, 11, (ranks, n), generator=generator))
     kinds = torch.randint(0, 12, (n,), generator=generator)
     for kind, factor in ((0, -0.0), (1, info.max / 2), (2, info.smallest_normal / 8)):
-        found = torch.where(kinds == kind, found.abs() * factor if kind == 0 else found * factor, found)
+        found = torch.where(
+            kinds == kind, found.abs() * factor if kind == 0 else found * factor, found
+        )
     found = found.clamp(info.min, info.max).to(dtype)
     found[0, kinds == 3] = -found[-1, kinds == 3]
-    found[ranks // 2, kinds == 4] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)[torch.arange(int((kinds == 4).sum())) % 3]
+    found[ranks // 2, kinds == 4] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)[
+        torch.arange(int((kinds == 4).sum())) % 3
+    ]
     raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    found.view(raw)[-1, kinds == 5] = torch.iinfo(raw).max  # the NaN that CUDA makes: all bits set but the sign
+    # The NaN that CUDA makes: all bits set but the sign
+    found.view(raw)[-1, kinds == 5] = torch.iinfo(raw).max
     return found
 
 
 def _sums_agree(case: dict[str, Any], device: torch.device, generator: torch.Generator) -> bool:
-    n, ranks, wire, start, gap = case["n"], case["ranks"], DTYPES[case["wire"]], case["start"], case["gap"]
+    n, ranks, wire, start, gap = (
+        case["n"],
+        case["ranks"],
+        DTYPES[case["wire"]],
+        case["start"],
+        case["gap"],
+    )
     with_own = case["own"] is not None
     parts = parts_of(ranks, n, wire, generator)
     own = parts_of(1, n, DTYPES[case["own"]], generator)[0] if with_own else None
@@ -191,6 +252,13 @@ def _sums_agree(case: dict[str, Any], device: torch.device, generator: torch.Gen
         if case["in_place"]:
             out = mine if mine is not None else there[case["rank"]]
         with by_torch() if not results else contextlib.nullcontext():
-            sum_parts(there, out, case["scale"], own=mine, rank=case["rank"], round_to=DTYPES.get(case["round_to"]))
+            sum_parts(
+                there,
+                out,
+                case["scale"],
+                own=mine,
+                rank=case["rank"],
+                round_to=DTYPES.get(case["round_to"]),
+            )
         results.append(out)
     return same(*results)

@@ -1,7 +1,9 @@
-"""Which intervals the kernels for CUDA serve, and where: the plain operations do the rest, with equal results.
+"""Which intervals the kernels for CUDA serve, and where: the plain operations do the rest, with
+equal results.
 
-Triton is imported when the first interval on CUDA is encoded or decoded, never before. The kernels do whole blocks; a shorter last one
-is left to the plain operations. Which devices have kernels says comm/launching.py.
+Triton is imported when the first interval on CUDA is encoded or decoded, never before. The kernels
+do whole blocks; a shorter last one is left to the plain operations. Which devices have kernels says
+comm/launching.py.
 """
 
 from __future__ import annotations
@@ -24,15 +26,25 @@ def serve(codec: Blockwise, floats: torch.Tensor) -> bool:
     return codec.name in NAMES and floats.numel() >= codec.block and served(floats)
 
 
-def encode(codec: Blockwise, source: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor, rounding: Stochastic | None) -> int:
+def encode(
+    codec: Blockwise,
+    source: torch.Tensor,
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    rounding: Stochastic | None,
+) -> int:
     """Encode the whole blocks of `source`; answers the number of elements done."""
     from onefold.quant import triton_kernels
 
     return triton_kernels.encode(codec, source, payload, scales, rounding)
 
 
-def decode(codec: Blockwise, payload: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, sign: int) -> int:
-    """Decode the whole blocks over `into`, or add them `sign` times; answers the number of elements done."""
+def decode(
+    codec: Blockwise, payload: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, sign: int
+) -> int:
+    """Decode the whole blocks over `into`, or add them `sign` times; answers the number of elements
+    done.
+    """
     from onefold.quant import triton_kernels
 
     return triton_kernels.decode(codec, payload, scales, into, sign)

@@ -1,11 +1,13 @@
-"""Packing fp32 moments into 8 and 4 bits and back: torchao's maps, scales and rounding, found without its search.
+"""Packing fp32 moments into 8 and 4 bits and back: torchao's maps, scales and rounding, found
+without its search.
 
     values ─► ÷ the block's greatest magnitude ─► nearest value of the map ─► codes, scales           encode
     codes, scales ─► map[code] × scale ─► values                                                      decode
 
-torchao finds the nearest value by a binary search in tensor operations, some 100 ns an element on a core. The upper half of a float's bits
-leaves at most one boundary between two codes: a table of 65,536 entries says which, and one comparison decides (some 5 ns). The boundaries
-are taken from torchao's own function, to the last bit, so that codes are its codes.
+torchao finds the nearest value by a binary search in tensor operations, some 100 ns an element on a
+core. The upper half of a float's bits leaves at most one boundary between two codes: a table of
+65,536 entries says which, and one comparison decides (some 5 ns). The boundaries are taken from
+torchao's own function, to the last bit, so that codes are its codes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from onefold.recipe.moments import SIGNED, Format
 def require_torchao(what: str) -> None:
     """Raise ValueError unless torchao, which `what` needs, is there. Does not import it."""
     if find_spec("torchao") is None:
-        raise ValueError(f"{what} needs torchao, which is not installed: pip install 'onefold[lowbit]', or use moments='bf16'.")
+        raise ValueError(
+            f"{what} needs torchao, which is not installed: pip install 'onefold[lowbit]', or use"
+            " moments='bf16'."
+        )
 
 
 class Codec:
@@ -30,9 +35,14 @@ class Codec:
 
     def __init__(self, format: Format, device: torch.device) -> None:
         self.format = format
-        self._tables = {signed: tuple(t.to(device) for t in _tables(format.name, signed)) for signed in set(SIGNED.values())}
+        self._tables = {
+            signed: tuple(t.to(device) for t in _tables(format.name, signed))
+            for signed in set(SIGNED.values())
+        }
 
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor, numel: int, signed: bool) -> torch.Tensor:
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, numel: int, signed: bool
+    ) -> torch.Tensor:
         """The fp32 values, [numel], of codes and scales that begin with a block."""
         f = self.format
         out = torch.zeros(scales.numel() * f.block, dtype=torch.float32, device=codes.device)
@@ -45,11 +55,16 @@ class Codec:
         out.view(-1, f.block).mul_(scales.view(-1, 1))
         return out[:numel]
 
-    def encode(self, values: torch.Tensor, signed: bool, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    def encode(
+        self, values: torch.Tensor, signed: bool, codes: torch.Tensor, scales: torch.Tensor
+    ) -> None:
         """Pack fp32 `values`, which begin with a block, into `codes` and `scales`."""
         f, n = self.format, values.numel()
-        if n != scales.numel() * f.block:  # the last block of a parameter may be shorter; zeros do not change its scale
-            padded = torch.zeros(scales.numel() * f.block, dtype=torch.float32, device=values.device)
+        # The last block of a parameter may be shorter; zeros do not change its scale
+        if n != scales.numel() * f.block:
+            padded = torch.zeros(
+                scales.numel() * f.block, dtype=torch.float32, device=values.device
+            )
             padded[:n].copy_(values)
             values = padded
         if f.name == "fp8":
@@ -66,22 +81,37 @@ class Codec:
         codes.copy_(found[: codes.numel()])
         scales.copy_(scale)
 
-    def encode_again(self, values: torch.Tensor, signed: bool, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """As `encode`, but values that `decode` has given get codes and scales that decode to the same bits.
+    def encode_again(
+        self, values: torch.Tensor, signed: bool, codes: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """As `encode`, but values that `decode` has given get codes and scales that decode to the
+        same bits.
 
-        The greatest magnitude of a block need not be its scale any more: -1 is no value of the signed maps, and 448 × scale was rounded. So
-        scales about the magnitude over each value that it may have been decoded from are tried.
+        The greatest magnitude of a block need not be its scale any more: -1 is no value of the
+        signed maps, and 448 × scale was rounded. So scales about the magnitude over each value that
+        it may have been decoded from are tried.
         """
         f = self.format
         self.encode(values, signed, codes, scales)
-        blocks = torch.nn.functional.pad(values, (0, scales.numel() * f.block - values.numel())).view(-1, f.block)
-        differ = (self.decode(codes, scales, values.numel(), signed) != values).nonzero().view(-1) // f.block
+        blocks = torch.nn.functional.pad(
+            values, (0, scales.numel() * f.block - values.numel())
+        ).view(-1, f.block)
+        differ = (self.decode(codes, scales, values.numel(), signed) != values).nonzero().view(
+            -1
+        ) // f.block
         todo = differ.unique()
         if not todo.numel():
             return
         blocks, greatest = blocks[todo], blocks[todo].abs().amax(-1)
-        tops = [torch.finfo(f.dtype).max] if f.name == "fp8" else self._tables[signed][0].abs().sort(descending=True).values[:3].tolist()
-        found, scale = torch.zeros(blocks.shape, dtype=torch.uint8, device=values.device), scales[todo]
+        tops = (
+            [torch.finfo(f.dtype).max]
+            if f.name == "fp8"
+            else self._tables[signed][0].abs().sort(descending=True).values[:3].tolist()
+        )
+        found, scale = (
+            torch.zeros(blocks.shape, dtype=torch.uint8, device=values.device),
+            scales[todo],
+        )
         done = torch.zeros(len(todo), dtype=torch.bool, device=values.device)
         for top in tops:
             for steps in range(-2, 3):
@@ -99,7 +129,10 @@ class Codec:
         scales[todo] = scale[done]
         if f.grain == 2:
             found = (found[:, ::2] << 4) | found[:, 1::2]
-        where = (todo.view(-1, 1) * (f.block // f.grain) + torch.arange(f.block // f.grain, device=values.device)).view(-1)
+        where = (
+            todo.view(-1, 1) * (f.block // f.grain)
+            + torch.arange(f.block // f.grain, device=values.device)
+        ).view(-1)
         inside = where < codes.numel()
         codes.view(torch.uint8)[where[inside]] = found.reshape(-1)[inside]
 
@@ -107,7 +140,9 @@ class Codec:
         """The codes, uint8, of values from -1 to 1."""
         _, lowest, boundary = self._tables[signed]
         upper = (scaled.view(torch.int32) >> 16) & 0xFFFF
-        return torch.index_select(lowest, 0, upper).add_(scaled >= torch.index_select(boundary, 0, upper))
+        return torch.index_select(lowest, 0, upper).add_(
+            scaled >= torch.index_select(boundary, 0, upper)
+        )
 
 
 def _library(name: str, signed: bool) -> tuple[torch.Tensor, Any]:
@@ -125,7 +160,9 @@ def _library(name: str, signed: bool) -> tuple[torch.Tensor, Any]:
 
 @lru_cache(maxsize=8)
 def _tables(name: str, signed: bool) -> tuple[torch.Tensor, ...]:
-    """(map, lowest code by the upper half of the bits, boundary to the next by the same); () for fp8, which needs none."""
+    """(map, lowest code by the upper half of the bits, boundary to the next by the same); () for
+    fp8, which needs none.
+    """
     if name == "fp8":
         require_torchao("a moment in fp8")
         return ()
@@ -133,24 +170,36 @@ def _tables(name: str, signed: bool) -> tuple[torch.Tensor, ...]:
     halves = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     ends = torch.stack([halves << 16, (halves << 16) | 0xFFFF]).view(torch.float32)
     low, high = ends.min(0).values, ends.max(0).values
-    usable = ends.abs().amax(0) <= 1  # values are scaled to that; a NaN gets the code 0, as torchao has it
+    # Values are scaled to that; a NaN gets the code 0, as torchao has it
+    usable = ends.abs().amax(0) <= 1
     usable &= ~ends.isnan().any(0)
-    first, last = (torch.where(usable, quantize(v.nan_to_num(0.0), values).int(), 0) for v in (low, high))
+    first, last = (
+        torch.where(usable, quantize(v.nan_to_num(0.0), values).int(), 0) for v in (low, high)
+    )
     if (last - first).max() > 1:
-        raise AssertionError(f"the values of {name} lie too close for the upper halves of floats to tell them apart")
+        raise AssertionError(
+            f"the values of {name} lie too close for the upper halves of floats to tell them apart"
+        )
     boundary = torch.full((1 << 16,), torch.inf, dtype=torch.float32, device="cpu")
     divided = (last > first).nonzero().view(-1)
-    boundary[divided] = _boundaries(low[divided], high[divided], last[divided], lambda v: quantize(v, values))
+    boundary[divided] = _boundaries(
+        low[divided], high[divided], last[divided], lambda v: quantize(v, values)
+    )
     # 1 and -1 have an upper half of their own, whose other floats lie beyond.
     ones = torch.tensor([1.0, -1.0], device="cpu")
     first[((ones.view(torch.int32) >> 16) & 0xFFFF).long()] = quantize(ones, values).int()
     return values, first.to(torch.uint8), boundary
 
 
-def _boundaries(low: torch.Tensor, high: torch.Tensor, code: torch.Tensor, quantize: Any) -> torch.Tensor:
-    """For each range of floats of one sign, the smallest that has `code`; `high` has it, `low` has not."""
+def _boundaries(
+    low: torch.Tensor, high: torch.Tensor, code: torch.Tensor, quantize: Any
+) -> torch.Tensor:
+    """For each range of floats of one sign, the smallest that has `code`; `high` has it, `low` has
+    not.
+    """
     sign = torch.where(high.signbit(), -1, 1)
-    a, b = (v.view(torch.int32).bitwise_and(0x7FFFFFFF).long() * sign for v in (low, high))  # ordered as the floats are
+    # Ordered as the floats are
+    a, b = (v.view(torch.int32).bitwise_and(0x7FFFFFFF).long() * sign for v in (low, high))
     while bool((b - a > 1).any()):
         middle = (a + b) // 2
         value = torch.copysign(middle.abs().int().view(torch.float32), sign.float())

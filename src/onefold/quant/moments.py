@@ -11,9 +11,10 @@
 | `torchao.optim.AdamW8bit`, `Adam4bit`, `AdamWFp8`, ...   | the class's                | torchao's update, not compiled |
 | stochastic rounding of bf16 master weights               | bf16, or the recipe's      | the optimizer itself        |
 
-[Note: blocks are the parameter's] Blocks are counted from the beginning of the whole parameter, and its size decides whether it is packed.
-The layout cuts ranks and tiles at whole blocks where the recipe says so. So the bits of weights and moments depend neither on the number
-of ranks, nor on the stage, the tier or the size of a chunk.
+[Note: blocks are the parameter's] Blocks are counted from the beginning of the whole parameter, and
+its size decides whether it is packed. The layout cuts ranks and tiles at whole blocks where the
+recipe says so. So the bits of weights and moments depend neither on the number of ranks, nor on the
+stage, the tier or the size of a chunk.
 """
 
 from __future__ import annotations
@@ -35,17 +36,22 @@ from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, 
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.stand_ins import groups_of, only, raw_step
 
-#: Elements stepped at a time: on a CPU what is unpacked of them stays in the cache, a device wants more to do.
+#: Elements stepped at a time: on a CPU what is unpacked of them stays in the cache, a device wants
+#: more to do.
 CHUNK = {"cpu": 1 << 18, "other": 1 << 22}
 _TORCHAO = {
     "Adam8bit": "int8", "AdamW8bit": "int8", "Adam4bit": "int4", "AdamW4bit": "int4", "AdamFp8": "fp8", "AdamWFp8": "fp8",
 }  # fmt: skip
-_codecs: weakref.WeakKeyDictionary[Optimizer, dict[tuple[str, torch.device], Codec]] = weakref.WeakKeyDictionary()
+_codecs: weakref.WeakKeyDictionary[Optimizer, dict[tuple[str, torch.device], Codec]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
 class MomentPolicy:
-    """How the moments of one optimizer rest: `format` of large parameters, rounding by chance with `seed` if that is not None."""
+    """How the moments of one optimizer rest: `format` of large parameters, rounding by chance with
+    `seed` if that is not None.
+    """
 
     format: Format
     seed: int | None
@@ -76,15 +82,22 @@ class MomentPolicy:
 
 
 def torchao_format(optimizer: Optimizer) -> Format | None:
-    """The format of one of torchao's low-bit optimizers; None if it is none. Does not import torchao."""
+    """The format of one of torchao's low-bit optimizers; None if it is none. Does not import
+    torchao.
+    """
     for kind in type(optimizer).__mro__:
-        if kind.__module__.partition(".")[0] == "torchao" and kind.__name__ in _TORCHAO and "torchao" in sys.modules:
+        if (
+            kind.__module__.partition(".")[0] == "torchao"
+            and kind.__name__ in _TORCHAO
+            and "torchao" in sys.modules
+        ):
             return FORMATS[_TORCHAO[kind.__name__]]
     return None
 
 
 def rests(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | None:
-    """How `optimizer` keeps the moments of the parameters of `flat`; None if as it makes them itself.
+    """How `optimizer` keeps the moments of the parameters of `flat`; None if as it makes them
+    itself.
 
     Raises:
         ValueError: what recipe and optimizer say cannot go together.
@@ -95,51 +108,75 @@ def rests(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | No
         _check_torchao(optimizer, own, recipe, flat)
         return MomentPolicy(own, chance, _torchao_step, _codecs.setdefault(optimizer, {}))
     name = recipe.moments or ("bf16" if chance is not None and master == torch.bfloat16 else None)
-    if name is None or master not in (torch.float32, torch.bfloat16, torch.float16) or (name, master) == ("fp32", torch.float32):
+    if (
+        name is None
+        or master not in (torch.float32, torch.bfloat16, torch.float16)
+        or (name, master) == ("fp32", torch.float32)
+    ):
         return None
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        asked = f"moments={recipe.moments!r}" if recipe.moments else "stochastic_rounding=True with master weights in bf16"
+        asked = (
+            f"moments={recipe.moments!r}"
+            if recipe.moments
+            else "stochastic_rounding=True with master weights in bf16"
+        )
         raise ValueError(
-            f"the recipe says {asked}, which is about the moments of torch.optim.Adam and AdamW; {type(optimizer).__name__} keeps "
-            "other states. Use one of those, or leave the option out."
+            f"the recipe says {asked}, which is about the moments of torch.optim.Adam and AdamW;"
+            f" {type(optimizer).__name__} keeps other states. Use one of those, or leave the option"
+            " out."
         )
     return MomentPolicy(FORMATS[name], chance, raw_step, _codecs.setdefault(optimizer, {}))
 
 
 def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> None:
-    """Raise ValueError if this optimizer of torchao's would not keep its blocks whole, or says something else than the recipe."""
+    """Raise ValueError if this optimizer of torchao's would not keep its blocks whole, or says
+    something else than the recipe.
+    """
     name, say = type(optimizer).__name__, f"moments={own.name!r}"
     if recipe.moments not in (None, own.name):
         raise ValueError(
-            f"{name} keeps its moments in {own.name}, and the recipe says moments={recipe.moments!r}: give the recipe {say}, or use "
-            "torch.optim.AdamW, which keeps them as the recipe says."
+            f"{name} keeps its moments in {own.name}, and the recipe says"
+            f" moments={recipe.moments!r}: give the recipe {say}, or use torch.optim.AdamW, which"
+            " keeps them as the recipe says."
         )
     if optimizer.block_size != own.block:
-        raise ValueError(f"{name} was made with block_size={optimizer.block_size}; Onefold keeps blocks of {own.block}: leave it out.")
+        raise ValueError(
+            f"{name} was made with block_size={optimizer.block_size}; Onefold keeps blocks of"
+            f" {own.block}: leave it out."
+        )
     if optimizer.bf16_stochastic_round:
         raise ValueError(
-            f"{name}: leave bf16_stochastic_round out and give the recipe stochastic_rounding=True, the same on any number of ranks."
+            f"{name}: leave bf16_stochastic_round out and give the recipe stochastic_rounding=True,"
+            " the same on any number of ranks."
         )
     if flat.dtypes.master not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"{name} steps parameters of up to 32 bits, and {flat.unit_name!r} has some in {flat.dtypes.master}: use torch.optim.AdamW."
+            f"{name} steps parameters of up to 32 bits, and {flat.unit_name!r} has some in"
+            f" {flat.dtypes.master}: use torch.optim.AdamW."
         )
-    if not flat.layout.block and (not flat.whole_master or flat.tiled or (flat.offloaded is not None and flat.offloaded.on_disk)):
+    if not flat.layout.block and (
+        not flat.whole_master
+        or flat.tiled
+        or (flat.offloaded is not None and flat.offloaded.on_disk)
+    ):
         raise ValueError(
-            f"{name} keeps its moments in blocks of {own.block} elements, and this model was divided without regard to them, so that "
-            f"results would depend on the number of ranks: give the recipe {say} (then {name} or torch.optim.AdamW step alike)."
+            f"{name} keeps its moments in blocks of {own.block} elements, and this model was"
+            " divided without regard to them, so that results would depend on the number of ranks:"
+            f" give the recipe {say} (then {name} or torch.optim.AdamW step alike)."
         )
 
 
 def _torchao_step(optimizer: Any) -> None:
-    """torchao's own update of stand-ins whose moments are plain fp32 tensors, without its compiler."""
+    """torchao's own update of stand-ins whose moments are plain fp32 tensors, without its
+    compiler.
+    """
     from torchao.optim.adam import single_param_adam
 
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], torch.Tensor):
             raise ValueError(
-                f"the learning rate of {type(optimizer).__name__} was replaced by {group['lr']!r}; it is a tensor: "
-                'optimizer.param_groups[0]["lr"].fill_(...), as schedules do.'
+                f"the learning rate of {type(optimizer).__name__} was replaced by {group['lr']!r};"
+                ' it is a tensor: optimizer.param_groups[0]["lr"].fill_(...), as schedules do.'
             )
         for p in group["params"]:
             state = optimizer.state[p]
@@ -158,7 +195,7 @@ def moments_of(group: dict[str, Any]) -> list[str]:
     return [key for key in SIGNED if group.get("amsgrad") or not key.startswith("max")]
 
 
-# -- pieces of parameters ------------------------------------------------------------------------------------------------------
+# -- pieces of parameters --------------------------------------------------------------------------
 
 
 @dataclass
@@ -167,7 +204,8 @@ class Piece:
 
     Attributes:
         first: the index of the first of them in the whole parameter.
-        master, grad: [n]. parts: the moments as they rest, by key: views, whose items are the piece's alone.
+        master, grad: [n]. parts: the moments as they rest, by key: views, whose items are the
+            piece's alone.
         scalars: the rest of the state. fresh: it has not stepped yet, `parts` holds nothing.
     """
 
@@ -180,8 +218,12 @@ class Piece:
     fresh: bool
 
 
-def step_pieces(optimizer: Optimizer, groups: dict[int, int], how: MomentPolicy, pieces: Sequence[Piece]) -> None:
-    """Step `pieces`, some of their elements at a time: masters and parts in place, `scalars` replaced."""
+def step_pieces(
+    optimizer: Optimizer, groups: dict[int, int], how: MomentPolicy, pieces: Sequence[Piece]
+) -> None:
+    """Step `pieces`, some of their elements at a time: masters and parts in place, `scalars`
+    replaced.
+    """
     batch: list[tuple[Piece, Piece]] = []
     size = 0
     for piece in pieces:
@@ -194,7 +236,12 @@ def step_pieces(optimizer: Optimizer, groups: dict[int, int], how: MomentPolicy,
     _step_batch(optimizer, groups, how, batch)
 
 
-def _step_batch(optimizer: Optimizer, groups: dict[int, int], how: MomentPolicy, batch: Sequence[tuple[Piece, Piece]]) -> None:
+def _step_batch(
+    optimizer: Optimizer,
+    groups: dict[int, int],
+    how: MomentPolicy,
+    batch: Sequence[tuple[Piece, Piece]],
+) -> None:
     stand_ins = [_stand_in(optimizer, how, small) for _, small in batch]
     with only(optimizer, groups, [small.entry.param for _, small in batch], stand_ins):
         try:
@@ -210,17 +257,29 @@ def _chunk(device: torch.device) -> int:
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:
-    """`piece` in order, in pieces that begin and end with a block; each steps from the scalars that all of it had."""
+    """`piece` in order, in pieces that begin and end with a block; each steps from the scalars that
+    all of it had.
+    """
     n, step = piece.master.numel(), _chunk(piece.master.device)
     scalars = piece.scalars
     for a in range(0, n, step):
         b = min(n, a + step)
         parts = cut(piece.parts, a, b)
-        yield Piece(piece.entry, piece.first + a, piece.master[a:b], piece.grad[a:b], parts, scalars, piece.fresh)
+        yield Piece(
+            piece.entry,
+            piece.first + a,
+            piece.master[a:b],
+            piece.grad[a:b],
+            parts,
+            scalars,
+            piece.fresh,
+        )
 
 
 def cut(parts: dict[str, torch.Tensor], a: int, b: int) -> dict[str, torch.Tensor]:
-    """What of `parts` belongs to elements [a, b), which begin and end with a block or the parameter."""
+    """What of `parts` belongs to elements [a, b), which begin and end with a block or the
+    parameter.
+    """
     return {key: part[slice(*items_of(a, b, grain_of(key)))] for key, part in parts.items()}
 
 
@@ -228,13 +287,22 @@ def _stand_in(optimizer: Optimizer, how: MomentPolicy, piece: Piece) -> nn.Param
     stand_in = nn.Parameter(piece.master.float())
     stand_in.grad = piece.grad.float()
     if not piece.fresh:
-        state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in piece.scalars.items()}
+        state = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in piece.scalars.items()
+        }
         present = {part.key if (part := packed(key)) is not None else key for key in piece.parts}
-        optimizer.state[stand_in] = state | {key: unpacked(how, piece.parts, key, stand_in.numel()) for key in SIGNED if key in present}
+        optimizer.state[stand_in] = state | {
+            key: unpacked(how, piece.parts, key, stand_in.numel())
+            for key in SIGNED
+            if key in present
+        }
     return stand_in
 
 
-def unpacked(how: MomentPolicy, parts: dict[str, torch.Tensor], key: str, numel: int) -> torch.Tensor:
+def unpacked(
+    how: MomentPolicy, parts: dict[str, torch.Tensor], key: str, numel: int
+) -> torch.Tensor:
     """The moment `key` of `parts` in fp32, [numel]; the part itself if it is that."""
     for format in FORMATS.values():
         found = [parts.get(name) for name in format.keys(key)]
@@ -243,19 +311,32 @@ def unpacked(how: MomentPolicy, parts: dict[str, torch.Tensor], key: str, numel:
     return parts[key].float()
 
 
-def _put_back(how: MomentPolicy, piece: Piece, stand_in: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+def _put_back(
+    how: MomentPolicy, piece: Piece, stand_in: nn.Parameter, state: dict[str, Any]
+) -> dict[str, Any]:
     """Masters and moments of `stand_in` to where they rest. Returns the rest of its state."""
     step = torch.as_tensor(state["step"])
     for key in SIGNED:
         if key in state:
             pack(how, piece, key, state[key], step)
     if piece.master.dtype != torch.float32:
-        piece.master.copy_(_rounded(how, piece, "master", stand_in.detach(), step, piece.master.dtype))
+        piece.master.copy_(
+            _rounded(how, piece, "master", stand_in.detach(), step, piece.master.dtype)
+        )
     return {key: value for key, value in state.items() if key not in SIGNED}
 
 
-def pack(how: MomentPolicy, piece: Piece, key: str, value: torch.Tensor, step: torch.Tensor, again: bool = False) -> None:
-    """The fp32 moment `value`, [n], into the parts of `piece`. `again`: it may have been packed before, and is to come out as it was."""
+def pack(
+    how: MomentPolicy,
+    piece: Piece,
+    key: str,
+    value: torch.Tensor,
+    step: torch.Tensor,
+    again: bool = False,
+) -> None:
+    """The fp32 moment `value`, [n], into the parts of `piece`. `again`: it may have been packed
+    before, and is to come out as it was.
+    """
     format = how.of(piece.entry)
     if format.packed:
         codes, scales = (piece.parts[name] for name in format.keys(key))
@@ -265,73 +346,132 @@ def pack(how: MomentPolicy, piece: Piece, key: str, value: torch.Tensor, step: t
         piece.parts[key].copy_(_rounded(how, piece, key, value, step, format.dtype))
 
 
-def _rounded(how: MomentPolicy, piece: Piece, what: str, value: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(
+    how: MomentPolicy,
+    piece: Piece,
+    what: str,
+    value: torch.Tensor,
+    step: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     if how.seed is None or dtype != torch.bfloat16:
         return value
     return to_bf16(value, key_of(how.seed, piece.entry.part.names[0], what), step, piece.first)
 
 
-# -- all that rests in memory --------------------------------------------------------------------------------------------------
+# -- all that rests in memory ----------------------------------------------------------------------
 
 
 def step_in_memory(optimizer: Optimizer, how: MomentPolicy, entries: Iterable[Entry]) -> None:
-    """Step those of `entries` that have a gradient; all of theirs rests in memory, on the device or the host."""
+    """Step those of `entries` that have a gradient; all of theirs rests in memory, on the device or
+    the host.
+    """
     if skipped(optimizer):
         return
     groups, pieces = groups_of(optimizer), []
     for entry in entries:
         if entry.param.grad is not None and entry.param.numel():
-            pieces.append(_whole(optimizer, how, entry, optimizer.param_groups[groups[id(entry.param)]]))
+            pieces.append(
+                _whole(optimizer, how, entry, optimizer.param_groups[groups[id(entry.param)]])
+            )
     step_pieces(optimizer, groups, how, pieces)
     for piece in pieces:
         param = piece.entry.param
-        if piece.master.data_ptr() != param.data_ptr():  # on one rank a parameter stays as it was made, its elements in any order
+        # On one rank a parameter stays as it was made, its elements in any order
+        if piece.master.data_ptr() != param.data_ptr():
             param.data.copy_(piece.master.view(param.shape))
-        # A moment with an element for each of the parameter has its shape; codes and scales lie in a row.
-        shown = {key: part if packed(key) is not None else part.view(param.shape) for key, part in piece.parts.items()}
+        # A moment with an element for each of the parameter has its shape; codes and scales lie in
+        # a row.
+        shown = {
+            key: part if packed(key) is not None else part.view(param.shape)
+            for key, part in piece.parts.items()
+        }
         optimizer.state[param] = piece.scalars | shown
         torch.autograd.graph.increment_version(param)
 
 
 def _whole(optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[str, Any]) -> Piece:
     """All that is here of a parameter."""
-    parts, state, grad = adopted(optimizer, how, entry, group), optimizer.state.get(entry.param, {}), entry.param.grad
+    parts, state, grad = (
+        adopted(optimizer, how, entry, group),
+        optimizer.state.get(entry.param, {}),
+        entry.param.grad,
+    )
     assert grad is not None
-    scalars = {key: value for key, value in state.items() if key not in SIGNED and packed(key) is None}
-    return Piece(entry, place(entry), entry.param.data.reshape(-1), grad.reshape(-1), parts, scalars, not state)
+    scalars = {
+        key: value for key, value in state.items() if key not in SIGNED and packed(key) is None
+    }
+    return Piece(
+        entry,
+        place(entry),
+        entry.param.data.reshape(-1),
+        grad.reshape(-1),
+        parts,
+        scalars,
+        not state,
+    )
 
 
 def skipped(optimizer: Any) -> bool:
-    """Whether a gradient scaler has told a fused optimizer that this step is none: nothing may be packed anew."""
+    """Whether a gradient scaler has told a fused optimizer that this step is none: nothing may be
+    packed anew.
+    """
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found.item())
 
 
 def place(entry: Entry) -> int:
     """The index of the first element that is here in the whole parameter."""
-    return entry.part.first + (0 if entry.flat.unsharded else entry.flat.local(entry)[0] - entry.slot.start)
+    return entry.part.first + (
+        0 if entry.flat.unsharded else entry.flat.local(entry)[0] - entry.slot.start
+    )
 
 
-def adopted(optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The moments of a parameter as they are to rest, [items] each: those that are there, or made of what is there, or room for them.
+def adopted(
+    optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The moments of a parameter as they are to rest, [items] each: those that are there, or made
+    of what is there, or room for them.
 
     Raises:
         ValueError: scales were rounded on their way through `load_state_dict`.
     """
-    param, state, n, wanted = entry.param, optimizer.state.get(entry.param, {}), entry.param.numel(), how.parts(entry, group)
-    there = {k: _cast_back(k, v.to(param.device)).reshape(-1) for k, v in state.items() if k in SIGNED or packed(k) is not None}
+    param, state, n, wanted = (
+        entry.param,
+        optimizer.state.get(entry.param, {}),
+        entry.param.numel(),
+        how.parts(entry, group),
+    )
+    there = {
+        k: _cast_back(k, v.to(param.device)).reshape(-1)
+        for k, v in state.items()
+        if k in SIGNED or packed(k) is not None
+    }
     if all(name in there and there[name].dtype == dtype for name, dtype in wanted.items()):
         return {name: there[name] for name in wanted}
-    parts = {key: torch.zeros(-(-n // grain_of(key)), dtype=dtype, device=param.device) for key, dtype in wanted.items()}
-    piece = Piece(entry, place(entry), parts[next(iter(parts))], parts[next(iter(parts))], parts, {}, False)
+    parts = {
+        key: torch.zeros(-(-n // grain_of(key)), dtype=dtype, device=param.device)
+        for key, dtype in wanted.items()
+    }
+    piece = Piece(
+        entry, place(entry), parts[next(iter(parts))], parts[next(iter(parts))], parts, {}, False
+    )
     for key in moments_of(group):
         if any(name in there for format in FORMATS.values() for name in format.keys(key)):
-            pack(replace(how, seed=None), piece, key, unpacked(how, there, key, n), torch.zeros(()), again=True)
+            pack(
+                replace(how, seed=None),
+                piece,
+                key,
+                unpacked(how, there, key, n),
+                torch.zeros(()),
+                again=True,
+            )
     return parts
 
 
 def _cast_back(key: str, value: torch.Tensor) -> torch.Tensor:
-    """torch's `load_state_dict` gives states the parameter's dtype: codes survive that, and scales if the parameter has fp32.
+    """torch's `load_state_dict` gives states the parameter's dtype: codes survive that, and scales
+    if the parameter has fp32.
 
     Raises:
         ValueError: scales in 16 bits.
@@ -341,7 +481,8 @@ def _cast_back(key: str, value: torch.Tensor) -> torch.Tensor:
         return value
     if part.scale:
         raise ValueError(
-            f"the state {key!r} was loaded in {value.dtype} and is fp32: optimizer.load_state_dict gives states the dtype of the master "
-            "weights, which is too short for scales. Use onefold.save and onefold.load."
+            f"the state {key!r} was loaded in {value.dtype} and is fp32: optimizer.load_state_dict"
+            " gives states the dtype of the master weights, which is too short for scales. Use"
+            " onefold.save and onefold.load."
         )
     return value.to(part.dtype)

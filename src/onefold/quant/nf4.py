@@ -1,7 +1,9 @@
-"""Four bits for weights: 16 levels that lie as a normal distribution does (NormalFloat: Dettmers et al., QLoRA, 2023, appendix E).
+"""Four bits for weights: 16 levels that lie as a normal distribution does (NormalFloat: Dettmers et
+al., QLoRA, 2023, appendix E).
 
-A level is off by at most half the gap between its neighbours, 0.152 of the scale at the ends and 0.04 in the middle. Of normally
-distributed weights that loses 15 % less than int4 at the same bits; of others it may lose more. It rounds to the nearest only.
+A level is off by at most half the gap between its neighbours, 0.152 of the scale at the ends and
+0.04 in the middle. Of normally distributed weights that loses 15 % less than int4 at the same bits;
+of others it may lose more. It rounds to the nearest only.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ CELLS = 128
 def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """[-1, 1] in cells so narrow that at most one border between two levels lies in each.
 
-    By cell: the level at its lower end (int32), and the border inside it (fp32; infinity where there is none).
+    By cell: the level at its lower end (int32), and the border inside it (fp32; infinity where
+    there is none).
     """
     between = torch.tensor(borders(), dtype=torch.float32)
     ends = torch.arange(CELLS + 1) * (2.0 / CELLS) - 1.0
@@ -36,7 +39,9 @@ def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Nf4(Blockwise):
-    """Half a byte an element: the numbers of two levels, that of the earlier element in the low bits. 4.25 bits an element with scales."""
+    """Half a byte an element: the numbers of two levels, that of the earlier element in the low
+    bits. 4.25 bits an element with scales.
+    """
 
     name: ClassVar[str] = "nf4"
     top: ClassVar[float] = 1.0
@@ -45,11 +50,16 @@ class Nf4(Blockwise):
     block: int = 64
 
     def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
-        """To the nearest level, the lower one if two are as near; a search among 15 borders would take six times as long."""
+        """To the nearest level, the lower one if two are as near; a search among 15 borders would
+        take six times as long.
+        """
         lower, border = _cells(numbers.device)
         y = numbers.nan_to_num_(0.0).flatten()
         cell = y.add(1.0).mul_(CELLS / 2).clamp_(0, CELLS).to(torch.int32)
-        beyond = torch.index_select(border, 0, cell).sub_(y).view(torch.int32).bitwise_right_shift_(31)  # -1 if y is beyond, else 0
+        # -1 if y is beyond, else 0
+        beyond = (
+            torch.index_select(border, 0, cell).sub_(y).view(torch.int32).bitwise_right_shift_(31)
+        )
         level = torch.index_select(lower, 0, cell).sub_(beyond).view(-1, 2)
         payload.copy_(level[:, 0].add(level[:, 1], alpha=16).view(payload.shape))
 
@@ -57,4 +67,9 @@ class Nf4(Blockwise):
         return scales * (part * max(b - a for a, b in pairwise(levels())))
 
     def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
-        torch.index_select(pairs(numbers.device), 0, payload.view(-1).to(torch.int32), out=numbers.view(-1).view(torch.float64))
+        torch.index_select(
+            pairs(numbers.device),
+            0,
+            payload.view(-1).to(torch.int32),
+            out=numbers.view(-1).view(torch.float64),
+        )

@@ -13,7 +13,9 @@ from onefold.quant.rounding import Stochastic
 
 @dataclass(frozen=True)
 class Plain(Codec):
-    """Elements as they are in `dtype` (fp32, bf16 or fp16). Infinities and NaN stay what they are."""
+    """Elements as they are in `dtype` (fp32, bf16 or fp16). Infinities and NaN stay what they
+    are.
+    """
 
     name: ClassVar[str] = "plain"
 
@@ -22,7 +24,10 @@ class Plain(Codec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype not in DTYPES:
-            raise ValueError(f"codec 'plain' was given dtype {self.dtype}, expected one of {', '.join(str(d) for d in DTYPES)}")
+            raise ValueError(
+                f"codec 'plain' was given dtype {self.dtype}, expected one of"
+                f" {', '.join(str(d) for d in DTYPES)}"
+            )
 
     def encoded_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
@@ -31,7 +36,9 @@ class Plain(Codec):
         info = torch.finfo(self.dtype)
         return magnitudes.double().clamp(min=info.smallest_normal) * (info.eps / 2)
 
-    def _encode(self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None) -> None:
+    def _encode(
+        self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None
+    ) -> None:
         self._values(into).copy_(source)
 
     def _decode(self, encoded: torch.Tensor, into: torch.Tensor, sign: int) -> None:
@@ -39,7 +46,8 @@ class Plain(Codec):
         if not sign:
             into.copy_(values)
             return
-        for start in range(0, into.numel(), slab):  # torch converts an addend of another dtype as a whole
+        # Torch converts an addend of another dtype as a whole
+        for start in range(0, into.numel(), slab):
             into[start : start + slab].add_(values[start : start + slab], alpha=sign)
 
     def _values(self, encoded: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,8 @@ CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in (Plain, Int8, Int4
 
 
 def codec(name: str, **fields: Any) -> Codec:
-    """The codec of a name: 'plain', 'int8', 'int4', 'fp8' or 'nf4'; `fields` are its own (block, slab; dtype of 'plain').
+    """The codec of a name: 'plain', 'int8', 'int4', 'fp8' or 'nf4'; `fields` are its own (block,
+    slab; dtype of 'plain').
 
     Raises:
         ValueError: no codec has this name or field.
@@ -23,8 +24,13 @@ def codec(name: str, **fields: Any) -> Codec:
     if name not in CODECS:
         near = get_close_matches(str(name), CODECS, 1)
         hint = f": did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no codec {name!r}, expected one of {', '.join(map(repr, CODECS))}{hint}")
+        raise ValueError(
+            f"there is no codec {name!r}, expected one of {', '.join(map(repr, CODECS))}{hint}"
+        )
     kind = CODECS[name]
     if unknown := sorted(set(fields) - set(kind.__dataclass_fields__)):
-        raise ValueError(f"codec {name!r} has no {', '.join(unknown)}, expected some of {', '.join(kind.__dataclass_fields__)}")
+        raise ValueError(
+            f"codec {name!r} has no {', '.join(unknown)}, expected some of"
+            f" {', '.join(kind.__dataclass_fields__)}"
+        )
     return kind(**fields)

@@ -1,13 +1,16 @@
-"""Stochastic rounding: which neighbour a value goes to is drawn, so that what rounding loses is nothing on average.
+"""Stochastic rounding: which neighbour a value goes to is drawn, so that what rounding loses is
+nothing on average.
 
-The draw of an element is a hash of (seed, step, its global address) and of nothing else. It does not depend on how a buffer was cut
-into pieces, on the device or on what was drawn before, and no generator has a state that a checkpoint would have to keep.
+The draw of an element is a hash of (seed, step, its global address) and of nothing else. It does
+not depend on how a buffer was cut into pieces, on the device or on what was drawn before, and no
+generator has a state that a checkpoint would have to keep.
 
     pair       address >> 1                                    two elements share a hash of 32 bits, each takes half of it
     hash       the finalizer of MurmurHash3 (public domain), with one key before and one key inside it
     draw       (int16 + 0.5) / 65536, in (-0.5, 0.5)            added to a value before it is rounded to the nearest integer
 
-A draw has 16 bits: the mean of rounded values is off by at most 2**-17 of a step, and integers stay what they are.
+A draw has 16 bits: the mean of rounded values is off by at most 2**-17 of a step, and integers stay
+what they are.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ DRAW_STEP = 2.0**-16
 
 
 class Draws:
-    """The draws of up to `most` elements at a time, in memory of its own: 8 bytes an element, allocated once."""
+    """The draws of up to `most` elements at a time, in memory of its own: 8 bytes an element,
+    allocated once.
+    """
 
     def __init__(self, rounding: Stochastic, most: int, device: torch.device) -> None:
         self.rounding, self.keys = rounding, rounding.keys
@@ -34,7 +39,9 @@ class Draws:
         self._drawn = torch.empty(most, dtype=torch.float32, device=device)
 
     def of(self, start: int, numel: int) -> torch.Tensor:
-        """Draws of the elements `[start, start + numel)` of what is encoded: fp32 in (-0.5, 0.5), overwritten by the next call."""
+        """Draws of the elements `[start, start + numel)` of what is encoded: fp32 in (-0.5, 0.5),
+        overwritten by the next call.
+        """
         first = self.rounding.address + start
         pair, pairs = first >> 1, (first + numel + 1 >> 1) - (first >> 1)
         done = 0
@@ -47,7 +54,9 @@ class Draws:
         return self._drawn[:numel].copy_(halves[:numel]).add_(0.5).mul_(DRAW_STEP)
 
     def _fill(self, begin: int, count: int, low: int, high: int) -> None:
-        """`self._hash[begin : begin + count]` for the pairs from `low` on. 32-bit integers wrap, as they do in the kernels."""
+        """`self._hash[begin : begin + count]` for the pairs from `low` on. 32-bit integers wrap, as
+        they do in the kernels.
+        """
         x, shifted = self._hash[begin : begin + count], self._shifted[:count]
         torch.add(self._count[:count], signed(low), out=x)
         x.bitwise_xor_(signed(self.keys[0] ^ high * HIGH_FACTOR))
@@ -60,7 +69,8 @@ class Draws:
     @staticmethod
     def _shift(x: torch.Tensor, shifted: torch.Tensor, by: int) -> None:
         torch.bitwise_right_shift(x, by, out=shifted)
-        x.bitwise_xor_(shifted.bitwise_and_((1 << 32 - by) - 1))  # the shift repeats the sign bit, which is cut off
+        # The shift repeats the sign bit, which is cut off
+        x.bitwise_xor_(shifted.bitwise_and_((1 << 32 - by) - 1))
 
 
 def signed(n: int) -> int:

@@ -1,4 +1,5 @@
-"""The block-wise codecs in one pass over memory on CUDA: read once, write once. Equal to the plain operations bit for bit.
+"""The block-wise codecs in one pass over memory on CUDA: read once, write once. Equal to the plain
+operations bit for bit.
 
 A program takes `ROWS` blocks, some 4096 elements.
 
@@ -9,18 +10,25 @@ A program takes `ROWS` blocks, some 4096 elements.
 | fp8   | one element                                | adding half of what e4m3 drops to the bits, and cutting off  | fp8.py      |
 | nf4   | the elements 2i and 2i + 1                 | four comparisons with borders between levels                 | nf4.py      |
 
-[Note: the bits of a kernel]  What would break equality on a GPU, and does not show in Triton's interpreter:
+[Note: the bits of a kernel]  What would break equality on a GPU, and does not show in Triton's
+interpreter:
 
-- `a * b + c` is contracted into one operation by default: every launch has `enable_fp_fusion=False` (launching.py).
-- `/` in fp32 is an approximation on CUDA: the one division is `tl.div_rn`, which rounds as IEEE 754 says.
-- `tl.max` of floats passes NaN over by default: magnitudes are compared as integers, where NaN is the largest.
-- Rounding goes by additions and integer arithmetic. Conversions from fp32 round as told, but what the hardware makes of e4m3 differs:
-  there is no instruction before compute capability 8.9, and it saturates where torch answers NaN.
-- An element's offset is int64 from the first multiplication on: `program_id` is int32, and 2**31 elements are 8 GiB of fp32.
+- `a * b + c` is contracted into one operation by default: every launch has `enable_fp_fusion=False`
+  (launching.py).
+- `/` in fp32 is an approximation on CUDA: the one division is `tl.div_rn`, which rounds as IEEE 754
+  says.
+- `tl.max` of floats passes NaN over by default: magnitudes are compared as integers, where NaN is
+  the largest.
+- Rounding goes by additions and integer arithmetic. Conversions from fp32 round as told, but what
+  the hardware makes of e4m3 differs: there is no instruction before compute capability 8.9, and it
+      saturates where torch answers NaN.
+- An element's offset is int64 from the first multiplication on: `program_id` is int32, and 2**31
+  elements are 8 GiB of fp32.
 - A draw's hash is made of uint32, which wraps on every device.
 
-[Note: variants]  Triton compiles a kernel anew for each combination of dtypes, flags and codec, and of what it specializes on: whether 16
-divides a pointer, and whether an integer fits 32 bits. It does not specialize on the number of blocks: every interval has another one.
+[Note: variants]  Triton compiles a kernel anew for each combination of dtypes, flags and codec, and
+of what it specializes on: whether 16 divides a pointer, and whether an integer fits 32 bits. It
+does not specialize on the number of blocks: every interval has another one.
 """
 
 from __future__ import annotations
@@ -47,21 +55,48 @@ _MAGIC = tl.constexpr(MAGIC)
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 _ABSOLUTE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
-_MOST, _UP, _NEAREST, _CUT = tl.constexpr(MOST), tl.constexpr(UP), tl.constexpr(NEAREST), tl.constexpr(CUT)
-_FACTOR_0, _FACTOR_1, _HIGH = tl.constexpr(HASH_FACTORS[0]), tl.constexpr(HASH_FACTORS[1]), tl.constexpr(HIGH_FACTOR)
-_SHIFT_0, _SHIFT_1, _SHIFT_2 = tl.constexpr(HASH_SHIFTS[0]), tl.constexpr(HASH_SHIFTS[1]), tl.constexpr(HASH_SHIFTS[2])
+_MOST, _UP, _NEAREST, _CUT = (
+    tl.constexpr(MOST),
+    tl.constexpr(UP),
+    tl.constexpr(NEAREST),
+    tl.constexpr(CUT),
+)
+_FACTOR_0, _FACTOR_1, _HIGH = (
+    tl.constexpr(HASH_FACTORS[0]),
+    tl.constexpr(HASH_FACTORS[1]),
+    tl.constexpr(HIGH_FACTOR),
+)
+_SHIFT_0, _SHIFT_1, _SHIFT_2 = (
+    tl.constexpr(HASH_SHIFTS[0]),
+    tl.constexpr(HASH_SHIFTS[1]),
+    tl.constexpr(HASH_SHIFTS[2]),
+)
 _DRAW_STEP = tl.constexpr(DRAW_STEP)
 # e4m3: 20 of fp32's bits of fraction are dropped, and the exponent's bias is 7 instead of 127.
 _DROPPED, _HALF, _REBIASED = tl.constexpr(20), tl.constexpr((1 << 19) - 1), tl.constexpr(120 << 3)
-_NORMAL, _STEP, _STEPS = tl.constexpr(SMALLEST_NORMAL), tl.constexpr(SMALLEST_STEP), tl.constexpr(1.0 / SMALLEST_STEP)
+_NORMAL, _STEP, _STEPS = (
+    tl.constexpr(SMALLEST_NORMAL),
+    tl.constexpr(SMALLEST_STEP),
+    tl.constexpr(1.0 / SMALLEST_STEP),
+)
 _LARGEST_CODE, _NAN_CODE = tl.constexpr(0x7E), tl.constexpr(0x7F)
-_B0, _B1, _B2, _B3, _B4, _B5, _B6, _B7, _B8, _B9, _B10, _B11, _B12, _B13, _B14 = (tl.constexpr(border) for border in borders())
+_B0, _B1, _B2, _B3, _B4, _B5, _B6, _B7, _B8, _B9, _B10, _B11, _B12, _B13, _B14 = (
+    tl.constexpr(border) for border in borders()
+)
 
 
-def encode(codec: Blockwise, source: torch.Tensor, payload: torch.Tensor, kept: torch.Tensor, rounding: Stochastic | None) -> int:
+def encode(
+    codec: Blockwise,
+    source: torch.Tensor,
+    payload: torch.Tensor,
+    kept: torch.Tensor,
+    rounding: Stochastic | None,
+) -> int:
     """See kernels.py; also runs on CPU tensors under Triton's interpreter."""
     blocks, shape = source.numel() // codec.block, _shape(codec)
-    first, next_, address = (*rounding.keys, rounding.address) if rounding is not None else (0, 0, 0)
+    first, next_, address = (
+        (*rounding.keys, rounding.address) if rounding is not None else (0, 0, 0)
+    )
     launch(
         _encode, triton.cdiv(blocks, shape["ROWS"]), source,
         source, payload.view(torch.int8), kept.view(torch.int16), blocks, first, next_, address,
@@ -70,7 +105,9 @@ def encode(codec: Blockwise, source: torch.Tensor, payload: torch.Tensor, kept: 
     return blocks * codec.block
 
 
-def decode(codec: Blockwise, payload: torch.Tensor, kept: torch.Tensor, into: torch.Tensor, sign: int) -> int:
+def decode(
+    codec: Blockwise, payload: torch.Tensor, kept: torch.Tensor, into: torch.Tensor, sign: int
+) -> int:
     """See kernels.py; also runs on CPU tensors under Triton's interpreter."""
     blocks, shape = into.numel() // codec.block, _shape(codec)
     narrowed = into.dtype != torch.float32
@@ -85,7 +122,12 @@ def decode(codec: Blockwise, payload: torch.Tensor, kept: torch.Tensor, into: to
 
 def _shape(codec: Blockwise) -> dict[str, Any]:
     width = codec.block // codec.packed
-    return {"KIND": _KINDS[codec.name], "BLOCK": codec.block, "WIDTH": width, "ROWS": max(ELEMENTS // codec.block, 1)}
+    return {
+        "KIND": _KINDS[codec.name],
+        "BLOCK": codec.block,
+        "WIDTH": width,
+        "ROWS": max(ELEMENTS // codec.block, 1),
+    }
 
 
 # --- parts of both kernels ---
@@ -104,7 +146,9 @@ def _scale(kept, PORTION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _half(address, key, next_key):  # type: ignore[no-untyped-def]
-    """The 16 bits that elements draw by their addresses (int64), as rounding.py makes them: int32, signed."""
+    """The 16 bits that elements draw by their addresses (int64), as rounding.py makes them: int32,
+    signed.
+    """
     pair = address >> 1
     x = pair.to(tl.uint32) ^ key.to(tl.uint32) ^ ((pair >> 32).to(tl.uint32) * _HIGH)
     x ^= x >> _SHIFT_0
@@ -131,10 +175,12 @@ def _integer(y, half, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):  # type: ign
 
 @triton.jit
 def _e4m3(y, half, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`y` as e4m3, to the nearest or drawn; int32. `y` is below 464, from where on the nearest would be beyond e4m3.
+    """`y` as e4m3, to the nearest or drawn; int32. `y` is below 464, from where on the nearest
+    would be beyond e4m3.
 
-    Below the smallest normal number e4m3 has equal steps, which are counted as integers are; from it on its bits are the upper ones of
-    fp32's, with another bias. The sign is that of what was counted, so that -0 stays -0.
+    Below the smallest normal number e4m3 has equal steps, which are counted as integers are; from
+    it on its bits are the upper ones of fp32's, with another bias. The sign is that of what was
+    counted, so that -0 stays -0.
     """
     raw = bits(y)
     steps = y * _STEPS
@@ -151,7 +197,9 @@ def _e4m3(y, half, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _level(y):  # type: ignore[no-untyped-def]
-    """How many of the 15 borders lie below `y`, by halves; int32. On a border it is the lower level."""
+    """How many of the 15 borders lie below `y`, by halves; int32. On a border it is the lower
+    level.
+    """
     a = y > _B7
     b = y > tl.where(a, _B11, _B3)
     c = y > tl.where(a, tl.where(b, _B13, _B9), tl.where(b, _B5, _B1))
@@ -162,7 +210,17 @@ def _level(y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _number(x, inverse, at, key, next_key, address, KIND: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
+def _number(  # type: ignore[no-untyped-def]
+    x,
+    inverse,
+    at,
+    key,
+    next_key,
+    address,
+    KIND: tl.constexpr,
+    TOP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
     """Elements of blocks as the codec's numbers (int32)."""
     y = x * inverse[:, None]
     half = at
@@ -209,7 +267,11 @@ def _encode(  # type: ignore[no-untyped-def]
         even, odd = tl.split(tl.reshape(number, [ROWS, WIDTH, 2]))
         number = even | (odd << 4)
     number = tl.where(finite[:, None], number, 0)
-    tl.store(payload + (rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]), number.to(tl.int8), mask=here[:, None])
+    tl.store(
+        payload + (rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]),
+        number.to(tl.int8),
+        mask=here[:, None],
+    )
 
 
 # --- bytes as numbers ---
@@ -226,13 +288,26 @@ def _from_e4m3(byte):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _put(into, at, here, number, largest, scale, SIGN: tl.constexpr, NARROW: tl.constexpr, LARGEST: tl.constexpr, REACH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put(  # type: ignore[no-untyped-def]
+    into,
+    at,
+    here,
+    number,
+    largest,
+    scale,
+    SIGN: tl.constexpr,
+    NARROW: tl.constexpr,
+    LARGEST: tl.constexpr,
+    REACH: tl.constexpr,
+):
     value = number * scale[:, None]
     if SIGN != 0:
         value = _load(into + at, here) + SIGN * value
     elif NARROW:
         fits = (largest <= REACH)[:, None]
-        value = tl.where(fits & (value > LARGEST), LARGEST, tl.where(fits & (value < -LARGEST), -LARGEST, value))
+        value = tl.where(
+            fits & (value > LARGEST), LARGEST, tl.where(fits & (value < -LARGEST), -LARGEST, value)
+        )
     tl.store(into + at, narrow(value, into.dtype.element_ty), mask=here[:, None])
 
 
@@ -244,17 +319,43 @@ def _decode(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here, column = rows < blocks, tl.arange(0, WIDTH)
-    largest = (tl.load(kept + rows, mask=here, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    largest = (tl.load(kept + rows, mask=here, other=0).to(tl.int32) << 16).to(
+        tl.float32, bitcast=True
+    )
     scale = _scale(largest, PORTION)
-    byte = tl.load(payload + (rows[:, None] * WIDTH + column[None, :]), mask=here[:, None], other=0).to(tl.int32)
+    byte = tl.load(
+        payload + (rows[:, None] * WIDTH + column[None, :]), mask=here[:, None], other=0
+    ).to(tl.int32)
     at = rows[:, None] * BLOCK + column[None, :]
     if KIND == _INT8:
         _put(into, at, here, byte.to(tl.float32), largest, scale, SIGN, NARROW, LARGEST, REACH)
     elif KIND == _FP8:
         _put(into, at, here, _from_e4m3(byte), largest, scale, SIGN, NARROW, LARGEST, REACH)
     elif KIND == _INT4:
-        _put(into, at, here, ((byte & 15) - 8).to(tl.float32), largest, scale, SIGN, NARROW, LARGEST, REACH)
-        _put(into, at + WIDTH, here, (((byte >> 4) & 15) - 8).to(tl.float32), largest, scale, SIGN, NARROW, LARGEST, REACH)
+        _put(
+            into,
+            at,
+            here,
+            ((byte & 15) - 8).to(tl.float32),
+            largest,
+            scale,
+            SIGN,
+            NARROW,
+            LARGEST,
+            REACH,
+        )
+        _put(
+            into,
+            at + WIDTH,
+            here,
+            (((byte >> 4) & 15) - 8).to(tl.float32),
+            largest,
+            scale,
+            SIGN,
+            NARROW,
+            LARGEST,
+            REACH,
+        )
     else:
         number = tl.reshape(tl.join(byte & 15, (byte >> 4) & 15), [ROWS, BLOCK])
         value = tl.load(table + 2 * number)  # 16 words of one cache line, in banks of their own

@@ -1,4 +1,5 @@
-"""The formats that Adam's moments may rest in: names, sizes, and where the parts of a packed moment lie.
+"""The formats that Adam's moments may rest in: names, sizes, and where the parts of a packed moment
+lie.
 
     elements of a parameter   |0 ........... 255|256 ......... 511|512 ..... 599|        blocks are counted from its beginning
     codes, int8 and fp8       |one byte each                                    |
@@ -13,8 +14,10 @@
 | fp8    | n + 4⌈n/256⌉                    | exp_avg.fp8, exp_avg.fp8.scale             |
 | int4   | ⌈n/2⌉ + 4⌈n/128⌉                | exp_avg.int4, exp_avg.int4.scale           |
 
-A parameter of fewer than `SMALLEST` elements keeps fp32 moments where the others have packed ones (Dettmers et al. 2022, section 2), by
-the size of the whole parameter: what a rank holds of it, or a tile, decides nothing. Pure arithmetic, no tensors.
+A parameter of fewer than `SMALLEST` elements keeps fp32 moments where the others have packed ones
+(Dettmers et al. 2022, section 2), by
+the size of the whole parameter: what a rank holds of it, or a tile, decides nothing. Pure
+arithmetic, no tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from dataclasses import dataclass
 
 import torch
 
-#: Elements that no rank and no tile shares with another where moments are packed; the blocks of every format divide it.
+#: Elements that no rank and no tile shares with another where moments are packed; the blocks of
+#: every format divide it.
 BLOCK = 256
 #: Elements from which a parameter's moments are packed.
 SMALLEST = 4096
@@ -62,7 +66,9 @@ class Format:
         return (f"{key}.{self.name}", f"{key}.{self.name}.scale") if self.packed else (key,)
 
     def of(self, numel: int) -> Format:
-        """The format of a whole parameter of `numel` elements: this one, or fp32 where that is too small to be packed."""
+        """The format of a whole parameter of `numel` elements: this one, or fp32 where that is too
+        small to be packed.
+        """
         return FORMATS["fp32"] if self.packed and numel < SMALLEST else self
 
 
@@ -94,12 +100,19 @@ class Packed:
 
 
 def packed(key: object) -> Packed | None:
-    """What a key of an optimizer's state, such as "exp_avg.int8.scale", is a part of; None if it is an ordinary one."""
+    """What a key of an optimizer's state, such as "exp_avg.int8.scale", is a part of; None if it is
+    an ordinary one.
+    """
     if not isinstance(key, str):
         return None
     name, _, rest = key.partition(".")
     kind, _, tail = rest.partition(".")
-    if name not in SIGNED or kind not in FORMATS or not FORMATS[kind].packed or tail not in ("", "scale"):
+    if (
+        name not in SIGNED
+        or kind not in FORMATS
+        or not FORMATS[kind].packed
+        or tail not in ("", "scale")
+    ):
         return None
     return Packed(name, FORMATS[kind], tail == "scale")
 
@@ -115,12 +128,16 @@ def items_of(start: int, stop: int, grain: int) -> tuple[int, int]:
     return -(-start // grain), -(-stop // grain)
 
 
-def bytes_of_moments(numel: int, format: str | None, *, whole: int | None = None, moments: int = 2) -> int:
-    """Bytes at rest of Adam's `moments` moments of `numel` elements of one parameter that begin with a block.
+def bytes_of_moments(
+    numel: int, format: str | None, *, whole: int | None = None, moments: int = 2
+) -> int:
+    """Bytes at rest of Adam's `moments` moments of `numel` elements of one parameter that begin
+    with a block.
 
     Args:
         format: as in `Recipe.moments`; None is fp32.
-        whole: elements of the whole parameter, where `numel` is a rank's part of it; None: it is all.
+        whole: elements of the whole parameter, where `numel` is a rank's part of it; None: it is
+            all.
 
     Raises:
         ValueError: there is no such format.

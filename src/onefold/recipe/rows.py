@@ -8,7 +8,8 @@ import enum
 class Placement(enum.Enum):
     """Where one kind of state lives on the data-parallel axis.
 
-    REPLICATED: every rank holds all of it. SHARDED: each rank holds one interval of each unit's flat address space.
+    REPLICATED: every rank holds all of it. SHARDED: each rank holds one interval of each unit's
+    flat address space.
     """
 
     REPLICATED = "replicated"
@@ -16,7 +17,9 @@ class Placement(enum.Enum):
 
 
 class Tier(enum.Enum):
-    """Which memory holds it: the one that the module computes from, the host's, or files on a disk."""
+    """Which memory holds it: the one that the module computes from, the host's, or files on a
+    disk.
+    """
 
     DEVICE = "device"
     HOST = "host"

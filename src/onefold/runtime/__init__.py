@@ -1,4 +1,6 @@
-"""Room `runtime`: units bound to modules; gather, release, reduce. Knows no checkpoints and no commands."""
+"""Room `runtime`: units bound to modules; gather, release, reduce. Knows no checkpoints and no
+commands.
+"""
 
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import ShardedParameter, ShardedParameterError, ShardInfo

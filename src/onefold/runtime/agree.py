@@ -1,14 +1,17 @@
-"""What the ranks tell each other at the end of a backward pass, in one exchange of a few hundred bits (`Group.any_of`).
+"""What the ranks tell each other at the end of a backward pass, in one exchange of a few hundred
+bits (`Group.any_of`).
 
-    checksums of the orders seen in forward, in backward, of readiness, and of what was launched | the same bits inverted
+    checksums of the orders seen in forward, in backward, of readiness, and of what was launched |
+    the same bits inverted
         | something behind the training has failed | parameters used | units late | units gathered in backward
 
-Every rank learns which bits are set on any. From that it knows which parameters got a gradient anywhere, whether a unit needs a second
-reduction, and whether all ranks walked through the units alike, in which case that walk becomes the agreed order of the next steps.
+Every rank learns which bits are set on any. From that it knows which parameters got a gradient
+anywhere, whether a unit needs a second reduction, and whether all ranks walked through the units
+alike, in which case that walk becomes the agreed order of the next steps.
 
-[Note: the exchange is never left out] Each of these may be another rank's news, of which this one knows nothing. On a native backend it is
-also where the host learns that a rank does not come, or came to other moves. It costs log2(ranks) messages of the host; the device goes
-on.
+[Note: the exchange is never left out] Each of these may be another rank's news, of which this one
+knows nothing. On a native backend it is also where the host learns that a rank does not come, or
+came to other moves. It costs log2(ranks) messages of the host; the device goes on.
 """
 
 from __future__ import annotations
@@ -34,15 +37,23 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
     """Exchange which parameters were used and which orders were seen; then set the gradients.
 
     Raises:
-        StallError: the ranks launched different moves on a native backend: what they received is not what they asked for.
+        StallError: the ranks launched different moves on a native backend: what they received is
+            not what they asked for.
     """
     group = engine.group
     late = {u.index for u in engine.units if u.late}
     gathered = set(engine.gather.backward_log)
-    orders = [zlib.crc32(repr(log).encode()) for log in (engine.gather.forward_log, engine.gather.backward_log, engine.reduce.log)]
+    orders = [
+        zlib.crc32(repr(log).encode())
+        for log in (engine.gather.forward_log, engine.gather.backward_log, engine.reduce.log)
+    ]
     walked, launched = both(struct.pack("<III", *orders)), both(group.launched())
     sizes = (1, len(engine.entries), len(engine.units), len(engine.units))
-    parts = [walked, launched, *map(_bits, ({0} if engine.failure is not None else set(), used, late, gathered), sizes)]
+    parts = [
+        walked,
+        launched,
+        *map(_bits, ({0} if engine.failure is not None else set(), used, late, gathered), sizes),
+    ]
     place = CollectiveContext("control", "(end of backward)", engine.step, "backward")
     anywhere = group.any_of(b"".join(parts), place)
     group.heard = engine.step
@@ -52,12 +63,16 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
         at += len(part)
     if not alike(found[1]):
         raise group.out_of_order(place)
-    failed, used_anywhere, late_anywhere, gathered_anywhere = (_members(int.from_bytes(bits, "little")) for bits in found[2:])
+    failed, used_anywhere, late_anywhere, gathered_anywhere = (
+        _members(int.from_bytes(bits, "little")) for bits in found[2:]
+    )
     engine.failure_agreed = bool(failed)
     engine.reduce.finish(used_anywhere)
     if late_anywhere:
         engine.reduce.second_round(sorted(late_anywhere), used_anywhere)
-    if alike(found[0]) and not (engine.reduce.learned and (engine.gather.learned or not engine.gather.sharded)):
+    if alike(found[0]) and not (
+        engine.reduce.learned and (engine.gather.learned or not engine.gather.sharded)
+    ):
         _learn(engine, gathered_anywhere)
 
 
@@ -67,11 +82,17 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     Raises:
         TierError: on every rank, if something did on one.
     """
-    kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "  # which the raised error is itself
+    # Which the raised error is itself
+    kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "
     said = f"{kind}{error}".encode()[:_TOLD] if error is not None else b""
     payload = torch.frombuffer(bytearray(said.ljust(_TOLD, b"\0")), dtype=torch.uint8)
-    told = engine.group.exchange_control(payload, CollectiveContext("control", "(NVMe)", engine.step, "optimizer"))
-    messages = [(rank, bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore")) for rank, t in enumerate(told)]
+    told = engine.group.exchange_control(
+        payload, CollectiveContext("control", "(NVMe)", engine.step, "optimizer")
+    )
+    messages = [
+        (rank, bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore"))
+        for rank, t in enumerate(told)
+    ]
     wrong = [(rank, message) for rank, message in messages if message]
     if wrong:
         engine.failure, engine.failure_agreed = None, False
@@ -81,16 +102,23 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
 
 
 def _learn(engine: Engine, gathered: set[int]) -> None:
-    """All ranks walked the same way: make it the order of the next steps. Units not seen keep a place: a later step may use them."""
+    """All ranks walked the same way: make it the order of the next steps. Units not seen keep a
+    place: a later step may use them.
+    """
     gather, reduce = engine.gather, engine.reduce
     if gather.forward_log:
-        needless = set(gather.forward_log) - gathered  # used forward, but their backward reads no parameter
-        gather.backward_order = _with_missing(gather.backward_log, [i for i in gather.backward_order if i not in needless])
+        # Used forward, but their backward reads no parameter
+        needless = set(gather.forward_log) - gathered
+        gather.backward_order = _with_missing(
+            gather.backward_log, [i for i in gather.backward_order if i not in needless]
+        )
         gather.forward_order = _with_missing(gather.forward_log, gather.forward_order)
         gather.learned = True
         if engine.recipe.reshard_after_forward:
             first = [gather.units[i] for i in gather.backward_log]
-            gather.turning = frozenset(u.index for u in at_the_turn([gather.units[i] for i in gather.forward_log], first))
+            gather.turning = frozenset(
+                u.index for u in at_the_turn([gather.units[i] for i in gather.forward_log], first)
+            )
     if reduce.log:
         reduce.order = _with_missing(reduce.log, reduce.order)
         reduce.learned = True

@@ -6,9 +6,10 @@
 | after a pass with gradients, outside `no_sync`     | yes, in evaluation too                        |
 | after a pass without gradients, or under `no_sync` | no                                            |
 
-All of them travel in one message, as bytes: any dtype, 0-dimensional ones, those that are not in the state dict, and those that a module
-has put in place of others since. Nobody can know without a message of its own whether another rank has written to a buffer (through
-`.data` no counter tells), so constants travel too, as under DDP.
+All of them travel in one message, as bytes: any dtype, 0-dimensional ones, those that are not in
+the state dict, and those that a module has put in place of others since. Nobody can know without a
+message of its own whether another rank has written to a buffer (through `.data` no counter tells),
+so constants travel too, as under DDP.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class Buffers:
-    """The buffers of one engine's model that follow rank 0's. Holds the modules' tables of buffers, not the modules.
+    """The buffers of one engine's model that follow rank 0's. Holds the modules' tables of buffers,
+    not the modules.
 
     Attributes:
         due: the next pass over the model begins with rank 0's buffers.
@@ -44,14 +46,24 @@ class Buffers:
         if recipe.sync_buffers is False:
             return
         norms = nn.modules.batchnorm._NormBase
-        self._tables = [m._buffers for m in module.modules() if recipe.sync_buffers is True or isinstance(m, norms)]
+        self._tables = [
+            m._buffers
+            for m in module.modules()
+            if recipe.sync_buffers is True or isinstance(m, norms)
+        ]
 
     def close(self) -> None:
         self._tables = []
 
     def tensors(self) -> list[torch.Tensor]:
         """The buffers as they are now, each once."""
-        found = {id(b): (name, b) for table in self._tables if table for name, b in table.items() if b is not None}
+        found = {
+            id(b): (name, b)
+            for table in self._tables
+            if table
+            for name, b in table.items()
+            if b is not None
+        }
         return [refuse_parts(name, b) for name, b in found.values()]
 
     @property
@@ -72,7 +84,9 @@ class Buffers:
         engine.memory.add(STAGING, -nbytes, "buffers")
 
     def after_pass(self, synchronized: bool) -> None:
-        """A pass over the model ended well; `synchronized`: with gradients that the ranks will share."""
+        """A pass over the model ended well; `synchronized`: with gradients that the ranks will
+        share.
+        """
         self.due = synchronized
 
 
@@ -82,18 +96,22 @@ def from_rank_0(engine: Engine, tensors: list[torch.Tensor], phase: str) -> None
     group, sizes = engine.group, list(map(_nbytes, tensors))
     if group.size == 1 or not sum(sizes):
         return
-    # Ranks whose buffers differ in number, shape or dtype never take each other's for something else: their messages do not meet.
+    # Ranks whose buffers differ in number, shape or dtype never take each other's for something
+    # else: their messages do not meet.
     number = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode()) & 0x7FFF
     if group.rank == 0:
         message = torch.cat([_as_bytes(_once(t)).to(engine.device) for t in tensors])
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=engine.device)
-    group.from_first(message, CollectiveContext("state", "buffers", engine.step, phase), number).wait()
+    group.from_first(
+        message, CollectiveContext("state", "buffers", engine.step, phase), number
+    ).wait()
     if group.rank == 0 or group.fake:
         return
     for buffer, size, part in zip(tensors, sizes, message.split(sizes), strict=True):
         mine = _once(buffer.detach())
-        # On the host what is equal is left alone: autograd may have saved a constant for a backward pass that is still to come.
+        # On the host what is equal is left alone: autograd may have saved a constant for a backward
+        # pass that is still to come.
         if size and not (buffer.device.type == "cpu" and torch.equal(_as_bytes(mine), part)):
             mine.copy_(part.clone().view(mine.dtype).view(mine.shape))
 
@@ -102,20 +120,24 @@ def refuse_parts(name: str, buffer: torch.Tensor) -> torch.Tensor:
     """The same buffer.
 
     Raises:
-        ShardedParameterError: it is this rank's part of a parameter, as `self.register_buffer("old", p.data.clone())` makes one.
+        ShardedParameterError: it is this rank's part of a parameter, as
+            `self.register_buffer("old", p.data.clone())` makes one.
     """
     spec = spec_of(buffer)
     if spec is not None:
         raise ShardedParameterError(
-            f"buffer {name!r} was made of parameter {spec.name!r} after shard(): it holds this rank's part of it, and buffers are rank 0's "
-            "everywhere. Make it (a pruning mask, an average) before shard() or inside `with onefold.unsharded(model):`, or register a "
-            "whole copy, `parameter.onefold.gather()` (on every rank)."
+            f"buffer {name!r} was made of parameter {spec.name!r} after shard(): it holds this"
+            " rank's part of it, and buffers are rank 0's everywhere. Make it (a pruning mask, an"
+            " average) before shard() or inside `with onefold.unsharded(model):`, or register a"
+            " whole copy, `parameter.onefold.gather()` (on every rank)."
         )
     return buffer
 
 
 def _once(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer with each element of its memory once: without the dimensions that it was expanded to."""
+    """The buffer with each element of its memory once: without the dimensions that it was expanded
+    to.
+    """
     for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
         if stride == 0 and size > 1:
             buffer = buffer.narrow(dim, 0, 1)

@@ -1,4 +1,5 @@
-"""What an engine is given beyond the core: `shard()` knows which capability a recipe needs, and hands its maker over.
+"""What an engine is given beyond the core: `shard()` knows which capability a recipe needs, and
+hands its maker over.
 
 | question                                             | answered by        | maker                     |
 |------------------------------------------------------|--------------------|---------------------------|
@@ -61,13 +62,16 @@ class Store(Protocol):
 
 
 class Offloaded(Protocol):
-    """The storage of a flat buffer that rests off the device. Elements are counted from the first that this rank owns.
+    """The storage of a flat buffer that rests off the device. Elements are counted from the first
+    that this rank owns.
 
     Attributes:
         tiers: of parameters, gradients and states. numel: elements that this rank owns.
-        rest: this rank's interval in the compute dtype, [numel], on the device or the host; None if it is on NVMe.
+        rest: this rank's interval in the compute dtype, [numel], on the device or the host; None if
+            it is on NVMe.
         shown: what the optimizer's parameters are views of, [numel].
-        regions: what lies on NVMe, by kind. written: (kind, first element) of the chunks that hold something.
+        regions: what lies on NVMe, by kind. written: (kind, first element) of the chunks that hold
+            something.
         scale: what gradients on NVMe are multiplied with when they are read; None is 1.
         stepped_in: the last backward pass behind which it was stepped.
     """
@@ -110,14 +114,18 @@ class Offloaded(Protocol):
 
     # gradients
     def bring_down(self, total: torch.Tensor) -> torch.Tensor: ...
-    def take_gradient(self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]) -> None: ...
+    def take_gradient(
+        self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]
+    ) -> None: ...
     def norm(self, entry: Entry, addresses: tuple[int, int], p: float) -> torch.Tensor: ...
     def finite(self) -> bool: ...
     def scale_by(self, factor: torch.Tensor) -> None: ...
 
 
 class Activations(Protocol):
-    """What is told of an engine's passes. `store` is None where activations stay on the device: then nothing happens."""
+    """What is told of an engine's passes. `store` is None where activations stay on the device:
+    then nothing happens.
+    """
 
     store: Any
 

@@ -1,4 +1,6 @@
-"""What is looked at when a pass over the model begins: is the model still the one that was sharded?"""
+"""What is looked at when a pass over the model begins: is the model still the one that was
+sharded?
+"""
 
 from __future__ import annotations
 
@@ -24,31 +26,40 @@ def check_in_place(engine: Engine) -> None:
         for flat in unit.flats:
             if flat.unsharded:
                 continue
-            # The first of which this rank owns anything; where it owns nothing, the dtype still tells.
+            # The first of which this rank owns anything; where it owns nothing, the dtype still
+            # tells.
             owned = next((e for e in flat.entries if flat.local(e)[0] < flat.local(e)[1]), None)
             entry = owned or flat.entries[0]
-            want = storage_of(flat.master), flat.master.storage_offset() + flat.local(entry)[0] - flat.owned[0]
+            want = (
+                storage_of(flat.master),
+                flat.master.storage_offset() + flat.local(entry)[0] - flat.owned[0],
+            )
             lies = storage_of(entry.param), entry.param.storage_offset()
             if (owned is not None and lies != want) or entry.param.dtype != flat.master.dtype:
                 raise RuntimeError(
-                    f"parameter {entry.slot.name!r} no longer lies in its flat buffer: the model was moved or cast after shard() "
-                    "(.to(), .half(), .cuda(), assigning .data). Do that before shard() or inside `with onefold.unsharded(model):`, "
-                    "or give shard() a device and the recipe a precision."
+                    f"parameter {entry.slot.name!r} no longer lies in its flat buffer: the model"
+                    " was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data)."
+                    " Do that before shard() or inside `with onefold.unsharded(model):`, or give"
+                    " shard() a device and the recipe a precision."
                 )
 
 
 def check_not_wrapped(module: nn.Module | None) -> None:
-    """Raise RuntimeError if this pass is a DistributedDataParallel's over a model that holds `module`."""
+    """Raise RuntimeError if this pass is a DistributedDataParallel's over a model that holds
+    `module`.
+    """
     around = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
     if around is not None and any(m is module for m in around.modules()):
         raise RuntimeError(WRAPPED)
 
 
 class Structure:
-    """The modules of a model as shard() found them: parameters put there later would train on every rank by itself.
+    """The modules of a model as shard() found them: parameters put there later would train on every
+    rank by itself.
 
-    Walking the whole model costs a millisecond and more, so a look compares the next few modules (their number of parameters, and which
-    children they have): a change is found within some passes, in the same one on every rank.
+    Walking the whole model costs a millisecond and more, so a look compares the next few modules
+    (their number of parameters, and which children they have): a change is found within some
+    passes, in the same one on every rank.
     """
 
     def __init__(self, root: nn.Module, entries: Sequence[Entry]) -> None:
@@ -63,7 +74,8 @@ class Structure:
         """Compare some modules, or all. True if there are others than before, without parameters.
 
         Raises:
-            RuntimeError: the model has other parameters than when it was sharded, or ties them otherwise; the message names them.
+            RuntimeError: the model has other parameters than when it was sharded, or ties them
+                otherwise; the message names them.
         """
         root = self._root()
         if root is None:
@@ -77,15 +89,17 @@ class Structure:
         if said := changes(root, self._entries):
             now = sum(1 for _ in root.parameters())
             raise RuntimeError(
-                f"the model had {len(self._entries)} parameters when it was sharded and has {now} now: {said}. "
-                "Change its structure (adapters, heads, ties) before shard(), or inside `with onefold.unsharded(model):`."
+                f"the model had {len(self._entries)} parameters when it was sharded and has {now}"
+                f" now: {said}. Change its structure (adapters, heads, ties) before shard(), or"
+                " inside `with onefold.unsharded(model):`."
             )
         self._remember(root)
         return True
 
 
 def refuse_changes(engine: Engine, call: str) -> None:
-    """Before `call` reads or writes values by the parameters that `shard()` found: are they those of the model?
+    """Before `call` reads or writes values by the parameters that `shard()` found: are they those
+    of the model?
 
     Raises:
         RuntimeError: the model has others now; the message names them.
@@ -101,10 +115,16 @@ def refuse_changes(engine: Engine, call: str) -> None:
 
 
 def changes(root: nn.Module, entries: Iterable[Entry]) -> str:
-    """Which parameters of `root` were added, removed, replaced or tied to others since `entries` were found there; "" if none were."""
+    """Which parameters of `root` were added, removed, replaced or tied to others since `entries`
+    were found there; "" if none were.
+    """
     then = {name: entry for entry in entries for name in entry.names}
     known = {id(entry.param): entry for entry in entries}
-    now = {name: param for name, param in root.named_parameters(remove_duplicate=False) if isinstance(param, nn.Parameter)}
+    now = {
+        name: param
+        for name, param in root.named_parameters(remove_duplicate=False)
+        if isinstance(param, nn.Parameter)
+    }
     there = {id(param) for param in now.values()}
     replaced = [name for name, param in now.items() if id(param) not in known and name in then]
     added = [name for name, param in now.items() if id(param) not in known and name not in then]
@@ -113,9 +133,13 @@ def changes(root: nn.Module, entries: Iterable[Entry]) -> str:
         for name, param in now.items()
         if (entry := known.get(id(param))) is not None and name in then and then[name] is not entry
     ]
-    removed = [name for name, entry in then.items() if name not in now and id(entry.param) not in there]
+    removed = [
+        name for name, entry in then.items() if name not in now and id(entry.param) not in there
+    ]
     lists = {"replaced": replaced, "added": added, "removed": removed}
-    said = [f"{what} {_few([repr(name) for name in names])}" for what, names in lists.items() if names]
+    said = [
+        f"{what} {_few([repr(name) for name in names])}" for what, names in lists.items() if names
+    ]
     return ", ".join([*said, *([f"tied {_few(tied)}"] if tied else [])])
 
 
@@ -124,4 +148,7 @@ def _few(names: list[str]) -> str:
 
 
 def _signature(module: nn.Module) -> tuple[int, ...]:
-    return (sum(p is not None for p in module._parameters.values()), *map(id, module._modules.values()))
+    return (
+        sum(p is not None for p in module._parameters.values()),
+        *map(id, module._modules.values()),
+    )

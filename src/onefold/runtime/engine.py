@@ -9,7 +9,8 @@
     optimizer step                 works on `.grad` and master weights that are this rank's; kept copies become stale
     next forward                   stale copies are gathered behind the first units
 
-The engine holds no strong reference to the module: modules → hooks → engine, never back. When the module dies the engine closes.
+The engine holds no strong reference to the module: modules → hooks → engine, never back. When the
+module dies the engine closes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ from onefold.runtime.write_counters import ForwardPass, WriteCounters
 
 
 def in_autograd() -> bool:
-    """Whether a backward pass is running in this thread (a forward pass then is a recomputation)."""
+    """Whether a backward pass is running in this thread (a forward pass then is a
+    recomputation).
+    """
     return torch._C._current_graph_task_id() != -1
 
 
@@ -65,33 +68,48 @@ class Engine:
     """What `onefold.engine_of(module)` returns.
 
     Attributes:
-        recipe: what it executes. units: its units, the root first. step: synchronized backward passes so far.
-        traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's device.
+        recipe: what it executes. units: its units, the root first. step: synchronized backward
+            passes so far.
+        traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
+            device.
         beyond: what the engine holds on the host and on NVMe, and what it moves there and back.
         timeline: what was computed when, while `memory.record` is set.
     """
 
     def __init__(
-        self, specs: list[UnitSpec], recipe: Recipe, process_group: Any, device: torch.device, capabilities: Capabilities
+        self,
+        specs: list[UnitSpec],
+        recipe: Recipe,
+        process_group: Any,
+        device: torch.device,
+        capabilities: Capabilities,
     ) -> None:
         self.recipe, self.device, self.capabilities = recipe, device, capabilities
         # onefold.unsharded hands on the group of the engine before: its communicators stay.
         again = isinstance(process_group, Group)
-        self.group = process_group if again else Group(process_group, device, recipe.stall_timeout, recipe.group)
+        self.group = (
+            process_group
+            if again
+            else Group(process_group, device, recipe.stall_timeout, recipe.group)
+        )
         self.rank, self.world_size = self.group.number, self.group.size
         if recipe.reduce == NATIVE and self.world_size > 1 and self.group.backend == "gloo":
             if not again:
                 self.group.close()
             raise ValueError(
-                "reduce='native' asks for the backend's own reduce-scatter, and gloo has none: leave it out, or run on a backend that has "
-                "one, such as NCCL."
+                "reduce='native' asks for the backend's own reduce-scatter, and gloo has none:"
+                " leave it out, or run on a backend that has one, such as NCCL."
             )
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
         away = leaving(specs, recipe, self.world_size)
         self.transfers = Transfers(recipe, self.rank, device, memory, capabilities.store)
-        self.pool = Pool(device, self.memory, paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier))
+        self.pool = Pool(
+            device,
+            self.memory,
+            paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier),
+        )
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
         self.step = 0
@@ -105,9 +123,11 @@ class Engine:
                 entry.number = len(self.unit_of)
                 self.unit_of[entry.number] = unit
         self.unsharded = all(flat.unsharded for u in self.units for flat in u.flats)
-        # Open forward passes of units: (unit, inside a backward pass, outermost of its pass over the model).
+        # Open forward passes of units: (unit, inside a backward pass, outermost of its pass over
+        # the model).
         self.stack: list[tuple[Unit, bool, bool]] = []
-        self.borrowed_units: list[Unit] = []  # whose whole parameters other modules used in this pass
+        # Whose whole parameters other modules used in this pass
+        self.borrowed_units: list[Unit] = []
         self.write_counters = WriteCounters(self)
         self.current_pass = ForwardPass(self.write_counters)
         self.recorded: Recorded | None = None  # of the pass under way
@@ -116,35 +136,51 @@ class Engine:
         self.raised_in: tuple[str, str] | None = None  # (unit, phase) of the last pass that raised
         self.part: object = None  # whoever called a part of the root by itself
         self.backward_open = False
-        self.differentiating = False  # the backward pass under way accumulates nothing: torch.autograd.grad
+        # The backward pass under way accumulates nothing: torch.autograd.grad
+        self.differentiating = False
         self.creates_graph = False
-        self.reached: list[ForwardPass] = []  # passes whose outputs the backward pass under way has come to
-        self.open_graphs = self.root_graphs = 0  # forward passes with gradients that no backward has followed
-        self.outside_graphs = False  # operations with gradients outside a forward pass (runtime/outside.py), since the last backward pass
+        # Passes whose outputs the backward pass under way has come to
+        self.reached: list[ForwardPass] = []
+        # Forward passes with gradients that no backward has followed
+        self.open_graphs = self.root_graphs = 0
+        # Operations with gradients outside a forward pass (runtime/outside.py), since the last
+        # backward pass
+        self.outside_graphs = False
         self.whole_depth = 0
         self.whole_write = False
         self.optimizer_seen = self.stepped = self.reduced_since_gather = False
         self.buffers = Buffers()
-        self.unset = Unset()  # what was on the meta device and has no value yet: empty in a run that goes
-        # What onefold.unsharded needs: the hooks on modules, what else shard() was given (group, units, init), who closes the engine.
+        # What was on the meta device and has no value yet: empty in a run that goes
+        self.unset = Unset()
+        # What onefold.unsharded needs: the hooks on modules, what else shard() was given (group,
+        # units, init), who closes the engine.
         self.handles: list[Any] = []
         self.given: tuple[Any, Any, Any] = (None, None, None)
         self.finalizer: Any = None
         self.closed = False
-        # What work behind the training has failed with: not told yet, and at all. Ranks agree in a backward pass that one of them was not
-        # told, and the optimizer step behind it raises it on all: none takes a step that another does not.
+        # What work behind the training has failed with: not told yet, and at all. Ranks agree in a
+        # backward pass that one of them was not told, and the optimizer step behind it raises it on
+        # all: none takes a step that another does not.
         self.failure: BaseException | None = None
         self.last_failure: BaseException | None = None
         self.failure_agreed = False
         self.settle: Callable[[], None] | None = None  # waits for that work
-        self.copying: Callable[[], None] | None = None  # waits until masters and states may be written to
-        self.in_backward_stepper: Any = None  # steps offloaded units behind the backward pass (offload/in_backward.py), if the recipe says so
+        # Waits until masters and states may be written to
+        self.copying: Callable[[], None] | None = None
+        # Steps offloaded units behind the backward pass (offload/in_backward.py), if the recipe
+        # says so
+        self.in_backward_stepper: Any = None
 
     def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
         groups: dict[tuple[torch.dtype, bool, bool], list[Any]] = {}
         for found in spec.found:
-            like, trainable = grouped_as(declared_dtype(found.param), self.recipe), found.param.requires_grad
-            groups.setdefault((like, trainable, rests_encoded(found, self.recipe)), []).append(found)
+            like, trainable = (
+                grouped_as(declared_dtype(found.param), self.recipe),
+                found.param.requires_grad,
+            )
+            groups.setdefault((like, trainable, rests_encoded(found, self.recipe)), []).append(
+                found
+            )
         flats = [
             Flat(
                 spec.name or "(root)", found, Dtypes.of(declared_dtype(found[0].param), trainable, self.recipe),
@@ -156,7 +192,9 @@ class Engine:
         return Unit(spec.name, index, spec.module, flats)
 
     def _number(self, unit: int, flat: int) -> int:
-        """The number of a unit's flat buffer: of its own eight, or, where a unit has more kinds of parameters, behind all units'."""
+        """The number of a unit's flat buffer: of its own eight, or, where a unit has more kinds of
+        parameters, behind all units'.
+        """
         if flat < 8:
             return unit * 8 + flat
         self._more_flats += 1
@@ -175,17 +213,26 @@ class Engine:
             for flat in unit.flats:
                 for category, nbytes in flat.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
-                for category, nbytes in flat.offloaded.resting_bytes()[Tier.HOST].items() if flat.offloaded is not None else ():
+                for category, nbytes in (
+                    flat.offloaded.resting_bytes()[Tier.HOST].items()
+                    if flat.offloaded is not None
+                    else ()
+                ):
                     self.transfers.host.add(category, nbytes, unit.name)
         if self.offloaded_flats:  # no more than the largest of them needs
-            self.transfers.chunk = min(self.recipe.chunk, round_up(max(f.owned[1] - f.owned[0] for f in self.offloaded_flats), SECTOR))
+            self.transfers.chunk = min(
+                self.recipe.chunk,
+                round_up(max(f.owned[1] - f.owned[0] for f in self.offloaded_flats), SECTOR),
+            )
         self.memory.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.DEVICE)
         if self.offloaded_flats:
             self.transfers.host.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.HOST)
         self.memory.reset_peak()
 
     def close(self, but_group: bool = False) -> None:
-        """Let go of everything: buffers, communicators (unless `but_group`), the cycles among the engine's own objects."""
+        """Let go of everything: buffers, communicators (unless `but_group`), the cycles among the
+        engine's own objects.
+        """
         if self.closed:
             return
         self.closed = True
@@ -222,13 +269,18 @@ class Engine:
     @property
     def on_disk(self) -> bool:
         """Some of the state rests on NVMe."""
-        return any(flat.offloaded is not None and flat.offloaded.tiers.on_disk for flat in self.offloaded_flats)
+        return any(
+            flat.offloaded is not None and flat.offloaded.tiers.on_disk
+            for flat in self.offloaded_flats
+        )
 
-    # -- forward ---------------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     @property
     def computing(self) -> bool:
-        """Code that runs now computes with whole parameters: a forward pass, or its recomputation in backward."""
+        """Code that runs now computes with whole parameters: a forward pass, or its recomputation
+        in backward.
+        """
         return bool(self.stack) or (in_autograd() and not self.closed and not self.whole_depth)
 
     @property
@@ -242,11 +294,19 @@ class Engine:
 
     @property
     def holding(self) -> bool:
-        """Sums stay inside the groups in this backward pass: gradients are divided there, and the boundary is not reached."""
-        return not self.sync and not self.deferring and self.recipe.gradients.over == GROUP and self.group.inter_group.size > 1
+        """Sums stay inside the groups in this backward pass: gradients are divided there, and the
+        boundary is not reached.
+        """
+        return (
+            not self.sync
+            and not self.deferring
+            and self.recipe.gradients.over == GROUP
+            and self.group.inter_group.size > 1
+        )
 
     def enter(self, unit: Unit, part: bool = False) -> bool:
-        """The forward pass of a unit's module begins. True if it begins a pass over the model (inputs are to be cast).
+        """The forward pass of a unit's module begins. True if it begins a pass over the model
+        (inputs are to be cast).
 
         `part`: it is not the unit's module but a part of it that is called by itself.
         """
@@ -263,7 +323,8 @@ class Engine:
             unit.depth += 1
             if recompute:
                 self.backward_event()
-            elif torch.is_grad_enabled() or self.graded:  # a re-entrant checkpoint runs its part of the pass without gradients
+            elif torch.is_grad_enabled() or self.graded:
+                # A re-entrant checkpoint runs its part of the pass without gradients
                 unit.calls += 1
             if self.unset:
                 self.unset.refuse_in(self, unit)
@@ -276,7 +337,9 @@ class Engine:
             return outermost
 
     def leave(self, unit: Unit, output: Any) -> Any:
-        """The forward pass of a unit's module has ended well. Returns what it is to return: copies of what lies in gathered buffers."""
+        """The forward pass of a unit's module has ended well. Returns what it is to return: copies
+        of what lies in gathered buffers.
+        """
         with disable_torch_function():
             recompute, outermost = self._pop()
             self.spans.leave(unit.name, self.phase, keep=self.memory.record)
@@ -304,7 +367,8 @@ class Engine:
         """The forward pass of a unit's module raised."""
         with disable_torch_function():
             while any(u is unit for u, _, _ in self.stack):
-                self.raised_in = self.raised_in or (unit.name, self.phase)  # the innermost unit comes first
+                # The innermost unit comes first
+                self.raised_in = self.raised_in or (unit.name, self.phase)
                 _, outermost = self._pop()
                 self.spans.leave(unit.name, self.phase, keep=False)
                 if outermost:
@@ -328,7 +392,10 @@ class Engine:
         self.memory.look()
         self.transfers.host.look()
         check_in_place(self)
-        if self.structure.look(everywhere=self.step < 2) and (root := self.units[0].module()) is not None:
+        if (
+            self.structure.look(everywhere=self.step < 2)
+            and (root := self.units[0].module()) is not None
+        ):
             self.buffers.find(root, self.recipe)
         if self.step < 2:
             check_not_wrapped(self.units[0].module())
@@ -361,7 +428,9 @@ class Engine:
             self.gather.expect_backward_of(recorded)
 
     def use(self, entry: Entry) -> nn.Parameter:
-        """The whole parameter for code in a forward pass that does not own it. See runtime/parameter.py."""
+        """The whole parameter for code in a forward pass that does not own it. See
+        runtime/parameter.py.
+        """
         unit = self.unit_of[entry.number]
         if self.unset:
             self.unset.refuse_entry(entry)
@@ -373,14 +442,18 @@ class Engine:
         self.gather.acquire(unit, backward=recompute)
         unit.sticky = True
         if recompute:
-            unit.replayed = self.gather.reached  # a checkpoint inside the unit's module, which its hooks do not see
+            # A checkpoint inside the unit's module, which its hooks do not see
+            unit.replayed = self.gather.reached
         elif all(u is not unit for u in self.borrowed_units):
             self.borrowed_units.append(unit)
         return entry.compute
 
     def begin_outside(self, unit: Unit) -> None:
-        """An operation with gradients outside a forward pass is about to use the unit's whole parameters. See runtime/outside.py."""
-        if self.backward_open and not in_autograd():  # a backward pass raised and never came to its end
+        """An operation with gradients outside a forward pass is about to use the unit's whole
+        parameters. See runtime/outside.py.
+        """
+        # A backward pass raised and never came to its end
+        if self.backward_open and not in_autograd():
             self.reset()
         if not self.outside_graphs:
             self.outside_graphs = True
@@ -395,20 +468,29 @@ class Engine:
         unit.calls += 1
 
     def agree_on_overflow(self, found: torch.Tensor) -> None:
-        """`found`, one number that is above 0 where this rank's gradients are not finite, becomes every rank's. Collective.
+        """`found`, one number that is above 0 where this rank's gradients are not finite, becomes
+        every rank's. Collective.
 
         Raises:
             ValueError: the recipe steps before gradients can be looked at.
         """
         if self.recipe.step_in_backward:
-            raise ValueError("step_in_backward=True steps gradients before they can be unscaled: leave that option out with a GradScaler.")
+            raise ValueError(
+                "step_in_backward=True steps gradients before they can be unscaled: leave that"
+                " option out with a GradScaler."
+            )
         self.optimizer_is_stepping()
-        values = self.group.gather_values(found.detach().to(self.device), CollectiveContext("control", "(overflow check)", self.step, "optimizer"))
+        values = self.group.gather_values(
+            found.detach().to(self.device),
+            CollectiveContext("control", "(overflow check)", self.step, "optimizer"),
+        )
         found.fill_(values.max().to(found.device))
         self.reduce.summing.forget_if(found)
 
     def _watch(self, unit: Unit, output: Any, root: bool) -> None:
-        """Ask autograd to say when the backward pass comes to this unit's output (in time to gather ahead of use)."""
+        """Ask autograd to say when the backward pass comes to this unit's output (in time to gather
+        ahead of use).
+        """
         early = not unit.resident and not unit.looks_up_only
         if not root and not early:
             return
@@ -431,10 +513,12 @@ class Engine:
             if t.grad_fn is not None:  # a leaf would keep the hook of every pass
                 t.register_hook(backward_reached)
 
-    # -- between steps ---------------------------------------------------------------------------------------------------------
+    # -- between steps -----------------------------------------------------------------------------
 
     def follow_trainable(self) -> None:
-        """Take over `requires_grad` as the user has set it, and listen to the gradients of what is trainable."""
+        """Take over `requires_grad` as the user has set it, and listen to the gradients of what is
+        trainable.
+        """
         for unit in self.units:
             self.follow_trainable_of(unit)
 
@@ -446,7 +530,9 @@ class Engine:
             for entry in flat.entries:
                 if entry.active and not entry.hooked:
                     entry.hooked = True
-                    entry.compute.register_post_accumulate_grad_hook(_arrival(weakref.ref(self), weakref.ref(entry)))
+                    entry.compute.register_post_accumulate_grad_hook(
+                        _arrival(weakref.ref(self), weakref.ref(entry))
+                    )
 
     def make_stale(self) -> None:
         """The masters have been written to: every kept copy is out of date."""
@@ -461,7 +547,9 @@ class Engine:
         self.about_to_write()
         self.transfers.check()
         if self.failure_agreed and self.on_disk and self.world_size > 1:
-            agree_on_failure(self, self.failure or self.last_failure, "before the step: nothing has been stepped")
+            agree_on_failure(
+                self, self.failure or self.last_failure, "before the step: nothing has been stepped"
+            )
         elif self.failure_agreed or (self.failure is not None and self.world_size == 1):
             self.tell_failure()
         if not any(flat.grads or flat.held for u in self.units for flat in u.flats):
@@ -470,8 +558,9 @@ class Engine:
         if any(flat.grads or flat.held for u in self.units for flat in u.flats):
             show_unreduced(self)
             raise RuntimeError(
-                "optimizer.step() was called while gradients kept under no_sync have not been reduced yet. Run the last micro-batch of the "
-                "step outside `onefold.no_sync(model)`."
+                "optimizer.step() was called while gradients kept under no_sync have not been"
+                " reduced yet. Run the last micro-batch of the step outside"
+                " `onefold.no_sync(model)`."
             )
 
     def about_to_write(self) -> None:
@@ -482,8 +571,10 @@ class Engine:
         self.transfers.up.wait()  # copies up may still read masters on the host
 
     def before_write(self, flat: Flat, seen: bool = False) -> None:
-        """Code outside a step is going to write to masters of `flat`, or (`seen`) takes a view of them that it may write to: what copies
-        them has to be done. The host waits where masters rest on it, and where a save is copying them."""
+        """Code outside a step is going to write to masters of `flat`, or (`seen`) takes a view of
+        them that it may write to: what copies them has to be done. The host waits where masters
+            rest on it, and where a save is copying them.
+        """
         if self.closed:
             return
         if self.copying is not None and not seen:
@@ -505,10 +596,11 @@ class Engine:
         self.optimizer_seen = self.stepped = True
         self.write_counters.stepped(entries)
 
-    # -- backward --------------------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def backward_event(self, accumulates: bool = False) -> None:
-        """Something of this engine happens in a backward pass: open it, and ask to be called at its end.
+        """Something of this engine happens in a backward pass: open it, and ask to be called at its
+        end.
 
         `accumulates`: what happens is that a parameter has its gradient.
         """
@@ -521,13 +613,16 @@ class Engine:
                     self.reduce.begin_backward()
                 self.spans.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        elif accumulates and self.differentiating:  # the gradients of a re-entrant checkpoint, which nothing had announced
+        elif accumulates and self.differentiating:
+            # The gradients of a re-entrant checkpoint, which nothing had announced
             self.differentiating = False
             self.gather.foresee_backward()
             self.reduce.begin_backward()
 
     def _end_differentiating(self) -> None:
-        """The end of a backward pass that accumulated nothing (torch.autograd.grad): nothing to reduce, nothing to agree on."""
+        """The end of a backward pass that accumulated nothing (torch.autograd.grad): nothing to
+        reduce, nothing to agree on.
+        """
         self.backward_open = self.differentiating = False
         if not self.creates_graph:
             self._close_graphs()
@@ -537,12 +632,16 @@ class Engine:
         self.memory.look()
 
     def _close_graphs(self) -> None:
-        """The backward pass has used up the graphs of the passes that it came to; of one pass, if none was noticed."""
+        """The backward pass has used up the graphs of the passes that it came to; of one pass, if
+        none was noticed.
+        """
         closed = [p for p in dict.fromkeys(self.reached) if p.open]
         for each in closed:
             each.open = False
         self.open_graphs = max(0, self.open_graphs - (len(closed) if self.reached else 1))
-        self.root_graphs = max(0, self.root_graphs - (sum(p.of_root for p in closed) if self.reached else 1))
+        self.root_graphs = max(
+            0, self.root_graphs - (sum(p.of_root for p in closed) if self.reached else 1)
+        )
         self.reached.clear()
 
     def _end_backward(self) -> None:
@@ -585,7 +684,7 @@ class Engine:
         self.gather.end_backward()
         self.activations.end_backward()
 
-    # -- other -----------------------------------------------------------------------------------------------------------------
+    # -- other -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -608,7 +707,10 @@ class Engine:
         content = sum(f.layout.content for u in self.units for f in u.flats)
         lines = [
             self.recipe.describe(),
-            f"{self.world_size} ranks, {len(self.units)} units, {content:,} parameters, {(numel - content) / max(numel, 1):.2%} padding",
+            (
+                f"{self.world_size} ranks, {len(self.units)} units, {content:,} parameters,"
+                f" {(numel - content) / max(numel, 1):.2%} padding"
+            ),
         ]
         lines += [f"  {u.name:40} {u.numel:>14,} elements" for u in self.units]
         return "\n".join(lines)

@@ -1,6 +1,8 @@
-"""What a pass over the model returns must not lie in a gathered buffer: the buffer goes, and a parameter that points at it is empty then.
+"""What a pass over the model returns must not lie in a gathered buffer: the buffer goes, and a
+parameter that points at it is empty then.
 
-A module may return its weight, or a view of it. The outermost pass returns a copy instead, which keeps the graph: gradients are counted.
+A module may return its weight, or a view of it. The outermost pass returns a copy instead, which
+keeps the graph: gradients are counted.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from onefold.runtime.nested import tensors_in
 
 
 def copied_out(output: Any, buffers: Mapping[int, Any]) -> Any:
-    """`output` with each tensor that lies in one of `buffers` (by storage) replaced by a copy; the same object if there is none."""
+    """`output` with each tensor that lies in one of `buffers` (by storage) replaced by a copy; the
+    same object if there is none.
+    """
 
     def gathered(t: torch.Tensor) -> bool:
         return t.layout is torch.strided and storage_of(t) in buffers

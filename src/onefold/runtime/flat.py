@@ -1,13 +1,16 @@
-"""A flat buffer bound to a unit's parameters: the masters that the optimizer sees, the whole that the forward pass sees.
+"""A flat buffer bound to a unit's parameters: the masters that the optimizer sees, the whole that
+the forward pass sees.
 
-One `Flat` holds the parameters of one unit that share a dtype and were trainable (or frozen) together:
+One `Flat` holds the parameters of one unit that share a dtype and were trainable (or frozen)
+together:
 
     placement of        parameters   optimizer     master                       full
     stage 0             replicated   replicated    [numel], logical shapes      kept; the master itself when dtypes agree
     stages 1, 2         replicated   sharded       [shard], one interval        kept; master is a slice of it when dtypes agree
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 
-Where masters and states rest off the device, a `OffloadStorage` (offload/storage.py) keeps them and what gathers read.
+Where masters and states rest off the device, a `OffloadStorage` (offload/storage.py) keeps them and
+what gathers read.
 """
 
 from __future__ import annotations
@@ -51,24 +54,35 @@ class Dtypes:
 
     @classmethod
     def of(cls, dtype: torch.dtype, trainable: bool, recipe: Recipe) -> Dtypes:
-        """For a parameter of `dtype`: the recipe's, but never less than a float64 or integer parameter came with.
+        """For a parameter of `dtype`: the recipe's, but never less than a float64 or integer
+        parameter came with.
 
-        A recipe that names no compute dtype takes the parameter's own, and sends its gradient so unless it names a wire.
-        Frozen parameters have no optimizer, hence no master copy: they rest in the compute dtype.
+        A recipe that names no compute dtype takes the parameter's own, and sends its gradient so
+        unless it names a wire. Frozen parameters have no optimizer, hence no master copy: they rest
+        in the compute dtype.
         """
         if dtype not in _LOW:
             return cls(dtype, dtype, dtype, dtype)
         compute = recipe.parameters.dtype or dtype
-        return cls(compute, recipe.master_dtype if trainable else compute, recipe.sums_dtype, recipe.gradients.wire or compute)
+        return cls(
+            compute,
+            recipe.master_dtype if trainable else compute,
+            recipe.sums_dtype,
+            recipe.gradients.wire or compute,
+        )
 
 
 def grouped_as(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
-    """What parameters of `dtype` share a flat buffer with: their like, or, where the recipe converts them, all that it converts."""
+    """What parameters of `dtype` share a flat buffer with: their like, or, where the recipe
+    converts them, all that it converts.
+    """
     return torch.float32 if recipe.compute_dtype is not None and dtype in _LOW else dtype
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype that a parameter was given to `shard()` in. Inside `onefold.unsharded` it is in master precision for a while."""
+    """The dtype that a parameter was given to `shard()` in. Inside `onefold.unsharded` it is in
+    master precision for a while.
+    """
     handed_out, declared = param.__dict__.get("_onefold_dtypes", (None, param.dtype))
     return declared if param.dtype == handed_out else param.dtype
 
@@ -78,7 +92,8 @@ class Shares:
     """What some addresses have of a flat buffer's entries.
 
     Attributes:
-        sizes: elements before the first of `here`, of it, between it and the second, ... behind the last.
+        sizes: elements before the first of `here`, of it, between it and the second, ... behind the
+            last.
         here: entries with elements there, or without any at all. elsewhere: the others.
     """
 
@@ -88,8 +103,10 @@ class Shares:
 
 
 class Whole(nn.Parameter):
-    """A whole parameter as its module sees it in a forward pass. What is written through `.data` leaves no other trace, so from the first
-    look at it on, the end of each forward pass compares (runtime/forward_writes.py)."""
+    """A whole parameter as its module sees it in a forward pass. What is written through `.data`
+    leaves no other trace, so from the first look at it on, the end of each forward pass compares
+    (runtime/forward_writes.py).
+    """
 
     @property
     def data(self) -> torch.Tensor:
@@ -111,7 +128,9 @@ point: Any = _DATA.__set__  # (whole, tensor): the engine's own way, which is no
 
 
 class Entry:
-    """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass sees, `places` who refers to it."""
+    """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass
+    sees, `places` who refers to it.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -141,11 +160,18 @@ class Entry:
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
         self.slot, self.index, self.names = slot, index, found.names
-        self.part = found.part  # what it is of the parameter that leaves the process: all of it, or the elements of one tile
-        # The modules' own dictionaries rather than the modules: a model must not be kept alive by its engine.
-        self.places = [(m._parameters, a, weakref.ref(m) if isinstance(m, nn.RNNBase) else None) for m, a in found.places]
+        # What it is of the parameter that leaves the process: all of it, or the elements of one
+        # tile
+        self.part = found.part
+        # The modules' own dictionaries rather than the modules: a model must not be kept alive by
+        # its engine.
+        self.places = [
+            (m._parameters, a, weakref.ref(m) if isinstance(m, nn.RNNBase) else None)
+            for m, a in found.places
+        ]
         one = len(self.places) == 1 and self.places[0][2] is None
-        self.only_place = self.places[0][:2] if one else None  # the common case: one module refers to it, and keeps no list besides
+        # The common case: one module refers to it, and keeps no list besides
+        self.only_place = self.places[0][:2] if one else None
         self.flat, self.engine = flat, weakref.ref(engine)
         self.param = found.param
         self.compute: nn.Parameter = found.param
@@ -155,8 +181,10 @@ class Entry:
         self.post_hooks: Any = None  # the user's, as a backward pass found them
         self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
         self.seen_version = 0  # of `compute`, see runtime/forward_writes.py
-        self.graded_elsewhere = False  # this rank owns nothing of it, and those that do have a gradient
-        self.unreduced: torch.Tensor | None = None  # what `.grad` shows of a gradient that is not reduced yet
+        # This rank owns nothing of it, and those that do have a gradient
+        self.graded_elsewhere = False
+        # What `.grad` shows of a gradient that is not reduced yet
+        self.unreduced: torch.Tensor | None = None
         self.number = 0  # among all entries of the engine
         self.last_write = 0  # the last write to its master, see runtime/write_counters.py
 
@@ -179,12 +207,20 @@ class Flat:
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         self.rank, self.size = group.rank, group.size
         sector = SECTOR if tiers and tiers.on_disk else 0
-        block = max(recipe.block, block_at_rest(recipe, engine.capabilities.codec) if encoded else 0)
-        self.layout = FlatLayout.of([(f.names[0], f.param.shape) for f in found], group.size, sector, block)
-        self.entries = [Entry(f, s, i, self, engine) for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))]
+        block = max(
+            recipe.block, block_at_rest(recipe, engine.capabilities.codec) if encoded else 0
+        )
+        self.layout = FlatLayout.of(
+            [(f.names[0], f.param.shape) for f in found], group.size, sector, block
+        )
+        self.entries = [
+            Entry(f, s, i, self, engine)
+            for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))
+        ]
         self.tiled = any(f.part.numel != f.param.numel() for f in found)
         self.whole_master = recipe.optimizer.placement is Placement.REPLICATED or group.size == 1
-        # With one rank and one dtype there is nothing to divide, gather or cast: the parameters stay where they are.
+        # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
+        # stay where they are.
         self.unsharded = (
             group.size == 1
             and all(f.param.dtype == dtypes.compute == dtypes.master for f in found)
@@ -193,38 +229,55 @@ class Flat:
             and not encoded
         )
         alone = group.size == 1 and not encoded and _rests_whole(dtypes, tiers)
-        self.resident: bool = recipe.parameters.placement is Placement.REPLICATED or self.unsharded or alone
+        self.resident: bool = (
+            recipe.parameters.placement is Placement.REPLICATED or self.unsharded or alone
+        )
         self.interval = self.layout.interval(self.rank)
         self.route: Route = Route(self, engine, encoded)
         self.hops = hops_of(self, group)
         divided = self.route.shard if recipe.optimizer.over == GROUP else self.interval
         self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
-        self.broadcast_back = self.hops[-1] if self.owned != self.interval and group.size > 1 else None  # sums go on to who holds them too
-        self.offloaded: Offloaded | None = engine.capabilities.storage(self, tiers, engine) if tiers is not None else None
+        # Sums go on to who holds them too
+        self.broadcast_back = (
+            self.hops[-1] if self.owned != self.interval and group.size > 1 else None
+        )
+        self.offloaded: Offloaded | None = (
+            engine.capabilities.storage(self, tiers, engine) if tiers is not None else None
+        )
         # Who has which part of what parameters show; None where every rank has the whole.
         self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
-        # Gathers begin with a copy of this rank's masters: from another tier, in another dtype, or into a buffer of their own.
-        self.copies_masters = self.offloaded is not None or not self.resident or dtypes.compute != dtypes.master
-        self.held: dict[tuple[int, int], torch.Tensor] = {}  # sums inside the group that wait for the boundary, by run
+        # Gathers begin with a copy of this rank's masters: from another tier, in another dtype, or
+        # into a buffer of their own.
+        self.copies_masters = (
+            self.offloaded is not None or not self.resident or dtypes.compute != dtypes.master
+        )
+        # Sums inside the group that wait for the boundary, by run
+        self.held: dict[tuple[int, int], torch.Tensor] = {}
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
         self.pieces: list[torch.Tensor] = []  # see `views`
         self._shares: dict[tuple[int, int], Shares] = {}
-        self.followed = False  # `active` of the entries, `runs` and what is made of them are as `refresh_active` found them
+        # `active` of the entries, `runs` and what is made of them are as `refresh_active` found
+        # them
+        self.followed = False
         self.hooked = False  # gradients of what is trainable are listened to
         self.awaited: frozenset[int] = frozenset()  # the numbers of what is trainable
         self.runs: tuple[tuple[int, int], ...] = ()
         self.run_of: dict[int, tuple[int, int]] = {}
-        self.compared, self.written_in_forward = 0, False  # the module writes to its parameters, see runtime/forward_writes.py
+        # The module writes to its parameters, see runtime/forward_writes.py
+        self.compared, self.written_in_forward = 0, False
         self.seen_versions = -1  # of the whole parameters together, at the last look
-        self.versions, self.stale = 0, False  # of a kept copy: what the masters' version counters said; the masters moved on
+        # Of a kept copy: what the masters' version counters said; the masters moved on
+        self.versions, self.stale = 0, False
         self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
 
-    # -- building --------------------------------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------
 
     def build(self, fill: Callable[[torch.Tensor], None], device: torch.device) -> None:
-        """Lay the parameters out. `fill` receives an empty master-precision tensor, [owned], to put this rank's part into."""
+        """Lay the parameters out. `fill` receives an empty master-precision tensor, [owned], to put
+        this rank's part into.
+        """
         d, n = self.dtypes, self.layout.numel
         shared = d.compute == d.master
         if self.resident:
@@ -235,7 +288,11 @@ class Flat:
             self.master = self.full[self.owned[0] : self.owned[1]]
         else:
             self.master = torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
-        first = self.master if self.offloaded is None else torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
+        first = (
+            self.master
+            if self.offloaded is None
+            else torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
+        )
         fill(first)
         self.route.build(device)
         for entry in self.entries:
@@ -251,7 +308,8 @@ class Flat:
 
     def _bind(self, entry: Entry, device: torch.device) -> None:
         slot, old = entry.slot, entry.param
-        # A tensor of the right sizes and strides that owns no memory, for `compute` to be while nothing is gathered.
+        # A tensor of the right sizes and strides that owns no memory, for `compute` to be while
+        # nothing is gathered.
         entry.released = torch.empty(slot.shape, dtype=self.dtypes.compute, device=device)
         entry.released.untyped_storage().resize_(0)
         a, b = self.local(entry)
@@ -268,7 +326,8 @@ class Flat:
         entry.compute = Whole(entry.released, requires_grad=entry.active)
         gradient_hooks.move(old, entry)
         old.__dict__.pop("_onefold_dtypes", None)
-        entry.compute.__dict__ = entry.param.__dict__  # what somebody puts on a parameter, sooner or later, a forward pass sees too
+        # What somebody puts on a parameter, sooner or later, a forward pass sees too
+        entry.compute.__dict__ = entry.param.__dict__
         seen = entry.param.__dict__
         seen["onefold"] = ShardInfo(entry, (a - slot.start, b - slot.start))
         seen["_onefold_entry"] = weakref.ref(entry)
@@ -286,7 +345,7 @@ class Flat:
         self.pieces.clear()
         self._shares.clear()
 
-    # -- masters, wherever they are --------------------------------------------------------------------------------------------
+    # -- masters, wherever they are ----------------------------------------------------------------
 
     def load_master(self) -> torch.Tensor:
         """All masters of this rank, [owned]: themselves, or a host copy where they are on NVMe."""
@@ -295,7 +354,9 @@ class Flat:
         return self.master if self.offloaded is None else self.offloaded.load()
 
     def landing(self, device: torch.device) -> torch.Tensor:
-        """Where new masters, [owned], are to be put before `store_master`: the masters themselves where they are on `device`."""
+        """Where new masters, [owned], are to be put before `store_master`: the masters themselves
+        where they are on `device`.
+        """
         if self.offloaded is None and not self.route.stored:
             return self.master
         return torch.empty(self.owned[1] - self.owned[0], dtype=self.dtypes.master, device=device)
@@ -307,7 +368,7 @@ class Flat:
         elif self.offloaded is not None:
             self.offloaded.store(master)
 
-    # -- views -----------------------------------------------------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------
 
     def local(self, entry: Entry) -> tuple[int, int]:
         """The addresses of `entry` that this rank's optimizer owns."""
@@ -340,19 +401,35 @@ class Flat:
         """The addresses that the optimizer of another rank owns."""
         if self.whole_master:
             return self.owned
-        return self.route.shard_of(position) if self.owned == self.route.shard else self.layout.interval(position)
+        return (
+            self.route.shard_of(position)
+            if self.owned == self.route.shard
+            else self.layout.interval(position)
+        )
 
     def accounted(self, entry: Entry) -> tuple[int, int]:
-        """The addresses of `entry` that this rank answers for: each element of the model on exactly one rank."""
-        return self.local(entry) if self.unsharded else overlap((entry.slot.start, entry.slot.end), self.interval)
+        """The addresses of `entry` that this rank answers for: each element of the model on exactly
+        one rank.
+        """
+        return (
+            self.local(entry)
+            if self.unsharded
+            else overlap((entry.slot.start, entry.slot.end), self.interval)
+        )
 
     def overwritten_since(self, write: int) -> bool:
-        """Whether the values computed with before that write to the masters are gone (a copy has them until it is refreshed)."""
-        copied = self.resident and self.dtypes.compute != self.dtypes.master and self.offloaded is None
+        """Whether the values computed with before that write to the masters are gone (a copy has
+        them until it is refreshed).
+        """
+        copied = (
+            self.resident and self.dtypes.compute != self.dtypes.master and self.offloaded is None
+        )
         return not self.unsharded and (not copied or self.refreshed >= write)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """All entries as views of a buffer over the whole address space, in their logical shapes: one call for all."""
+        """All entries as views of a buffer over the whole address space, in their logical shapes:
+        one call for all.
+        """
         if not self.pieces:
             end = 0
             for entry in self.entries:
@@ -362,7 +439,10 @@ class Flat:
             self.pieces.append(_nothing(self.layout.numel - end, self.pieces[-1]))
         views = torch._C._nn.unflatten_dense_tensors(buffer, self.pieces)[1::2]
         # torch makes something else of pieces without elements, which lie nowhere.
-        return [view if entry.slot.numel else entry.released for entry, view in zip(self.entries, views, strict=True)]  # type: ignore[misc]
+        return [
+            view if entry.slot.numel else entry.released  # type: ignore[misc]
+            for entry, view in zip(self.entries, views, strict=True)
+        ]
 
     def point_at(self, buffer: torch.Tensor | None) -> None:
         """Let the forward pass's parameters be views of `buffer`, or of nothing."""
@@ -380,14 +460,17 @@ class Flat:
             if instead_of is not None and parameters.get(attribute) is not instead_of:
                 continue
             parameters[attribute] = param
-            if recurrent is not None and (module := recurrent()) is not None:  # it keeps a list of its parameters besides
+            # It keeps a list of its parameters besides
+            if recurrent is not None and (module := recurrent()) is not None:
                 weights: Any = module._flat_weights
                 weights[module._flat_weights_names.index(attribute)] = param
 
-    # -- trainable parts -------------------------------------------------------------------------------------------------------
+    # -- trainable parts ---------------------------------------------------------------------------
 
     def refresh_active(self) -> bool:
-        """Follow `requires_grad` as the user has set it on the parameters; True if anything is trainable."""
+        """Follow `requires_grad` as the user has set it on the parameters; True if anything is
+        trainable.
+        """
         changed, self.followed = not self.followed, True
         for entry in self.entries:
             wanted = entry.param.requires_grad
@@ -395,23 +478,32 @@ class Flat:
                 changed = True
                 if wanted and self.route.stored:
                     raise ValueError(
-                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it rests encoded, and cannot be trained "
-                        "now. Leave requires_grad=True while calling shard() and freeze it afterwards, or leave frozen out of the recipe."
+                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so"
+                        " it rests encoded, and cannot be trained now. Leave requires_grad=True"
+                        " while calling shard() and freeze it afterwards, or leave frozen out of"
+                        " the recipe."
                     )
                 if wanted and self.frozen_low:
                     raise ValueError(
-                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it rests in {self.dtypes.master} without "
-                        "fp32 master weights, and cannot be trained now. Set it free inside `with onefold.unsharded(model):`. Or leave "
-                        "requires_grad=True while calling shard() and freeze it afterwards, or use precision='fp32'."
+                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so"
+                        f" it rests in {self.dtypes.master} without fp32 master weights, and cannot"
+                        " be trained now. Set it free inside `with onefold.unsharded(model):`. Or"
+                        " leave requires_grad=True while calling shard() and freeze it afterwards,"
+                        " or use precision='fp32'."
                     )
                 entry.active = wanted
                 entry.compute.requires_grad_(wanted)
         if changed:
-            self.hooked, self.awaited = False, frozenset(e.number for e in self.entries if e.active and not self.unsharded)
+            self.hooked, self.awaited = (
+                False,
+                frozenset(e.number for e in self.entries if e.active and not self.unsharded),
+            )
             flags = [e.active for e in self.entries]
             self.runs = self.layout.runs(flags) if any(flags) else ()
             self.run_of = {
-                e.index: next(r for r in self.runs if r[0] <= e.slot.start and e.slot.end <= r[1]) for e in self.entries if e.active
+                e.index: next(r for r in self.runs if r[0] <= e.slot.start and e.slot.end <= r[1])
+                for e in self.entries
+                if e.active
             }
         return bool(self.runs)
 
@@ -428,7 +520,9 @@ class Flat:
             return _sum(self.offloaded.resting_bytes()[Tier.DEVICE], self.route.resting_bytes)
         if self.route.stored:
             return self.route.resting_bytes
-        out = _sum({MASTERS: self.master.numel() * self.master.element_size()}, self.route.resting_bytes)
+        out = _sum(
+            {MASTERS: self.master.numel() * self.master.element_size()}, self.route.resting_bytes
+        )
         if self.full is not None and self.resident:
             full = self.full.numel() * self.full.element_size()
             if storage_of(self.full) == storage_of(self.master):
@@ -445,12 +539,16 @@ def _nothing(numel: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _takes_data(old: torch.Tensor) -> bool:
-    """Whether a parameter can be given other memory, and another class, and stay the object that it is."""
+    """Whether a parameter can be given other memory, and another class, and stay the object that it
+    is.
+    """
     return type(old) is nn.Parameter or faced_class(type(old)) is not ShardedParameter
 
 
 def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """`new` with every attribute of `old`; the very object `old`, with the contents of `new`, where torch can exchange them."""
+    """`new` with every attribute of `old`; the very object `old`, with the contents of `new`, where
+    torch can exchange them.
+    """
     new.__dict__.update(old.__dict__)
     if type(old) is nn.Parameter:
         with contextlib.suppress(RuntimeError):  # somebody holds a weak reference to it, or a graph
@@ -464,7 +562,9 @@ def _sum(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
 
 
 def _rests_whole(dtypes: Dtypes, tiers: Tiers | None) -> bool:
-    """Whether the whole of a flat buffer on one rank stays on the device: there is nothing to gather it from that would save memory."""
+    """Whether the whole of a flat buffer on one rank stays on the device: there is nothing to
+    gather it from that would save memory.
+    """
     if tiers is not None:
         return tiers.parameters is Tier.DEVICE
     return dtypes.compute == dtypes.master

@@ -1,7 +1,8 @@
 """Parameters that a module writes to inside its forward pass: a norm constraint, a clamp.
 
-In a forward pass the whole parameter lies in a buffer that goes back when the unit is released: what is written there would be lost
-with it. So it is looked at when the forward pass of a unit ends, and this rank's part of what was written becomes its masters'.
+In a forward pass the whole parameter lies in a buffer that goes back when the unit is released:
+what is written there would be lost with it. So it is looked at when the forward pass of a unit
+ends, and this rank's part of what was written becomes its masters'.
 
 | how it was written                                   | how that shows                                                                   |
 |------------------------------------------------------|----------------------------------------------------------------------------------|
@@ -31,7 +32,8 @@ FIRST = 2
 
 
 def keep_writes(unit: Unit) -> None:
-    """At the end of a unit's forward pass, its parameters still whole: keep what was written to them.
+    """At the end of a unit's forward pass, its parameters still whole: keep what was written to
+    them.
 
     Raises:
         RuntimeError: parameters that rest off the device or travel encoded were written to.
@@ -41,7 +43,11 @@ def keep_writes(unit: Unit) -> None:
         if flat.unsharded or full is None:
             continue
         versions = sum([entry.compute._version for entry in flat.entries])
-        if versions == flat.seen_versions and not flat.written_in_forward and flat.compared >= FIRST:
+        if (
+            versions == flat.seen_versions
+            and not flat.written_in_forward
+            and flat.compared >= FIRST
+        ):
             continue  # an assignment to `.data` says so too (`Whole` in runtime/flat.py)
         flat.seen_versions = versions
         written = []
@@ -63,8 +69,9 @@ def _keep(flat: Flat, full: torch.Tensor, written: list[Entry]) -> None:
     if flat.offloaded is not None or flat.route.codec is not None:
         if written:
             raise RuntimeError(
-                f"parameter {written[0].slot.name!r} was written to in the forward pass, and it rests off the device or travels encoded, "
-                "so that the change would be lost. Write to it after optimizer.step(), under torch.no_grad()."
+                f"parameter {written[0].slot.name!r} was written to in the forward pass, and it"
+                " rests off the device or travels encoded, so that the change would be lost. Write"
+                " to it after optimizer.step(), under torch.no_grad()."
             )
         return
     if storage_of(full) == storage_of(flat.master):

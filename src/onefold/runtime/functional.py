@@ -1,4 +1,6 @@
-"""Other tensors in the parameters' places: for one call by `torch.func.functional_call`, or for good, which is refused."""
+"""Other tensors in the parameters' places: for one call by `torch.func.functional_call`, or for
+good, which is refused.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ if TYPE_CHECKING:
 
 
 def swap_in(unit: Unit) -> None:
-    """Let the module see the whole parameters of `unit`, but where `functional_call` has put other tensors: these stay for the call.
+    """Let the module see the whole parameters of `unit`, but where `functional_call` has put other
+    tensors: these stay for the call.
 
     Raises:
-        RuntimeError: somebody has put another tensor in a parameter's place, which would be ignored.
+        RuntimeError: somebody has put another tensor in a parameter's place, which would be
+            ignored.
         ValueError: functional_call was given a tensor of another shape than the whole parameter.
     """
     for flat in unit.flats:
@@ -26,7 +30,11 @@ def swap_in(unit: Unit) -> None:
             if (place := entry.only_place) is not None and place[0].get(place[1]) is entry.param:
                 place[0][place[1]] = entry.compute
                 continue
-            others = [t for parameters, attribute, _ in entry.places if (t := parameters.get(attribute)) is not entry.param]
+            others = [
+                t
+                for parameters, attribute, _ in entry.places
+                if (t := parameters.get(attribute)) is not entry.param
+            ]
             if others:
                 _look_at(entry, others)
             flat.swap(entry, entry.compute, instead_of=entry.param if others else None)
@@ -46,20 +54,22 @@ def _look_at(entry: Entry, others: list[Any]) -> None:
     name, shape = entry.slot.name, tuple(entry.slot.shape)
     if any(t is None for t in others) or not _in_functional_call():
         raise RuntimeError(
-            f"parameter {name!r} was replaced after shard() (assigned or removed). "
-            "Write into it instead: `with onefold.full_params(model, write=True):` for values; "
-            "for another structure assign inside `with onefold.unsharded(model):`, or before shard()."
+            f"parameter {name!r} was replaced after shard() (assigned or removed). Write into it"
+            " instead: `with onefold.full_params(model, write=True):` for values; for another"
+            " structure assign inside `with onefold.unsharded(model):`, or before shard()."
         )
     if any(recurrent is not None for _, _, recurrent in entry.places):
         raise ValueError(
-            f"functional_call was given a tensor for {name!r}, a weight of a recurrent layer. The layer keeps a list of its "
-            "weights besides, and would compute with the old one. Leave it out."
+            f"functional_call was given a tensor for {name!r}, a weight of a recurrent layer. The"
+            " layer keeps a list of its weights besides, and would compute with the old one. Leave"
+            " it out."
         )
     for t in others:
         if tuple(t.shape) != shape:
             raise ValueError(
-                f"functional_call was given a tensor of shape {tuple(t.shape)} for {name!r}, expected the whole parameter's {shape}. "
-                f"torch.func.grad, vmap and the like see this rank's interval of a sharded parameter. {TRANSFORMS}"
+                f"functional_call was given a tensor of shape {tuple(t.shape)} for {name!r},"
+                f" expected the whole parameter's {shape}. torch.func.grad, vmap and the like see"
+                f" this rank's interval of a sharded parameter. {TRANSFORMS}"
             )
 
 

@@ -4,24 +4,28 @@
     wire       g0 g1   g2      ·              wire      g1      g0      ·        (prefetch = 1)
     memory     [0 ]1   [1 ]2   [2 ]     2     memory    [2 ]1   [1 ]0   [0 ]
 
-[Note: every rank joins every gather] Both passes walk an agreed order of units: the order in which the model registers them at
-first, then the order seen in the first step, once all ranks have seen the same. A rank that takes another branch and passes over a unit
-still joins that unit's gather on its way (and drops the result), so ranks may differ in which units they use as long as they
-walk forwards. What the order does not foresee is gathered on demand, which works as long as all ranks do the same.
+[Note: every rank joins every gather] Both passes walk an agreed order of units: the order in which
+the model registers them at first, then the order seen in the first step, once all ranks have seen
+the same. A rank that takes another branch and passes over a unit still joins that unit's gather on
+its way (and drops the result), so ranks may differ in which units they use as long as they walk
+forwards. What the order does not foresee is gathered on demand, which works as long as all ranks do
+the same.
 
-[Note: saved tensors are handles] While a model with sharded parameters runs forward, a tensor that autograd saves
-and that lies in a gathered buffer is saved as a handle (unit, offset, sizes). Unpacking it in backward gathers the
-unit if it is not here. So a unit is released after its forward pass whatever the model's outputs look like, backward
-finds its parameters however it comes to them, and a unit whose backward reads no parameter (an embedding) is not
-gathered again.
+[Note: saved tensors are handles] While a model with sharded parameters runs forward, a tensor that
+autograd saves and that lies in a gathered buffer is saved as a handle (unit, offset, sizes).
+Unpacking it in backward gathers the unit if it is not here. So a unit is released after its forward
+pass whatever the model's outputs look like, backward finds its parameters however it comes to them,
+and a unit whose backward reads no parameter (an embedding) is not gathered again.
 
-[Note: units at the turn] The unit that a forward pass uses last, and the units around it, are the first that the backward pass comes to.
-They stay gathered in between. Which they are is part of the agreed order (`at_the_turn` in runtime/unit.py), so the first step
-releases them too. A later pass over the whole model that records gradients keeps all of them on every rank, whatever a rank used. They
-are released all together where every rank passes: by the next forward pass, before an optimizer steps, at the end of any backward pass,
-when masters are written to. So no rank has to ask another whether a unit is here, and the order of gathers stays agreed. They are also
-released when nothing is left of what autograd recorded of the pass, since no backward pass can come then. A part of it will not do: ranks
-may drop different outputs.
+[Note: units at the turn] The unit that a forward pass uses last, and the units around it, are the
+first that the backward pass comes to. They stay gathered in between. Which they are is part of the
+agreed order (`at_the_turn` in runtime/unit.py), so the first step releases them too. A later pass
+over the whole model that records gradients keeps all of them on every rank, whatever a rank used.
+They are released all together where every rank passes: by the next forward pass, before an
+optimizer steps, at the end of any backward pass, when masters are written to. So no rank has to ask
+another whether a unit is here, and the order of gathers stays agreed. They are also released when
+nothing is left of what autograd recorded of the pass, since no backward pass can come then. A part
+of it will not do: ranks may drop different outputs.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ if TYPE_CHECKING:
 
 
 class Recorded:
-    """Lives as long as anything that autograd has recorded of one pass: the hooks on the outputs of its units hold it."""
+    """Lives as long as anything that autograd has recorded of one pass: the hooks on the outputs of
+    its units hold it.
+    """
 
     __slots__ = ("__weakref__",)
 
@@ -64,7 +70,9 @@ class Cursor:
         self.order, self.at = order, 0
 
     def reach(self, index: int) -> list[int]:
-        """Walk to just behind the next `index`; the indices passed over. Stay if it does not come."""
+        """Walk to just behind the next `index`; the indices passed over. Stay if it does not
+        come.
+        """
         try:
             there = self.order.index(index, self.at)
         except ValueError:
@@ -107,7 +115,9 @@ class Gatherer:
         self.forward_order, self.learned = [u.index for u in foreseen], False
         self.backward_order = _backwards([u for u in foreseen if not u.forward_only])
         self.turning: frozenset[int] = frozenset()  # see [Note: units at the turn]
-        self.turned: dict[int, int] = {}  # those of them that wait for their backward pass: index -> writes to their masters until then
+        # Those of them that wait for their backward pass: index -> writes to their masters until
+        # then
+        self.turned: dict[int, int] = {}
         self.turned_for: weakref.ref[Recorded] | None = None  # the pass that left them
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
@@ -115,20 +125,29 @@ class Gatherer:
         self.backward_cursor: Cursor | None = None
         self.unwanted: list[Unit] = []
         self.here: dict[int, Unit] = {}  # gathered, or on their way; by index
-        self.let_go = False  # a unit of this pass was released although the recipe keeps them: a re-entrant checkpoint gathers it again
+        # A unit of this pass was released although the recipe keeps them: a re-entrant checkpoint
+        # gathers it again
+        self.let_go = False
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         topology = engine.group.topology
         self.ahead = engine.recipe.units_ahead(1 not in (topology.inner, topology.outer))
-        self.from_disk = any(flat.offloaded is not None and flat.offloaded.rest is None for unit in self.sharded for flat in unit.flats)
-        # What is copied for a gather (from the host, or cast) is copied, and gathered, on the stream of the copies up: the computation
-        # goes on, and waits where the unit is used.
-        self.beside: Beside = engine.transfers.up.beside if engine.transfers.up.asynchronous else nullcontext
+        self.from_disk = any(
+            flat.offloaded is not None and flat.offloaded.rest is None
+            for unit in self.sharded
+            for flat in unit.flats
+        )
+        # What is copied for a gather (from the host, or cast) is copied, and gathered, on the
+        # stream of the copies up: the computation goes on, and waits where the unit is used.
+        self.beside: Beside = (
+            engine.transfers.up.beside if engine.transfers.up.asynchronous else nullcontext
+        )
         self._hooks: Any = None
         self.reached = 0  # how often a backward pass has come to the output of a unit
-        self.kept_gathered: frozenset[int] = frozenset()  # units that stay gathered between passes without gradients (runtime/keep_gathered.py)
+        # Units that stay gathered between passes without gradients (runtime/keep_gathered.py)
+        self.kept_gathered: frozenset[int] = frozenset()
         self.staying: frozenset[int] = frozenset()  # those of them that stay after this pass
 
-    # -- passes ----------------------------------------------------------------------------------------------------------------
+    # -- passes ------------------------------------------------------------------------------------
 
     def begin_forward(self, is_root: bool) -> None:
         self.let_go = False
@@ -168,8 +187,13 @@ class Gatherer:
             if unit.index in self.staying and self.engine.group.broken is None:
                 unit.claimed = False
                 continue
-            # What was joined and not used is kept too: in the backward pass either all ranks have a unit or none.
-            if unit.state is not State.SHARDED and not (keep and (unit.claimed or not self.let_go)) and not self.engine.backward_open:
+            # What was joined and not used is kept too: in the backward pass either all ranks have a
+            # unit or none.
+            if (
+                unit.state is not State.SHARDED
+                and not (keep and (unit.claimed or not self.let_go))
+                and not self.engine.backward_open
+            ):
                 self.release(unit)
         self.unwanted.clear()
         self.staying = frozenset()
@@ -200,7 +224,9 @@ class Gatherer:
         seen = weakref.ref(self)
 
         def gone(_: weakref.ref[Recorded]) -> None:
-            if (gather := seen()) is not None and not (gather.engine.closed or gather.engine.backward_open):
+            if (gather := seen()) is not None and not (
+                gather.engine.closed or gather.engine.backward_open
+            ):
                 gather.let_go_turned()
 
         self.turned_for = weakref.ref(recorded, gone) if self.turned else None
@@ -209,16 +235,20 @@ class Gatherer:
         self.backward_log = []
         self.backward_cursor = None
         for index, writes in sorted(self.turned.items()):
-            if _writes(self.units[index]) != writes:  # this backward pass computes with the new values, as with those of other units
+            # This backward pass computes with the new values, as with those of other units
+            if _writes(self.units[index]) != writes:
                 self.release(self.units[index])
         if not self.engine.differentiating:
             self.foresee_backward()
 
     def foresee_backward(self) -> None:
         """Walk this backward pass along the agreed order."""
-        # The order is that of passes over the whole model; after passes over a part of it units are gathered on demand.
-        # What all ranks kept nobody gathers. What they kept over the turn has its place in the order: passing over it is news.
-        order = [index for index in self.backward_order if self.units[index].away or index in self.turned]
+        # The order is that of passes over the whole model; after passes over a part of it units are
+        # gathered on demand. What all ranks kept nobody gathers. What they kept over the turn has
+        # its place in the order: passing over it is news.
+        order = [
+            index for index in self.backward_order if self.units[index].away or index in self.turned
+        ]
         self.backward_cursor = Cursor(order) if self.engine.root_graphs else None
 
     def join_rest_of_backward(self) -> None:
@@ -242,10 +272,17 @@ class Gatherer:
 
     @property
     def _turns(self) -> bool:
-        """This forward pass keeps the units at the turn. (A re-entrant checkpoint runs its part of the pass without gradients.)"""
-        return self.cursor is not None and self.learned and self.engine.graded and not self.engine.backward_open
+        """This forward pass keeps the units at the turn. (A re-entrant checkpoint runs its part of
+        the pass without gradients.)
+        """
+        return (
+            self.cursor is not None
+            and self.learned
+            and self.engine.graded
+            and not self.engine.backward_open
+        )
 
-    # -- one unit --------------------------------------------------------------------------------------------------------------
+    # -- one unit ----------------------------------------------------------------------------------
 
     def acquire(self, unit: Unit, backward: bool) -> None:
         """The unit's whole parameters are here when this returns; what comes next is on its way."""
@@ -254,7 +291,9 @@ class Gatherer:
             return
         cursor = self.backward_cursor if backward else self.cursor
         if backward and unit.tile and unit.depth and not self.learned:
-            cursor = None  # recomputed, in the order of the forward pass, which nobody foresaw: every rank gathers it when it comes to it
+            # Recomputed, in the order of the forward pass, which nobody foresaw: every rank gathers
+            # it when it comes to it
+            cursor = None
         if unit.away or (backward and unit.index in self.turned):
             passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
             for other in passed:
@@ -289,12 +328,15 @@ class Gatherer:
             if unit.away:
                 self.launch(unit)
                 ahead += 1
-        if self.ahead and self.from_disk:  # a disk is slower than the wire: it is asked for one unit more
+        # A disk is slower than the wire: it is asked for one unit more
+        if self.ahead and self.from_disk:
             for index in cursor.order[cursor.at : cursor.at + 1]:
                 self.fetch(self.units[index])
 
     def join(self, unit: Unit) -> None:
-        """Take part in a gather that other ranks may need. See [Note: every rank joins every gather]."""
+        """Take part in a gather that other ranks may need. See [Note: every rank joins every
+        gather].
+        """
         if unit.away:
             self.launch(unit)
             self.unwanted.append(unit)
@@ -302,14 +344,18 @@ class Gatherer:
             self.unwanted.append(unit)
 
     def pass_by(self, unit: Unit) -> None:
-        """This rank does not use the unit in this backward pass and is about to wait for the ranks that do: join their gather first."""
+        """This rank does not use the unit in this backward pass and is about to wait for the ranks
+        that do: join their gather first.
+        """
         cursor = self.backward_cursor
         if cursor is not None and unit.index in cursor.order[cursor.at :]:
             for index in (*cursor.reach(unit.index), unit.index):
                 self.join(self.units[index])
 
     def _reap(self, inside: Unit | None) -> None:
-        """Drop what was joined and not used; in a backward pass not what lies around the unit in use: its turn may yet come."""
+        """Drop what was joined and not used; in a backward pass not what lies around the unit in
+        use: its turn may yet come.
+        """
         if inside is None and self._keeps:
             return
         if inside is None and self._turns:  # all ranks keep those
@@ -321,9 +367,10 @@ class Gatherer:
         self.unwanted = around
 
     def _sweep(self, using: Unit) -> None:
-        # What is recomputed is saved without handles, and what is frozen waits for no gradient: such units are done when the next
-        # recomputation starts. Between two of them the backward pass comes to the output of some unit; if it has not, this one and
-        # `using` are recomputed together.
+        # What is recomputed is saved without handles, and what is frozen waits for no gradient:
+        # such units are done when the next recomputation starts. Between two of them the backward
+        # pass comes to the output of some unit; if it has not, this one and `using` are recomputed
+        # together.
         for _, unit in sorted(self.here.items()):
             if unit is not using and unit.claimed and unit.replayed != self.reached:
                 unit.replayed = None
@@ -346,7 +393,9 @@ class Gatherer:
                 with beside():
                     self._put_masters(flat, full)
             else:
-                unit.pending.append(flat.route.start(full, partial(self._put_masters, flat, full), place, beside))
+                unit.pending.append(
+                    flat.route.start(full, partial(self._put_masters, flat, full), place, beside)
+                )
             if beside is not nullcontext:
                 unit.arriving.append(engine.transfers.up.mark())
 
@@ -354,32 +403,41 @@ class Gatherer:
         """This rank's masters into their place in the whole."""
         if flat.offloaded is not None:
             self._put(flat.offloaded)
-        elif storage_of(flat.master) != storage_of(full):  # else the masters are that interval of the copy
+        elif storage_of(flat.master) != storage_of(full):
+            # Else the masters are that interval of the copy
             full[flat.owned[0] : flat.owned[1]].copy_(flat.master)
 
     def _put(self, offloaded: Offloaded) -> None:
         """This rank's interval from where it rests.
 
-        Where ranks wait for each other a disk that fails must not stop one of them alone: it goes on with what it has, and all of them
-        raise before the optimizer steps.
+        Where ranks wait for each other a disk that fails must not stop one of them alone: it goes
+        on with what it has, and all of them raise before the optimizer steps.
         """
         try:
             offloaded.put()
         except TierError as error:
-            if self.engine.world_size == 1 or not (torch.is_grad_enabled() or self.engine.backward_open):
+            if self.engine.world_size == 1 or not (
+                torch.is_grad_enabled() or self.engine.backward_open
+            ):
                 raise
             self.engine.failure = self.engine.failure or error
 
     def _buffer(self, unit: Unit, flat: Flat) -> torch.Tensor:
         """Where the whole of `flat` is, or will be."""
         if flat.full is None:
-            flat.full = self.engine.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
+            flat.full = self.engine.pool.take(
+                flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name
+            )
             self.by_storage[storage_of(flat.full)] = (unit, flat)
         return flat.full
 
     def fetch(self, unit: Unit) -> None:
         """Start reading what this rank will send of the unit, if that lies on a disk."""
-        homes = [(f, f.offloaded) for f in unit.flats if f.offloaded is not None and f.offloaded.rest is None and f.route.reads_masters]
+        homes = [
+            (f, f.offloaded)
+            for f in unit.flats
+            if f.offloaded is not None and f.offloaded.rest is None and f.route.reads_masters
+        ]
         if unit.state is not State.SHARDED or not homes:
             return
         unit.move(State.FETCHING, self.engine.step)
@@ -419,7 +477,8 @@ class Gatherer:
         for flat in unit.flats:
             if flat.offloaded is not None:
                 flat.offloaded.forget()
-            if flat.resident:  # on one rank what is frozen rests in the compute dtype, beside what is cast
+            # On one rank what is frozen rests in the compute dtype, beside what is cast
+            if flat.resident:
                 continue
             full, flat.full = flat.full, None
             if full is not None:
@@ -428,8 +487,9 @@ class Gatherer:
                 self.engine.pool.give(full)
 
     def after_forward(self, unit: Unit, output: Any) -> None:
-        """The unit's forward pass is over: release it, unless its very next use is announced, its backward pass comes first, or its output
-        lies in its buffer."""
+        """The unit's forward pass is over: release it, unless its very next use is announced, its
+        backward pass comes first, or its output lies in its buffer.
+        """
         if unit.resident or unit.state is not State.GATHERED:
             return
         if self.cursor is not None and self.learned and self.cursor.next() == unit.index:
@@ -448,25 +508,39 @@ class Gatherer:
         self.release(unit)
 
     def is_done(self, unit: Unit) -> bool:
-        """This backward pass has used the unit, and nothing of it is saved or awaited any more: a further output of its forward pass (a
-        cache of keys and values) is no reason to gather it again."""
+        """This backward pass has used the unit, and nothing of it is saved or awaited any more: a
+        further output of its forward pass (a cache of keys and values) is no reason to gather it
+        again.
+        """
         return unit.index in self.backward_log and not unit.handles and not unit.waiting
 
     def maybe_release(self, unit: Unit) -> None:
-        """Release the unit if its backward is over: no saved handle, no gradient awaited, no forward pass open."""
-        done = unit.looks_up_only or not (unit.handles or unit.waiting or (unit.replayed is not None and unit.holds_frozen))
-        if self.engine.backward_open and unit.claimed and not unit.resident and done and not unit.depth:
+        """Release the unit if its backward is over: no saved handle, no gradient awaited, no
+        forward pass open.
+        """
+        done = unit.looks_up_only or not (
+            unit.handles or unit.waiting or (unit.replayed is not None and unit.holds_frozen)
+        )
+        if (
+            self.engine.backward_open
+            and unit.claimed
+            and not unit.resident
+            and done
+            and not unit.depth
+        ):
             self.release(unit)
 
-    # -- kept copies -----------------------------------------------------------------------------------------------------------
+    # -- kept copies -------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Launch the gather of every kept copy that an optimizer step left behind, in the order of use."""
+        """Launch the gather of every kept copy that an optimizer step left behind, in the order of
+        use.
+        """
         for unit in self.units:
             if unit.resident and unit.state is State.STALE:
                 self.launch(unit)
 
-    # -- saved tensors ---------------------------------------------------------------------------------------------------------
+    # -- saved tensors -----------------------------------------------------------------------------
 
     def saving(self) -> saved_tensors_hooks:
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
@@ -500,8 +574,10 @@ def _writes(unit: Unit) -> int:
 
 
 def _backwards(units: list[Unit]) -> list[int]:
-    """The order in which a backward pass first comes to units registered in this order: a unit around others before them (its
-    output comes last, and with it its gradient first), the others from the last to the first."""
+    """The order in which a backward pass first comes to units registered in this order: a unit
+    around others before them (its output comes last, and with it its gradient first), the others
+    from the last to the first.
+    """
     groups: list[list[Unit]] = []
     for unit in units:
         if groups and groups[-1][0].encloses(unit):

@@ -1,12 +1,14 @@
-"""Gradient hooks that the user puts on a parameter, before or after `shard()`. They see this rank's whole gradient, before the reduction.
+"""Gradient hooks that the user puts on a parameter, before or after `shard()`. They see this rank's
+whole gradient, before the reduction.
 
 | hook                                   | lives on                       | is called                                                  |
 |----------------------------------------|--------------------------------|------------------------------------------------------------|
 | `register_hook`                        | the leaf that autograd knows   | by autograd, with the whole gradient                       |
 | `register_post_accumulate_grad_hook`   | the parameter that users hold  | by the reducer, before it takes the gradient               |
 
-While a hook of the second kind runs, its parameter is whole: `.grad` reads and writes the whole local gradient, and the values are gathered
-on first use. The values cannot be written there: the gradient is this rank's own, so every rank would write something else.
+While a hook of the second kind runs, its parameter is whole: `.grad` reads and writes the whole
+local gradient, and the values are gathered on first use. The values cannot be written there: the
+gradient is this rank's own, so every rank would write something else.
 """
 
 from __future__ import annotations
@@ -22,24 +24,42 @@ if TYPE_CHECKING:
 
 _T: Any = torch.Tensor
 _whole_sight = torch._C.DisableTorchFunctionSubclass
-_GRAD, _SET_GRAD, _DELETE_GRAD, _DATA = _T.grad.__get__, _T.grad.__set__, _T.grad.__delete__, _T.data.__get__
+_GRAD, _SET_GRAD, _DELETE_GRAD, _DATA = (
+    _T.grad.__get__,
+    _T.grad.__set__,
+    _T.grad.__delete__,
+    _T.data.__get__,
+)
 _REQUIRES_GRAD = _T.requires_grad.__get__
 #: Answered without gathering.
-_KNOWN = {_T.shape.__get__, _T.ndim.__get__, _T.dtype.__get__, _T.device.__get__, _T.size, _T.dim, _T.numel, _T.nelement, _T.__len__}
+_KNOWN = {
+    _T.shape.__get__,
+    _T.ndim.__get__,
+    _T.dtype.__get__,
+    _T.device.__get__,
+    _T.size,
+    _T.dim,
+    _T.numel,
+    _T.nelement,
+    _T.__len__,
+}
 #: What registers a hook.
 REGISTER = {_T.register_hook, _T.register_post_accumulate_grad_hook}
 #: The parameters whose hooks are running, by id.
 showing: dict[int, Entry] = {}
 
 IN_BACKWARD = (
-    "inside a backward pass the gradients are this rank's own: they are not reduced yet, so every rank would step to something else. "
-    "Use the ordinary order (backward(), then optimizer.step()), or, to free gradients while the backward pass runs, "
-    "Recipe.zero(..., step_in_backward=True) with the optimizer's states offloaded."
+    "inside a backward pass the gradients are this rank's own: they are not reduced yet, so every"
+    " rank would step to something else. Use the ordinary order (backward(), then"
+    " optimizer.step()), or, to free gradients while the backward pass runs, Recipe.zero(...,"
+    " step_in_backward=True) with the optimizer's states offloaded."
 )
 
 
 def move(old: torch.Tensor, entry: Entry) -> None:
-    """The hooks of the parameter that `shard()` was given go on: the dicts stay the same objects, so that their handles can remove them."""
+    """The hooks of the parameter that `shard()` was given go on: the dicts stay the same objects,
+    so that their handles can remove them.
+    """
     hooks, post = old._backward_hooks, old._post_accumulate_grad_hooks
     if hooks is not None:
         old._backward_hooks = None
@@ -59,8 +79,9 @@ def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
     param, name = entry.param, entry.slot.name
     if entry.part.numel != entry.slot.numel:
         raise ValueError(
-            f"{func.__name__} on {name!r}: this weight is computed in tiles, whose gradients come one by one: no hook would see the "
-            "whole. Put the hook on a module's output, or give the recipe a larger tile."
+            f"{func.__name__} on {name!r}: this weight is computed in tiles, whose gradients come"
+            " one by one: no hook would see the whole. Put the hook on a module's output, or give"
+            " the recipe a larger tile."
         )
     with _whole_sight():
         if func == _T.register_hook and param.requires_grad:
@@ -72,7 +93,9 @@ def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def answered(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function gives that was called while hooks run; NotImplemented if it is not about their parameters."""
+    """What a function gives that was called while hooks run; NotImplemented if it is not about
+    their parameters.
+    """
     entry = showing.get(id(args[0])) if args else None
     with _whole_sight():
         if entry is not None and func == _GRAD:
@@ -88,7 +111,8 @@ def answered(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs, found = _whole(func, args, kwargs)
         if not found:
             return NotImplemented
-        return args[0].detach() if func == _DATA else func(*args, **kwargs)  # detach: writes are seen
+        # Detach: writes are seen
+        return args[0].detach() if func == _DATA else func(*args, **kwargs)
 
 
 def _whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
@@ -108,12 +132,15 @@ def _whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
 
 
 def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
-    """Call the user's post-accumulate hooks of `entry`, whose gradient of this backward pass lies on `entry.compute`.
+    """Call the user's post-accumulate hooks of `entry`, whose gradient of this backward pass lies
+    on `entry.compute`.
 
-    `accumulated`: what earlier micro-batches left, unreduced and whole, or None. It is part of what the hooks see, as in PyTorch.
+    `accumulated`: what earlier micro-batches left, unreduced and whole, or None. It is part of what
+        the hooks see, as in PyTorch.
 
     Returns:
-        whether `entry.compute.grad` is the sum with `accumulated` now, rather than this backward pass's gradient: somebody changed it.
+        whether `entry.compute.grad` is the sum with `accumulated` now, rather than this backward
+        pass's gradient: somebody changed it.
 
     Raises:
         RuntimeError: a hook wrote to the parameter.
@@ -132,7 +159,9 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
     finally:
         del showing[id(entry.param)]
     if compute._version != values:
-        raise ShardedParameterError(f"a gradient hook wrote to parameter {entry.slot.name!r}, but {IN_BACKWARD}")
+        raise ShardedParameterError(
+            f"a gradient hook wrote to parameter {entry.slot.name!r}, but {IN_BACKWARD}"
+        )
     changed = compute.grad is not shown or shown._version != version  # type: ignore[union-attr]
     if accumulated is not None and not changed:
         compute.grad = own

@@ -15,13 +15,19 @@ from onefold.runtime.unit import Unit
 
 
 class _Hooks:
-    """What a module is given: `before`, `after` and `always` around its forward pass. As they are methods, pickling a module ends here."""
+    """What a module is given: `before`, `after` and `always` around its forward pass. As they are
+    methods, pickling a module ends here.
+    """
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         self.engine, self.unit, self.cast_to = engine, unit, _cast_to(engine)
 
     def cast(self, args: Any, kwargs: Any) -> Any:
-        return None if self.cast_to is None else (_cast(args, self.cast_to), _cast(kwargs, self.cast_to))
+        return (
+            None
+            if self.cast_to is None
+            else (_cast(args, self.cast_to), _cast(kwargs, self.cast_to))
+        )
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self  # the parameters refuse it, with their names
@@ -84,7 +90,9 @@ def install(engine: Engine, unit: Unit, module: nn.Module) -> None:
 
 
 def install_on_part(engine: Engine, module: nn.Module) -> None:
-    """Let a module of the root unit be called by itself (an encoder, an embedding): that too is a pass over the model."""
+    """Let a module of the root unit be called by itself (an encoder, an embedding): that too is a
+    pass over the model.
+    """
     _register(module, _AroundPart(engine, engine.units[0]))
 
 
@@ -99,9 +107,11 @@ def _register(module: nn.Module, hooks: _AroundUnit | _AroundPart) -> None:
 
 
 def _keep_from_compiler(hook: Any) -> None:
-    """A compiled module breaks its graph at the hook, and the hook's own frames are run as they are.
+    """A compiled module breaks its graph at the hook, and the hook's own frames are run as they
+    are.
 
-    torch.compiler.disable would do, but importing the compiler costs a second to all who do not compile.
+    torch.compiler.disable would do, but importing the compiler costs a second to all who do not
+    compile.
     """
     hook._torchdynamo_disable = True
     frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
@@ -117,7 +127,9 @@ def _cast_to(engine: Engine) -> torch.dtype | None:
 
 
 def guard_unset(engine: Engine, module: nn.Module) -> None:
-    """Refuse `state_dict()`, and where the engine hooks no forward pass that too, while something has no value (runtime/unset.py)."""
+    """Refuse `state_dict()`, and where the engine hooks no forward pass that too, while something
+    has no value (runtime/unset.py).
+    """
     seen = weakref.ref(engine)
 
     def on_save(*_: Any) -> None:
@@ -134,11 +146,17 @@ def guard_unset(engine: Engine, module: nn.Module) -> None:
 
     for part in module.modules():
         part.register_state_dict_pre_hook(on_save)
-    handles = {id(m): m.register_forward_pre_hook(on_use, prepend=True) for m in module.modules()} if engine.unsharded else {}
+    handles = (
+        {id(m): m.register_forward_pre_hook(on_use, prepend=True) for m in module.modules()}
+        if engine.unsharded
+        else {}
+    )
 
 
 def guard_state_dict(engine: Engine, module: nn.Module) -> None:
-    """`state_dict()` of a sharded model would hold one rank's intervals under the names of whole parameters: refuse it."""
+    """`state_dict()` of a sharded model would hold one rank's intervals under the names of whole
+    parameters: refuse it.
+    """
     if all(flat.whole_master for u in engine.units for flat in u.flats):
         return
 
@@ -147,9 +165,9 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
             _refuse_leftovers(part)
         elif not engine.whole_depth:
             raise RuntimeError(
-                "state_dict() of a sharded model would hold this rank's intervals under the names of whole parameters. "
-                "Use onefold.full_state_dict(model) on every rank (rank 0 gets the whole), "
-                "or call state_dict() inside `with onefold.full_params(model):`."
+                "state_dict() of a sharded model would hold this rank's intervals under the names"
+                " of whole parameters. Use onefold.full_state_dict(model) on every rank (rank 0"
+                " gets the whole), or call state_dict() inside `with onefold.full_params(model):`."
             )
 
     def on_load(part: nn.Module, *_: Any) -> None:
@@ -157,29 +175,40 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
             _refuse_leftovers(part)
         elif not engine.whole_depth:
             raise RuntimeError(
-                "load_state_dict() on a sharded model would write whole parameters over this rank's intervals. "
-                "Use onefold.load_full_state_dict(model, state_dict) on every rank, "
-                "or load inside `with onefold.full_params(model, write=True):`."
+                "load_state_dict() on a sharded model would write whole parameters over this rank's"
+                " intervals. Use onefold.load_full_state_dict(model, state_dict) on every rank, or"
+                " load inside `with onefold.full_params(model, write=True):`."
             )
 
-    engine.handles += [module.register_state_dict_pre_hook(on_save), module.register_load_state_dict_pre_hook(on_load)]
+    engine.handles += [
+        module.register_state_dict_pre_hook(on_save),
+        module.register_load_state_dict_pre_hook(on_load),
+    ]
 
 
 def _refuse_leftovers(part: nn.Module) -> None:
-    """Raise RuntimeError if `part` has outlived its sharded model, and with it the way to make its parameters whole."""
+    """Raise RuntimeError if `part` has outlived its sharded model, and with it the way to make its
+    parameters whole.
+    """
     names = [info.name for info in infos(list(part.parameters()), {}) if info.sharded]
     if names:
         raise RuntimeError(
-            f"this {type(part).__name__} has outlived the sharded model it was part of: its parameters ({', '.join(map(repr, names[:3]))}) "
-            "are this rank's intervals, and nothing can make them whole any more. "
-            "Keep the model, and take onefold.full_state_dict(model) from it."
+            f"this {type(part).__name__} has outlived the sharded model it was part of: its"
+            f" parameters ({', '.join(map(repr, names[:3]))}) are this rank's intervals, and"
+            " nothing can make them whole any more. Keep the model, and take"
+            " onefold.full_state_dict(model) from it."
         )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         with disable_torch_function():
-            return value.to(dtype) if value.is_floating_point() and value.dtype in (torch.float32, torch.float16, torch.bfloat16) else value
+            return (
+                value.to(dtype)
+                if value.is_floating_point()
+                and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+                else value
+            )
     if isinstance(value, (list, tuple)) and tensors_in(value):
         cast = [_cast(v, dtype) for v in value]
         return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)

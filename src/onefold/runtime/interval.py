@@ -4,13 +4,14 @@
     rank 0      holds [0, 10)         x x x x x x   x x x x
     rank 1      holds [10, 24)                                1 1   1 ... 1     1 ... 1
 
-`p.data`, `p.grad` and `p.detach()` of a sharded parameter are intervals, and so is what element-wise work makes of them. What an
-operation on one does is decided in runtime/operators.py. Inside `disable_torch_function()` an interval is an ordinary one-dimensional tensor of
-the local elements.
+`p.data`, `p.grad` and `p.detach()` of a sharded parameter are intervals, and so is what
+element-wise work makes of them. What an operation on one does is decided in runtime/operators.py.
+Inside `disable_torch_function()` an interval is an ordinary one-dimensional tensor of the local
+elements.
 
-[Note: the same cut] Two intervals can be combined element by element without traffic if every rank holds the same elements of both.
-That is a question of addresses and owners, never of what this rank happens to hold: all ranks answer it alike, so all of them
-communicate, or none.
+[Note: the same cut] Two intervals can be combined element by element without traffic if every rank
+holds the same elements of both. That is a question of addresses and owners, never of what this rank
+happens to hold: all ranks answer it alike, so all of them communicate, or none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
 
-disable_torch_function = torch._C.DisableTorchFunctionSubclass  # inside it sharded parameters and intervals are plain tensors over local memory
+# Inside it sharded parameters and intervals are plain tensors over local memory
+disable_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedParameterError(RuntimeError):
@@ -39,7 +41,8 @@ class Owners:
     """Which rank owns which addresses of a flat buffer.
 
     Attributes:
-        bounds: the addresses `(start, stop)` by position in the group whose ranks together own everything once.
+        bounds: the addresses `(start, stop)` by position in the group whose ranks together own
+            everything once.
         position: this rank's in that group.
     """
 
@@ -61,9 +64,11 @@ class Owners:
         """
         engine, flat = self._engine(), self._flat()
         if engine is None or flat is None or engine.closed:
-            raise ShardedParameterError(f"{subject} is one rank's part of a parameter whose model is gone: nothing can make it whole.")
+            raise ShardedParameterError(
+                f"{subject} is one rank's part of a parameter whose model is gone: nothing can make"
+                " it whole."
+            )
         return engine, flat.route.group_of_owners
-
 
     def before_write(self) -> None:
         """See `Engine.before_write`."""
@@ -77,12 +82,15 @@ class IntervalSpec:
 
     Attributes:
         name: whose they are, for messages. first: the flat buffer's address of element 0.
-        unreduced: a gradient kept under no_sync, of which each rank holds a part of its own gradient.
+        unreduced: a gradient kept under no_sync, of which each rank holds a part of its own
+            gradient.
     """
 
     __slots__ = ("first", "name", "numel", "owners", "shape", "start", "stop", "unreduced")
 
-    def __init__(self, owners: Owners, name: str, first: int, shape: Any, unreduced: bool = False) -> None:
+    def __init__(
+        self, owners: Owners, name: str, first: int, shape: Any, unreduced: bool = False
+    ) -> None:
         self.owners, self.name, self.first, self.unreduced = owners, name, first, unreduced
         self.shape, self.numel = torch.Size(shape), prod(shape)
         a, b = self._at(owners.position)
@@ -95,7 +103,11 @@ class IntervalSpec:
     def same_cut(self, other: IntervalSpec) -> bool:
         """See [Note: the same cut]. Shapes may differ."""
         mine, theirs = self.owners, other.owners
-        return self.first == other.first and self.numel == other.numel and (mine is theirs or mine.bounds == theirs.bounds)
+        return (
+            self.first == other.first
+            and self.numel == other.numel
+            and (mine is theirs or mine.bounds == theirs.bounds)
+        )
 
     def reshaped(self, shape: Any) -> IntervalSpec:
         """The same elements in another shape."""
@@ -105,12 +117,19 @@ class IntervalSpec:
         """The elements from `offset` on that a tensor of `shape` has."""
         return IntervalSpec(self.owners, self.name, self.first + offset, shape, self.unreduced)
 
-    # -- collectives: every rank of the group calls them -------------------------------------------------------------------------
+    # -- collectives: every rank of the group calls them -------------------------------------------
 
     def gather(self, local: torch.Tensor, what: str) -> torch.Tensor:
-        """The whole, of `shape`, on every rank, on the device of `local`: this rank's elements. `what` is being done, for messages."""
+        """The whole, of `shape`, on every rank, on the device of `local`: this rank's elements.
+        `what` is being done, for messages.
+        """
         engine, group = self.owners.meet(f"{self.name!r}")
-        place = CollectiveContext("state", f"{what} of {self.name!r}, which every rank must call", engine.step, engine.phase)
+        place = CollectiveContext(
+            "state",
+            f"{what} of {self.name!r}, which every rank must call",
+            engine.step,
+            engine.phase,
+        )
         full = torch.empty(self.numel, dtype=local.dtype, device=engine.device)
         raw, parts = full.view(torch.uint8), [self._at(p) for p in range(group.size)]
         width = local.element_size()
@@ -118,23 +137,39 @@ class IntervalSpec:
             full[self.start : self.stop].copy_(local)
             mine = raw[self.start * width : self.stop * width]
             sends = [(p, mine) for p in range(group.size) if p != group.rank]
-            recvs = [(p, raw[a * width : b * width]) for p, (a, b) in enumerate(parts) if p != group.rank]
+            recvs = [
+                (p, raw[a * width : b * width]) for p, (a, b) in enumerate(parts) if p != group.rank
+            ]
             group.exchange(sends, recvs, place, self.owners.index, move="state").wait()
         return full.view(self.shape).to(local.device)
 
     def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """`values`, [k], of every rank of the group: [ranks, k], in rank order, on the engine's device."""
+        """`values`, [k], of every rank of the group: [ranks, k], in rank order, on the engine's
+        device.
+        """
         engine, group = self.owners.meet(f"{self.name!r}")
-        place = CollectiveContext("control", f"{what} of {self.name!r}, which every rank must call", engine.step, engine.phase)
+        place = CollectiveContext(
+            "control",
+            f"{what} of {self.name!r}, which every rank must call",
+            engine.step,
+            engine.phase,
+        )
         return group.gather_values(values.to(engine.device), place)
 
 
 def spec_of(value: Any) -> IntervalSpec | None:
-    """What a sharded parameter or an interval holds; None for anything else, also for parameters that are whole here."""
-    return value.__dict__.get("_onefold_spec") if getattr(type(value), "_onefold_faced", False) else None
+    """What a sharded parameter or an interval holds; None for anything else, also for parameters
+    that are whole here.
+    """
+    return (
+        value.__dict__.get("_onefold_spec")
+        if getattr(type(value), "_onefold_faced", False)
+        else None
+    )
 
 
-#: What an operation on an interval does: (function, arguments, keyword arguments). runtime/parameter.py, which makes intervals, sets it.
+#: What an operation on an interval does: (function, arguments, keyword arguments).
+#: runtime/parameter.py, which makes intervals, sets it.
 dispatched_by: list[Any] = [None]
 
 
@@ -149,13 +184,20 @@ class Interval(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return self.__dict__["_onefold_spec"].shape if torch._C._is_torch_function_enabled() else _shape(self)
+        return (
+            self.__dict__["_onefold_spec"].shape
+            if torch._C._is_torch_function_enabled()
+            else _shape(self)
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.__dict__["_onefold_spec"]
         with disable_torch_function():
             local = self.detach().as_subclass(torch.Tensor)
-            return f"Interval({spec.name!r}: elements {spec.start} to {spec.stop} of shape {tuple(spec.shape)}, local={local!r})"
+            return (
+                f"Interval({spec.name!r}: elements {spec.start} to {spec.stop} of shape"
+                f" {tuple(spec.shape)}, local={local!r})"
+            )
 
     def __deepcopy__(self, memo: Any) -> Interval:
         with disable_torch_function(), torch.no_grad():
@@ -165,18 +207,21 @@ class Interval(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         spec = self.__dict__["_onefold_spec"]
         raise ShardedParameterError(
-            f"pickling one rank's part of {spec.name!r}, as torch.save does, would save elements {spec.start} to {spec.stop} only. Save "
-            "onefold.full_state_dict(model), optimizer.state_dict() or onefold.save(folder, model=model, optimizer=optimizer): every rank "
-            "calls it, rank 0 has the whole."
+            f"pickling one rank's part of {spec.name!r}, as torch.save does, would save elements"
+            f" {spec.start} to {spec.stop} only. Save onefold.full_state_dict(model),"
+            " optimizer.state_dict() or onefold.save(folder, model=model, optimizer=optimizer):"
+            " every rank calls it, rank 0 has the whole."
         )
 
 
 class Lent:
-    """The tensors that were given out over a parameter's memory, as far as they live: `.data`, `detach()`, rows of them.
+    """The tensors that were given out over a parameter's memory, as far as they live: `.data`,
+    `detach()`, rows of them.
 
-    [Note: old data] In PyTorch `old = p.data; p.data = other` leaves `old` as it was: it has the memory that was the parameter's. Here a
-    parameter keeps its memory, and takes over the values. So what was given out before moves to a copy of the old ones. Scripts that put
-    averages in place to evaluate, and `old` back behind it, rely on that.
+    [Note: old data] In PyTorch `old = p.data; p.data = other` leaves `old` as it was: it has the
+    memory that was the parameter's. Here a parameter keeps its memory, and takes over the values.
+    So what was given out before moves to a copy of the old ones. Scripts that put averages in place
+    to evaluate, and `old` back behind it, rely on that.
     """
 
     __slots__ = ("_refs", "_room")
@@ -186,7 +231,8 @@ class Lent:
         self._room = 8
 
     def add(self, view: torch.Tensor) -> None:
-        if spec_of(view) is not None:  # a whole tensor leaves no trace: it may be pickled, and its own views are torch's
+        # A whole tensor leaves no trace: it may be pickled, and its own views are torch's
+        if spec_of(view) is not None:
             view.__dict__["_onefold_lent"] = self
         self._refs.append(weakref.ref(view))
         if len(self._refs) > self._room:
@@ -194,7 +240,9 @@ class Lent:
             self._room = 2 * len(self._refs) + 8
 
     def move_away(self, memory: torch.Tensor) -> None:
-        """Before other values are written to `memory`, plain, as `p.data = value` does. Inside `disable_torch_function`."""
+        """Before other values are written to `memory`, plain, as `p.data = value` does. Inside
+        `disable_torch_function`.
+        """
         views = [view for ref in self._refs if (view := ref()) is not None]
         self._refs = []
         if not views:
@@ -203,7 +251,9 @@ class Lent:
         for view in views:
             view.__dict__.pop("_onefold_lent", None)
             if view.untyped_storage().data_ptr() == storage:
-                view.data = kept.as_strided(view.size(), view.stride(), view.storage_offset() - memory.storage_offset())
+                view.data = kept.as_strided(
+                    view.size(), view.stride(), view.storage_offset() - memory.storage_offset()
+                )
 
 
 def lend(view: torch.Tensor, source: torch.Tensor) -> None:
@@ -214,12 +264,15 @@ def lend(view: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a sharded parameter or an interval as a plain tensor over the same memory; any other tensor detached."""
+    """This rank's elements of a sharded parameter or an interval as a plain tensor over the same
+    memory; any other tensor detached.
+    """
     with disable_torch_function():
         return tensor.detach().as_subclass(torch.Tensor)
 
 
-# torch's own: inside `disable_torch_function` what a parameter holds as `.grad`, without the way round by the property of its class.
+# torch's own: inside `disable_torch_function` what a parameter holds as `.grad`, without the way
+# round by the property of its class.
 _base: Any = torch._C.TensorBase
 get_grad, set_grad = _base.grad.__get__, _base.grad.__set__
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
@@ -229,7 +282,9 @@ _over: dict[tuple[type, type], type] = {}
 
 
 def dispatches(kind: type) -> bool:
-    """Whether tensors of class `kind` compute in a way of their own, as fake ones do (plan/simulate.py): they have to keep their class."""
+    """Whether tensors of class `kind` compute in a way of their own, as fake ones do
+    (plan/simulate.py): they have to keep their class.
+    """
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
@@ -243,7 +298,9 @@ def over(face: type, own: type) -> type:
 
 
 def dress(local: torch.Tensor, spec: IntervalSpec) -> Interval:
-    """A fresh tensor of this rank's elements, [stop - start], as an interval of `spec`. The object itself changes its class."""
+    """A fresh tensor of this rank's elements, [stop - start], as an interval of `spec`. The object
+    itself changes its class.
+    """
     kind = type(local)
     local.__class__ = Interval if kind is torch.Tensor else over(Interval, kind)
     local.__dict__["_onefold_spec"] = spec

@@ -3,8 +3,9 @@
     enter        pass    pass    pass with gradients    pass              leave
     gather all   ·       ·       let go                 gather all again  let go
 
-They are also let go when their masters move (an optimizer step, a load, a write), and gathered again by the next pass without gradients.
-Units that do not fit under the limit are gathered and released in each pass as ever.
+They are also let go when their masters move (an optimizer step, a load, a write), and gathered
+again by the next pass without gradients. Units that do not fit under the limit are gathered and
+released in each pass as ever.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
 
 def gathered_bytes(unit: Unit) -> int:
     """Bytes of its gathered buffers on a rank."""
-    return sum(flat.layout.numel * flat.dtypes.compute.itemsize for flat in unit.flats if not flat.resident)
+    return sum(
+        flat.layout.numel * flat.dtypes.compute.itemsize for flat in unit.flats if not flat.resident
+    )
 
 
 def fitting(engine: Engine, limit: int | None) -> frozenset[int]:
-    """The indices of the units that stay: first come, first kept, in the agreed order of the forward pass (the same on every rank)."""
+    """The indices of the units that stay: first come, first kept, in the agreed order of the
+    forward pass (the same on every rank).
+    """
     chosen, left = [], limit
     for index in engine.gather.forward_order:
         nbytes = gathered_bytes(engine.units[index])
@@ -48,9 +53,14 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
     """
     gather = engine.gather
     if engine.stack or engine.backward_open:
-        raise RuntimeError("keep_gathered was entered inside a pass of the model; enter it outside.")
+        raise RuntimeError(
+            "keep_gathered was entered inside a pass of the model; enter it outside."
+        )
     if gather.kept_gathered:
-        raise RuntimeError("keep_gathered was entered inside keep_gathered of the same model; leave the outer one first.")
+        raise RuntimeError(
+            "keep_gathered was entered inside keep_gathered of the same model; leave the outer one"
+            " first."
+        )
     gather.kept_gathered = fitting(engine, limit)
     try:
         with disable_torch_function(), torch.no_grad():

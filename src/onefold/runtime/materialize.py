@@ -20,7 +20,8 @@ def modules_of(spec: UnitSpec, others: Iterable[UnitSpec]) -> list[tuple[str, nn
 
 
 def _walk(prefix: str, module: nn.Module, without: set[int]) -> list[tuple[str, nn.Module]]:
-    # Not a nested function: one that calls itself is a reference cycle, and would keep the model alive until the collector runs.
+    # Not a nested function: one that calls itself is a reference cycle, and would keep the model
+    # alive until the collector runs.
     out = [(prefix, module)]
     for name, child in module.named_children():
         if id(child) not in without:
@@ -44,11 +45,12 @@ def materialize(
 ) -> list[tuple[str, nn.Module, str]]:
     """Give the unit's own meta tensors memory on `device` and, where `values`, initialize them.
 
-    Without values (another rank brings them) only the buffers get memory. Values come from `init(module)`, else from the
-    module's `reset_parameters()`, else from the root's `_init_weights(module)`, as transformers models have it. The parameters
-    named in `coming` are on the meta device while that runs, so that no value is made for them; somebody writes them later, into
-    their shard, or with `memory` into memory of their own, which is not touched here. A parameter that nothing initializes stays on the
-    meta device, or is marked (runtime/unset.py).
+    Without values (another rank brings them) only the buffers get memory. Values come from
+    `init(module)`, else from the module's `reset_parameters()`, else from the root's
+    `_init_weights(module)`, as transformers models have it. The parameters named in `coming` are on
+    the meta device while that runs, so that no value is made for them; somebody writes them later,
+    into their shard, or with `memory` into memory of their own, which is not touched here. A
+    parameter that nothing initializes stays on the meta device, or is marked (runtime/unset.py).
 
     Returns:
         the buffers that nothing gave a value: (name, module, key).
@@ -62,7 +64,8 @@ def materialize(
         for key in buffers:
             module._buffers[key] = mark(torch.empty_like(module._buffers[key], device=device))  # type: ignore[arg-type]
         how = _initializer(module, init, root)
-        there = any(p is not None and not p.is_meta for p in module._parameters.values())  # which an initializer would write over
+        # Which an initializer would write over
+        there = any(p is not None and not p.is_meta for p in module._parameters.values())
         if values and how is not None and (len(later) < len(ours) or (buffers and not there)):
             for key in ours.keys() - later.keys():
                 _put(module, key, mark(_empty(ours[key], device)))  # type: ignore[arg-type]
@@ -72,7 +75,11 @@ def materialize(
             for key in ours.keys() - later.keys():
                 _put(module, key, mark(_empty(ours[key], device)))  # type: ignore[arg-type]
         if values:
-            unset += [(dot + key, module, key) for key in buffers if (b := module._buffers[key]) is not None and is_marked(b)]
+            unset += [
+                (dot + key, module, key)
+                for key in buffers
+                if (b := module._buffers[key]) is not None and is_marked(b)
+            ]
         if memory:
             for key, param in later.items():
                 _put(module, key, _empty(param, device))
@@ -81,20 +88,24 @@ def materialize(
 
 def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:
     param = nn.Parameter(torch.empty_like(like, device=device), requires_grad=like.requires_grad)
-    param._backward_hooks = like._backward_hooks  # the same dicts: handles that remove a hook stay good
+    # The same dicts: handles that remove a hook stay good
+    param._backward_hooks = like._backward_hooks
     if like._post_accumulate_grad_hooks is not None:
         param._post_accumulate_grad_hooks = like._post_accumulate_grad_hooks
     return param
 
 
 def _put(module: nn.Module, key: str, param: nn.Parameter | None) -> None:
-    if isinstance(module, nn.RNNBase):  # it keeps a list of its parameters besides, which follows an assignment
+    # It keeps a list of its parameters besides, which follows an assignment
+    if isinstance(module, nn.RNNBase):
         setattr(module, key, param)
     else:
         module._parameters[key] = param
 
 
-def _initializer(module: nn.Module, init: Init | None, root: nn.Module) -> Callable[[], object] | None:
+def _initializer(
+    module: nn.Module, init: Init | None, root: nn.Module
+) -> Callable[[], object] | None:
     """What gives the module's own tensors their values, if anything does."""
     own_way: Callable[[], object] | None = getattr(module, "reset_parameters", None)
     how = init or getattr(root, "_init_weights", None)
@@ -104,7 +115,9 @@ def _initializer(module: nn.Module, init: Init | None, root: nn.Module) -> Calla
 
 
 def tie(specs: Iterable[UnitSpec]) -> None:
-    """Let parameters that were one object before `materialize` gave each of its places memory be one again."""
+    """Let parameters that were one object before `materialize` gave each of its places memory be
+    one again.
+    """
     for spec in specs:
         for found in spec.found:
             tensors = [module._parameters[key] for module, key in found.places]

@@ -1,4 +1,5 @@
-"""What an operation does that is given an interval (runtime/interval.py), or a sharded parameter outside a forward pass without gradients.
+"""What an operation does that is given an interval (runtime/interval.py), or a sharded parameter
+outside a forward pass without gradients.
 
 | operation                                            | what happens                                                      | traffic       |
 |------------------------------------------------------|-------------------------------------------------------------------|---------------|
@@ -13,8 +14,9 @@
 | views in another order: t(), [:, 3], chunk(2, 1)     | `ShardedParameterError`: a copy would lose what is written to it  |               |
 | memory of its own: set_, resize_, DLPack             | `ShardedParameterError`                                           |               |
 
-What has traffic is a collective: every rank must come to it. Names not in these tables are looked up in torch's own schemas: what writes to
-nothing and returns no view is reading, and everything else is refused.
+What has traffic is a collective: every rank must come to it. Names not in these tables are looked
+up in torch's own schemas: what writes to nothing and returns no view is reading, and everything
+else is refused.
 """
 
 from __future__ import annotations
@@ -26,15 +28,21 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, ShardedParameterError, disable_torch_function, dress, lend, spec_of
+from onefold.runtime.interval import (
+    IntervalSpec,
+    ShardedParameterError,
+    disable_torch_function,
+    dress,
+    lend,
+    spec_of,
+)
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ELEMENTWISE = _words(
-    """
+_ELEMENTWISE = _words("""
     abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2
     atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max
     clamp_min clip clone conj conj_physical copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expm1
@@ -55,8 +63,7 @@ _ELEMENTWISE = _words(
     special_psi special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_sinc
     special_spherical_bessel_j0 special_xlog1py special_xlogy special_zeta to type type_as float double half bfloat16 int long
     short char byte bool cfloat cdouble chalf cpu cuda xpu contiguous detach alias resolve_conj resolve_neg
-    """
-)
+    """)
 # Of a second tensor they ask the dtype and the device, never the elements: `scale.to(p)`.
 OF_ANOTHERS_KIND = _words("to type_as")
 _DUNDERS = {
@@ -71,73 +78,53 @@ _DUNDERS = {
     "__rshift__": "bitwise_right_shift", "__rrshift__": "bitwise_right_shift", "__irshift__": "bitwise_right_shift_", "__eq__": "eq",
     "__ne__": "ne", "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge", "__matmul__": "matmul", "__rmatmul__": "matmul",
 }  # fmt: skip
-_WRITTEN = _words(
-    """
+_WRITTEN = _words("""
     copy_ fill_ zero_ masked_fill_ apply_
-    """
-) | {
-    name + "_" for name in _ELEMENTWISE if name not in ("to", "type", "detach", "contiguous", "clone")
+    """) | {
+    name + "_"
+    for name in _ELEMENTWISE
+    if name not in ("to", "type", "detach", "contiguous", "clone")
 }
-_DRAWN = _words(
-    """
+_DRAWN = _words("""
     normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_ bernoulli_
-    """
-)
-_LIKE = _words(
-    """
+    """)
+_LIKE = _words("""
     zeros_like ones_like empty_like full_like
-    """
-)
-_DRAWN_LIKE = _words(
-    """
+    """)
+_DRAWN_LIKE = _words("""
     rand_like randn_like randint_like
-    """
-)
-_FRESH = _words(
-    """
+    """)
+_FRESH = _words("""
     new_zeros new_ones new_empty new_full new_tensor new new_empty_strided result_type
-    """
-)
-_REDUCED = _words(
-    """
+    """)
+_REDUCED = _words("""
     sum mean prod norm linalg_vector_norm linalg_norm max min amax amin any all count_nonzero equal
-    """
-)
-_VIEWS = _words(
-    """
+    """)
+_VIEWS = _words("""
     view reshape flatten ravel view_as reshape_as unflatten squeeze unsqueeze select narrow unbind chunk split split_with_sizes
     tensor_split hsplit vsplit dsplit swapaxes swapdims moveaxis movedim transpose permute t adjoint T mT H mH real imag numpy_T
     matrix_H diagonal unfold as_strided view_as_real view_as_complex detach_copy atleast_1d atleast_2d atleast_3d unsafe_chunk
     unsafe_split
-    """
-)
-# Views whose elements repeat, to which nobody may write: a view of the gathered copy is as good. Where none repeats they are views.
-_READ_VIEWS = _words(
-    """
+    """)
+# Views whose elements repeat, to which nobody may write: a view of the gathered copy is as good.
+# Where none repeats they are views.
+_READ_VIEWS = _words("""
     expand expand_as broadcast_to broadcast_tensors meshgrid
-    """
-)
-_READ = _words(
-    """
+    """)
+_READ = _words("""
     unique unique_consecutive pca_lowrank svd_lowrank lu stft istft cov corrcoef einsum block_diag cartesian_prod
-    """
-)
-_NUMBERS = _words(
-    """
+    """)
+_NUMBERS = _words("""
     item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __contains__
-    """
-)
-_REFUSED = _words(
-    """
+    """)
+_REFUSED = _words("""
     set_ resize_ resize resize_as resize_as_ resize_as_sparse_ sparse_resize_ sparse_resize_and_clear_ share_memory_ __dlpack__
     __dlpack_device__ __cuda_array_interface__ to_sparse to_mkldnn t_ transpose_ squeeze_ unsqueeze_ swapdims_ swapaxes_
     as_strided_ map_ map2_ module_load backward storage typed_storage register_hook register_post_accumulate_grad_hook rename_
     refine_names align_to align_as embedding_renorm_ requires_grad_true __setstate__ __array_wrap__
-    """
-)
+    """)
 # Asked of the memory that is here: identity, place, bookkeeping.
-_LOCAL = _words(
-    """
+_LOCAL = _words("""
     data_ptr untyped_storage storage_type _typed_storage is_shared is_pinned pin_memory get_device is_set_to device dtype layout
     requires_grad is_leaf grad_fn _version is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps
     is_mtia is_xpu is_xla is_ipu is_maia is_vulkan is_floating_point is_complex is_signed is_conj is_neg is_inference element_size
@@ -145,15 +132,16 @@ _LOCAL = _words(
     requires_grad_ detach_ retain_grad __hash__ _is_view is_coalesced is_distributed _has_compatible_shallow_copy_type _grad_fn
     grad_dtype is_inference can_cast as_subclass cudnn_is_acceptable record_stream _is_zerotensor _is_any_true _is_all_true
     get_default_dtype grad _grad ndim_local __repr__ is_tensor is_storage is_nonzero_local
-    """
-)
+    """)
 
 
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 
 
 class Stepping:
-    """How many optimizer steps are under way: inside one, plain tensors of a rank's own elements meet intervals (states made outside)."""
+    """How many optimizer steps are under way: inside one, plain tensors of a rank's own elements
+    meet intervals (states made outside).
+    """
 
     depth = 0
 
@@ -162,7 +150,9 @@ _names: dict[Any, str] = {}
 
 
 def name_of(func: Any) -> str:
-    """The name by which the tables know `func`: "add_", "sum", "shape", or "init" for functions of torch.nn.init."""
+    """The name by which the tables know `func`: "add_", "sum", "shape", or "init" for functions of
+    torch.nn.init.
+    """
     known = _names.get(func)
     if known is None:
         known = getattr(func, "__name__", str(func))
@@ -180,20 +170,37 @@ def writes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether `func` changes its first argument, or `out`."""
     name = name_of(func)
     written = name.endswith("_") and not name.endswith("__")
-    return written or name in ("init", "__setitem__") or kwargs.get("out") is not None or kwargs.get("inplace") is True
+    return (
+        written
+        or name in ("init", "__setitem__")
+        or kwargs.get("out") is not None
+        or kwargs.get("inplace") is True
+    )
 
 
 def is_about_itself(func: Any) -> bool:
-    """Whether `func` asks for what needs no elements (a shape, a dtype), or makes a tensor like another."""
+    """Whether `func` asks for what needs no elements (a shape, a dtype), or makes a tensor like
+    another.
+    """
     name = name_of(func)
-    return name in META or name in _LOCAL or name in _LIKE or name in _DRAWN_LIKE or name in _FRESH or name in _REFUSED or name == "detach"
+    return (
+        name in META
+        or name in _LOCAL
+        or name in _LIKE
+        or name in _DRAWN_LIKE
+        or name in _FRESH
+        or name in _REFUSED
+        or name == "detach"
+    )
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """See the table of this module. `args` hold at least one interval, or sharded parameter that is to be taken for one.
+    """See the table of this module. `args` hold at least one interval, or sharded parameter that is
+    to be taken for one.
 
     Raises:
-        ShardedParameterError: there is no way to do it on a part; the message says what to write instead.
+        ShardedParameterError: there is no way to do it on a part; the message says what to write
+            instead.
     """
     name = name_of(func)
     with disable_torch_function():
@@ -205,12 +212,15 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if name in _LOCAL:
             return _asked(func, name, args, kwargs)
         tensors = _tensors((args, kwargs))
-        kept = next((spec for t in tensors if (spec := spec_of(t)) is not None and spec.unreduced), None)
+        kept = next(
+            (spec for t in tensors if (spec := spec_of(t)) is not None and spec.unreduced), None
+        )
         if kept is not None and name not in ("zero_", "_foreach_zero_"):
             raise ShardedParameterError(
-                f"{name} was given the gradient of {kept.name!r} under onefold.no_sync, where `.grad` shows this rank's unreduced part "
-                "only. Look at gradients, and change them, after the last micro-batch. Dropping them is fine: optimizer.zero_grad(), or "
-                "`.grad = None`."
+                f"{name} was given the gradient of {kept.name!r} under onefold.no_sync, where"
+                " `.grad` shows this rank's unreduced part only. Look at gradients, and change"
+                " them, after the last micro-batch. Dropping them is fine: optimizer.zero_grad(),"
+                " or `.grad = None`."
             )
         if name == "data__set__" and spec_of(args[0]) is not None:
             return _give(*args)
@@ -220,10 +230,15 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _foreach(func, name, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, *args)
-        if kwargs.get("requires_grad") and (name in _LIKE or name in _DRAWN_LIKE) and any(map(spec_of, tensors)):
+        if (
+            kwargs.get("requires_grad")
+            and (name in _LIKE or name in _DRAWN_LIKE)
+            and any(map(spec_of, tensors))
+        ):
             raise ShardedParameterError(
-                f"{name}({_subject(args, kwargs)}, requires_grad=True) would be one rank's part, and gradients of it would be lost. "
-                "Make a whole: torch.zeros(p.shape, device=p.device, requires_grad=True)."
+                f"{name}({_subject(args, kwargs)}, requires_grad=True) would be one rank's part,"
+                " and gradients of it would be lost. Make a whole: torch.zeros(p.shape,"
+                " device=p.device, requires_grad=True)."
             )
         if name in _LIKE:
             return _on_locals(func, args, kwargs)
@@ -231,15 +246,25 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _drawn_like(func, args, kwargs)
         if name in _FRESH:
             return func(*args, **kwargs)
-        if name == "init" or (name in _DRAWN and spec_of(args[0]) and not any(map(spec_of, tensors[1:]))):
+        if name == "init" or (
+            name in _DRAWN and spec_of(args[0]) and not any(map(spec_of, tensors[1:]))
+        ):
             return _drawn(func, args, kwargs)
-        if (kwargs.get("out") is not None or kwargs.get("inplace") is True) and name in _ELEMENTWISE:
+        if (
+            kwargs.get("out") is not None or kwargs.get("inplace") is True
+        ) and name in _ELEMENTWISE:
             return _write(func, name, args, kwargs)
-        if name in ("to", "type_as") and isinstance(like := args[1] if len(args) > 1 else kwargs.get("other"), torch.Tensor):
+        if name in ("to", "type_as") and isinstance(
+            like := args[1] if len(args) > 1 else kwargs.get("other"), torch.Tensor
+        ):
             return _like_another(like, args, kwargs)
         if name == "where" and len(args) + len(kwargs) == 1:  # indices, as nonzero() has them
             return _read(func, name, args, kwargs)
-        if name in _ELEMENTWISE or name in _WRITTEN or (name in ("max", "min") and len(args) == 2 and isinstance(args[1], torch.Tensor)):
+        if (
+            name in _ELEMENTWISE
+            or name in _WRITTEN
+            or (name in ("max", "min") and len(args) == 2 and isinstance(args[1], torch.Tensor))
+        ):
             return _elementwise(func, name, args, kwargs)
         if name == "__getitem__":
             return _getitem(func, args, kwargs)
@@ -256,7 +281,9 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if name in _NUMBERS:
             return _number(func, name, args, kwargs)
         if name == "__format__":
-            return _number(func, name, args, kwargs) if not spec_of(args[0]).shape else repr(args[0])  # type: ignore[union-attr]
+            return (
+                _number(func, name, args, kwargs) if not spec_of(args[0]).shape else repr(args[0])  # type: ignore[union-attr]
+            )
         if writes_in_place(func, kwargs):
             return _write(func, name, args, kwargs)
         if _only_reads(func, name):
@@ -264,7 +291,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise _refusal(func, name, args, kwargs)
 
 
-# -- what is asked of a tensor without its elements --------------------------------------------------------------------------------
+# -- what is asked of a tensor without its elements ------------------------------------------------
 
 
 def _size(spec: IntervalSpec, _: Any, dim: int | None = None) -> Any:
@@ -286,7 +313,8 @@ def _len(spec: IntervalSpec, _: Any) -> int:
     return spec.shape[0]
 
 
-#: What is asked of a tensor without its elements, and the answer: from the whole's spec and the tensor.
+#: What is asked of a tensor without its elements, and the answer: from the whole's spec and the
+#: tensor.
 META: dict[str, Callable[..., Any]] = {
     "shape": lambda spec, _: spec.shape,
     "size": _size,
@@ -302,28 +330,38 @@ META: dict[str, Callable[..., Any]] = {
     "is_non_overlapping_and_dense": lambda spec, *_: True,
     "dim_order": lambda spec, *_, **__: tuple(range(len(spec.shape))),
     "nbytes": lambda spec, t: spec.numel * t.element_size(),
-    "is_same_size": lambda spec, _, other: spec.shape == (found.shape if (found := spec_of(other)) is not None else other.shape),
+    "is_same_size": (
+        lambda spec, _, other: (
+            spec.shape == (found.shape if (found := spec_of(other)) is not None else other.shape)
+        )
+    ),
 }
 
 
 #: Names of what a tensor says of itself.
 METADATA = frozenset(META) | _words(
-    "dtype device is_leaf requires_grad layout is_cuda is_cpu is_meta itemsize is_floating_point is_complex element_size"
+    "dtype device is_leaf requires_grad layout is_cuda is_cpu is_meta itemsize is_floating_point"
+    " is_complex element_size"
 )
 
 
 def _asked(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name == "requires_grad_" and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
         raise ShardedParameterError(
-            f"requires_grad_() on one rank's part of {_subject(args, kwargs)}: gradients of it would be of a part. Use the parameter "
-            "itself, which is gathered where gradients are needed, or a whole copy: parameter.onefold.gather() (on every rank)."
+            f"requires_grad_() on one rank's part of {_subject(args, kwargs)}: gradients of it"
+            " would be of a part. Use the parameter itself, which is gathered where gradients are"
+            " needed, or a whole copy: parameter.onefold.gather() (on every rank)."
         )
     out = func(*args, **kwargs)
     spec = spec_of(args[0]) if name in ("pin_memory", "detach_") else None
-    return out if spec is None or not isinstance(out, torch.Tensor) or spec_of(out) else dress(out, spec)
+    return (
+        out
+        if spec is None or not isinstance(out, torch.Tensor) or spec_of(out)
+        else dress(out, spec)
+    )
 
 
-# -- on this rank's elements ---------------------------------------------------------------------------------------------------------
+# -- on this rank's elements -----------------------------------------------------------------------
 
 
 def _elementwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -333,9 +371,16 @@ def _elementwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
         out, spec = func(*args, **kwargs), spec_of(args[0])
         return out if spec is None else _dressed(out, spec, args)
-    if name in ("masked_fill", "masked_fill_") and any(spec_of(v) for v in (*args[2:], kwargs.get("value"))):  # it wants a number
-        args, kwargs = (*args[:2], *_whole(args[2:], name)), {k: _whole(v, name) if k == "value" else v for k, v in kwargs.items()}
-    kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # one-dimensional memory knows one order
+    # It wants a number
+    if name in ("masked_fill", "masked_fill_") and any(
+        spec_of(v) for v in (*args[2:], kwargs.get("value"))
+    ):
+        args, kwargs = (
+            (*args[:2], *_whole(args[2:], name)),
+            {k: _whole(v, name) if k == "value" else v for k, v in kwargs.items()},
+        )
+    # one-dimensional memory knows one order
+    kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     tensors = _tensors((args, kwargs))
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors if spec_of(t) is None)
     if graded and not (name in _WRITTEN and spec_of(args[0])):
@@ -343,16 +388,29 @@ def _elementwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in _WRITTEN:
         base = spec_of(args[0])
         if base is None:
-            return func(*args, **kwargs) if _all_local(args[0], tensors[1:]) else _read(func, name, args, kwargs)
+            return (
+                func(*args, **kwargs)
+                if _all_local(args[0], tensors[1:])
+                else _read(func, name, args, kwargs)
+            )
         shape = _together(tensors[1:])
         fits = shape is not None and _broadcast(base.shape, shape) == base.shape
         if not fits and not any(_is_local(t, base) for t in tensors[1:]):
             raise _mismatch(name, base, tensors[1:])
     else:
         found = _together(tensors)
-        base = next((s for t in tensors if (s := spec_of(t)) is not None and s.shape == found), None)
+        base = next(
+            (s for t in tensors if (s := spec_of(t)) is not None and s.shape == found), None
+        )
         if base is None:
-            base = next((s for t in tensors if (s := spec_of(t)) is not None and any(_is_local(u, s) for u in tensors)), None)
+            base = next(
+                (
+                    s
+                    for t in tensors
+                    if (s := spec_of(t)) is not None and any(_is_local(u, s) for u in tensors)
+                ),
+                None,
+            )
             if base is None:
                 return _read(func, name, args, kwargs)
     out = _dressed(func(*_replaced(args, base, name), **_replaced(kwargs, base, name)), base, args)
@@ -377,7 +435,10 @@ def _give(target: torch.Tensor, value: torch.Tensor) -> None:
     """`interval.data = value`: the values are taken over, the memory stays."""
     spec, theirs = spec_of(target), spec_of(value)
     assert spec is not None
-    if value.dtype != target.dtype or (theirs.shape if theirs is not None else value.shape) != spec.shape:
+    if (
+        value.dtype != target.dtype
+        or (theirs.shape if theirs is not None else value.shape) != spec.shape
+    ):
         raise _mismatch(".data =", spec, [value])
     with torch.no_grad():
         target.copy_(_part(value, spec, ".data ="))
@@ -396,7 +457,11 @@ def _replaced(value: Any, base: IntervalSpec, what: str) -> Any:
     if isinstance(value, (list, tuple)):
         parts = [_replaced(v, base, what) for v in value]
         return parts if isinstance(value, list) else tuple(parts)
-    return {k: _replaced(v, base, what) for k, v in value.items()} if isinstance(value, dict) else value
+    return (
+        {k: _replaced(v, base, what) for k, v in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _part(t: torch.Tensor, base: IntervalSpec, what: str) -> torch.Tensor:
@@ -413,7 +478,9 @@ def _part(t: torch.Tensor, base: IntervalSpec, what: str) -> torch.Tensor:
 
 
 def slice_of(t: torch.Tensor, spec: IntervalSpec) -> torch.Tensor:
-    """This rank's elements, [stop - start], of the plain tensor `t`, which broadcasts to `spec.shape`."""
+    """This rank's elements, [stop - start], of the plain tensor `t`, which broadcasts to
+    `spec.shape`.
+    """
     if t.numel() == 1:
         return t.reshape(1) if t.dim() else t
     t = t.expand(spec.shape)
@@ -427,8 +494,15 @@ def slice_of(t: torch.Tensor, spec: IntervalSpec) -> torch.Tensor:
 
 
 def _is_local(t: torch.Tensor, base: IntervalSpec) -> bool:
-    """Whether a plain tensor holds this rank's elements alone: inside an optimizer's step its parameters, gradients and states do."""
-    return Stepping.depth > 0 and spec_of(t) is None and tuple(t.shape) == (base.stop - base.start,) and t.shape != base.shape
+    """Whether a plain tensor holds this rank's elements alone: inside an optimizer's step its
+    parameters, gradients and states do.
+    """
+    return (
+        Stepping.depth > 0
+        and spec_of(t) is None
+        and tuple(t.shape) == (base.stop - base.start,)
+        and t.shape != base.shape
+    )
 
 
 def _all_local(target: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
@@ -440,14 +514,20 @@ def _dressed(out: Any, spec: IntervalSpec, args: Any = ()) -> Any:
     if isinstance(out, torch.Tensor):
         return out if spec_of(out) is not None else dress(out, spec)
     if isinstance(out, (list, tuple)):
-        return type(out)(*(_dressed(o, spec) for o in out)) if hasattr(out, "_fields") else type(out)(_dressed(o, spec) for o in out)
+        return (
+            type(out)(*(_dressed(o, spec) for o in out))
+            if hasattr(out, "_fields")
+            else type(out)(_dressed(o, spec) for o in out)
+        )
     return out
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> torch.Size | None:
     """The shape of all of them broadcast; None where they do not fit."""
     try:
-        return torch.broadcast_shapes(*((s.shape if (s := spec_of(t)) is not None else t.shape) for t in tensors))
+        return torch.broadcast_shapes(
+            *((s.shape if (s := spec_of(t)) is not None else t.shape) for t in tensors)
+        )
     except RuntimeError:
         return None
 
@@ -460,7 +540,8 @@ def _broadcast(a: Any, b: Any) -> torch.Size | None:
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """What fills a tensor from nothing but numbers: it fills one of the whole's shape, of which this rank takes its slice.
+    """What fills a tensor from nothing but numbers: it fills one of the whole's shape, of which
+    this rank takes its slice.
 
     With equal seeds ranks draw the same whole; without, each rank's slice is of a draw of its own.
     """
@@ -478,18 +559,22 @@ def _drawn_like(func: Any, args: Any, kwargs: Any) -> Any:
     spec = spec_of(args[0])
     if spec is None:
         return func(*args, **kwargs)
-    whole = func(torch.empty(spec.shape, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
+    whole = func(
+        torch.empty(spec.shape, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs
+    )
     return dress(whole.reshape(-1)[spec.start : spec.stop].clone(), spec)
 
 
-# -- lists -------------------------------------------------------------------------------------------------------------------------
+# -- lists -----------------------------------------------------------------------------------------
 
 
 def _foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The element-wise work of `_foreach_` and `_fused_` functions, list item by list item."""
     if name == "_foreach_norm":
         return norms_of(args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+    lists = [
+        a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
+    ]
     writes = name.endswith("_")
     if name in ("_foreach_max",) or any(len(a) != len(lists[0]) for a in lists):
         return _read(func, name, args, kwargs)
@@ -501,22 +586,33 @@ def _foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             bases.append(first)
         else:
             shape = _together(column)
-            bases.append(next((s for t in column if (s := spec_of(t)) is not None and s.shape == shape), None))
+            bases.append(
+                next(
+                    (s for t in column if (s := spec_of(t)) is not None and s.shape == shape), None
+                )
+            )
     given = []
     for a in args:
         if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor):
-            a = [_part(t, base, name) if base is not None else _whole(t, name) for t, base in zip(a, bases, strict=True)]
+            a = [
+                _part(t, base, name) if base is not None else _whole(t, name)
+                for t, base in zip(a, bases, strict=True)
+            ]
         elif isinstance(a, torch.Tensor):
             a = _whole(a, name)  # a number for all of them
         given.append(a)
     out = func(*given, **_whole(kwargs, name))
     if out is None:
         return None
-    return [_dressed(o, base) if base is not None else o for o, base in zip(out, bases, strict=True)]
+    return [
+        _dressed(o, base) if base is not None else o for o, base in zip(out, bases, strict=True)
+    ]
 
 
 def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
-    """The p-norms of whole tensors, each 0-dim, from one exchange of numbers for each group of ranks."""
+    """The p-norms of whole tensors, each 0-dim, from one exchange of numbers for each group of
+    ranks.
+    """
     p = float(p)
     local = [_norm_here(t, p) for t in tensors]
     apart: dict[Any, list[int]] = {}
@@ -538,7 +634,9 @@ def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
 
 
 def _norm_here(t: torch.Tensor, p: float) -> torch.Tensor:
-    """The norm of a plain tensor, or of this rank's part: that of 16 bits in fp32, since it is rounded when all parts are added."""
+    """The norm of a plain tensor, or of this rank's part: that of 16 bits in fp32, since it is
+    rounded when all parts are added.
+    """
     if spec_of(t) is None:
         return torch._foreach_norm([t], p)[0]
     if not t.numel():  # adds nothing to the others'
@@ -548,7 +646,9 @@ def _norm_here(t: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _unscale(func: Any, grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """torch.amp.GradScaler's look at gradients: an infinity that one rank finds is found by all, without waiting on the host."""
+    """torch.amp.GradScaler's look at gradients: an infinity that one rank finds is found by all,
+    without waiting on the host.
+    """
     func(grads, found_inf, inv_scale)
     agreed: set[int] = set()
     for t in grads:
@@ -559,11 +659,13 @@ def _unscale(func: Any, grads: Any, found_inf: torch.Tensor, inv_scale: torch.Te
                 engine.agree_on_overflow(found_inf)
 
 
-# -- views -------------------------------------------------------------------------------------------------------------------------
+# -- views -----------------------------------------------------------------------------------------
 
 
 def _view(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A view whose elements keep their order is an interval: it is made of a tensor without memory to see where its elements are."""
+    """A view whose elements keep their order is an interval: it is made of a tensor without memory
+    to see where its elements are.
+    """
     spec = spec_of(args[0])
     meta = [_meta(a) for a in args]
     if spec is None:
@@ -573,7 +675,15 @@ def _view(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if any(map(spec_of, (*args[1:], *kwargs.values()))) and name not in ("view_as", "reshape_as"):
         args, kwargs = (args[0], *_whole(args[1:], name)), _whole(kwargs, name)
         meta = [meta[0], *args[1:]]
-    return _cut_as(func(*meta, **{k: _meta(v) for k, v in kwargs.items()}), args[0], spec, func, name, args, kwargs)
+    return _cut_as(
+        func(*meta, **{k: _meta(v) for k, v in kwargs.items()}),
+        args[0],
+        spec,
+        func,
+        name,
+        args,
+        kwargs,
+    )
 
 
 def _expanded(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -595,18 +705,26 @@ def _meta(value: Any) -> Any:
     return value if spec is None else torch.empty(spec.shape, dtype=value.dtype, device="meta")
 
 
-def _cut_as(seen: Any, local: torch.Tensor, spec: IntervalSpec, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _cut_as(
+    seen: Any, local: torch.Tensor, spec: IntervalSpec, func: Any, name: str, args: Any, kwargs: Any
+) -> Any:
     if isinstance(seen, (list, tuple)):
         return type(seen)(_cut_as(s, local, spec, func, name, args, kwargs) for s in seen)
     if not seen.is_contiguous() or seen.dtype != local.dtype:
         raise _refusal(func, name, args, kwargs)
-    into = spec.within(seen.storage_offset(), seen.shape) if seen.numel() else spec.within(0, seen.shape)
+    into = (
+        spec.within(seen.storage_offset(), seen.shape)
+        if seen.numel()
+        else spec.within(0, seen.shape)
+    )
     first = into.first - spec.first + into.start - spec.start if into.stop > into.start else 0
     return _lent(dress(local.detach()[first : first + into.stop - into.start], into), local)
 
 
 def _plain_index(index: Any) -> Any:
-    """An index with an int for each number in it: numpy's and 0-dim tensors make views, as ints do."""
+    """An index with an int for each number in it: numpy's and 0-dim tensors make views, as ints
+    do.
+    """
     if isinstance(index, tuple):
         return tuple(map(_plain_index, index))
     if isinstance(index, torch.Tensor):
@@ -621,7 +739,13 @@ _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 def _is_basic(index: Any) -> bool:
     """Whether an index makes a view: integers, slices, None and Ellipsis."""
     parts = index if isinstance(index, tuple) else (index,)
-    return all(i is None or i is Ellipsis or isinstance(i, slice) or (isinstance(i, int) and not isinstance(i, bool)) for i in parts)
+    return all(
+        i is None
+        or i is Ellipsis
+        or isinstance(i, slice)
+        or (isinstance(i, int) and not isinstance(i, bool))
+        for i in parts
+    )
 
 
 def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
@@ -643,21 +767,34 @@ def _setitem(func: Any, target: torch.Tensor, index: Any, value: Any) -> None:
         seen = torch.empty(spec.shape, dtype=target.dtype, device="meta")[index]
         if seen.is_contiguous():
             into = _cut_as(seen, target, spec, func, "[...] =", (target,), {})
-            given = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=target.dtype, device=target.device)
-            while spec_of(given) is None and given.dim() > seen.dim() and given.shape[0] == 1:  # as torch does
+            given = (
+                value
+                if isinstance(value, torch.Tensor)
+                else torch.as_tensor(value, dtype=target.dtype, device=target.device)
+            )
+            # As torch does
+            while spec_of(given) is None and given.dim() > seen.dim() and given.shape[0] == 1:
                 given = given[0]
             with torch.no_grad():
                 _elementwise(torch.Tensor.copy_, "copy_", (into, given), {})
             return
     mask = spec_of(index)
-    number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0 and spec_of(value) is None)
-    if mask is not None and index.dtype == torch.bool and mask.same_cut(spec) and mask.shape == spec.shape and number:
+    number = isinstance(value, (int, float)) or (
+        isinstance(value, torch.Tensor) and value.dim() == 0 and spec_of(value) is None
+    )
+    if (
+        mask is not None
+        and index.dtype == torch.bool
+        and mask.same_cut(spec)
+        and mask.shape == spec.shape
+        and number
+    ):
         target.masked_fill_(index, value)
         return
     _write(func, "[...] =", (target, index, value), {})
 
 
-# -- the whole -----------------------------------------------------------------------------------------------------------------------
+# -- the whole -------------------------------------------------------------------------------------
 
 
 def _whole(value: Any, what: str) -> Any:
@@ -667,7 +804,9 @@ def _whole(value: Any, what: str) -> Any:
         if spec is None:
             return value
         # A parameter is read in the dtype that it shows; its masters may be in another.
-        return spec.gather(value.detach(), what).to(value.__dict__.get("_onefold_declared", value.dtype))
+        return spec.gather(value.detach(), what).to(
+            value.__dict__.get("_onefold_declared", value.dtype)
+        )
     if isinstance(value, (list, tuple)):
         parts = [_whole(v, what) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -690,7 +829,10 @@ def _write(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():
         whole = spec.gather(target, name)
         if out is not None:
-            func(*_whole(args, name), **{**_whole({k: v for k, v in kwargs.items() if k != "out"}, name), "out": whole})
+            func(
+                *_whole(args, name),
+                **{**_whole({k: v for k, v in kwargs.items() if k != "out"}, name), "out": whole},
+            )
         else:
             rest = (whole, *_whole(args[1:], name)) if args else ()
             named = _whole({k: v for k, v in kwargs.items() if args or k != "input"}, name)
@@ -716,16 +858,25 @@ def _only_reads(func: Any, name: str) -> bool:
     if packet is not None:
         schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
         schemas = [s for s in schemas if not s.is_mutable]
-        return bool(schemas) and not any(r.alias_info is not None for s in schemas for r in s.returns)
+        return bool(schemas) and not any(
+            r.alias_info is not None for s in schemas for r in s.returns
+        )
     module = getattr(func, "__module__", "") or ""
-    return module in ("torch.functional", "torch.nn.functional", "torch._jit_internal", "torch._linalg_utils")
+    return module in (
+        "torch.functional",
+        "torch.nn.functional",
+        "torch._jit_internal",
+        "torch._linalg_utils",
+    )
 
 
-# -- reductions ------------------------------------------------------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------
 
 
 def _reduced(name: str, args: Any, kwargs: Any) -> torch.Tensor | bool | None:
-    """The whole's answer from one number of every rank; None where that takes more (a dimension, another order)."""
+    """The whole's answer from one number of every rank; None where that takes more (a dimension,
+    another order).
+    """
     x = args[0] if args else kwargs.get("input")
     spec = spec_of(x)
     if spec is None or not spec.numel:
@@ -735,12 +886,18 @@ def _reduced(name: str, args: Any, kwargs: Any) -> torch.Tensor | bool | None:
     dtype = kwargs.get("dtype")
     if name in ("norm", "linalg_vector_norm", "linalg_norm"):
         return _norm(name, spec, args, kwargs)
-    if len(args) > 1 or set(kwargs) - {"dtype", "input"} or (dtype is not None and name not in ("sum", "mean", "prod")):
+    if (
+        len(args) > 1
+        or set(kwargs) - {"dtype", "input"}
+        or (dtype is not None and name not in ("sum", "mean", "prod"))
+    ):
         return None
     if name in ("any", "all"):
         seen = x.any() if name == "any" else x.all()
         every = spec.exchange(seen.reshape(1).to(torch.uint8), name)
-        return (every.amax() if name == "any" else every.amin()).to(x.device, torch.uint8 if x.dtype == torch.uint8 else torch.bool)
+        return (every.amax() if name == "any" else every.amin()).to(
+            x.device, torch.uint8 if x.dtype == torch.uint8 else torch.bool
+        )
     if name == "count_nonzero":
         return spec.exchange(x.count_nonzero().reshape(1), name).sum().to(x.device)
     if x.is_complex():
@@ -767,7 +924,11 @@ def _extreme(name: str, spec: IntervalSpec, x: torch.Tensor) -> torch.Tensor:
         nothing = least
     else:
         nothing = torch.iinfo(x.dtype).max if least else torch.iinfo(x.dtype).min
-    mine = (x.min() if least else x.max()) if x.numel() else torch.tensor(nothing, dtype=x.dtype, device=x.device)
+    mine = (
+        (x.min() if least else x.max())
+        if x.numel()
+        else torch.tensor(nothing, dtype=x.dtype, device=x.device)
+    )
     wide = torch.float64 if x.is_floating_point() else torch.int64
     every = spec.exchange(mine.to(wide).reshape(1), name)
     return (every.min() if least else every.max()).to(x.device, x.dtype)
@@ -775,14 +936,27 @@ def _extreme(name: str, spec: IntervalSpec, x: torch.Tensor) -> torch.Tensor:
 
 def _norm(name: str, spec: IntervalSpec, args: Any, kwargs: Any) -> torch.Tensor | None:
     order = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}[name]
-    p = args[1] if len(args) > 1 else kwargs.get(order, "fro" if name == "norm" else 2 if name == "linalg_vector_norm" else None)
+    p = (
+        args[1]
+        if len(args) > 1
+        else kwargs.get(
+            order, "fro" if name == "norm" else 2 if name == "linalg_vector_norm" else None
+        )
+    )
     known = (order, "input", "keepdim", "x", "A")
-    if len(args) > 2 or kwargs.get("keepdim") or any(kwargs.get(k) is not None for k in kwargs if k not in known):
+    if (
+        len(args) > 2
+        or kwargs.get("keepdim")
+        or any(kwargs.get(k) is not None for k in kwargs if k not in known)
+    ):
         return None
     if name == "linalg_norm" and not (p is None or len(spec.shape) == 1):
         return None
     p = 2.0 if p in (None, "fro") else p
-    if not isinstance(p, (int, float)) or not (args[0] if args else kwargs["input"]).is_floating_point():
+    if (
+        not isinstance(p, (int, float))
+        or not (args[0] if args else kwargs["input"]).is_floating_point()
+    ):
         return None
     return norms_of([args[0] if args else kwargs["input"]], p)[0]
 
@@ -801,7 +975,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype if not dtype.is_complex else dtype.to_real()
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------------------------
+# -- what is said ----------------------------------------------------------------------------------
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -816,7 +990,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _subject(args: Any, kwargs: Any) -> str:
     found = [s for t in _tensors((args, kwargs)) if (s := spec_of(t)) is not None]
-    said = dict.fromkeys(f"{s.name!r} (this rank holds elements {s.start} to {s.stop} of shape {tuple(s.shape)})" for s in found[:3])
+    said = dict.fromkeys(
+        f"{s.name!r} (this rank holds elements {s.start} to {s.stop} of shape {tuple(s.shape)})"
+        for s in found[:3]
+    )
     return " and ".join(said) or "a sharded parameter"
 
 
@@ -825,15 +1002,20 @@ def _refusal(func: Any, name: str, args: Any, kwargs: Any) -> ShardedParameterEr
     if name in _VIEWS or name == "[...]":
         said += "A view in another order would be a copy, and what is written to it would be lost. "
     return ShardedParameterError(
-        said + "Every rank: read a whole copy with `parameter.onefold.gather()`, or read and write inside "
-        "`with onefold.full_params(model, write=True):`. To change the model itself (resize_token_embeddings, a new head) use "
-        "`with onefold.unsharded(model):`."
+        said + "Every rank: read a whole copy with `parameter.onefold.gather()`, or read and write"
+        " inside `with onefold.full_params(model, write=True):`. To change the model itself"
+        " (resize_token_embeddings, a new head) use `with onefold.unsharded(model):`."
     )
 
 
-def _mismatch(name: str, base: IntervalSpec, others: Sequence[torch.Tensor]) -> ShardedParameterError:
-    shapes = ", ".join(str(tuple(s.shape if (s := spec_of(t)) is not None else t.shape)) for t in others)
+def _mismatch(
+    name: str, base: IntervalSpec, others: Sequence[torch.Tensor]
+) -> ShardedParameterError:
+    shapes = ", ".join(
+        str(tuple(s.shape if (s := spec_of(t)) is not None else t.shape)) for t in others
+    )
     return ShardedParameterError(
-        f"{name} on {base.name!r} of shape {tuple(base.shape)} was given {shapes or 'nothing'}: expected a number, or a tensor that "
-        "broadcasts to that shape (the whole's; each rank takes its slice)."
+        f"{name} on {base.name!r} of shape {tuple(base.shape)} was given {shapes or 'nothing'}:"
+        " expected a number, or a tensor that broadcasts to that shape (the whole's; each rank"
+        " takes its slice)."
     )

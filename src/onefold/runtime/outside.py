@@ -1,12 +1,15 @@
-"""Parameters that are computed with outside a forward pass of their model: a penalty on weights, a temperature in the loss, a tie.
+"""Parameters that are computed with outside a forward pass of their model: a penalty on weights, a
+temperature in the loss, a tie.
 
-With gradients enabled an operation on a sharded parameter is computed on its whole, which is gathered for it, and autograd sees the
-same leaf that the forward pass uses. So its gradient joins that of the forward pass, and is reduced with it.
+With gradients enabled an operation on a sharded parameter is computed on its whole, which is
+gathered for it, and autograd sees the same leaf that the forward pass uses. So its gradient joins
+that of the forward pass, and is reduced with it.
 
-[Note: outside, nothing stays gathered] At stage 3 a unit that is gathered for one operation is released behind it. What autograd saves
-of the gathered buffer is saved as a place in it; the backward pass gathers the unit again and hands out a copy of the elements. What
-the operation returns of the buffer itself (a view) is returned as a copy that keeps its graph. A penalty over all parameters therefore
-never holds more than one unit.
+[Note: outside, nothing stays gathered] At stage 3 a unit that is gathered for one operation is
+released behind it. What autograd saves of the gathered buffer is saved as a place in it; the
+backward pass gathers the unit again and hands out a copy of the elements. What the operation
+returns of the buffer itself (a view) is returned as a copy that keeps its graph. A penalty over all
+parameters therefore never holds more than one unit.
 
 Every rank must do the same: each operation is a gather at stage 3.
 """
@@ -51,7 +54,9 @@ class _Place:
 
 
 def _gather(engine: Engine, unit: Unit) -> bool:
-    """The unit's whole parameters are here. True if that took a gather of its own, after which it is to be released."""
+    """The unit's whole parameters are here. True if that took a gather of its own, after which it
+    is to be released.
+    """
     if unit.away:
         engine.gather.launch(unit)
         engine.gather.wait(unit)
@@ -61,7 +66,9 @@ def _gather(engine: Engine, unit: Unit) -> bool:
 
 
 def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[Entry]) -> Any:
-    """`func` over the whole parameters of `entries`, which the arguments hold, with gradients. See this module. Collective at stage 3."""
+    """`func` over the whole parameters of `entries`, which the arguments hold, with gradients. See
+    this module. Collective at stage 3.
+    """
     used: list[tuple[Engine, Unit, bool]] = []
     with disable_torch_function():
         for entry in entries:
@@ -89,7 +96,11 @@ def _substituted(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if (spec := spec_of(value)) is not None and "_onefold_entry" not in value.__dict__:
             return spec.gather(value.detach(), "an operation with gradients")
-        found = value.__dict__.get("_onefold_entry") if getattr(type(value), "_onefold_faced", False) else None
+        found = (
+            value.__dict__.get("_onefold_entry")
+            if getattr(type(value), "_onefold_faced", False)
+            else None
+        )
         entry = found() if found is not None else None
         return value if entry is None else entry.compute
     if isinstance(value, (list, tuple)):
@@ -98,15 +109,24 @@ def _substituted(value: Any) -> Any:
     return {k: _substituted(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _saving(by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, Engine]) -> saved_tensors_hooks:
-    """Saves elements of gathered buffers as their places, and leaves the rest to whoever saves tensors besides."""
+def _saving(
+    by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, Engine]
+) -> saved_tensors_hooks:
+    """Saves elements of gathered buffers as their places, and leaves the rest to whoever saves
+    tensors besides.
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     outer_pack, outer_unpack = top if top else (None, None)
     recomputed = is_checkpoint(outer_pack)  # [Note: a checkpoint around a pass]
 
     def pack(t: torch.Tensor) -> Any:
         hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
-        if hit is not None and id(hit[0]) in owner and t.dtype == hit[1].dtypes.compute and not recomputed:
+        if (
+            hit is not None
+            and id(hit[0]) in owner
+            and t.dtype == hit[1].dtypes.compute
+            and not recomputed
+        ):
             return _Place(owner[id(hit[0])], *hit, t)
         if outer_pack:
             return outer_pack(t)
@@ -121,8 +141,10 @@ def _saving(by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, Engine]) 
 
 
 def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]) -> Any:
-    """`out` with copies in place of what lies in a gathered buffer, and a view in place of a parameter itself, as `p.float()` returns it:
-    what is hung on it is this operation's, not the parameter's for good."""
+    """`out` with copies in place of what lies in a gathered buffer, and a view in place of a
+    parameter itself, as `p.float()` returns it: what is hung on it is this operation's, not the
+    parameter's for good.
+    """
     if isinstance(out, torch.Tensor):
         if id(out) in leaves:
             out = out.view_as(out)
@@ -134,7 +156,9 @@ def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]
 
 
 def _watch(engine: Engine, out: Any) -> None:
-    """A backward pass through `out` is one of this engine's, and must find the parameters as they were."""
+    """A backward pass through `out` is one of this engine's, and must find the parameters as they
+    were.
+    """
     current_pass = ForwardPass(engine.write_counters)
 
     def backward_reached(_: torch.Tensor) -> None:

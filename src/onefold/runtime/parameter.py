@@ -1,6 +1,8 @@
-"""The sharded parameter: what the optimizer, and any code outside a gather, sees of a parameter that is divided.
+"""The sharded parameter: what the optimizer, and any code outside a gather, sees of a parameter
+that is divided.
 
-It is an `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional, in master precision. It keeps the
+It is an `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional,
+in master precision. It keeps the
 face of the whole: shape, number of elements and every attribute that somebody put on it.
 
 | who looks                                         | sees                                                                              |
@@ -36,16 +38,31 @@ from onefold.runtime.interval import (
     set_grad,
     spec_of,
 )
-from onefold.runtime.operators import OF_ANOTHERS_KIND, _words, compute, is_about_itself, name_of, slice_of, writes_in_place
+from onefold.runtime.operators import (
+    OF_ANOTHERS_KIND,
+    _words,
+    compute,
+    is_about_itself,
+    name_of,
+    slice_of,
+    writes_in_place,
+)
 from onefold.runtime.outside import compute_outside
 from onefold.runtime.storageless import Storageless, explain, seen_storageless, storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
-__all__ = ["ShardInfo", "ShardedParameter", "ShardedParameterError", "disable_torch_function", "leaf_asked_by"]
+__all__ = [
+    "ShardInfo",
+    "ShardedParameter",
+    "ShardedParameterError",
+    "disable_torch_function",
+    "leaf_asked_by",
+]
 
-#: Told of each optimizer that takes a sharded parameter into a group (optim/whole_state.py): torch asks there whether it is a leaf.
+#: Told of each optimizer that takes a sharded parameter into a group (optim/whole_state.py): torch
+#: asks there whether it is a leaf.
 leaf_asked_by: list[Callable[[Any], None] | None] = [None]
 
 
@@ -57,16 +74,24 @@ class ShardInfo:
         shape: its logical shape.
         interval: `(start, stop)`, the elements of the flattened parameter that this rank holds.
         dtype: the dtype it is computed in (the parameter itself is held in master precision).
-        sharded: whether this rank holds only a part (stage 0 holds the whole, and still computes with another object).
-        on_disk: whether its elements rest on NVMe, or encoded: the parameter has a shape, and no memory.
+        sharded: whether this rank holds only a part (stage 0 holds the whole, and still computes
+            with another object).
+        on_disk: whether its elements rest on NVMe, or encoded: the parameter has a shape, and no
+            memory.
     """
 
     def __init__(self, entry: Entry, interval: tuple[int, int]) -> None:
         self._entry = weakref.ref(entry)
-        self.name, self.shape, self.interval = entry.slot.name, torch.Size(entry.slot.shape), interval
+        self.name, self.shape, self.interval = (
+            entry.slot.name,
+            torch.Size(entry.slot.shape),
+            interval,
+        )
         self.dtype = entry.compute.dtype
         self.sharded = not entry.flat.whole_master
-        self.on_disk = (entry.flat.offloaded is not None and entry.flat.offloaded.on_disk) or entry.flat.route.stored
+        self.on_disk = (
+            entry.flat.offloaded is not None and entry.flat.offloaded.on_disk
+        ) or entry.flat.route.stored
 
     def __deepcopy__(self, memo: object) -> ShardInfo:
         return self
@@ -75,7 +100,9 @@ class ShardInfo:
         return (str, (repr(self),))
 
     def gather(self) -> torch.Tensor:
-        """The whole parameter in master precision, shape `self.shape`. A collective: every rank must call it."""
+        """The whole parameter in master precision, shape `self.shape`. A collective: every rank
+        must call it.
+        """
         entry = self._entry()
         engine = entry.engine() if entry is not None else None
         if entry is None or engine is None:
@@ -83,7 +110,10 @@ class ShardInfo:
         return engine.whole(entry)
 
     def __repr__(self) -> str:
-        return f"{self.name!r}: elements {self.interval[0]} to {self.interval[1]} of shape {tuple(self.shape)}"
+        return (
+            f"{self.name!r}: elements {self.interval[0]} to {self.interval[1]} of shape"
+            f" {tuple(self.shape)}"
+        )
 
 
 _enabled = torch._C._is_torch_function_enabled
@@ -92,9 +122,13 @@ _get_shape, _get_dtype = _T.shape.__get__, _T.dtype.__get__
 
 
 #: What asks for gradients only to drop them, or to fill them with zeros in place: it needs no face.
-_DROPS = frozenset(getattr(drops, "__wrapped__", drops).__code__ for drops in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad))
+_DROPS = frozenset(
+    getattr(drops, "__wrapped__", drops).__code__
+    for drops in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
+)
 
-#: Where `optimizer.load_state_dict` gives states the dtype of the parameter: of what the optimizer steps.
+#: Where `optimizer.load_state_dict` gives states the dtype of the parameter: of what the optimizer
+#: steps.
 _CASTS_STATES = "_process_value_according_to_param_policy"
 
 
@@ -103,7 +137,8 @@ class ShardedParameter(nn.Parameter):
 
     _onefold_faced = True
 
-    # What loops over parameters ask most often has a short way: a property costs a tenth of what __torch_function__ does.
+    # What loops over parameters ask most often has a short way: a property costs a tenth of what
+    # __torch_function__ does.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -115,8 +150,8 @@ class ShardedParameter(nn.Parameter):
     def ndim(self) -> int:  # type: ignore[override]
         return len(self.shape)
 
-    # What the model was declared in: `x.to(next(model.parameters()).dtype)` is what it computes with. `.data` and `.grad` are in master
-    # precision, and say so.
+    # What the model was declared in: `x.to(next(model.parameters()).dtype)` is what it computes
+    # with. `.data` and `.grad` are in master precision, and say so.
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -173,9 +208,10 @@ class ShardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardedParameterError(
-            f"deepcopy of a sharded model (parameter {self.__dict__['onefold'].name!r}): a copy would not be divided "
-            "or reduced. Copy the model before shard(), or build a fresh one and give it onefold.full_state_dict(model). For averages of "
-            "the weights (AveragedModel, EMA) there is onefold.ema.EMA(model, decay)."
+            f"deepcopy of a sharded model (parameter {self.__dict__['onefold'].name!r}): a copy"
+            " would not be divided or reduced. Copy the model before shard(), or build a fresh one"
+            " and give it onefold.full_state_dict(model). For averages of the weights"
+            " (AveragedModel, EMA) there is onefold.ema.EMA(model, decay)."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -191,34 +227,51 @@ class ShardedParameter(nn.Parameter):
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What is done with `func` where a sharded parameter or an interval is among its arguments."""
-    if func in differentiate.CALLS:  # not under whole_sight: what is recomputed inside needs to see parameters as they are
+    # Not under whole_sight: what is recomputed inside needs to see parameters as they are
+    if func in differentiate.CALLS:
         return differentiate.call(func, args, kwargs)
-    if gradient_hooks.showing and (answer := gradient_hooks.answered(func, args, kwargs)) is not NotImplemented:
+    if (
+        gradient_hooks.showing
+        and (answer := gradient_hooks.answered(func, args, kwargs)) is not NotImplemented
+    ):
         return answer
-    if func in gradient_hooks.REGISTER and isinstance(args[0], ShardedParameter) and (entry := args[0].__dict__["_onefold_entry"]()):
+    if (
+        func in gradient_hooks.REGISTER
+        and isinstance(args[0], ShardedParameter)
+        and (entry := args[0].__dict__["_onefold_entry"]())
+    ):
         return gradient_hooks.register(entry, func, args, kwargs)
     with disable_torch_function():
         name = name_of(func)
         first = args[0] if args else None
         if name in _OWN and isinstance(first, ShardedParameter):
             return _own(func, name, first, args, kwargs)
-        # In a forward pass, or in a recomputation of one (which autograd runs with gradients on), code wants the whole.
-        if ForwardDepth.value or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1):
+        # In a forward pass, or in a recomputation of one (which autograd runs with gradients on),
+        # code wants the whole.
+        if ForwardDepth.value or (
+            torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        ):
             args, kwargs = _substitute(func, args, kwargs)
-            if (entries := _differentiated(func, args, kwargs)) is not None:  # another model's, which does not compute now
+            # Another model's, which does not compute now
+            if (entries := _differentiated(func, args, kwargs)) is not None:
                 return compute_outside(func, args, kwargs, entries)
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
         if name in OF_ANOTHERS_KIND and not getattr(type(first), "_onefold_faced", False):
             return func(*_as_declared(args), **_as_declared(kwargs))
         found = infos(args, kwargs)
-        if name not in _OF_STORAGELESS and (gone := next((i for i in found if i.on_disk), None)) is not None:
+        if (
+            name not in _OF_STORAGELESS
+            and (gone := next((i for i in found if i.on_disk), None)) is not None
+        ):
             raise explain(func, f"parameter {gone.name!r}")
         seen = name in ("data", "detach")
         if seen or writes_in_place(func, kwargs):
             _before_write(args, kwargs, seen)
         if seen and isinstance(first, ShardedParameter):
             if first.__dict__["onefold"].on_disk:
-                return seen_storageless(func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first))
+                return seen_storageless(
+                    func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first)
+                )
             out = _seen(first) if name == "data" else func(first)
             out = out if (spec := spec_of(first)) is None else dress(out, spec)
             first.__dict__.setdefault("_onefold_lent", Lent()).add(out)
@@ -249,7 +302,9 @@ def _before_write(args: Any, kwargs: Any, seen: bool) -> None:
 
 
 def _as_declared(value: Any) -> Any:
-    """`value` with each whole parameter whose masters are in another dtype than the model was declared in cast to that."""
+    """`value` with each whole parameter whose masters are in another dtype than the model was
+    declared in cast to that.
+    """
     if isinstance(value, ShardedParameter):
         declared = value.__dict__["_onefold_declared"]
         return value if declared == value.dtype else value.detach().to(declared)
@@ -266,7 +321,12 @@ def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
         return _give_grad(param, args[1])
     if name == "data__set__":
         entry = param.__dict__["_onefold_entry"]()
-        if ForwardDepth.value and entry is not None and (engine := entry.engine()) is not None and engine.computing:
+        if (
+            ForwardDepth.value
+            and entry is not None
+            and (engine := entry.engine()) is not None
+            and engine.computing
+        ):
             return give_whole(entry, engine.use(entry), args[1])
         return _give_data(param, args[1])
     return func(*args, **kwargs)
@@ -275,8 +335,8 @@ def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
 def _seen_grad(param: Any) -> torch.Tensor | None:
     """`.grad` as code outside an optimizer's step sees it: an interval with the face of the whole.
 
-    A rank that owns nothing of a parameter has no gradient of it; it sees an empty interval where other ranks have one, so that all
-    ranks come to the same reductions.
+    A rank that owns nothing of a parameter has no gradient of it; it sees an empty interval where
+    other ranks have one, so that all ranks come to the same reductions.
     """
     grad, spec = get_grad(param), spec_of(param)
     if spec is None:
@@ -300,9 +360,15 @@ _nothing = torch.empty(0)
 
 
 def _dropped(param: Any) -> torch.Tensor | None:
-    """`.grad` for who only drops it: any tensor where other ranks have a gradient and this one owns nothing."""
+    """`.grad` for who only drops it: any tensor where other ranks have a gradient and this one owns
+    nothing.
+    """
     own: torch.Tensor | None = get_grad(param)
-    if own is None and (entry := param.__dict__["_onefold_entry"]()) is not None and entry.graded_elsewhere:
+    if (
+        own is None
+        and (entry := param.__dict__["_onefold_entry"]()) is not None
+        and entry.graded_elsewhere
+    ):
         return _nothing
     return own
 
@@ -314,9 +380,11 @@ def _give_grad(param: Any, value: torch.Tensor | None) -> None:
         return
     spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
     shown = None if value is None or isinstance(value, Storageless) else spec_of(value) or value
-    if spec is not None and shown is not None and shown.shape != spec.shape:  # on every rank, also where it has no element
+    # On every rank, also where it has no element
+    if spec is not None and shown is not None and shown.shape != spec.shape:
         raise ShardedParameterError(
-            f"`.grad` of parameter {spec.name!r} was given shape {tuple(shown.shape)}, expected {tuple(spec.shape)} (the whole's)."
+            f"`.grad` of parameter {spec.name!r} was given shape {tuple(shown.shape)}, expected"
+            f" {tuple(spec.shape)} (the whole's)."
         )
     if entry is not None and spec is not None:
         entry.graded_elsewhere = value is not None and spec.start == spec.stop
@@ -329,17 +397,22 @@ def _give_grad(param: Any, value: torch.Tensor | None) -> None:
 
 
 def _give_data(param: Any, value: torch.Tensor) -> None:
-    """`param.data = value`: the values are taken over; the memory stays where the engine expects it. See [Note: old data].
+    """`param.data = value`: the values are taken over; the memory stays where the engine expects
+    it. See [Note: old data].
 
     Raises:
         ShardedParameterError: another dtype or device.
     """
     info: ShardInfo = param.__dict__["onefold"]
-    if value.dtype not in (param.dtype, param.__dict__["_onefold_declared"]) or value.device != param.device:
+    if (
+        value.dtype not in (param.dtype, param.__dict__["_onefold_declared"])
+        or value.device != param.device
+    ):
         raise ShardedParameterError(
-            f"parameter {info.name!r}, in {param.dtype} on {param.device}, was given data of {value.dtype} on {value.device}: the model "
-            "was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device "
-            "and the recipe a precision."
+            f"parameter {info.name!r}, in {param.dtype} on {param.device}, was given data of"
+            f" {value.dtype} on {value.device}: the model was moved or cast after shard() (.to(),"
+            " .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device"
+            " and the recipe a precision."
         )
     _before_write((param,), {}, seen=False)
     spec = spec_of(param)
@@ -347,22 +420,33 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
         local = value if spec is None else _local_of(value, spec, "`.data`")
         if spec is None and tuple(value.shape) != tuple(info.shape):
             raise ShardedParameterError(
-                f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape {tuple(value.shape)}, expected the same."
+                f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape"
+                f" {tuple(value.shape)}, expected the same."
             )
-        if local.dtype != param.dtype:  # masters that are given back as the model shows them stay what they are
+        # Masters that are given back as the model shows them stay what they are
+        if local.dtype != param.dtype:
             local = torch.where(local == param.to(local.dtype), param, local.to(param.dtype))
         lent = param.__dict__.get("_onefold_lent")
         # A rank that has no element of it writes too: ranks must agree on what has been written.
-        same = local.data_ptr() == param.data_ptr() if local.numel() else lent is not None and value.__dict__.get("_onefold_lent") is lent
+        same = (
+            local.data_ptr() == param.data_ptr()
+            if local.numel()
+            else lent is not None and value.__dict__.get("_onefold_lent") is lent
+        )
         if not same:
             if lent is not None:
-                local = local.clone() if local.untyped_storage().data_ptr() == param.untyped_storage().data_ptr() else local
+                local = (
+                    local.clone()
+                    if local.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
+                    else local
+                )
                 lent.move_away(param)
             param.copy_(local)
 
 
 def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
-    """`param.data = value` in a forward pass, by code that does not own the parameter: runtime/forward_writes.py keeps what is written.
+    """`param.data = value` in a forward pass, by code that does not own the parameter:
+    runtime/forward_writes.py keeps what is written.
 
     Raises:
         ShardedParameterError: another shape, dtype or device.
@@ -372,45 +456,65 @@ def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
     now, given = ((tuple(t.shape), t.dtype, t.device) for t in (whole, value))
     if now != given:
         raise ShardedParameterError(
-            f"parameter {entry.slot.name!r} was given data of shape {given[0]} in {given[1]} on {given[2]} in a forward pass, expected "
-            f"shape {now[0]} in {now[1]} on {now[2]}. To change its shape or dtype assign inside `with onefold.unsharded(model):`."
+            f"parameter {entry.slot.name!r} was given data of shape {given[0]} in {given[1]} on"
+            f" {given[2]} in a forward pass, expected shape {now[0]} in {now[1]} on {now[2]}. To"
+            " change its shape or dtype assign inside `with onefold.unsharded(model):`."
         )
     whole.data = value.detach()
 
 
 def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tensor:
-    """This rank's elements of `value`: an interval of the same cut, or a plain tensor of the whole's shape.
+    """This rank's elements of `value`: an interval of the same cut, or a plain tensor of the
+    whole's shape.
 
     Raises:
         ShardedParameterError: it is neither.
     """
     theirs = spec_of(value)
     if theirs is not None and theirs.shape == spec.shape:
-        return value.detach() if theirs.same_cut(spec) else slice_of(theirs.gather(value.detach(), what), spec)
+        return (
+            value.detach()
+            if theirs.same_cut(spec)
+            else slice_of(theirs.gather(value.detach(), what), spec)
+        )
     if theirs is None and value.shape == spec.shape:
         return slice_of(value, spec).clone()
     shape = tuple(theirs.shape if theirs is not None else value.shape)
-    raise ShardedParameterError(f"{what} of parameter {spec.name!r} was given shape {shape}, expected {tuple(spec.shape)} (the whole's).")
+    raise ShardedParameterError(
+        f"{what} of parameter {spec.name!r} was given shape {shape}, expected {tuple(spec.shape)}"
+        " (the whole's)."
+    )
 
 
 def _seen(param: Any) -> torch.Tensor:
-    """`.data`: writes to it leave the parameter's own version counter alone, so all that are given out share one that `written` reads."""
+    """`.data`: writes to it leave the parameter's own version counter alone, so all that are given
+    out share one that `written` reads.
+    """
     now, known = param.data, param.__dict__.get("_onefold_data")
-    if known is None or known.dtype != now.dtype or (known.data_ptr(), known.shape) != (now.data_ptr(), now.shape):
-        param.__dict__["_onefold_written"] = written(param) - param._version  # what the view before counted
+    if (
+        known is None
+        or known.dtype != now.dtype
+        or (known.data_ptr(), known.shape) != (now.data_ptr(), now.shape)
+    ):
+        # What the view before counted
+        param.__dict__["_onefold_written"] = written(param) - param._version
         param.__dict__["_onefold_data"] = known = now
     return known.detach()
 
 
 def written(param: torch.Tensor) -> int:
-    """How often the memory of an optimizer's parameter was written to, as far as counters tell: also through `.data`."""
+    """How often the memory of an optimizer's parameter was written to, as far as counters tell:
+    also through `.data`.
+    """
     known = param.__dict__.get("_onefold_data")
     through = 0 if known is None else known._version + param.__dict__["_onefold_written"]
     return param._version + through
 
 
 def bare(params: Iterable[nn.Parameter]) -> None:
-    """Let sharded parameters be plain ones for an optimizer's step: of this rank's elements, as fast as any."""
+    """Let sharded parameters be plain ones for an optimizer's step: of this rank's elements, as
+    fast as any.
+    """
     for param in params:
         if (plain := param.__dict__.get("_onefold_bare")) is not None:
             param.__class__ = plain
@@ -427,11 +531,15 @@ _SUBCLASSES: dict[type, type] = {}
 
 
 def faced_class(kind: type) -> type:
-    """The class of a sharded parameter that was of class `kind`: it still is an instance of it, where `kind` only marks its parameters."""
+    """The class of a sharded parameter that was of class `kind`: it still is an instance of it,
+    where `kind` only marks its parameters.
+    """
     if kind in (nn.Parameter, torch.Tensor, ShardedParameter):
         return ShardedParameter
     own = kind.__mro__[: -len(nn.Parameter.__mro__)]
-    own_ways = any("__torch_function__" in k.__dict__ or "__torch_dispatch__" in k.__dict__ for k in own)
+    own_ways = any(
+        "__torch_function__" in k.__dict__ or "__torch_dispatch__" in k.__dict__ for k in own
+    )
     if own_ways or not issubclass(kind, nn.Parameter):
         return ShardedParameter
     if kind not in _SUBCLASSES:
@@ -442,14 +550,16 @@ def faced_class(kind: type) -> type:
 def refuse_pickling(name: str | None) -> NoReturn:
     """Raise ShardedParameterError: `name` is a parameter's, or None."""
     raise ShardedParameterError(
-        f"pickling a sharded model{f' (parameter {name!r})' if name else ''}, as torch.save(model) does, would save one rank's interval. "
-        "Save torch.save(onefold.full_state_dict(model), path): every rank calls full_state_dict, rank 0 has the whole and writes it."
+        f"pickling a sharded model{f' (parameter {name!r})' if name else ''}, as torch.save(model)"
+        " does, would save one rank's interval. Save torch.save(onefold.full_state_dict(model),"
+        " path): every rank calls full_state_dict, rank 0 has the whole and writes it."
     )
 
 
 WRAPPED = (
-    "this sharded model is wrapped in DistributedDataParallel, which would reduce gradients that it cannot see: onefold.shard() "
-    "does the reductions. Call the model that shard() returned; what else the wrapper holds should be sharded with it."
+    "this sharded model is wrapped in DistributedDataParallel, which would reduce gradients that it"
+    " cannot see: onefold.shard() does the reductions. Call the model that shard() returned; what"
+    " else the wrapper holds should be sharded with it."
 )
 _DDP = ("nn/parallel/distributed.py", "nn\\parallel\\distributed.py")
 _C10D = ("distributed_c10d.py",)
@@ -469,32 +579,45 @@ def _refuse_elsewhere(tensor: Any, found: list[ShardInfo]) -> None:
     spec = spec_of(tensor)
     if spec is not None:
         raise ShardedParameterError(
-            f"torch.distributed.{sys._getframe(3).f_code.co_name} was given {spec.name!r}, of which each rank holds other elements (this "
-            f"one {spec.start} to {spec.stop} of shape {tuple(spec.shape)}). Onefold starts from rank 0's weights and averages gradients "
-            "by itself: leave the call out, or use a whole copy, parameter.onefold.gather()."
+            f"torch.distributed.{sys._getframe(3).f_code.co_name} was given {spec.name!r}, of which"
+            f" each rank holds other elements (this one {spec.start} to {spec.stop} of shape"
+            f" {tuple(spec.shape)}). Onefold starts from rank 0's weights and averages gradients by"
+            " itself: leave the call out, or use a whole copy, parameter.onefold.gather()."
         )
 
 
 class ForwardDepth:
-    """How many forward passes of sharded models are open: a quick way out for the common case of none."""
+    """How many forward passes of sharded models are open: a quick way out for the common case of
+    none.
+    """
 
     value = 0
 
 
 def infos(args: Any, kwargs: Any) -> list[ShardInfo]:
-    return [info for t in _flatten((args, kwargs)) if isinstance(t, ShardedParameter) and (info := t.__dict__.get("onefold"))]
+    return [
+        info
+        for t in _flatten((args, kwargs))
+        if isinstance(t, ShardedParameter) and (info := t.__dict__.get("onefold"))
+    ]
 
 
 def _specs(args: Any, kwargs: Any) -> bool:
     """Whether any argument is one rank's part."""
-    return any(spec_of(t) is not None for t in _flatten((args, kwargs)) if isinstance(t, torch.Tensor))
+    return any(
+        spec_of(t) is not None for t in _flatten((args, kwargs)) if isinstance(t, torch.Tensor)
+    )
 
 
 def _graded(args: Any, kwargs: Any) -> list[Entry]:
     """The sharded parameters among the arguments, each once, in order."""
     out: dict[int, Entry] = {}
     for t in _flatten((args, kwargs)):
-        if isinstance(t, ShardedParameter) and (entry := t.__dict__["_onefold_entry"]()) is not None and entry.engine() is not None:
+        if (
+            isinstance(t, ShardedParameter)
+            and (entry := t.__dict__["_onefold_entry"]()) is not None
+            and entry.engine() is not None
+        ):
             out[id(entry)] = entry
     return list(out.values())
 
@@ -516,7 +639,9 @@ def _flatten(value: Any) -> list[Any]:
 
 
 def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with each sharded parameter of a model in forward replaced by its whole parameter, gathered if need be."""
+    """The arguments with each sharded parameter of a model in forward replaced by its whole
+    parameter, gathered if need be.
+    """
 
     def swap(value: Any) -> Any:
         if isinstance(value, ShardedParameter):
@@ -526,7 +651,11 @@ def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
                 return value
             if (name := name_of(func)) == "data":
                 entry.flat.written_in_forward = True  # perhaps: see `Whole`
-            return entry.compute if is_about_itself(func) and name not in ("data", "detach") else entry.engine().use(entry)
+            return (
+                entry.compute
+                if is_about_itself(func) and name not in ("data", "detach")
+                else entry.engine().use(entry)
+            )
         if isinstance(value, (list, tuple)):
             return type(value)(swap(v) for v in value) if not hasattr(value, "_fields") else value
         return value
@@ -536,12 +665,25 @@ def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # What belongs to the optimizer's object.
-_OWN = frozenset(("grad", "grad__set__", "_version", "requires_grad__set__", "requires_grad_", "__hash__", "data__set__", "_grad"))
+_OWN = frozenset(
+    (
+        "grad",
+        "grad__set__",
+        "_version",
+        "requires_grad__set__",
+        "requires_grad_",
+        "__hash__",
+        "data__set__",
+        "_grad",
+    )
+)
 # What may be done to a parameter that has no memory.
-_OF_STORAGELESS = _OWN | _HOOKS | _words(
-    """
+_OF_STORAGELESS = (
+    _OWN
+    | _HOOKS
+    | _words("""
     shape dtype device ndim is_leaf requires_grad layout is_cuda is_cpu is_meta itemsize nbytes size dim numel nelement
     is_floating_point is_complex element_size stride __len__ is_contiguous data detach grad_fn is_sparse is_quantized is_nested
     untyped_storage storage_offset get_device as_subclass retain_grad names is_signed ndimension is_xpu is_mps is_mtia retains_grad
-    """
+    """)
 )

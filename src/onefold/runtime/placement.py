@@ -1,8 +1,9 @@
 """Which flat buffers rest off the device, and on which tier each kind of their state does.
 
-A unit goes as a whole. Where only a share of the states leaves the device, the last units of the model go first: their gradients come
-first in the backward pass and their parameters are needed last in the next forward, so that their transfers have the longest
-time to hide in. The choice is arithmetic on sizes, hence the same on every rank.
+A unit goes as a whole. Where only a share of the states leaves the device, the last units of the
+model go first: their gradients come first in the backward pass and their parameters are needed last
+in the next forward, so that their transfers have the longest time to hide in. The choice is
+arithmetic on sizes, hence the same on every rank.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from dataclasses import dataclass
 import torch
 
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.moments import bytes_an_element  # a budget in bytes is measured by Adam's moments, whatever optimizer comes later
+
+# A budget in bytes is measured by Adam's moments, whatever optimizer comes later
+from onefold.recipe.moments import bytes_an_element
 from onefold.runtime.units import UnitSpec
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """The tiers of one flat buffer's parameters (this rank's part of what is computed with), gradients, masters and states."""
+    """The tiers of one flat buffer's parameters (this rank's part of what is computed with),
+    gradients, masters and states.
+    """
 
     parameters: Tier
     gradients: Tier
@@ -43,16 +48,24 @@ class Tiers:
 
 def leaving(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
     """The indices of the units whose state leaves the device."""
-    return leaving_of_sizes([sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs], recipe, ranks)
+    return leaving_of_sizes(
+        [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs],
+        recipe,
+        ranks,
+    )
 
 
 def leaving_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int]:
-    """The same from trained elements by unit: what a plan knows of a model. Units of frozen parameters alone have size 0."""
+    """The same from trained elements by unit: what a plan knows of a model. Units of frozen
+    parameters alone have size 0.
+    """
     if recipe.optimizer.tier is Tier.DEVICE and recipe.parameters.tier is Tier.DEVICE:
         return set()
     if recipe.offload_bytes is None and recipe.offload_share >= 1:
         return set(range(len(sizes)))
-    a_parameter = torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.sums_dtype.itemsize
+    a_parameter = (
+        torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.sums_dtype.itemsize
+    )
     divided = ranks if recipe.optimizer.placement.value == "sharded" else 1
     budget = sum(sizes) * recipe.offload_share
     if recipe.offload_bytes is not None:
@@ -68,10 +81,13 @@ def leaving_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[in
 
 
 def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]:
-    """What a user should know where a budget is too small for any unit of trained elements `sizes`."""
+    """What a user should know where a budget is too small for any unit of trained elements
+    `sizes`.
+    """
     if recipe.offload_bytes is None or leaving_of_sizes(sizes, recipe, ranks) or not any(sizes):
         return []
     return [
-        f"offload_optimizer: {recipe.offload_bytes:,} bytes a rank are too few for the states of any unit, so all of them stay on the "
-        "device. Give more, or a share such as 0.5 (units go as a whole)."
+        f"offload_optimizer: {recipe.offload_bytes:,} bytes a rank are too few for the states of"
+        " any unit, so all of them stay on the device. Give more, or a share such as 0.5 (units go"
+        " as a whole)."
     ]

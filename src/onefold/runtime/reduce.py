@@ -5,16 +5,20 @@
     wire         [r3 .......][r2 ....]   [r1 ....]  [r0 ...]         (in_flight = 2: the third waits for the first)
     result                    grad 3      grad 2     grad 1  grad 0
 
-A gradient is copied into its unit's flat buffer as autograd hands it over, and dropped. Small ones go in some at a time: what they cost
-is calls. When the unit has all of them its buffer is exchanged, summed (see [Note: sums are local and in rank order] in comm/group.py)
-and becomes `.grad` of the optimizer's parameters.
+A gradient is copied into its unit's flat buffer as autograd hands it over, and dropped. Small ones
+go in some at a time: what they cost is calls. When the unit has all of them its buffer is
+exchanged, summed (see [Note: sums are local and in rank order] in comm/group.py) and becomes
+`.grad` of the optimizer's parameters.
 
-[Note: reductions keep one order] Units are reduced in an order that all ranks agree on (first the reverse of registration, then the order
-seen in the first backward). A unit that is ready early waits for its turn. A unit that this rank did not use takes part with
-zeros: at its turn if it was not called, at the end of the backward pass if it was called and brought no gradient.
+[Note: reductions keep one order] Units are reduced in an order that all ranks agree on (first the
+reverse of registration, then the order seen in the first backward). A unit that is ready early
+waits for its turn. A unit that this rank did not use takes part with
+zeros: at its turn if it was not called, at the end of the backward pass if it was called and
+brought no gradient.
 
-[Note: unused parameters] Every backward ends with one small exchange in which ranks say which parameters got a gradient. What no rank used
-keeps `.grad is None`, as it would in one process; what another rank used gets its gradient here too.
+[Note: unused parameters] Every backward ends with one small exchange in which ranks say which
+parameters got a gradient. What no rank used keeps `.grad is None`, as it would in one process; what
+another rank used gets its gradient here too.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
 
 
-#: Gradients of so few bytes wait for others of their unit, as long as those that wait have no more than ASIDE together.
+#: Gradients of so few bytes wait for others of their unit, as long as those that wait have no more
+#: than ASIDE together.
 SMALL, ASIDE = 64 << 10, 1 << 20
 
 
@@ -55,16 +60,18 @@ class Reducer:
         self.summing = Summing(engine)
         self.flying: list[Reduction] = []
         self.crossing: list[Reduction] = []  # on a further hop
-        self.held: set[int] = set()  # entries with gradients among the sums that are held, on any rank
+        # Entries with gradients among the sums that are held, on any rank
+        self.held: set[int] = set()
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
-        self.shows = False  # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/unreduced.py)
+        # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/unreduced.py)
+        self.shows = False
         self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
         for entry in (entry for unit in self.units for entry in unit.entries):
             nbytes = entry.slot.numel * entry.flat.dtypes.compute.itemsize
             entry.small = nbytes if nbytes <= SMALL else 0
 
-    # -- arrival ---------------------------------------------------------------------------------------------------------------
+    # -- arrival -----------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         if self.shows:
@@ -82,7 +89,13 @@ class Reducer:
     def arrived(self, entry: Entry) -> None:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
         engine = self.engine
-        if entry.small and not entry.post_hooks and engine.backward_open and not engine.differentiating and not torch.is_grad_enabled():
+        if (
+            entry.small
+            and not entry.post_hooks
+            and engine.backward_open
+            and not engine.differentiating
+            and not torch.is_grad_enabled()
+        ):
             self._put_aside(entry)
             return
         with disable_torch_function(), torch.no_grad():
@@ -124,21 +137,34 @@ class Reducer:
             unit.late = True
 
     def collect(self) -> None:
-        """At the end of a backward pass: the gradients of units that some of theirs did not come for."""
+        """At the end of a backward pass: the gradients of units that some of theirs did not come
+        for.
+        """
         for unit in self.units:
             if unit.aside:
                 self._store_aside(unit)
 
     def _store_together(self, flat: Flat, entries: list[Entry]) -> bool:
-        """Whether the gradients of `entries` could go into the buffer together: dense, of its dtype, all of them added or none."""
+        """Whether the gradients of `entries` could go into the buffer together: dense, of its
+        dtype, all of them added or none.
+        """
         buffer, filled = flat.grads.get((0, flat.layout.numel)), entries[0].filled
         grads: list[Any] = [entry.compute.grad for entry in entries]
-        if buffer is None or any(entry.filled is not filled for entry in entries) or len(set(entries)) < len(entries):
+        if (
+            buffer is None
+            or any(entry.filled is not filled for entry in entries)
+            or len(set(entries)) < len(entries)
+        ):
             return False
-        if any(grad is None or grad.layout is not torch.strided or grad.dtype != buffer.dtype for grad in grads):
+        if any(
+            grad is None or grad.layout is not torch.strided or grad.dtype != buffer.dtype
+            for grad in grads
+        ):
             return False
         scale, views = self.summing.early_scale(flat), flat.views(buffer)
-        if len(entries) < len(views) or any(entry is not own for entry, own in zip(entries, flat.entries, strict=True)):
+        if len(entries) < len(views) or any(
+            entry is not own for entry, own in zip(entries, flat.entries, strict=True)
+        ):
             views = [views[entry.index] for entry in entries]
         if filled:
             torch._foreach_add_(views, grads, alpha=scale)
@@ -190,12 +216,16 @@ class Reducer:
         engine.gather.maybe_release(unit)
 
     def _call_hooks(self, entry: Entry, hooks: Any) -> None:
-        """Let the user's hooks see, and change, this rank's whole gradient: with what earlier micro-batches left unreduced, if anything."""
+        """Let the user's hooks see, and change, this rank's whole gradient: with what earlier
+        micro-batches left unreduced, if anything.
+        """
         earlier, flat = None, entry.flat
         if entry.filled:
             run = flat.run_of[entry.index]
             with torch.no_grad():
-                earlier = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
+                earlier = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]].view(
+                    entry.slot.shape
+                )
                 earlier = earlier / self.summing.early_scale(flat)
         changed = gradient_hooks.run(entry, hooks, earlier)
         if changed or (earlier is not None and entry.compute.grad is None):
@@ -203,7 +233,8 @@ class Reducer:
             self.used.discard(entry.number)
 
     def passed_over(self, units: list[Unit]) -> None:
-        """Backward went past these units without using them: they take part with zeros now, since other ranks may wait for that.
+        """Backward went past these units without using them: they take part with zeros now, since
+        other ranks may wait for that.
 
         Should a gradient come all the same, it is late and goes in the second round.
         """
@@ -243,11 +274,15 @@ class Reducer:
 
     @property
     def _category(self) -> str:
-        """Whole gradients that stay until the boundary are gradients; what is about to travel is a buffer."""
+        """Whole gradients that stay until the boundary are gradients; what is about to travel is a
+        buffer.
+        """
         return GRADIENTS if self.engine.deferring else REDUCTION
 
     def _buffer(self, flat: Flat, run: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """A gradient buffer over `run` with zeros between the slots (and nothing yet inside them)."""
+        """A gradient buffer over `run` with zeros between the slots (and nothing yet inside
+        them).
+        """
         buffer = self.engine.pool.take(run[1] - run[0], dtype, self._category, flat.unit_name)
         if _bytes(buffer) <= ASIDE:  # one call costs more than the bytes
             return buffer.zero_()
@@ -260,7 +295,7 @@ class Reducer:
         buffer[end - run[0] :].zero_()
         return buffer
 
-    # -- the wire --------------------------------------------------------------------------------------------------------------
+    # -- the wire ----------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Launch every unit whose turn it is and that is ready."""
@@ -273,18 +308,25 @@ class Reducer:
             self._land_what_is_due()
 
     def _land_what_is_due(self) -> None:
-        """After every launch, whoever was ready when: what is sent on by a landing comes at the same place on all ranks, which backends
-        without tags need."""
+        """After every launch, whoever was ready when: what is sent on by a landing comes at the
+        same place on all ranks, which backends without tags need.
+        """
         while self._is_due():
             self._land(self.flying.pop(0))
         while len(self.crossing) > self.in_flight:
             self._land(self.crossing.pop(0))
 
     def _is_due(self) -> bool:
-        """Whether to wait for the oldest reduction: too many are under way, or it has a hop to go and another unit has been sent since."""
+        """Whether to wait for the oldest reduction: too many are under way, or it has a hop to go
+        and another unit has been sent since.
+        """
         if len(self.flying) > self.in_flight:
             return not self.in_flight or sum(_bytes(r.buffer) for r in self.flying) > SMALL_TRAFFIC
-        return bool(self.flying) and not self.flying[0].is_last and self.flying[0].unit is not self.flying[-1].unit
+        return (
+            bool(self.flying)
+            and not self.flying[0].is_last
+            and self.flying[0].unit is not self.flying[-1].unit
+        )
 
     def _launch(self, unit: Unit) -> None:
         if unit.aside:
@@ -315,7 +357,9 @@ class Reducer:
         self.flying.append(r)
 
     def _land(self, r: Reduction) -> None:
-        """Wait for the parts, add them up in rank order; on to the next hop, or hand over what can be handed over."""
+        """Wait for the parts, add them up in rank order; on to the next hop, or hand over what can
+        be handed over.
+        """
         self.summing.land(r)
         flat, total = r.flat, r.total
         assert total is not None
@@ -330,12 +374,15 @@ class Reducer:
             self.summing.broadcast_back(r)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
-            self._ledger(flat).add(GRADIENTS, -_bytes(total))  # it was added to gradients that are there
+            # It was added to gradients that are there
+            self._ledger(flat).add(GRADIENTS, -_bytes(total))
         if r.gathering is None and not _all_of(r, r.filled):
             self.summed.append(r)  # another rank may have used the others
 
     def _hold(self, r: Reduction) -> bool:
-        """Before the boundary the group's sums stay here; at it those of earlier micro-batches join. See [Note: held sums]."""
+        """Before the boundary the group's sums stay here; at it those of earlier micro-batches
+        join. See [Note: held sums].
+        """
         pool, held, total = self.engine.pool, r.flat.held.pop(r.run, None), r.total
         assert total is not None
         if held is not None:
@@ -349,10 +396,11 @@ class Reducer:
             pool.give(total)
         return self.engine.holding
 
-    # -- handing over ----------------------------------------------------------------------------------------------------------
+    # -- handing over ------------------------------------------------------------------------------
 
     def _hand_over(self, r: Reduction, which: list[bool]) -> bool:
-        """Give the sums to the optimizer's parameters: `.grad` is set, or added to, as autograd would.
+        """Give the sums to the optimizer's parameters: `.grad` is set, or added to, as autograd
+        would.
 
         True if some `.grad` lies in them now, or may come to.
         """
@@ -369,11 +417,16 @@ class Reducer:
         if offloaded is not None and offloaded.gradients_on_disk and not behind:
             try:
                 offloaded.take_gradient(r.total, r.result_range, meant)
-            except TierError as error:  # the other ranks are waiting: all raise before the optimizer steps
+            except TierError as error:
+                # The other ranks are waiting: all raise before the optimizer steps
                 self.engine.failure = self.engine.failure or error
             return kept
         total, same = r.total, r.total.dtype == flat.dtypes.master
-        for entry, part in zip(shares.here, total.split_with_sizes(shares.sizes)[1::2], strict=True) if meant else ():
+        for entry, part in (
+            zip(shares.here, total.split_with_sizes(shares.sizes)[1::2], strict=True)
+            if meant
+            else ()
+        ):
             if not which[entry.index]:
                 continue
             param = entry.param
@@ -393,13 +446,22 @@ class Reducer:
         return kept
 
     def _steps_behind(self, flat: Flat, which: list[bool]) -> bool:
-        """Whether the flat buffer is stepped as soon as these gradients are there: they are all of its own, in memory."""
+        """Whether the flat buffer is stepped as soon as these gradients are there: they are all of
+        its own, in memory.
+        """
         behind, offloaded = self.engine.in_backward_stepper, flat.offloaded
-        if behind is None or offloaded is None or len(flat.runs) != 1 or not all(which[e.index] for e in flat.entries if e.active):
+        if (
+            behind is None
+            or offloaded is None
+            or len(flat.runs) != 1
+            or not all(which[e.index] for e in flat.entries if e.active)
+        ):
             return False
         if offloaded.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):
             return False
-        offloaded.stepped_in = self.engine.step if (takes := bool(behind.takes(flat))) else offloaded.stepped_in
+        offloaded.stepped_in = (
+            self.engine.step if (takes := bool(behind.takes(flat))) else offloaded.stepped_in
+        )
         return takes
 
     def _bring_down(self, r: Reduction, offloaded: Offloaded) -> None:
@@ -410,7 +472,11 @@ class Reducer:
             self.engine.memory.add(GRADIENTS, -_bytes(r.total))
             r.total = offloaded.bring_down(r.total)
             self.engine.transfers.host.add(GRADIENTS, _bytes(r.total))
-        if offloaded.gradients_on_disk or r.total.dtype != r.flat.dtypes.master or any(e.param.grad is not None for e in r.flat.entries):
+        if (
+            offloaded.gradients_on_disk
+            or r.total.dtype != r.flat.dtypes.master
+            or any(e.param.grad is not None for e in r.flat.entries)
+        ):
             self.engine.transfers.down.wait()  # the host is about to read them
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
@@ -431,19 +497,28 @@ class Reducer:
             r = self.summed.pop(0)
             if r.gathering is not None:
                 r.gathering.wait()
-                which = [e.number in used_anywhere and r.flat.in_run(e, r.run) for e in r.flat.entries]
+                which = [
+                    e.number in used_anywhere and r.flat.in_run(e, r.run) for e in r.flat.entries
+                ]
             else:
                 which = [
                     e.number in used_anywhere and r.flat.in_run(e, r.run) and not done
                     for e, done in zip(r.flat.entries, r.filled, strict=True)
                 ]
-            if not self._hand_over(r, which) and r.flat.offloaded is not None and r.gathering is not None and r.total is not None:
+            if (
+                not self._hand_over(r, which)
+                and r.flat.offloaded is not None
+                and r.gathering is not None
+                and r.total is not None
+            ):
                 self._ledger(r.flat).add(GRADIENTS, -_bytes(r.total))
 
     def launch_rest(self) -> None:
-        """At the end of a backward pass: the units whose gradients did not all come take part with zeros.
+        """At the end of a backward pass: the units whose gradients did not all come take part with
+        zeros.
 
-        What has a hop to go goes on: this rank is about to wait for the others, and they may wait for that.
+        What has a hop to go goes on: this rank is about to wait for the others, and they may wait
+        for that.
         """
         for unit in self.units:
             unit.ready = True
@@ -458,12 +533,18 @@ class Reducer:
             self._land_what_is_due()
 
     def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
-        """Gradients that came after their unit was reduced (re-entrant checkpointing of a shared module): reduce them too."""
+        """Gradients that came after their unit was reduced (re-entrant checkpointing of a shared
+        module): reduce them too.
+        """
         for index in late:
-            if any(f.offloaded is not None and f.offloaded.stepped_in == self.engine.step for f in self.units[index].flats):
+            if any(
+                f.offloaded is not None and f.offloaded.stepped_in == self.engine.step
+                for f in self.units[index].flats
+            ):
                 raise RuntimeError(
-                    f"a gradient of {self.units[index].name!r} came after the unit was stepped behind the backward pass: this model uses "
-                    "it in more than one part of the pass. Leave step_in_backward out."
+                    f"a gradient of {self.units[index].name!r} came after the unit was stepped"
+                    " behind the backward pass: this model uses it in more than one part of the"
+                    " pass. Leave step_in_backward out."
                 )
             self._launch(self.units[index])
         self.finish(used_anywhere)

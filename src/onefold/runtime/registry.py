@@ -1,4 +1,6 @@
-"""Which engine works on which module. Weak on the module's side: the registry keeps no model alive."""
+"""Which engine works on which module. Weak on the module's side: the registry keeps no model
+alive.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ _spoilt: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def spoil(module: nn.Module, why: BaseException) -> None:
-    """The model is neither sharded nor what it was: it refuses to be called until `shard()` takes it again."""
+    """The model is neither sharded nor what it was: it refuses to be called until `shard()` takes
+    it again.
+    """
     said = f"{type(why).__name__}: {why}"
 
     def refuse(_: nn.Module, *args: Any) -> None:
         raise RuntimeError(
-            f"this model is not sharded: changing it under onefold.unsharded failed ({said}). Its parameters are whole, and it would "
-            "train on every rank by itself. Mend it and call onefold.shard(model, recipe) on every rank, or start from a checkpoint."
+            f"this model is not sharded: changing it under onefold.unsharded failed ({said}). Its"
+            " parameters are whole, and it would train on every rank by itself. Mend it and call"
+            " onefold.shard(model, recipe) on every rank, or start from a checkpoint."
         )
 
     _spoilt[module] = module.register_forward_pre_hook(refuse, prepend=True)
@@ -55,13 +60,20 @@ def engine_of(module: nn.Module) -> Engine:
         TypeError: it is no module.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"a {type(module).__name__} was given where the model is expected that onefold.shard(module, recipe) returned.")
+        raise TypeError(
+            f"a {type(module).__name__} was given where the model is expected that"
+            " onefold.shard(module, recipe) returned."
+        )
     engine = _engines.get(module)
     if engine is None:
         if is_sharded(getattr(module, "_orig_mod", module)):
             raise ValueError(
-                "this is what torch.compile made around a sharded model, whose names it changes: call it to train, and give Onefold's "
-                "functions the module that onefold.shard(module, recipe) returned."
+                "this is what torch.compile made around a sharded model, whose names it changes:"
+                " call it to train, and give Onefold's functions the module that"
+                " onefold.shard(module, recipe) returned."
             )
-        raise ValueError(f"this {type(module).__name__} was not sharded; give the module that onefold.shard(module, recipe) returned.")
+        raise ValueError(
+            f"this {type(module).__name__} was not sharded; give the module that"
+            " onefold.shard(module, recipe) returned."
+        )
     return engine

@@ -1,13 +1,15 @@
-"""How the whole of a flat buffer comes together, and how its gradient is divided: over which groups, in which form.
+"""How the whole of a flat buffer comes together, and how its gradient is divided: over which
+groups, in which form.
 
     over all ranks, no groups        interval ──────────── all ───────────► whole
     over all ranks, in groups        interval ── across ──► shard ── inside ──► whole
     parameters over a group          shard ──────────── inside ───────────► whole
     a second copy                    interval ── across ──► shard (kept until the next step) ── inside ──► whole
 
-`interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note: positions] in comm/topology.py); the
-gradient goes the same way back, hop by hop, and is summed at each in the accumulation dtype. Where parameters travel encoded, each
-interval is encoded once after a step, moved and kept as bytes, and decoded into the flat buffer behind the last hop.
+`interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
+positions] in comm/topology.py); the gradient goes the same way back, hop by hop, and is summed at
+each in the accumulation dtype. Where parameters travel encoded, each interval is encoded once after
+a step, moved and kept as bytes, and decoded into the flat buffer behind the last hop.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a reduction: the ranks of `group` divide a range of addresses among themselves, `ranges` by position."""
+    """One step of a reduction: the ranks of `group` divide a range of addresses among themselves,
+    `ranges` by position.
+    """
 
     group: Group
     ranges: tuple[tuple[int, int], ...]
@@ -59,7 +63,9 @@ def hops_of(flat: Flat, group: Group) -> tuple[Hop, ...]:
     if 1 in (topology.inner, topology.outer):
         return (everybody,)
     each = layout.shard_numel * topology.outer
-    inside = Hop(group.intra_group, tuple((i * each, (i + 1) * each) for i in range(topology.inner)))
+    inside = Hop(
+        group.intra_group, tuple((i * each, (i + 1) * each) for i in range(topology.inner))
+    )
     mine = group.topology.inter_group(group.rank)
     return inside, Hop(group.inter_group, tuple(layout.interval(p) for p in mine))
 
@@ -68,7 +74,8 @@ class Route:
     """The gathers of one flat buffer.
 
     Attributes:
-        second: the shard in the compute dtype, or encoded as bytes, kept to gather from; None without a second copy.
+        second: the shard in the compute dtype, or encoded as bytes, kept to gather from; None
+            without a second copy.
         fresh: `secondary` (or the encoded interval) is of the masters as they are.
         stored: the encoded interval is all there is: frozen weights that rest as they travel.
     """
@@ -80,14 +87,24 @@ class Route:
         name = recipe.frozen if stored else recipe.parameters.codec
         self.stored: bool = stored
         travels = group.size > 1 or stored
-        self.codec: Codec | None = engine.capabilities.codec(name) if name and low and travels and not flat.resident else None
+        self.codec: Codec | None = (
+            engine.capabilities.codec(name)
+            if name and low and travels and not flat.resident
+            else None
+        )
         inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
-        self.has_secondary = inside and not stored and not flat.resident and group.topology.outer > 1
+        self.has_secondary = (
+            inside and not stored and not flat.resident and group.topology.outer > 1
+        )
         self.secondary: torch.Tensor | None = None
         self.fresh = False
         outer = group.topology.outer
         self.outer = outer
-        self.each = round_up(self.codec.encoded_bytes(flat.layout.shard_numel), _ALIGNED) if self.codec else 0
+        self.each = (
+            round_up(self.codec.encoded_bytes(flat.layout.shard_numel), _ALIGNED)
+            if self.codec
+            else 0
+        )
         self.shard = self.shard_of(group.rank)
         first = group.rank // outer * outer
         self._shard_bytes = first * self.each, (first + outer) * self.each
@@ -108,12 +125,18 @@ class Route:
             a, b = self._shard_bytes if self.has_secondary else self._own_bytes
             self.secondary = torch.empty(b - a, dtype=torch.uint8, device=device)
         elif self.has_secondary:
-            self.secondary = torch.empty(self.shard[1] - self.shard[0], dtype=self.flat.dtypes.compute, device=device)
+            self.secondary = torch.empty(
+                self.shard[1] - self.shard[0], dtype=self.flat.dtypes.compute, device=device
+            )
 
     @property
     def resting_bytes(self) -> dict[str, int]:
         """Bytes kept between steps, by category."""
-        return {} if self.secondary is None else {PARAMETERS: self.secondary.numel() * self.secondary.element_size()}
+        return (
+            {}
+            if self.secondary is None
+            else {PARAMETERS: self.secondary.numel() * self.secondary.element_size()}
+        )
 
     @property
     def reads_masters(self) -> bool:
@@ -124,35 +147,47 @@ class Route:
         """The masters have new values."""
         self.fresh = self.stored  # where they are stored, `store` is how they get them
 
-    # -- weights that rest encoded ---------------------------------------------------------------------------------------------
+    # -- weights that rest encoded -----------------------------------------------------------------
 
     def store(self, values: torch.Tensor) -> None:
         """New values, [owned], for what rests encoded."""
         assert self.codec is not None and self.secondary is not None
         numel = self.flat.layout.shard_numel
         for index in range(values.numel() // max(numel, 1)):
-            self.codec.encode(values[index * numel : (index + 1) * numel], self._bytes_of(self.secondary, index))
+            self.codec.encode(
+                values[index * numel : (index + 1) * numel], self._bytes_of(self.secondary, index)
+            )
         self.fresh = True
 
     def load(self) -> torch.Tensor:
         """What rests encoded, [owned], in the master dtype."""
         assert self.codec is not None and self.secondary is not None
         flat, numel = self.flat, self.flat.layout.shard_numel
-        out = torch.empty(flat.owned[1] - flat.owned[0], dtype=flat.dtypes.master, device=self.secondary.device)
+        out = torch.empty(
+            flat.owned[1] - flat.owned[0], dtype=flat.dtypes.master, device=self.secondary.device
+        )
         for index in range(out.numel() // max(numel, 1)):
-            self.codec.decode(self._bytes_of(self.secondary, index), out[index * numel : (index + 1) * numel])
+            self.codec.decode(
+                self._bytes_of(self.secondary, index), out[index * numel : (index + 1) * numel]
+            )
         return out
 
-    # -- gathering -------------------------------------------------------------------------------------------------------------
+    # -- gathering ---------------------------------------------------------------------------------
 
-    def start(self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside) -> Pending:
-        """Start gathering the whole into `full`; `put` writes this rank's part of the masters there. Both go where `beside` says."""
+    def start(
+        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+    ) -> Pending:
+        """Start gathering the whole into `full`; `put` writes this rank's part of the masters
+        there. Both go where `beside` says.
+        """
         if self.codec is not None:
             return self._start_encoded(full, put, place, beside)
         with beside():
             return self._start(full, put, place)
 
-    def _start(self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext) -> Pending:
+    def _start(
+        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext
+    ) -> Pending:
         if not self.has_secondary:
             put()
             return self.group_of_owners.all_gather(full, place, self.flat.index)
@@ -168,21 +203,35 @@ class Route:
             second.copy_(mine)
             return self.group.intra_group.all_gather(full, place, self.flat.index)
 
-        return Chain(self.group, self.group.inter_group.all_gather(mine, place, self.flat.index), keep)
+        return Chain(
+            self.group, self.group.inter_group.all_gather(mine, place, self.flat.index), keep
+        )
 
     @property
     def _own_bytes(self) -> tuple[int, int]:
         """Where the encoded intervals of what this rank owns begin and end."""
-        a, b = (edge // max(self.flat.layout.shard_numel, 1) * self.each for edge in self.flat.owned)
+        a, b = (
+            edge // max(self.flat.layout.shard_numel, 1) * self.each for edge in self.flat.owned
+        )
         return a, b
 
-    def _start_encoded(self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside) -> Pending:
+    def _start_encoded(
+        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+    ) -> Pending:
         # Taken on the computing stream, in whose order it is handed on.
-        coded = self.engine.pool.take(self.group.size * self.each, torch.uint8, GATHERED, self.flat.unit_name)
+        coded = self.engine.pool.take(
+            self.group.size * self.each, torch.uint8, GATHERED, self.flat.unit_name
+        )
         with beside():
             return self._send_encoded(full, coded, put, place)
 
-    def _send_encoded(self, full: torch.Tensor, coded: torch.Tensor, put: Callable[[], None], place: CollectiveContext) -> Pending:
+    def _send_encoded(
+        self,
+        full: torch.Tensor,
+        coded: torch.Tensor,
+        put: Callable[[], None],
+        place: CollectiveContext,
+    ) -> Pending:
         kept, group = self.secondary, self.group
         plain = full.numel() * full.element_size()
         assert kept is not None
@@ -198,8 +247,12 @@ class Route:
         self.fresh = True
         inner = group.intra_group if self.has_secondary else self.group_of_owners
         if not (self.has_secondary and renewed):
-            return _Decoded(inner.all_gather(coded, place, self.flat.index, plain=plain), self, full, coded)
-        low = group.inter_group.all_gather(coded[a:b], place, self.flat.index, plain=plain * self.outer // group.size)
+            return _Decoded(
+                inner.all_gather(coded, place, self.flat.index, plain=plain), self, full, coded
+            )
+        low = group.inter_group.all_gather(
+            coded[a:b], place, self.flat.index, plain=plain * self.outer // group.size
+        )
 
         def keep() -> Pending:
             kept.copy_(coded[a:b])
@@ -208,7 +261,9 @@ class Route:
         return _Decoded(Chain(group, low, keep), self, full, coded)
 
     def _encode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
-        """What this rank owns, interval by interval: each is encoded by itself, so that the bytes are the same over any groups."""
+        """What this rank owns, interval by interval: each is encoded by itself, so that the bytes
+        are the same over any groups.
+        """
         assert self.codec is not None
         each, (start, stop) = self.flat.layout.shard_numel, self.flat.owned
         for index in range(start // max(each, 1), stop // max(each, 1)):
@@ -223,25 +278,37 @@ class Route:
 
     def _bytes_of(self, coded: torch.Tensor, index: int) -> torch.Tensor:
         assert self.codec is not None
-        return coded[index * self.each : index * self.each + self.codec.encoded_bytes(self.flat.layout.shard_numel)]
+        return coded[
+            index * self.each : index * self.each
+            + self.codec.encoded_bytes(self.flat.layout.shard_numel)
+        ]
 
 
 def rests_encoded(found: Found, recipe: Recipe) -> bool:
-    """Whether a parameter is one of the frozen weights that rest encoded: matrices, but for what is looked up in (embeddings)."""
+    """Whether a parameter is one of the frozen weights that rest encoded: matrices, but for what is
+    looked up in (embeddings).
+    """
     frozen = recipe.frozen is not None and not found.param.requires_grad and found.param.dim() >= 2
-    return frozen and found.param.dtype in _LOW and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
+    return (
+        frozen
+        and found.param.dtype in _LOW
+        and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
+    )
 
 
 def block_at_rest(recipe: Recipe, codec: Callable[[str], Codec]) -> int:
     """Elements of a block of the frozen weights that rest encoded.
 
-    Parameters begin, and ranks are cut, at multiples of it: a block lies in one parameter on one rank, and is the same over any ranks.
+    Parameters begin, and ranks are cut, at multiples of it: a block lies in one parameter on one
+    rank, and is the same over any ranks.
     """
     return codec(recipe.frozen).shared if recipe.frozen is not None else 0
 
 
 def route_notes(engine: Engine) -> list[str]:
-    """A sentence for each thing that the recipe asks of groups and of frozen weights and that changes nothing in this run."""
+    """A sentence for each thing that the recipe asks of groups and of frozen weights and that
+    changes nothing in this run.
+    """
     recipe, said = engine.recipe, []
     divides = GROUP in (recipe.parameters.over, recipe.gradients.over, recipe.optimizer.over)
     if engine.world_size == 1:
@@ -253,13 +320,20 @@ def route_notes(engine: Engine) -> list[str]:
             said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
     # By itself a recipe takes nodes for groups, and does without.
     if recipe.group not in (None, FLAT) and engine.group.topology.outer == 1 < engine.world_size:
-        node = "the launcher says that all are on one node, or that nodes are uneven, or nothing of nodes (LOCAL_WORLD_SIZE)"
+        node = (
+            "the launcher says that all are on one node, or that nodes are uneven, or nothing of"
+            " nodes (LOCAL_WORLD_SIZE)"
+        )
         why = node if recipe.group == "node" else "they are all"
         said.append(
-            f"group={recipe.group!r} makes one group of the {engine.world_size} ranks ({why}): nothing is divided inside groups only."
+            f"group={recipe.group!r} makes one group of the {engine.world_size} ranks ({why}):"
+            " nothing is divided inside groups only."
         )
     if recipe.frozen and not any(flat.route.stored for unit in engine.units for flat in unit.flats):
-        said.append(f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings was frozen when shard() was called.")
+        said.append(
+            f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings was frozen when"
+            " shard() was called."
+        )
     return said
 
 
@@ -268,7 +342,9 @@ class _Decoded(Pending):
 
     __slots__ = ("_coded", "_full", "_moving", "_route")
 
-    def __init__(self, moving: Pending, route: Route, full: torch.Tensor, coded: torch.Tensor) -> None:
+    def __init__(
+        self, moving: Pending, route: Route, full: torch.Tensor, coded: torch.Tensor
+    ) -> None:
         self._moving, self._route, self._full = moving, route, full
         self._coded: torch.Tensor | None = coded
         self.place, self.event = moving.place, moving.event

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds of `time.perf_counter` in which a unit computed (on CUDA: in which its work was handed to the device).
+    """Seconds of `time.perf_counter` in which a unit computed (on CUDA: in which its work was
+    handed to the device).
 
-    kind is "compute"; phase "forward" or "backward". A forward span of a unit with units inside contains theirs. A backward span
-    ends when the last gradient of the unit arrived and begins where the one before it ended: autograd does not say more.
+    kind is "compute"; phase "forward" or "backward". A forward span of a unit with units inside
+    contains theirs. A backward span ends when the last gradient of the unit arrived and begins
+    where the one before it ended: autograd does not say more.
     """
 
     kind: str

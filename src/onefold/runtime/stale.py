@@ -4,7 +4,8 @@
              ├── a second copy, or the own part encoded (runtime/route.py)   ► made anew by the next gather
              └── a gathered unit that no backward pass came for              ► let go
 
-Masters move when an optimizer steps, when somebody writes to a parameter (its version counters tell), and when the engine writes itself.
+Masters move when an optimizer steps, when somebody writes to a parameter (its version counters
+tell), and when the engine writes itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def look_for_writes(engine: Engine) -> None:
-    """Kept copies are stale once the masters moved: an optimizer stepped, or somebody wrote to them."""
+    """Kept copies are stale once the masters moved: an optimizer stepped, or somebody wrote to
+    them.
+    """
     trained = engine.stepped or (engine.reduced_since_gather and not engine.optimizer_seen)
     engine.stepped = engine.reduced_since_gather = False
     for unit in engine.units:
@@ -43,7 +46,8 @@ def look_at(engine: Engine, unit: Unit, trained: bool = False) -> None:
         _note(engine, unit)
         if unit.state is State.STALE:
             for flat in unit.flats:
-                flat.refreshed = engine.write_counters.count if flat.stale else flat.refreshed  # by the refresh that follows
+                # By the refresh that follows
+                flat.refreshed = engine.write_counters.count if flat.stale else flat.refreshed
 
 
 def all_written(engine: Engine) -> None:
@@ -61,7 +65,9 @@ def all_written(engine: Engine) -> None:
 
 
 def _let_go(engine: Engine, unit: Unit) -> None:
-    """A forward pass that no backward pass followed may have left the unit gathered, of masters that have new values now."""
+    """A forward pass that no backward pass followed may have left the unit gathered, of masters
+    that have new values now.
+    """
     if not unit.resident and not unit.away and not unit.depth and not engine.backward_open:
         engine.gather.release(unit)
 
@@ -75,5 +81,11 @@ def _note(engine: Engine, unit: Unit) -> None:
 
 
 def _is_its_master(flat: Flat) -> bool:
-    """The kept copy is the master itself on every rank (stage 0 in one dtype): it cannot be stale."""
-    return flat.whole_master and flat.full is not None and storage_of(flat.full) == storage_of(flat.master)
+    """The kept copy is the master itself on every rank (stage 0 in one dtype): it cannot be
+    stale.
+    """
+    return (
+        flat.whole_master
+        and flat.full is not None
+        and storage_of(flat.full) == storage_of(flat.master)
+    )

@@ -1,7 +1,9 @@
 """An optimizer's own step over other tensors than its parameters.
 
-A torch optimizer steps what is in its `param_groups` and keeps what it knows in `state`. For the time of one step the groups are copies
-that hold only what is to be stepped: some of the parameters, or stand-ins, parts of them with parts of their gradients and states.
+A torch optimizer steps what is in its `param_groups` and keeps what it knows in `state`. For the
+time of one step the groups are copies
+that hold only what is to be stepped: some of the parameters, or stand-ins, parts of them with parts
+of their gradients and states.
 """
 
 from __future__ import annotations
@@ -39,14 +41,20 @@ def only(
 ) -> Iterator[None]:
     """Inside, the optimizer knows only `stand_ins`, each in the group of its `real` parameter.
 
-    `device`: of the model, for the implementation that the step takes (runtime/implementations.py); None leaves that to torch.
-    Groups are copies, and counters of the optimizer's own are put back: a step in pieces counts as one, which the outer step() makes.
+    `device`: of the model, for the implementation that the step takes (runtime/implementations.py);
+    None leaves that to torch. Groups are copies, and counters of the optimizer's own are put back:
+    a step in pieces counts as one, which the outer step() makes.
     """
     wanted: dict[int, list[torch.Tensor]] = {}
     for param, stand_in in zip(real, stand_ins, strict=True):
         wanted.setdefault(groups[id(param)], []).append(stand_in)
-    before, counters = optimizer.param_groups, {k: v for k, v in optimizer.__dict__.items() if isinstance(v, (int, float))}
-    optimizer.param_groups = [{**before[i], "params": params} for i, params in sorted(wanted.items())]
+    before, counters = (
+        optimizer.param_groups,
+        {k: v for k, v in optimizer.__dict__.items() if isinstance(v, (int, float))},
+    )
+    optimizer.param_groups = [
+        {**before[i], "params": params} for i, params in sorted(wanted.items())
+    ]
     if device is not None:
         Chosen(optimizer, optimizer.param_groups, device)  # they are copies: nothing to undo
     try:

@@ -1,4 +1,6 @@
-"""Whole parameters outside a forward pass: to read, to change, to take away, to bring in. All collective: every rank calls them."""
+"""Whole parameters outside a forward pass: to read, to change, to take away, to bring in. All
+collective: every rank calls them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from onefold.runtime.unset import value_of
 from onefold.runtime.whole import place_of, whole_masters
 
 
-def scatter_masters(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor | None, master: torch.Tensor) -> None:
+def scatter_masters(
+    engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
+) -> None:
     """Rank 0's `full` ([numel], master precision; None elsewhere) into every rank's `master`."""
     group, place = engine.group, place_of(engine, unit)
     with torch.no_grad():
@@ -51,9 +55,13 @@ def _rewrite(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor | None) 
 
 @contextlib.contextmanager
 def full_params(engine: Engine, write: bool) -> Iterator[None]:
-    """Whole parameters in master precision in place of the sharded ones. See `onefold.full_params`."""
+    """Whole parameters in master precision in place of the sharded ones. See
+    `onefold.full_params`.
+    """
     if engine.stack:
-        raise RuntimeError("full_params was entered inside a forward pass of the model; enter it outside.")
+        raise RuntimeError(
+            "full_params was entered inside a forward pass of the model; enter it outside."
+        )
     if write:
         engine.about_to_write()
     elif engine.unset and not engine.whole_depth:
@@ -61,13 +69,17 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         engine.unset.refuse("full_params() would show")
     if engine.whole_depth:  # nested: the outer one has gathered
         if write and not engine.whole_write:
-            raise RuntimeError("full_params(write=True) was entered inside full_params(); give write=True to the outer one.")
+            raise RuntimeError(
+                "full_params(write=True) was entered inside full_params(); give write=True to the"
+                " outer one."
+            )
         yield
         return
     if not engine.unsharded:
         refuse_changes(engine, "full_params")
     held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
-    joint: dict[str, torch.Tensor] = {}  # parameters in tiles: the tiles lie one behind another, so that there is a whole to see
+    # Parameters in tiles: the tiles lie one behind another, so that there is a whole to see
+    joint: dict[str, torch.Tensor] = {}
     shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
     with disable_torch_function():
         for unit in engine.units:
@@ -76,7 +88,9 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                     continue
                 full = whole_masters(engine, unit, flat)
                 held.append((unit, flat, None if flat.tiled else full))
-                engine.memory.add(GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name)
+                engine.memory.add(
+                    GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
+                )
                 for entry in flat.entries:
                     whole = flat.view(full, entry)
                     if flat.tiled:
@@ -99,7 +113,9 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                     flat.swap(entry, entry.param)
                 if write:
                     _rewrite(engine, unit, flat, kept if kept is not None else _apart(joint, flat))
-                engine.memory.add(GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name)
+                engine.memory.add(
+                    GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name
+                )
             if write:
                 engine.make_stale()
                 engine.unset.look(engine)
@@ -108,25 +124,33 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
 
 
 def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
-    """Whole parameters that were given other memory (`p.data = value`), or replaced, are written to the memory they had. Returns what
-    does not fit."""
+    """Whole parameters that were given other memory (`p.data = value`), or replaced, are written to
+    the memory they had. Returns what does not fit.
+    """
     wrong = None
     for entry, stand_in, whole in shown:
-        placed = [found for places, attribute, _ in entry.places if (found := places.get(attribute)) is not None]
+        placed = [
+            found
+            for places, attribute, _ in entry.places
+            if (found := places.get(attribute)) is not None
+        ]
         param = next((p for p in placed if p is not stand_in), stand_in)
         if param.data_ptr() != whole.data_ptr():
             if param.shape == whole.shape:
                 whole.copy_(param)
             else:
                 wrong = wrong or (
-                    f"inside full_params(write=True) parameter {entry.slot.name!r} of shape {tuple(whole.shape)} was given data of shape "
-                    f"{tuple(param.shape)}. Another shape is given inside `with onefold.unsharded(model):`."
+                    f"inside full_params(write=True) parameter {entry.slot.name!r} of shape"
+                    f" {tuple(whole.shape)} was given data of shape {tuple(param.shape)}. Another"
+                    " shape is given inside `with onefold.unsharded(model):`."
                 )
     return wrong
 
 
 def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) -> torch.Tensor:
-    """Where a tile lies in the whole parameter that `joint` has, or gets, by the parameter's name."""
+    """Where a tile lies in the whole parameter that `joint` has, or gets, by the parameter's
+    name.
+    """
     part = entry.part
     if part.names[0] not in joint:
         joint[part.names[0]] = torch.empty(part.numel, dtype=like.dtype, device=like.device)
@@ -143,7 +167,9 @@ def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
 
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See `onefold.full_state_dict`."""
+    """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See
+    `onefold.full_state_dict`.
+    """
     if not engine.unsharded:
         refuse_changes(engine, "full_state_dict")
         for name, buffer in module.named_buffers():
@@ -151,7 +177,9 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
     group = engine.group
     engine.unset.look(engine)
     engine.unset.refuse("full_state_dict() would hold")
-    out: dict[Any, torch.Tensor] = {}  # by the parameter's identity and names: hooks of a module may rename or copy it in its state dict
+    # By the parameter's identity and names: hooks of a module may rename or copy it in its state
+    # dict
+    out: dict[Any, torch.Tensor] = {}
     joint: dict[str, torch.Tensor] = {}
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
@@ -160,21 +188,32 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
                 for entry in flat.entries if group.rank == 0 else ():
                     value = entry.param.detach() if flat.unsharded else flat.view(full, entry)  # type: ignore[arg-type]
                     if flat.tiled:
-                        _place_in(joint, entry, torch.empty(0, dtype=value.dtype, device="cpu")).copy_(value)
+                        _place_in(
+                            joint, entry, torch.empty(0, dtype=value.dtype, device="cpu")
+                        ).copy_(value)
                         whole = joint[entry.part.names[0]].view(entry.part.shape)
                     else:
                         whole = value.cpu().clone()
-                    names = () if engine.unsharded else entry.part.names  # the model's own, where somebody has put another in its place
+                    # The model's own, where somebody has put another in its place
+                    names = () if engine.unsharded else entry.part.names
                     out |= dict.fromkeys((id(entry.param), *names), whole)
     if group.rank != 0:
         return {}
-    order = {name: value for name, value in plain_state_dict(engine, module).items() if isinstance(value, torch.Tensor)}
+    order = {
+        name: value
+        for name, value in plain_state_dict(engine, module).items()
+        if isinstance(value, torch.Tensor)
+    }
     keys = {name: id(value) if id(value) in out else name for name, value in order.items()}
-    return {name: out[keys[name]] if keys[name] in out else value.detach().cpu().clone() for name, value in order.items()}
+    return {
+        name: out[keys[name]] if keys[name] in out else value.detach().cpu().clone()
+        for name, value in order.items()
+    }
 
 
 def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
-    """The module's own state dict: this rank's intervals under the parameters' names, buffers, extra state. Local.
+    """The module's own state dict: this rank's intervals under the parameters' names, buffers,
+    extra state. Local.
 
     A parameter in tiles stands there as its first tile's.
     """
@@ -190,10 +229,14 @@ def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
     return held
 
 
-def beside_parameters(engine: Engine, module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What the module's state dict holds besides parameters: (persistent buffers, extra states), each by its name there. Local.
+def beside_parameters(
+    engine: Engine, module: nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What the module's state dict holds besides parameters: (persistent buffers, extra states),
+    each by its name there. Local.
 
-    Parameters are told by their identity or by their name: hooks of a module may give them another one in its state dict, or a copy.
+    Parameters are told by their identity or by their name: hooks of a module may give them another
+    one in its state dict, or a copy.
     """
     known = {id(e.param) for e in engine.entries} | {id(e.compute) for e in engine.entries}
     names = {name for e in engine.entries for name in e.part.names}
@@ -215,55 +258,97 @@ def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
     group, place = engine.group, place_of(engine, unit)
     if group.rank != 0:
         known = flat.owned == flat.owned_by(0)  # a replica of what rank 0 has
-        group.exchange([] if known else [(0, flat.load_master().to(engine.device))], [], place, flat.index, move="state").wait()
+        group.exchange(
+            [] if known else [(0, flat.load_master().to(engine.device))],
+            [],
+            place,
+            flat.index,
+            move="state",
+        ).wait()
         return None
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
     full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())
     sent = [flat.owned_by(p) for p in range(1, group.size)]
-    group.exchange([], [(p, full[a:b]) for p, (a, b) in enumerate(sent, 1) if a != flat.owned[0]], place, flat.index, move="state").wait()
+    group.exchange(
+        [],
+        [(p, full[a:b]) for p, (a, b) in enumerate(sent, 1) if a != flat.owned[0]],
+        place,
+        flat.index,
+        move="state",
+    ).wait()
     return full
 
 
 def load_full_state_dict(
     engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See `onefold.load_full_state_dict`."""
+    """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See
+    `onefold.load_full_state_dict`.
+    """
     refuse_changes(engine, "load_full_state_dict")
     engine.about_to_write()
-    expected = {n: v for n, v in plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)}
+    expected = {
+        n: v for n, v in plain_state_dict(engine, module).items() if isinstance(v, torch.Tensor)
+    }
     known = {id(e.param): e for e in engine.entries}
     by_name = {name: e for e in engine.entries for name in e.part.names}
-    named = {n: e for n, v in expected.items() if (e := known.get(id(v), by_name.get(n))) is not None}
+    named = {
+        n: e for n, v in expected.items() if (e := known.get(id(v), by_name.get(n))) is not None
+    }
     shapes = {n: e.part.shape for n, e in named.items()}
     verdict: list[Any] = [None]
     if engine.rank == 0:
         verdict = [_compare(expected, shapes, state, strict)]
     if engine.world_size > 1:
-        dist.broadcast_object_list(verdict, src=engine.group.ranks[0], group=engine.group.control_group)
+        dist.broadcast_object_list(
+            verdict, src=engine.group.ranks[0], group=engine.group.control_group
+        )
     missing, unexpected, complaint = verdict[0]
     if complaint:
         raise ValueError(complaint)
-    given = {e.part.names[0]: state[n] for n, e in named.items() if state is not None and n in state}
+    given = {
+        e.part.names[0]: state[n] for n, e in named.items() if state is not None and n in state
+    }
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
                 _load_flat(engine, unit, flat, given)
         _load_buffers(engine, {n: v for n, v in expected.items() if n not in shapes}, state or {})
         engine.make_stale()
-        engine.unset.given({name for n in expected if n not in missing for name in (n, *(named[n].part.names if n in named else ()))})
+        engine.unset.given(
+            {
+                name
+                for n in expected
+                if n not in missing
+                for name in (n, *(named[n].part.names if n in named else ()))
+            }
+        )
         engine.unset.remember()
     return missing, unexpected
 
 
 def _compare(
-    expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor] | None, strict: bool
+    expected: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    state: Mapping[str, torch.Tensor] | None,
+    strict: bool,
 ) -> tuple[list[str], list[str], str | None]:
     if state is None:
-        return [], [], "load_full_state_dict: rank 0 was given no state dict; give it the whole one (other ranks may give None)."
+        return (
+            [],
+            [],
+            (
+                "load_full_state_dict: rank 0 was given no state dict; give it the whole one (other"
+                " ranks may give None)."
+            ),
+        )
     complaint = _no_tensors(expected, state)
     if complaint:
         return [], [], complaint
-    missing, unexpected = sorted(set(expected) - set(state)), sorted(map(str, set(state) - set(expected)))
+    missing, unexpected = (
+        sorted(set(expected) - set(state)),
+        sorted(map(str, set(state) - set(expected))),
+    )
     wrong = [
         f"{n}: given {tuple(state[n].shape)}, expected {shapes.get(n, tuple(expected[n].shape))}"
         for n in expected
@@ -276,28 +361,40 @@ def _compare(
             missing,
             unexpected,
             (
-                f"load_full_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}) "
-                f"and {len(unexpected)} are unknown to the model "
-                f"({', '.join(unexpected[:5])}). Give strict=False to load what fits."
+                f"load_full_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])})"
+                f" and {len(unexpected)} are unknown to the model ({', '.join(unexpected[:5])})."
+                " Give strict=False to load what fits."
             ),
         )
     return missing, unexpected, None
 
 
 def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
-    """What is wrong with a `state` that is no dict, or holds something else than real tensors under known names."""
+    """What is wrong with a `state` that is no dict, or holds something else than real tensors under
+    known names.
+    """
     if not isinstance(state, Mapping):
         return (
-            f"load_full_state_dict: rank 0 was given a {type(state).__name__}; expected a dict of whole tensors, "
-            "as onefold.full_state_dict(model) returns or torch.load(path) reads."
+            f"load_full_state_dict: rank 0 was given a {type(state).__name__}; expected a dict of"
+            " whole tensors, as onefold.full_state_dict(model) returns or torch.load(path) reads."
         )
     known = [n for n in expected if n in state]
-    others = [f"{n} is a {type(state[n]).__name__}" for n in known if not isinstance(state[n], torch.Tensor)]
+    others = [
+        f"{n} is a {type(state[n]).__name__}"
+        for n in known
+        if not isinstance(state[n], torch.Tensor)
+    ]
     if others:
-        return f"load_full_state_dict: expected tensors, but {'; '.join(others[:5])}. torch.as_tensor turns arrays into tensors."
+        return (
+            f"load_full_state_dict: expected tensors, but {'; '.join(others[:5])}. torch.as_tensor"
+            " turns arrays into tensors."
+        )
     imaginary = [n for n in known if state[n].is_complex() and not expected[n].is_complex()]
     if imaginary:
-        return f"load_full_state_dict: {', '.join(imaginary[:5])} would lose their imaginary parts: give real tensors."
+        return (
+            f"load_full_state_dict: {', '.join(imaginary[:5])} would lose their imaginary parts:"
+            " give real tensors."
+        )
     return None
 
 
@@ -324,15 +421,21 @@ def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[str, torch
     _rewrite(engine, unit, flat, full if engine.rank == 0 else None)
 
 
-def _load_buffers(engine: Engine, buffers: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+def _load_buffers(
+    engine: Engine, buffers: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> None:
     for name, buffer in buffers.items():
         if engine.rank == 0 and name in state:
             buffer.copy_(state[name])
-    engine.group.broadcast(list(buffers.values()), CollectiveContext("state", "buffers", engine.step, "state"))
+    engine.group.broadcast(
+        list(buffers.values()), CollectiveContext("state", "buffers", engine.step, "state")
+    )
 
 
 def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
-    """Build the unit's flat buffers; rank 0's weights are everybody's. Parameters named in `coming` are NaN until somebody writes them."""
+    """Build the unit's flat buffers; rank 0's weights are everybody's. Parameters named in `coming`
+    are NaN until somebody writes them.
+    """
     for flat in unit.flats:
         if flat.unsharded:
             continue
@@ -343,13 +446,16 @@ def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
                 for entry in flat.entries:
                     if entry.slot.name not in coming:
                         _scatter_entry(engine, unit, entry, master)
-                    elif master.is_floating_point() and not flat.route.stored:  # see [Note: marks of what is unset] in runtime/unset.py
+                    elif master.is_floating_point() and not flat.route.stored:
+                        # See [Note: marks of what is unset] in runtime/unset.py
                         a, b = flat.local(entry)
                         master[a - flat.owned[0] : b - flat.owned[0]].fill_(math.nan)
                 return
             full = None
             if engine.rank == 0:
-                full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
+                full = torch.zeros(
+                    flat.layout.numel, dtype=flat.dtypes.master, device=engine.device
+                )
                 for entry in flat.entries:
                     source = _source(entry)
                     flat.view(full, entry).copy_(source.detach())

@@ -1,7 +1,8 @@
-"""Tensors that have a shape and a dtype, and no memory: what is seen of elements that rest on NVMe, or encoded.
+"""Tensors that have a shape and a dtype, and no memory: what is seen of elements that rest on NVMe,
+or encoded.
 
-A kernel that is given one may read address 0. So whoever gets to see one gets an object that answers questions about its shape, and
-explains itself instead of computing.
+A kernel that is given one may read address 0. So whoever gets to see one gets an object that
+answers questions about its shape, and explains itself instead of computing.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ class HollowError(RuntimeError):
 
 
 def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
-    """A hollow tensor of the shape, dtype and device of `like`; `what` is its subject in a sentence."""
+    """A hollow tensor of the shape, dtype and device of `like`; `what` is its subject in a
+    sentence.
+    """
     out = torch.empty_like(like.detach())
     out.untyped_storage().resize_(0)
     return seen_storageless(out, what, spec_of(like))
 
 
 def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> torch.Tensor:
-    """The hollow tensor `t` as code outside the engine may see it; of the shape that `spec` is a part of."""
+    """The hollow tensor `t` as code outside the engine may see it; of the shape that `spec` is a
+    part of.
+    """
     seen = t.as_subclass(Storageless)
     seen.what, seen.spec = what, spec
     return seen
@@ -40,10 +45,11 @@ def is_storageless(t: torch.Tensor) -> bool:
 def explain(func: Any, what: str) -> HollowError:
     """What to say to code that wants to compute with something hollow."""
     return HollowError(
-        f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe or encoded. Read a parameter with "
-        "`parameter.onefold.gather()` (on every rank), write with `onefold.full_params(model, write=True)`, clip with "
-        "onefold.clip_grad_norm_, drop gradients with zero_grad() (set_to_none=True, its default); offload_gradients='cpu' keeps "
-        "gradients in memory."
+        f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe or"
+        " encoded. Read a parameter with `parameter.onefold.gather()` (on every rank), write with"
+        " `onefold.full_params(model, write=True)`, clip with onefold.clip_grad_norm_, drop"
+        " gradients with zero_grad() (set_to_none=True, its default); offload_gradients='cpu'"
+        " keeps gradients in memory."
     )
 
 
@@ -56,12 +62,21 @@ class Storageless(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
-        if isinstance(first, Storageless) and first.spec is not None and (meta := META.get(name_of(func))) is not None:
+        if (
+            isinstance(first, Storageless)
+            and first.spec is not None
+            and (meta := META.get(name_of(func))) is not None
+        ):
             return meta(first.spec, *args, **(kwargs or {}))
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise explain(func, next((t.what for t in _tensors((args, kwargs)) if isinstance(t, Storageless)), "a tensor"))
+        raise explain(
+            func,
+            next(
+                (t.what for t in _tensors((args, kwargs)) if isinstance(t, Storageless)), "a tensor"
+            ),
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Hollow({self.what}, on NVMe or encoded)"
@@ -90,7 +105,9 @@ _ALLOWED = {
 
 
 class StatePlace(torch.Tensor):
-    """What stands in `optimizer.state` for a state on NVMe. To copy or to pickle it would be to lose the state."""
+    """What stands in `optimizer.state` for a state on NVMe. To copy or to pickle it would be to
+    lose the state.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -110,6 +127,7 @@ class StatePlace(torch.Tensor):
 
 def _elsewhere() -> HollowError:
     return HollowError(
-        "a state of the optimizer was to be copied or pickled, and it rests on NVMe: local_state_dict() holds a place for it only. "
-        "optimizer.state_dict() brings the whole to rank 0's host; onefold.save and onefold.load write and read it at any stage and tier."
+        "a state of the optimizer was to be copied or pickled, and it rests on NVMe:"
+        " local_state_dict() holds a place for it only. optimizer.state_dict() brings the whole to"
+        " rank 0's host; onefold.save and onefold.load write and read it at any stage and tier."
     )

@@ -1,10 +1,12 @@
-"""One parameter's elements between the ranks that hold them and rank 0's host, some at a time, and what the ranks say around that.
+"""One parameter's elements between the ranks that hold them and rank 0's host, some at a time, and
+what the ranks say around that.
 
     to_first     each rank's interval ──► rank 0: a host tensor of the whole
     from_first   rank 0's whole ──► each rank: the elements that it holds
 
-On the device there are never more than `CHUNK` elements of it, on other hosts than rank 0's no more than the rank's own. Where rank 0 holds
-all itself (stage 0, one rank) `to_first` moves nothing. Both are collective.
+On the device there are never more than `CHUNK` elements of it, on other hosts than rank 0's no more
+than the rank's own. Where rank 0 holds all itself (stage 0, one rank) `to_first` moves nothing.
+Both are collective.
 """
 
 from __future__ import annotations
@@ -41,21 +43,30 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
     if group.size == 1 or group.fake:
         return [value]
     text = pickle.dumps((call, value))
-    place = CollectiveContext("control", f"({call}, which every rank must call)", engine.step, "state")
+    place = CollectiveContext(
+        "control", f"({call}, which every rank must call)", engine.step, "state"
+    )
     try:
-        head = group.exchange_control(torch.frombuffer(bytearray(struct.pack("<q", len(text))), dtype=torch.uint8), place, "call")
+        head = group.exchange_control(
+            torch.frombuffer(bytearray(struct.pack("<q", len(text))), dtype=torch.uint8),
+            place,
+            "call",
+        )
         lengths = [struct.unpack("<q", bytes(part.tolist()))[0] for part in head]
         mine = torch.frombuffer(bytearray(text.ljust(max(lengths), b"\0")), dtype=torch.uint8)
         parts = group.exchange_control(mine, place, "call")
     except StallError as error:
-        raise StallError(f"{call} is a collective on this model: call it on every rank, at the same place. {error}") from None
+        raise StallError(
+            f"{call} is a collective on this model: call it on every rank, at the same place."
+            f" {error}"
+        ) from None
     by_number = sorted(range(group.size), key=lambda position: group.ranks[position])
     said = [pickle.loads(bytes(parts[p][: lengths[p]].numpy())) for p in by_number]
     other = next((rank for rank, (name, _) in enumerate(said) if name != call), None)
     if other is not None:
         raise RuntimeError(
-            f"rank {dist_rank(engine)} called {call} while rank {sorted(group.ranks)[other]} called {said[other][0]}: "
-            "every rank must call the same, in the same order."
+            f"rank {dist_rank(engine)} called {call} while rank {sorted(group.ranks)[other]} called"
+            f" {said[other][0]}: every rank must call the same, in the same order."
         )
     return [value for _, value in said]
 
@@ -70,7 +81,9 @@ def place_of(engine: Engine, entry: Entry) -> CollectiveContext:
 
 
 def interval_of(entry: Entry) -> tuple[int, int]:
-    """The elements of `entry` that this rank answers for, counted from its first: each element on exactly one rank."""
+    """The elements of `entry` that this rank answers for, counted from its first: each element on
+    exactly one rank.
+    """
     if entry.flat.unsharded:
         return 0, entry.slot.numel
     a, b = entry.flat.layout.local(entry.slot, entry.flat.rank)
@@ -78,15 +91,25 @@ def interval_of(entry: Entry) -> tuple[int, int]:
 
 
 def held_by(entry: Entry, position: int) -> tuple[int, int]:
-    """The elements of `entry` that the optimizer of a rank holds, counted from its first; also what other ranks hold as well."""
+    """The elements of `entry` that the optimizer of a rank holds, counted from its first; also what
+    other ranks hold as well.
+    """
     if entry.flat.unsharded:
         return 0, entry.slot.numel
     a, b = overlap((entry.slot.start, entry.slot.end), entry.flat.owned_by(position))
     return a - entry.slot.start, b - entry.slot.start
 
 
-def to_first(engine: Engine, entry: Entry, dtype: torch.dtype, read: Read, out: torch.Tensor | None, alone: bool = False) -> None:
-    """All elements of `entry` into rank 0's `out` ([numel], on the host; None on other ranks, unless they hold all elements themselves).
+def to_first(
+    engine: Engine,
+    entry: Entry,
+    dtype: torch.dtype,
+    read: Read,
+    out: torch.Tensor | None,
+    alone: bool = False,
+) -> None:
+    """All elements of `entry` into rank 0's `out` ([numel], on the host; None on other ranks,
+    unless they hold all elements themselves).
 
     Args:
         read: gives the elements [x, y) that this rank holds, on any device, in `dtype`.
@@ -117,8 +140,16 @@ def to_first(engine: Engine, entry: Entry, dtype: torch.dtype, read: Read, out: 
             out[a:b].copy_(part)
 
 
-def from_first(engine: Engine, entry: Entry, dtype: torch.dtype, whole: torch.Tensor | None, put: Put, alone: bool = False) -> None:
-    """Rank 0's `whole` ([numel], anywhere; None on other ranks) to the ranks: `put` is given the elements [x, y) that this one holds.
+def from_first(
+    engine: Engine,
+    entry: Entry,
+    dtype: torch.dtype,
+    whole: torch.Tensor | None,
+    put: Put,
+    alone: bool = False,
+) -> None:
+    """Rank 0's `whole` ([numel], anywhere; None on other ranks) to the ranks: `put` is given the
+    elements [x, y) that this one holds.
 
     Args:
         alone: each rank is given nothing but its interval, also where its optimizer holds more.

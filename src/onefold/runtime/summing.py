@@ -1,4 +1,5 @@
-"""One gradient buffer on its way from partial sums to the ranks that keep them: hop by hop, and on to who holds them too.
+"""One gradient buffer on its way from partial sums to the ranks that keep them: hop by hop, and on
+to who holds them too.
 
     stage 1 to 3          whole ── all ──► interval
     stage 0               whole ── all ──► interval ── all ──► whole            (a reduce-scatter and an all-gather: an all-reduce)
@@ -6,19 +7,23 @@
     stage 0               ... ──► interval ── across ──► shard ── inside ──► whole
     HSDP, MiCS            whole ── inside ──► shard ── across ──► interval ── across ──► shard
 
-[Note: held sums] Where gradients are divided inside a group, micro-batches before the boundary go one hop only: the group's sums are held
-in the accumulation dtype, and the hop across carries them once a step.
+[Note: held sums] Where gradients are divided inside a group, micro-batches before the boundary go
+one hop only: the group's sums are held in the accumulation dtype, and the hop across carries them
+once a step.
 
-[Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once to the dtype of the wire, whether it
-then travels on or stays. The second half of stage 0's all-reduce thus weighs what the formula says, and stages 1 to 3 have its bits.
+[Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once
+to the dtype of the wire, whether it then travels on or stays. The second half of stage 0's
+all-reduce thus weighs what the formula says, and stages 1 to 3 have its bits.
 
-[Note: all parts at once] On a native backend one operation brings the parts of all ranks into the rows of one buffer, and one kernel
-adds them (comm/sums.py). This rank's part comes along, unless it is in a wider dtype than what travels: then it stays where it is, since it
-is not rounded on gloo either. With `reduce="native"` the backend adds, in the dtype of the wire and an order of its own.
+[Note: all parts at once] On a native backend one operation brings the parts of all ranks into the
+rows of one buffer, and one kernel adds them (comm/sums.py). This rank's part comes along, unless it
+is in a wider dtype than what travels: then it stays where it is, since it is not rounded on gloo
+either. With `reduce="native"` the backend adds, in the dtype of the wire and an order of its own.
 
-[Note: encoded sums] Where gradients travel encoded, every part is encoded for its receiver, decoded there and added in the accumulation
-dtype: sums are never made of encoded values. A rank's own part is not encoded. What the encoding lost can be kept and added to the next
-gradient.
+[Note: encoded sums] Where gradients travel encoded, every part is encoded for its receiver, decoded
+there and added in the accumulation
+dtype: sums are never made of encoded values. A rank's own part is not encoded. What the encoding
+lost can be kept and added to the next gradient.
 """
 
 from __future__ import annotations
@@ -53,12 +58,17 @@ class Reduction:
 
     Attributes:
         run: the addresses that are reduced. span: those that `buffer` covers, on this hop.
-        own: the addresses of `span` that this rank sums; `parts`: what the ranks send of them, by position in the hop's group.
+        own: the addresses of `span` that this rank sums; `parts`: what the ranks send of them, by
+            position in the hop's group.
         filled: which entries got a gradient here.
-        lent: one buffer of which the parts are rows. sent: what travels, where that is not `buffer` itself.
-        rows: how many parts lie in `receive_buffer` without being in `parts`; see [Note: all parts at once].
-        summed: the backend adds them up: one row. whole: the backend sums the whole run for every rank.
-        total: the sums, over `own`, or over what the rank keeps if they are spread (`result_range`).
+        lent: one buffer of which the parts are rows. sent: what travels, where that is not `buffer`
+            itself.
+        rows: how many parts lie in `receive_buffer` without being in `parts`; see [Note: all parts
+            at once].
+        summed: the backend adds them up: one row. whole: the backend sums the whole run for every
+            rank.
+        total: the sums, over `own`, or over what the rank keeps if they are spread
+            (`result_range`).
         down: the sums have left the device.
     """
 
@@ -98,13 +108,16 @@ class Summing:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         recipe = engine.recipe
-        self.codec: Codec | None = engine.capabilities.codec(recipe.gradients.codec) if recipe.gradients.codec else None
+        self.codec: Codec | None = (
+            engine.capabilities.codec(recipe.gradients.codec) if recipe.gradients.codec else None
+        )
         self.by_backend = recipe.reduce == NATIVE
         self._cuts: dict[tuple[int, tuple[int, int], int], Cut] = {}  # by flat buffer, span and hop
-        self.residuals: dict[tuple[int, int, int], torch.Tensor] = {}  # by flat buffer, first address and hop
+        # By flat buffer, first address and hop
+        self.residuals: dict[tuple[int, int, int], torch.Tensor] = {}
         self._drawn = 0  # how far the run that this one resumes was ahead of it
 
-    # -- sending ---------------------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def send(self, r: Reduction) -> None:
         """Start the hop that `r` stands before."""
@@ -128,7 +141,9 @@ class Summing:
             return
         sent = r.buffer
         if r.buffer.dtype != flat.dtypes.wire:
-            sent = engine.pool.take(r.buffer.numel(), flat.dtypes.wire, REDUCTION, r.unit.name).copy_(r.buffer)
+            sent = engine.pool.take(
+                r.buffer.numel(), flat.dtypes.wire, REDUCTION, r.unit.name
+            ).copy_(r.buffer)
             r.sent = sent
         self._places(r)
         recvs = [(p, part) for p, part in r.parts.items() if p != group.rank]
@@ -136,14 +151,20 @@ class Summing:
             a, b = r.own[0] - r.span[0], r.own[1] - r.span[0]
             sends = [(group.rank, sent[:a]), (group.rank, sent[b:])]
         else:
-            sends = [(p, piece) for p, piece in enumerate(pieces(sent, r.span, hop)) if p != group.rank]
+            sends = [
+                (p, piece) for p, piece in enumerate(pieces(sent, r.span, hop)) if p != group.rank
+            ]
         r.pending = group.exchange(sends, recvs, place, flat.index, move=move)
 
     def _cut(self, flat: Flat, span: tuple[int, int], at: int) -> Cut:
-        """How hop `at` divides a buffer over `span`. As many are kept as there are ways in which parameters have been frozen."""
+        """How hop `at` divides a buffer over `span`. As many are kept as there are ways in which
+        parameters have been frozen.
+        """
         key, hop = (flat.index, span, at), flat.hops[at]
         if key not in self._cuts:
-            self._cuts[key] = hop.group.cut([b - a for a, b in (overlap(span, there) for there in hop.ranges)])
+            self._cuts[key] = hop.group.cut(
+                [b - a for a, b in (overlap(span, there) for there in hop.ranges)]
+            )
         return self._cuts[key]
 
     def _send_at_once(self, r: Reduction, cut: Cut, place: CollectiveContext) -> None:
@@ -157,34 +178,50 @@ class Summing:
             sent[:a].copy_(r.buffer[:a])
             sent[a:].copy_(r.buffer[b:])
         r.receive_buffer = pool.take(r.rows * cut.own, wire, REDUCTION, r.unit.name)
-        r.pending = group.scatter_parts(sent, cut, r.receive_buffer.view(r.rows, cut.own), place, r.flat.index, place.move)
+        r.pending = group.scatter_parts(
+            sent, cut, r.receive_buffer.view(r.rows, cut.own), place, r.flat.index, place.move
+        )
 
     def _send_to_be_summed(self, r: Reduction, cut: Cut, place: CollectiveContext) -> None:
         """The backend adds the parts up, in the dtype of the wire."""
         sent, r.rows, r.summed = self._on_the_wire(r), 1, True
         r.receive_buffer = self.engine.pool.take(cut.own, sent.dtype, REDUCTION, r.unit.name)
         mean = self.early_scale(r.flat) == 1
-        r.pending = r.hop.group.reduce_scatter(sent, cut, r.receive_buffer, place, r.flat.index, place.move, mean)
+        r.pending = r.hop.group.reduce_scatter(
+            sent, cut, r.receive_buffer, place, r.flat.index, place.move, mean
+        )
 
     def _send_to_all(self, r: Reduction, place: CollectiveContext) -> None:
         """The backend adds everything up for everybody."""
-        sent, r.whole, r.at = self._on_the_wire(r), True, len(r.flat.hops) - 1  # on however many levels the backend likes
+        # On however many levels the backend likes
+        sent, r.whole, r.at = self._on_the_wire(r), True, len(r.flat.hops) - 1
         r.total = self.engine.pool.fresh(sent.numel(), sent.dtype).copy_(sent)
         self.engine.memory.add(GRADIENTS, _bytes(r.total))
-        r.pending = self.engine.group.all_reduce(r.total, place, r.flat.index, self.early_scale(r.flat) == 1)
+        r.pending = self.engine.group.all_reduce(
+            r.total, place, r.flat.index, self.early_scale(r.flat) == 1
+        )
 
     def _on_the_wire(self, r: Reduction) -> torch.Tensor:
         """The whole buffer in the dtype of the wire."""
         if r.buffer.dtype != r.flat.dtypes.wire:
-            r.sent = self.engine.pool.take(r.buffer.numel(), r.flat.dtypes.wire, REDUCTION, r.unit.name).copy_(r.buffer)
+            r.sent = self.engine.pool.take(
+                r.buffer.numel(), r.flat.dtypes.wire, REDUCTION, r.unit.name
+            ).copy_(r.buffer)
         return r.buffer if r.sent is None else r.sent
 
     def encodes(self, flat: Flat, hop: Hop) -> bool:
         """Whether gradients of `flat` travel encoded on `hop`."""
-        return self.codec is not None and hop.group.size > 1 and flat.dtypes.sums == torch.float32 and not hop.group.fake
+        return (
+            self.codec is not None
+            and hop.group.size > 1
+            and flat.dtypes.sums == torch.float32
+            and not hop.group.fake
+        )
 
     def _places(self, r: Reduction) -> None:
-        """Where the ranks' parts go, by position with this rank's own among them: rows of one lent buffer, but for one that stays."""
+        """Where the ranks' parts go, by position with this rank's own among them: rows of one lent
+        buffer, but for one that stays.
+        """
         group, into, dtype, own = r.hop.group, self.summed_into(r), r.flat.dtypes.wire, r.own
         mine = r.buffer[own[0] - r.span[0] : own[1] - r.span[0]]
         places = {group.rank: mine}
@@ -192,7 +229,11 @@ class Summing:
             places[into] = self.engine.pool.fresh(mine.numel(), dtype)
             self.engine.memory.add(REDUCTION, _bytes(places[into]), r.unit.name)
         rows = group.size - len(places)
-        r.receive_buffer = self.engine.pool.take(rows * mine.numel(), dtype, REDUCTION, r.unit.name) if rows else None
+        r.receive_buffer = (
+            self.engine.pool.take(rows * mine.numel(), dtype, REDUCTION, r.unit.name)
+            if rows
+            else None
+        )
         if r.receive_buffer is not None and not group.fake:  # else nothing arrives there
             others = (p for p in range(group.size) if p not in (group.rank, into))
             places |= zip(others, r.receive_buffer.view(rows, mine.numel()).unbind(), strict=True)
@@ -230,11 +271,15 @@ class Summing:
         r.parts = dict(sorted(r.parts.items()))
         if group.native and {self.codec.encoded_bytes(b - a) for a, b in cuts} == {each}:
             even, received = group.cut([each] * group.size), r.receive_buffer.view(group.size, each)
-            return group.scatter_parts(r.sent, even, received, place, flat.index, place.move, plain=plain[group.rank])
+            return group.scatter_parts(
+                r.sent, even, received, place, flat.index, place.move, plain=plain[group.rank]
+            )
         return group.exchange(sends, recvs, place, flat.index, move=place.move, plain=plain)
 
     def _residual(self, r: Reduction) -> torch.Tensor | None:
-        """What encoding this buffer lost so far, over its span, in fp32; made when it is first asked for."""
+        """What encoding this buffer lost so far, over its span, in fp32; made when it is first
+        asked for.
+        """
         if not self.engine.recipe.error_feedback:
             return None
         return self.residual((r.flat.index, r.span[0], r.at), r.span[1] - r.span[0])
@@ -242,7 +287,8 @@ class Summing:
     def residual(self, key: tuple[int, int, int], numel: int) -> torch.Tensor:
         """What was lost of `numel` elements, zeros at first: by flat buffer, first address and hop.
 
-        Where more or fewer elements travel from that address on (parameters were frozen, or are trained again), what both have stays.
+        Where more or fewer elements travel from that address on (parameters were frozen, or are
+        trained again), what both have stays.
         """
         known = self.residuals.get(key)
         if known is None or known.numel() != numel:
@@ -258,7 +304,9 @@ class Summing:
     def spans(self) -> dict[tuple[int, int, int], int]:
         """The elements of every residual that there may come to be."""
         found = {}
-        for flat in (flat for unit in self.engine.units for flat in unit.flats if not flat.unsharded):
+        for flat in (
+            flat for unit in self.engine.units for flat in unit.flats if not flat.unsharded
+        ):
             for run in flat.runs:
                 span = run
                 for at, hop in enumerate(flat.hops):
@@ -275,13 +323,15 @@ class Summing:
     def forget_if(self, bad: torch.Tensor) -> None:
         """Nothing was lost, if the gradients were not finite (`bad`, a scalar, is not 0).
 
-        Their step is left out. What encoding their finite numbers lost may be huge all the same, and must not reach the next step.
+        Their step is left out. What encoding their finite numbers lost may be huge all the same,
+        and must not reach the next step.
         """
         if not has_streams(self.engine.device):
             if self.residuals and bool(bad):
                 self.forget()
             return
-        for lost in self.residuals.values():  # without asking: the answer would cost a synchronization
+        # Without asking: the answer would cost a synchronization
+        for lost in self.residuals.values():
             lost.masked_fill_(bad.to(lost.device, torch.bool), 0.0)
 
     @property
@@ -294,13 +344,15 @@ class Summing:
         self._drawn = step - self.engine.step
 
     def _rounding(self, r: Reduction, address: int) -> Stochastic | None:
-        """Random bits by step, rank and address: the same in a repeated run, and others for each rank, lest their errors add up."""
+        """Random bits by step, rank and address: the same in a repeated run, and others for each
+        rank, lest their errors add up.
+        """
         if self.engine.recipe.wire_rounding != "stochastic":
             return None
         seed = (r.flat.index * 2 + r.at) * self.engine.world_size + self.engine.rank
         return Stochastic(seed=seed, step=self.draw, address=address)
 
-    # -- landing ---------------------------------------------------------------------------------------------------------------
+    # -- landing -----------------------------------------------------------------------------------
 
     def land(self, r: Reduction) -> None:
         """Wait for the parts and add them up in rank order: `r.total`."""
@@ -352,7 +404,13 @@ class Summing:
     def summed_into(self, r: Reduction) -> int | None:
         """The peer whose part becomes the sum, if sums need no other dtype and no other place."""
         group, flat = r.hop.group, r.flat
-        if r.rows or not r.is_last or flat.broadcast_back is not None or group.size == 1 or flat.dtypes.wire != flat.dtypes.sums:
+        if (
+            r.rows
+            or not r.is_last
+            or flat.broadcast_back is not None
+            or group.size == 1
+            or flat.dtypes.wire != flat.dtypes.sums
+        ):
             return None
         if r.buffer.dtype != flat.dtypes.wire or self.encodes(flat, r.hop):
             return None
@@ -363,7 +421,8 @@ class Summing:
         r.result_range = r.own
         self.engine.memory.add(REDUCTION, -_bytes(total), r.unit.name)
         self.engine.memory.add(GRADIENTS, _bytes(total))
-        for rank, part in r.parts.items():  # rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
+        # Rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
+        for rank, part in r.parts.items():
             if rank != into:
                 total.add_(part)
         return total
@@ -375,13 +434,20 @@ class Summing:
             total = target = pool.take(r.own[1] - r.own[0], sums_dtype, REDUCTION, r.unit.name)
             r.result_range = r.own
         else:
-            # Who holds more than it sums puts its sums into their place there; the others' come later.
-            r.result_range = overlap(r.run, flat.owned) if flat.broadcast_back is not None else r.own
+            # Who holds more than it sums puts its sums into their place there; the others' come
+            # later.
+            r.result_range = (
+                overlap(r.run, flat.owned) if flat.broadcast_back is not None else r.own
+            )
             sent_on = flat.whole_master or flat.broadcast_back is not None
-            total = pool.fresh(r.result_range[1] - r.result_range[0], flat.dtypes.wire if sent_on else sums_dtype)
+            total = pool.fresh(
+                r.result_range[1] - r.result_range[0], flat.dtypes.wire if sent_on else sums_dtype
+            )
             target = total[r.own[0] - r.result_range[0] : r.own[1] - r.result_range[0]]
             self.engine.memory.add(GRADIENTS, _bytes(total))
-        scale = 1.0 / r.hop.group.size if r.hop.group.size > 1 and self.early_scale(flat) == 1 else 1.0
+        scale = (
+            1.0 / r.hop.group.size if r.hop.group.size > 1 and self.early_scale(flat) == 1 else 1.0
+        )
         if r.rows:
             self._add_rows(r, target, scale)
             return total
@@ -399,7 +465,9 @@ class Summing:
         return total
 
     def _add_rows(self, r: Reduction, target: torch.Tensor, scale: float) -> None:
-        """The rows of `receive_buffer`, and this rank's part if it is not among them, into `target`: one kernel."""
+        """The rows of `receive_buffer`, and this rank's part if it is not among them, into
+        `target`: one kernel.
+        """
         assert r.receive_buffer is not None
         group, dtypes = r.hop.group, r.flat.dtypes
         own = None
@@ -408,12 +476,26 @@ class Summing:
         elif r.rows < group.size:
             own = r.buffer[r.own[0] - r.span[0] : r.own[1] - r.span[0]]
         round_to = dtypes.wire if r.is_last else None
-        sum_parts(r.receive_buffer.view(r.rows, target.numel()), target, scale, own=own, rank=group.rank, round_to=round_to, dtype=dtypes.sums)
+        sum_parts(
+            r.receive_buffer.view(r.rows, target.numel()),
+            target,
+            scale,
+            own=own,
+            rank=group.rank,
+            round_to=round_to,
+            dtype=dtypes.sums,
+        )
 
     def _round(self, r: Reduction, sums: torch.Tensor) -> None:
-        """See [Note: rounded once]; in place, by way of the memory that the parts came in, which have been added."""
+        """See [Note: rounded once]; in place, by way of the memory that the parts came in, which
+        have been added.
+        """
         wire = r.flat.dtypes.wire
-        if r.receive_buffer is None or wire == sums.dtype or torch.promote_types(wire, sums.dtype) == wire:
+        if (
+            r.receive_buffer is None
+            or wire == sums.dtype
+            or torch.promote_types(wire, sums.dtype) == wire
+        ):
             return
         room = r.receive_buffer.view(torch.uint8)
         room = room[: room.numel() // wire.itemsize * wire.itemsize].view(wire)
@@ -441,13 +523,17 @@ class Summing:
             sums.add_(part)
 
     def early_scale(self, flat: Flat) -> float:
-        """The mean's factor, if it goes into the copy that is made anyway: not where 16 bits travel, whose range it would waste."""
+        """The mean's factor, if it goes into the copy that is made anyway: not where 16 bits
+        travel, whose range it would waste.
+        """
         return 1.0 / self.engine.group.size if flat.dtypes.wire == flat.dtypes.sums else 1.0
 
-    # -- spreading -------------------------------------------------------------------------------------------------------------
+    # -- spreading ---------------------------------------------------------------------------------
 
     def broadcast_back(self, r: Reduction) -> None:
-        """Start sending this rank's sums to all that hold them too, and receiving theirs; over groups across first, then inside."""
+        """Start sending this rank's sums to all that hold them too, and receiving theirs; over
+        groups across first, then inside.
+        """
         flat, hop = r.flat, r.flat.broadcast_back
         assert r.total is not None and hop is not None
         if r.whole:  # the backend has done it
@@ -459,7 +545,9 @@ class Summing:
             r.gathering = Chain(self.engine.group, r.gathering, lambda: self._broadcast_on(r, 0))
 
     def _broadcast_on(self, r: Reduction, at: int) -> Pending:
-        """The sums that this rank has of the addresses of hop `at`, to the ranks of its group, and theirs from them."""
+        """The sums that this rank has of the addresses of hop `at`, to the ranks of its group, and
+        theirs from them.
+        """
         assert r.total is not None
         hop, place = r.flat.hops[at], self._place_of_sums(r)
         group, span = hop.group, overlap(r.result_range, (hop.ranges[0][0], hop.ranges[-1][1]))
@@ -471,7 +559,9 @@ class Summing:
         part = pieces(total, span, hop)
         peers = [p for p in range(group.size) if p != group.rank]
         recvs = [(p, part[p]) for p in peers] if not group.fake else []
-        return group.exchange([(p, part[group.rank]) for p in peers], recvs, place, r.flat.index, move="all-reduce")
+        return group.exchange(
+            [(p, part[group.rank]) for p in peers], recvs, place, r.flat.index, move="all-reduce"
+        )
 
     def _place_of_sums(self, r: Reduction) -> CollectiveContext:
         return CollectiveContext("all-reduce", r.unit.name, self.engine.step, self.engine.phase)

@@ -1,4 +1,6 @@
-"""What the engine knows of weights that are computed in tiles (room `tiling`): a tile is a unit of its own."""
+"""What the engine knows of weights that are computed in tiles (room `tiling`): a tile is a unit of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class WeightTile(nn.Module):
     """Some rows of a weight, gathered when they are computed with and released behind that.
 
     Attributes:
-        shared: several modules compute with it (tied weights), so that a pass comes to it more than once.
+        shared: several modules compute with it (tied weights), so that a pass comes to it more than
+            once.
         looked_up: its backward pass reads no weight (an embedding's).
     """
 
@@ -31,7 +34,8 @@ class TiledModule(nn.Module):
     """A module whose list of tiles is no list of blocks.
 
     Attributes:
-        outlined: while it is above 0, a state dict shows each weight in tiles as its first tile's parameter.
+        outlined: while it is above 0, a state dict shows each weight in tiles as its first tile's
+            parameter.
     """
 
     outlined: ClassVar[int] = 0
@@ -39,7 +43,9 @@ class TiledModule(nn.Module):
 
 @contextlib.contextmanager
 def first_tiles() -> Iterator[None]:
-    """Inside, state dicts show each weight in tiles as the parameter of its first tile: for who wants to know what is there."""
+    """Inside, state dicts show each weight in tiles as the parameter of its first tile: for who
+    wants to know what is there.
+    """
     TiledModule.outlined += 1
     try:
         yield

@@ -1,4 +1,6 @@
-"""What an engine has beyond the device: streams of copies, host buffers, files on NVMe, and the ledgers of all three."""
+"""What an engine has beyond the device: streams of copies, host buffers, files on NVMe, and the
+ledgers of all three.
+"""
 
 from __future__ import annotations
 
@@ -23,30 +25,45 @@ BEHIND = 3
 
 class Transfers:
     """Attributes:
-    device: the ledger of the device's memory. host, disk: bytes held on the host for what rests off the device (and what is on its
-        way), and on NVMe.
-    moved: bytes "up" to the device and "down" to the host, "read" from and "written" to NVMe, with the seconds waited for them.
+    device: the ledger of the device's memory. host, disk: bytes held on the host for what rests off
+        the device (and what is on its way), and on NVMe.
+    moved: bytes "up" to the device and "down" to the host, "read" from and "written" to NVMe, with
+        the seconds waited for them.
     down, up: copies to the host and to the device: a device does both at a time.
-    pinned: host buffers for gradients and casts. pool: host buffers of whole pages, reused. chunk: elements moved at a time, and the
-        size of those buffers.
+    pinned: host buffers for gradients and casts. pool: host buffers of whole pages, reused. chunk:
+        elements moved at a time, and the size of those buffers.
     broken: why nothing may go on: the disk failed in the middle of a step.
     """
 
     def __init__(
-        self, recipe: Recipe, rank: int, device: torch.device, memory: MemoryLedger, make: Callable[[Recipe, int, bool], Store]
+        self,
+        recipe: Recipe,
+        rank: int,
+        device: torch.device,
+        memory: MemoryLedger,
+        make: Callable[[Recipe, int, bool], Store],
     ) -> None:
         self._make = make
         self.recipe, self.rank, self.device = recipe, rank, memory
         self.host, self.disk = MemoryLedger(), MemoryLedger()
         self.moved = TrafficLedger()
-        self.down, self.up = CopyStream(device, name="copies down"), CopyStream(device, name="copies up")
+        self.down, self.up = (
+            CopyStream(device, name="copies down"),
+            CopyStream(device, name="copies up"),
+        )
         self.pinned = HostBuffers(device)
-        self.pool = Pool(torch.device("cpu"), self.host, paged=True, pinned=device if self.up.asynchronous else None)
+        self.pool = Pool(
+            torch.device("cpu"),
+            self.host,
+            paged=True,
+            pinned=device if self.up.asynchronous else None,
+        )
         self.chunk = recipe.chunk
         self.broken: str | None = None
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._rising: deque[tuple[Ticket | None, torch.Tensor]] = deque()
-        self._lock = threading.RLock()  # steps behind the backward pass write from a thread of their own
+        # Steps behind the backward pass write from a thread of their own
+        self._lock = threading.RLock()
         self._store: Store | None = None
 
     @property
@@ -90,7 +107,9 @@ class Transfers:
             self.moved.waited(None, begun)
 
     def rise(self, into: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy a buffer of the pool to the device, on the stream of copies up; it goes back when that is done. The host does not wait."""
+        """Copy a buffer of the pool to the device, on the stream of copies up; it goes back when
+        that is done. The host does not wait.
+        """
         ticket = self.up.copy(into, whole)
         with self._lock:
             self._rising.append((ticket, whole))
@@ -101,11 +120,16 @@ class Transfers:
         if all_of_them:
             self.up.wait()
         with self._lock:
-            while self._rising and (all_of_them or (ticket := self._rising[0][0]) is None or ticket.query()):
+            while self._rising and (
+                all_of_them or (ticket := self._rising[0][0]) is None or ticket.query()
+            ):
                 self.pool.give(self._rising.popleft()[1])
 
-    def buffer(self, numel: int, dtype: torch.dtype, unit: str, grain: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """(a host buffer to be given back to the pool, its first `numel` items): of one size wherever that is enough.
+    def buffer(
+        self, numel: int, dtype: torch.dtype, unit: str, grain: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a host buffer to be given back to the pool, its first `numel` items): of one size
+        wherever that is enough.
 
         `grain`: elements that an item stands for.
         """
@@ -113,8 +137,11 @@ class Transfers:
         whole = self.pool.take(max(numel, -(-self.chunk // grain)), dtype, STAGING, unit)
         return whole, whole[:numel]
 
-    def write(self, region: Region, start: int, data: torch.Tensor, whole: torch.Tensor, unit: str) -> None:
-        """Start writing `data` to `region` from element `start` on; its buffer `whole` goes back to the pool when that is done.
+    def write(
+        self, region: Region, start: int, data: torch.Tensor, whole: torch.Tensor, unit: str
+    ) -> None:
+        """Start writing `data` to `region` from element `start` on; its buffer `whole` goes back to
+        the pool when that is done.
 
         Raises:
             TierError: an earlier write did not go well.
@@ -139,7 +166,9 @@ class Transfers:
                     self.pool.give(whole)
 
     def forget_writes(self) -> None:
-        """Wait for what is being written, and pass over what goes wrong: that something did was said already."""
+        """Wait for what is being written, and pass over what goes wrong: that something did was
+        said already.
+        """
         while self._writing:
             with contextlib.suppress(TierError):
                 self.flush()

@@ -57,21 +57,27 @@ class Unit:
     depth: forward passes of its module that are open.
     calls: forward passes with gradients whose backward has not run.
     waiting: trainable parameters whose gradient this backward pass has not brought.
-    aside: those whose gradient waits on the parameter for others, of `aside_bytes` together (`Reducer._put_aside`).
+    aside: those whose gradient waits on the parameter for others, of `aside_bytes` together
+        (`Reducer._put_aside`).
     claimed: somebody uses the gathered buffers (as opposed to: prefetched or joined).
-    replayed: its forward pass was recomputed in this backward pass, at this count of `Gatherer.reached`; None otherwise.
-    """
+    replayed: its forward pass was recomputed in this backward pass, at this count of
+    `Gatherer.reached`; None otherwise."""
 
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
-        # Its backward reads no parameter, or only what autograd saved of it for the moment (a tile): it can be released at any time.
+        # Its backward reads no parameter, or only what autograd saved of it for the moment (a
+        # tile): it can be released at any time.
         self.looks_up_only = type(module) is nn.Embedding or isinstance(module, WeightTile)
-        # A pass comes to it more than once (a tile of tied weights): where, the first step has to show.
+        # A pass comes to it more than once (a tile of tied weights): where, the first step has to
+        # show.
         self.revisited = isinstance(module, WeightTile) and module.shared
-        # Foreseen in a forward pass only: the backward pass of a look-up in tiles comes to none of them.
+        # Foreseen in a forward pass only: the backward pass of a look-up in tiles comes to none of
+        # them.
         self.tile = isinstance(module, WeightTile)
-        self.forward_only = isinstance(module, WeightTile) and module.looked_up and not module.shared
+        self.forward_only = (
+            isinstance(module, WeightTile) and module.looked_up and not module.shared
+        )
         self.state = State.GATHERED if self.resident else State.SHARDED
         self.handles = self.depth = self.calls = 0
         self.claimed = self.sticky = False
@@ -81,7 +87,9 @@ class Unit:
         self.aside_bytes = 0
         self.ready = self.launched = self.late = False
         self.pending: list[Pending] = []
-        self.gathered_bytes = sum(f.layout.numel * f.dtypes.compute.itemsize for f in flats if not f.resident)
+        self.gathered_bytes = sum(
+            f.layout.numel * f.dtypes.compute.itemsize for f in flats if not f.resident
+        )
         self.arriving: list[Ticket] = []  # copies up that its gather began with
 
     @property
@@ -101,7 +109,11 @@ class Unit:
     @property
     def awaited(self) -> frozenset[int]:
         """The numbers of what is trainable and reduced."""
-        return self.flats[0].awaited if len(self.flats) == 1 else frozenset().union(*(flat.awaited for flat in self.flats))
+        return (
+            self.flats[0].awaited
+            if len(self.flats) == 1
+            else frozenset().union(*(flat.awaited for flat in self.flats))
+        )
 
     @property
     def entries(self) -> list[Entry]:
@@ -109,7 +121,9 @@ class Unit:
 
     @property
     def holds_frozen(self) -> bool:
-        """Some of its parameters bring no gradient that would tell when they are no longer needed."""
+        """Some of its parameters bring no gradient that would tell when they are no longer
+        needed.
+        """
         return any(e.flat.unsharded or not e.active for e in self.entries)
 
     def encloses(self, other: Unit) -> bool:
@@ -118,16 +132,21 @@ class Unit:
 
     def move(self, state: State, step: int) -> None:
         if (self.state, state) not in _ALLOWED:
-            raise AssertionError(f"unit {self.name!r} cannot go from {self.state.value} to {state.value} (step {step})")
+            raise AssertionError(
+                f"unit {self.name!r} cannot go from {self.state.value} to {state.value} (step"
+                f" {step})"
+            )
         self.state = state
 
 
 def at_the_turn(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[Unit]:
-    """Of the units in the order in which a forward pass used them, and then its backward pass: those that the forward pass uses last and
-    the backward pass first, with nothing else in between.
+    """Of the units in the order in which a forward pass used them, and then its backward pass:
+    those that the forward pass uses last and the backward pass first, with nothing else in between.
 
-    That is the last one and the units around it. Not a tile, which is small so that no more than one is held, and no unit that the
-    forward pass uses several times: where a rank stands between its uses is not the same on all of them.
+    That is the last one and the units around it. Not a tile, which is small so that no more than
+    one is held, and no unit that the
+    forward pass uses several times: where a rank stands between its uses is not the same on all of
+    them.
     """
     last, found = forward[-1], []
     for unit in backward:

@@ -1,13 +1,18 @@
-"""Which modules become units, and which parameter belongs to which unit. Pure graph work on module names.
+"""Which modules become units, and which parameter belongs to which unit. Pure graph work on module
+names.
 
 A unit is a block: one gather and one reduction. Found like this unless the recipe names them:
 
-1. the children of every repeated module list (ModuleList, or a Sequential of like children) that is not inside another unit;
-2. of the rest, any module that holds parameters of its own as large as half a block (an embedding, a head);
-3. the tiles of weights that are computed in tiles (tiling), wherever they are, and however units are named;
+1. the children of every repeated module list (ModuleList, or a Sequential of like children) that is
+   not inside another unit;
+2. of the rest, any module that holds parameters of its own as large as half a block (an embedding,
+   a head);
+3. the tiles of weights that are computed in tiles (tiling), wherever they are, and however units
+   are named;
 4. whatever is left belongs to the root.
 
-A parameter that several modules share (tied weights) belongs to the unit around their lowest common ancestor.
+A parameter that several modules share (tied weights) belongs to the unit around their lowest common
+ancestor.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ from onefold.runtime.tile import TiledModule, WeightTile
 class Found:
     """A parameter with every place that refers to it.
 
-    `places` are (module, attribute), `homes` the dotted name of each place, `names` every name in `state_dict()` (a module that stands in
-    two lists has one place and two names).
+    `places` are (module, attribute), `homes` the dotted name of each place, `names` every name in
+    `state_dict()` (a module that stands in two lists has one place and two names).
     """
 
     param: nn.Parameter
@@ -38,14 +43,22 @@ class Found:
 
     @property
     def part(self) -> Part:
-        """What it is of the parameter as it is known outside: all of it, or, if it is a tile, some rows."""
+        """What it is of the parameter as it is known outside: all of it, or, if it is a tile, some
+        rows.
+        """
         module, _ = self.places[0]
-        return module.part(self.names) if isinstance(module, WeightTile) else Part(tuple(self.names), tuple(self.param.shape))
+        return (
+            module.part(self.names)
+            if isinstance(module, WeightTile)
+            else Part(tuple(self.names), tuple(self.param.shape))
+        )
 
 
 @dataclass
 class UnitSpec:
-    """A unit-to-be: its dotted name ("" is the root), its module, and the parameters it owns in order."""
+    """A unit-to-be: its dotted name ("" is the root), its module, and the parameters it owns in
+    order.
+    """
 
     name: str
     module: nn.Module
@@ -56,8 +69,12 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
     """The units of `root`, the root's own first, then in the order of `root.named_modules()`."""
     modules = dict(root.named_modules())
     names = _named(modules, wanted) if wanted is not None else _blocks(root)
-    every, first = dict(root.named_modules(remove_duplicate=False)), {id(module): name for name, module in modules.items()}
-    names = list(dict.fromkeys(first[id(every[name])] for name in names))  # a module that stands in several places goes by its first name
+    every, first = (
+        dict(root.named_modules(remove_duplicate=False)),
+        {id(module): name for name, module in modules.items()},
+    )
+    # A module that stands in several places goes by its first name
+    names = list(dict.fromkeys(first[id(every[name])] for name in names))
     if wanted is None:
         names = names + _large_rest(modules, names)
     names = [*names, *(name for name, module in modules.items() if isinstance(module, WeightTile))]
@@ -69,7 +86,9 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
 
 
 def parameters_of(root: nn.Module) -> Iterable[Found]:
-    """Every parameter of `root` with the places that refer to it, in the order of `root.named_parameters()`."""
+    """Every parameter of `root` with the places that refer to it, in the order of
+    `root.named_parameters()`.
+    """
     by_id: dict[int, Found] = {}
     seen: set[int] = set()
     for prefix, module in root.named_modules(remove_duplicate=False):
@@ -89,7 +108,12 @@ def _owner(names: list[str], specs: dict[str, UnitSpec]) -> str:
     parts = [name.split(".")[:-1] for name in names]
     common = parts[0]
     for other in parts[1:]:
-        common = common[: next((i for i, (a, b) in enumerate(zip(common, other, strict=False)) if a != b), min(len(common), len(other)))]
+        common = common[
+            : next(
+                (i for i, (a, b) in enumerate(zip(common, other, strict=False)) if a != b),
+                min(len(common), len(other)),
+            )
+        ]
     while common and ".".join(common) not in specs:
         common = common[:-1]
     return ".".join(common)
@@ -105,8 +129,12 @@ def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
         return []
     dot = f"{prefix}." if prefix else ""
     if _is_repeated(module):
-        return [f"{dot}{n}" for n, c in module.named_children() if any(True for _ in c.parameters())]
-    return [block for name, child in module.named_children() for block in _blocks(child, f"{dot}{name}")]
+        return [
+            f"{dot}{n}" for n, c in module.named_children() if any(True for _ in c.parameters())
+        ]
+    return [
+        block for name, child in module.named_children() for block in _blocks(child, f"{dot}{name}")
+    ]
 
 
 def _is_repeated(module: nn.Module) -> bool:
@@ -122,7 +150,9 @@ def _large_rest(modules: dict[str, nn.Module], blocks: list[str]) -> list[str]:
     if not blocks:
         return []
     enough = sum(_size(modules[b]) for b in blocks) / len(blocks) / 2
-    shared = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
+    shared = Counter(
+        id(p) for m in modules.values() for p in m._parameters.values() if p is not None
+    )
     out = []
     for name, module in modules.items():
         if (
@@ -147,7 +177,14 @@ def _named(modules: dict[str, nn.Module], wanted: Sequence[str | type]) -> list[
         if not hits:
             known = sorted({*filter(None, modules), *(type(m).__name__ for m in modules.values())})
             near = difflib.get_close_matches(str(want), known, 3)
-            hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Its modules include {', '.join(known[:8])}."
-            raise ValueError(f"units names {want!r}, which is no module name and no module class of this model. {hint}")
+            hint = (
+                f"Did you mean {' or '.join(map(repr, near))}?"
+                if near
+                else f"Its modules include {', '.join(known[:8])}."
+            )
+            raise ValueError(
+                f"units names {want!r}, which is no module name and no module class of this model."
+                f" {hint}"
+            )
         out.extend(hits)
     return [n for n in out if n]

@@ -1,7 +1,8 @@
 """Gradients that wait for the boundary: what the user sees of them, and may do to them.
 
-Under `onefold.no_sync` a unit's gradient stays whole in its flat buffer, unreduced. `.grad` shows this rank's part of it, so that
-zero_grad() has something to drop. Dropping can be followed; any other change would reach one rank's part of one rank's gradient.
+Under `onefold.no_sync` a unit's gradient stays whole in its flat buffer, unreduced. `.grad` shows
+this rank's part of it, so that zero_grad() has something to drop. Dropping can be followed; any
+other change would reach one rank's part of one rank's gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def show_unreduced(engine: Engine) -> None:
-    """Let `.grad` show this rank's part of gradients kept under no_sync, so that zero_grad() has something to drop."""
+    """Let `.grad` show this rank's part of gradients kept under no_sync, so that zero_grad() has
+    something to drop.
+    """
     engine.reduce.shows = True
     for unit in engine.units:
         for flat in unit.flats:
@@ -31,13 +34,20 @@ def show_unreduced(engine: Engine) -> None:
                 if flat.held and entry.number in engine.reduce.held and entry.param.grad is None:
                     _show_held(entry)
                 elif entry.filled and entry.param.grad is None and flat.offloaded is not None:
-                    # The gradient is on the device, its parameter is not: what is shown has a shape, and can be dropped.
-                    entry.unreduced = entry.param.grad = storageless(entry.param, f"the unreduced gradient of {entry.slot.name!r}")
+                    # The gradient is on the device, its parameter is not: what is shown has a
+                    # shape, and can be dropped.
+                    entry.unreduced = entry.param.grad = storageless(
+                        entry.param, f"the unreduced gradient of {entry.slot.name!r}"
+                    )
                 elif entry.filled and entry.param.grad is None:
                     run, (a, b) = flat.run_of[entry.index], flat.local(entry)
-                    part = flat.grads[run][a - run[0] : b - run[0]] if b > a else flat.grads[run][:0]
+                    part = (
+                        flat.grads[run][a - run[0] : b - run[0]] if b > a else flat.grads[run][:0]
+                    )
                     # .data: a version counter of its own, which tells whether the user wrote to it
-                    entry.unreduced = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
+                    entry.unreduced = entry.param.grad = part.data.to(entry.param.dtype).view(
+                        entry.param.shape
+                    )
 
 
 def take_unreduced(engine: Engine) -> None:
@@ -47,7 +57,8 @@ def take_unreduced(engine: Engine) -> None:
         RuntimeError: the user changed a kept gradient; only dropping it can be followed.
     """
     shown = [(e, e.unreduced) for e in engine.entries if e.unreduced is not None]
-    # A part that is zero may have been zero before (rows of an embedding) and scaled: zeros tell of a drop if all parts were written to.
+    # A part that is zero may have been zero before (rows of an embedding) and scaled: zeros tell of
+    # a drop if all parts were written to.
     all_written = all(e.param.grad is not kept or kept._version for e, kept in shown)
     for entry, kept in shown:
         entry.unreduced = None
@@ -58,9 +69,10 @@ def take_unreduced(engine: Engine) -> None:
             _drop_held(engine, entry)
         elif now is not kept or kept._version:
             raise RuntimeError(
-                f"the gradient of {entry.slot.name!r} was changed between micro-batches under no_sync, where `.grad` shows "
-                "only this rank's unreduced part. Change gradients after the last micro-batch. Dropping them is fine: "
-                "optimizer.zero_grad(), or `.grad = None` for some of them."
+                f"the gradient of {entry.slot.name!r} was changed between micro-batches under"
+                " no_sync, where `.grad` shows only this rank's unreduced part. Change gradients"
+                " after the last micro-batch. Dropping them is fine: optimizer.zero_grad(), or"
+                " `.grad = None` for some of them."
             )
     for unit in engine.units:
         for flat in unit.flats:
@@ -78,7 +90,9 @@ def _show_held(entry: Entry) -> None:
     """What this rank holds of a sum inside its group, as far as it steps it."""
     flat, run = entry.flat, entry.flat.run_of[entry.index]
     if flat.offloaded is not None:
-        entry.unreduced = entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r} before the boundary")
+        entry.unreduced = entry.param.grad = storageless(
+            entry.param, f"the gradient of {entry.slot.name!r} before the boundary"
+        )
         return
     (first, _), (a, b) = overlap(run, flat.route.shard), flat.local(entry)
     part = flat.held[run][a - first : b - first] if b > a else flat.held[run][:0]
@@ -97,16 +111,33 @@ def _drop_held(engine: Engine, entry: Entry) -> None:
 
 
 def gradient_bytes(engine: Engine, tier: Tier) -> int:
-    """Bytes of gradients on a tier that wait for the optimizer: reduced ones, and on the device whole ones that wait for the boundary."""
+    """Bytes of gradients on a tier that wait for the optimizer: reduced ones, and on the device
+    whole ones that wait for the boundary.
+    """
     ledger = engine.memory if tier is Tier.DEVICE else engine.transfers.host
-    if engine.backward_open:  # buffers are on their way between owners: the ledger's own count is right
+    # Buffers are on their way between owners: the ledger's own count is right
+    if engine.backward_open:
         return ledger.held(GRADIENTS)
     with disable_torch_function():
-        here = [f for u in engine.units for f in u.flats if (f.offloaded is None) == (tier is Tier.DEVICE)]
-        reduced = sum(unique_bytes([get_grad(e.param) for f in here for e in f.entries if e.unreduced is None]))
+        here = [
+            f
+            for u in engine.units
+            for f in u.flats
+            if (f.offloaded is None) == (tier is Tier.DEVICE)
+        ]
+        reduced = sum(
+            unique_bytes(
+                [get_grad(e.param) for f in here for e in f.entries if e.unreduced is None]
+            )
+        )
     if tier is not Tier.DEVICE:
         return reduced
-    waiting = [b for u in engine.units for flat in u.flats for b in (*flat.grads.values(), *flat.held.values())]
+    waiting = [
+        b
+        for u in engine.units
+        for flat in u.flats
+        for b in (*flat.grads.values(), *flat.held.values())
+    ]
     return reduced + sum(b.numel() * b.element_size() for b in waiting)
 
 

@@ -1,12 +1,15 @@
-"""What was on the meta device when the model was sharded, and has no value yet: it may be loaded later, and must not be used before.
+"""What was on the meta device when the model was sharded, and has no value yet: it may be loaded
+later, and must not be used before.
 
     shard()      notes parameters and buffers that nothing initialized
     a load       gives some of them, or all, a value (onefold.load, load_full_state_dict, load_pretrained, full_params(write=True), ...)
     a use        of what is left raises, with its name: the forward pass of its unit, whole parameters to read, a save
 
-[Note: marks of what is unset] It is filled with NaN, so that a value shows however it came: by a load, in place, or through `.data`. What
-holds no NaN, or rests encoded, is known by the name that a load brought. Ranks look together when a pass begins, a parameter has a value
-once any rank has seen one, and so all ranks raise alike. The list is empty once all is loaded, and an empty list is never looked at.
+[Note: marks of what is unset] It is filled with NaN, so that a value shows however it came: by a
+load, in place, or through `.data`. What holds no NaN, or rests encoded, is known by the name that a
+load brought. Ranks look together when a pass begins, a parameter has a value once any rank has seen
+one, and so all ranks raise alike. The list is empty once all is loaded, and an empty list is never
+looked at.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ if TYPE_CHECKING:
 
 #: How a sentence tells to go on.
 _HOW = (
-    "Load it on every rank: onefold.load(path, model=model), onefold.load_full_state_dict(model, state_dict), "
-    "onefold.load_pretrained(model, folder), or write it inside `with onefold.full_params(model, write=True):`. "
-    "Or give shard() an init=function or weights=folder."
+    "Load it on every rank: onefold.load(path, model=model), onefold.load_full_state_dict(model,"
+    " state_dict), onefold.load_pretrained(model, folder), or write it inside `with"
+    " onefold.full_params(model, write=True):`. Or give shard() an init=function or weights=folder."
 )
 
 
@@ -59,15 +62,19 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 def _all_nan(values: torch.Tensor) -> bool:
     values = values.detach().reshape(-1)
-    return bool(values[:1].isnan().all()) and bool(values.isnan().all())  # the first tells as a rule
+    # The first tells as a rule
+    return bool(values[:1].isnan().all()) and bool(values.isnan().all())
 
 
 class Unset:
-    """Of one engine: the entries by their number, and the buffers by their name in the model, with the table that holds each."""
+    """Of one engine: the entries by their number, and the buffers by their name in the model, with
+    the table that holds each.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
-        self._buffers: dict[str, tuple[dict[str, torch.Tensor | None], str, int]] = {}  # table, key, number of the unit
+        # Table, key, number of the unit
+        self._buffers: dict[str, tuple[dict[str, torch.Tensor | None], str, int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._entries or self._buffers)
@@ -82,7 +89,9 @@ class Unset:
 
     def names(self) -> list[str]:
         """Of all that is left, parameters first."""
-        return list(dict.fromkeys([*(e.part.names[0] for e in self._entries.values()), *self._buffers]))
+        return list(
+            dict.fromkeys([*(e.part.names[0] for e in self._entries.values()), *self._buffers])
+        )
 
     def notes(self) -> list[str]:
         """A sentence for the start of the run, if anything is left."""
@@ -95,10 +104,12 @@ class Unset:
         self._entries.clear()
         self._buffers.clear()
 
-    # -- values arrive ---------------------------------------------------------------------------------------------------------
+    # -- values arrive -----------------------------------------------------------------------------
 
     def given(self, names: Collection[str]) -> None:
-        """A load has brought these parameters and buffers, by their names in the model. The same on every rank."""
+        """A load has brought these parameters and buffers, by their names in the model. The same on
+        every rank.
+        """
         for number, entry in list(self._entries.items()):
             if any(name in names for name in entry.part.names):
                 del self._entries[number]
@@ -114,7 +125,9 @@ class Unset:
             self._keep(mine)
             return
         payload = torch.tensor(mine, dtype=torch.uint8)
-        said = engine.group.exchange_control(payload, CollectiveContext("control", "(unset)", engine.step, "state"))
+        said = engine.group.exchange_control(
+            payload, CollectiveContext("control", "(unset)", engine.step, "state")
+        )
         together = torch.stack(said).amin(0).tolist()  # any rank's part of a parameter tells
         first = said[0].tolist()  # rank 0's buffers become everybody's
         self._keep([*together[: len(self._entries)], *first[len(self._entries) :]])
@@ -135,7 +148,11 @@ class Unset:
         """1 for each, in order, that has no value as far as this rank sees."""
         with disable_torch_function(), torch.no_grad():
             entries = [_entry_is_unset(entry) for entry in self._entries.values()]
-            buffers = [is_marked(t) for table, key, _ in self._buffers.values() if (t := table.get(key, _NONE)) is not None]
+            buffers = [
+                is_marked(t)
+                for table, key, _ in self._buffers.values()
+                if (t := table.get(key, _NONE)) is not None
+            ]
         return [int(unset) for unset in (*entries, *buffers)]
 
     def _keep(self, still: Iterable[int]) -> None:
@@ -147,17 +164,23 @@ class Unset:
         for name in [name for name, unset in buffers if not unset]:
             del self._buffers[name]
 
-    # -- use -------------------------------------------------------------------------------------------------------------------
+    # -- use ---------------------------------------------------------------------------------------
 
     def refuse_in(self, engine: Engine, unit: Unit) -> None:
         """Raise UnsetError if the forward pass of a unit would use something that is left."""
-        names = [e.part.names[0] for number, e in self._entries.items() if engine.unit_of[number] is unit]
+        names = [
+            e.part.names[0] for number, e in self._entries.items() if engine.unit_of[number] is unit
+        ]
         names += [name for name, (_, _, index) in self._buffers.items() if index == unit.index]
         self._refuse(names, f"the forward pass of {unit.name!r} uses")
 
     def refuse_of(self, module: nn.Module) -> None:
         """Raise UnsetError if a module's own parameters or buffers are left."""
-        names = [e.part.names[0] for e in self._entries.values() if any(p is module._parameters for p, *_ in e.places)]
+        names = [
+            e.part.names[0]
+            for e in self._entries.values()
+            if any(p is module._parameters for p, *_ in e.places)
+        ]
         names += [name for name, (table, _, _) in self._buffers.items() if table is module._buffers]
         self._refuse(names, f"the forward pass of a {type(module).__name__} uses")
 
@@ -173,11 +196,15 @@ class Unset:
     def _refuse(self, names: list[str], doing: str) -> None:
         names = list(dict.fromkeys(names))
         if names:
-            raise UnsetError(f"{doing} {_some(names)}, built on the meta device and never given a value. {_HOW}")
+            raise UnsetError(
+                f"{doing} {_some(names)}, built on the meta device and never given a value. {_HOW}"
+            )
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ", ".join(map(repr, names[:5])) + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )
 
 
 _NONE = torch.empty(0)  # of a buffer that is gone: nobody can use it
@@ -186,7 +213,11 @@ _NONE = torch.empty(0)  # of a buffer that is gone: nobody can use it
 def _entry_is_unset(entry: Entry) -> bool:
     flat = entry.flat
     if flat.unsharded:
-        return is_marked(entry.param) if hasattr(entry.param, "_onefold_unset") else _all_nan(entry.param)
+        return (
+            is_marked(entry.param)
+            if hasattr(entry.param, "_onefold_unset")
+            else _all_nan(entry.param)
+        )
     if flat.route.stored or not flat.dtypes.master.is_floating_point:
         return True  # a load's names tell
     a, b = flat.local(entry)
@@ -194,16 +225,25 @@ def _entry_is_unset(entry: Entry) -> bool:
 
 
 def without_value(engine: Engine, unit: Unit, coming: Collection[str]) -> set[str]:
-    """The parameters of a unit, by their first name, that rank 0 has no value for and that nobody brings. Collective."""
-    mine = [int(entry.slot.name not in coming and entry.slot.numel > 0 and value_of(entry) is None) for entry in unit.entries]
+    """The parameters of a unit, by their first name, that rank 0 has no value for and that nobody
+    brings. Collective.
+    """
+    mine = [
+        int(entry.slot.name not in coming and entry.slot.numel > 0 and value_of(entry) is None)
+        for entry in unit.entries
+    ]
     if mine and engine.world_size > 1 and not engine.group.fake:
         payload = torch.tensor(mine, dtype=torch.uint8)
-        mine = engine.group.exchange_control(payload, CollectiveContext("control", "(unset)", 0, "state"))[0].tolist()
+        mine = engine.group.exchange_control(
+            payload, CollectiveContext("control", "(unset)", 0, "state")
+        )[0].tolist()
     return {entry.slot.name for entry, unset in zip(unit.entries, mine, strict=True) if unset}
 
 
 def value_of(entry: Entry) -> torch.Tensor | None:
-    """A parameter as the modules have it before it is laid out, from the first place that has a value."""
+    """A parameter as the modules have it before it is laid out, from the first place that has a
+    value.
+    """
     for parameters, attribute, _ in entry.places:
         source = parameters[attribute]
         if source is not None and not source.is_meta and not is_marked(source):

@@ -1,4 +1,6 @@
-"""A sharded model becomes a plain module of whole parameters again, the same objects: see `onefold.unsharded`."""
+"""A sharded model becomes a plain module of whole parameters again, the same objects: see
+`onefold.unsharded`.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,19 @@ def refuse_unless_possible(engine: Engine) -> None:
     """
     flats = [flat for unit in engine.units for flat in unit.flats]
     if engine.stack or engine.backward_open:
-        raise RuntimeError("unsharded was entered inside a pass of the model; enter it between steps.")
+        raise RuntimeError(
+            "unsharded was entered inside a pass of the model; enter it between steps."
+        )
     if engine.whole_depth or engine.gather.kept_gathered:
         other = "full_params" if engine.whole_depth else "keep_gathered"
-        raise RuntimeError(f"unsharded was entered inside {other} of the same model; leave that one first.")
+        raise RuntimeError(
+            f"unsharded was entered inside {other} of the same model; leave that one first."
+        )
     if any(flat.grads or flat.held for flat in flats):
-        raise RuntimeError("unsharded was entered while gradients kept under no_sync wait to be reduced; enter it after optimizer.step().")
+        raise RuntimeError(
+            "unsharded was entered while gradients kept under no_sync wait to be reduced; enter it"
+            " after optimizer.step()."
+        )
     why = None
     if engine.offloaded_flats:
         why = "it keeps parameters or optimizer states on the host or on NVMe"
@@ -41,13 +50,16 @@ def refuse_unless_possible(engine: Engine) -> None:
         why = f"moments={engine.recipe.moments!r} keeps the optimizer's states in another format"
     if why is not None:
         raise ValueError(
-            f"onefold.unsharded does not work with this recipe: {why}. Change the structure before shard(), or save a checkpoint, build "
-            "the new model and load what fits (onefold.export, then shard(..., weights=folder))."
+            f"onefold.unsharded does not work with this recipe: {why}. Change the structure before"
+            " shard(), or save a checkpoint, build the new model and load what fits"
+            " (onefold.export, then shard(..., weights=folder))."
         )
 
 
 def make_plain(engine: Engine) -> None:
-    """Whole values into the parameters, unit by unit; nothing of the engine stays on them. Collective. The hooks of modules go with it."""
+    """Whole values into the parameters, unit by unit; nothing of the engine stays on them.
+    Collective. The hooks of modules go with it.
+    """
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:

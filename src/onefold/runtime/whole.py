@@ -26,5 +26,7 @@ def whole_masters(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor:
         if flat.whole_master:
             return full.copy_(flat.load_master())
         full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())
-        flat.route.group_of_owners.all_gather(full, place_of(engine, unit), flat.index, move="state").wait()
+        flat.route.group_of_owners.all_gather(
+            full, place_of(engine, unit), flat.index, move="state"
+        ).wait()
     return full

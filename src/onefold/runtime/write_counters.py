@@ -4,11 +4,13 @@
     forward A   backward A   step     the usual order
     forward A, forward B   step over B's parameters   backward A     fine
 
-Autograd's version counters do not see it: an optimizer writes to the masters, a backward pass reads the flat buffers that are made of them.
+Autograd's version counters do not see it: an optimizer writes to the masters, a backward pass reads
+the flat buffers that are made of them.
 
-A pass keeps one number, the count of writes when it began. Only a backward pass that finds another count looks closer: it walks up the
-graph from the pass's output and raises if it meets a parameter whose values have been overwritten. Copies in another dtype keep
-the old values until they are refreshed, and so does what a second optimizer does not step.
+A pass keeps one number, the count of writes when it began. Only a backward pass that finds another
+count looks closer: it walks up the graph from the pass's output and raises if it meets a parameter
+whose values have been overwritten. Copies in another dtype keep the old values until they are
+refreshed, and so does what a second optimizer does not step.
 """
 
 from __future__ import annotations
@@ -27,18 +29,25 @@ if TYPE_CHECKING:
 
 
 class WriteCounters:
-    """Counts the writes to an engine's masters: `entry.last_write` is the number of the last one that touched it."""
+    """Counts the writes to an engine's masters: `entry.last_write` is the number of the last one
+    that touched it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.count = 0
-        self.graded: set[int] = set()  # parameters that got a gradient on some rank since they were last stepped
+        # Parameters that got a gradient on some rank since they were last stepped
+        self.graded: set[int] = set()
 
     def stepped(self, entries: Iterable[Entry]) -> None:
-        """An optimizer over `entries` has stepped: those with a gradient moved, as far as other ranks own them too."""
+        """An optimizer over `entries` has stepped: those with a gradient moved, as far as other
+        ranks own them too.
+        """
         self.count += 1
         for entry in entries:
-            if get_grad(entry.param) is not None or (entry.number in self.graded and self._is_others(entry)):
+            if get_grad(entry.param) is not None or (
+                entry.number in self.graded and self._is_others(entry)
+            ):
                 entry.last_write = self.count
             self.graded.discard(entry.number)
 
@@ -63,15 +72,19 @@ class WriteCounters:
         engine = self._engine()
         if engine is None:
             return
-        moved = {id(e.compute): e for e in engine.entries if e.last_write > since and e.flat.overwritten_since(e.last_write)}
+        moved = {
+            id(e.compute): e
+            for e in engine.entries
+            if e.last_write > since and e.flat.overwritten_since(e.last_write)
+        }
         node = torch._C._current_autograd_node()
         found = _leaves(node, moved) if moved and node is not None else []
         if found:
             others = f" and {len(found) - 1} others have" if len(found) > 1 else " has"
             raise RuntimeError(
-                "backward() of a forward pass that ran before optimizer.step(), or before another write to the parameters: "
-                f"{found[0]!r}{others} changed since, so the gradients would be wrong. "
-                "Call backward() before step(), or run the forward pass again."
+                "backward() of a forward pass that ran before optimizer.step(), or before another"
+                f" write to the parameters: {found[0]!r}{others} changed since, so the gradients"
+                " would be wrong. Call backward() before step(), or run the forward pass again."
             )
 
 
@@ -82,10 +95,12 @@ class ForwardPass:
 
     def __init__(self, moves: WriteCounters) -> None:
         self._moves, self.since, self.task = moves, moves.count, -1
-        self.open = self.of_root = False  # it has a graph that no backward pass has used up; it is a pass of the whole model
+        # It has a graph that no backward pass has used up; it is a pass of the whole model
+        self.open = self.of_root = False
 
     def backward_reached(self, whole: bool) -> None:
-        """The backward pass came to an output of the whole pass, or of a unit inside it (which then need not be looked at again).
+        """The backward pass came to an output of the whole pass, or of a unit inside it (which then
+        need not be looked at again).
 
         Raises:
             RuntimeError: its parameters have been written to since.
@@ -102,7 +117,9 @@ class ForwardPass:
 
 
 def _leaves(start: Any, wanted: dict[int, Entry]) -> list[str]:
-    """The names of those parameters of `wanted` (by the id of the whole parameter) that the graph upstream of `start` leads to."""
+    """The names of those parameters of `wanted` (by the id of the whole parameter) that the graph
+    upstream of `start` leads to.
+    """
     found, seen, todo = [], {start}, [start]
     while todo:
         node = todo.pop()

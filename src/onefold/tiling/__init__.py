@@ -1,6 +1,7 @@
 """Layers larger than the device: their weights are gathered and computed with a few rows at a time.
 
-(ZeRO-Infinity's memory-centric tiling, arXiv 2104.07857, section 5.1.3.) The way of a weight through this folder:
+(ZeRO-Infinity's memory-centric tiling, arXiv 2104.07857, section 5.1.3.) The way of a weight
+through this folder:
 
     nn.Linear  weight [V, H]                 cut.py       replaces the weight by tiles, before units are found
       ▼
@@ -9,6 +10,6 @@
                ...
     linear.weight                            weight.py    the whole, for code that asks for it by name
 
-Outside of the process nobody sees tiles: a state dict, a checkpoint, an export have `linear.weight`, of which each tile is an interval
-(`layout.Part`).
+Outside of the process nobody sees tiles: a state dict, a checkpoint, an export have
+`linear.weight`, of which each tile is an interval (`layout.Part`).
 """

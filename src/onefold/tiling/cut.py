@@ -3,10 +3,13 @@
     nn.Embedding 'tokens'  weight ──┐ one Parameter           Embedding 'tokens'  tiles.0  tiles.1  ...
     nn.Linear    'head'    weight ──┘ (tied)          ──►     Linear    'head'    the same tiles
 
-Modules keep their identity (hooks, attributes, who refers to them) and their class among their bases. A tile's parameter is a view of
-the rows of the weight: nothing is copied, and on one rank that has nothing to cast nothing ever moves.
+Modules keep their identity (hooks, attributes, who refers to them) and their class among their
+bases. A tile's parameter is a view of
+the rows of the weight: nothing is copied, and on one rank that has nothing to cast nothing ever
+moves.
 
-A weight is left whole, with a word to the user, where something else than the modules of `modules.py` computes with it.
+A weight is left whole, with a word to the user, where something else than the modules of
+`modules.py` computes with it.
 """
 
 from __future__ import annotations
@@ -28,25 +31,30 @@ from onefold.runtime.units import Found, parameters_of
 from onefold.tiling.modules import EmbeddingTile, Tile, Tiled, in_tiles, instance, tile_of
 from onefold.tiling.weight import joint
 
-#: Tiles have a multiple of so many rows where that is no more than asked for: kernels for matrices work in blocks of some rows, and a block
-#: that is not full takes as long as a full one. It promises no bits: a library may compute a product of another shape in another order.
+#: Tiles have a multiple of so many rows where that is no more than asked for: kernels for matrices
+#: work in blocks of some rows, and a block that is not full takes as long as a full one. It
+#: promises no bits: a library may compute a product of another shape in another order.
 ROWS = (64, 16)
 
 
 class Cut:
-    """The weights of `root` that are in tiles now. Leaving it by an exception puts the model back as it was.
+    """The weights of `root` that are in tiles now. Leaving it by an exception puts the model back
+    as it was.
 
     Attributes:
         notes: sentences about weights that were left whole.
     """
 
     def __init__(self, root: nn.Module, recipe: Recipe) -> None:
-        """Raises: ValueError: a row is larger than a tile may be, or an embedding does what cannot be done in tiles."""
+        """Raises: ValueError: a row is larger than a tile may be, or an embedding does what cannot
+        be done in tiles.
+        """
         self.notes: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self._weights: list[tuple[nn.Parameter, str]] = []
         self._whole: dict[str, list[str]] = {}
-        self._classes: dict[type, type] = {}  # modules of one class stay of one class: units are found by it
+        # Modules of one class stay of one class: units are found by it
+        self._classes: dict[type, type] = {}
         limit = recipe.tile
         if limit is None:
             return
@@ -61,14 +69,24 @@ class Cut:
     def _look_at(self, found: Found, limit: int, recipe: Recipe) -> None:
         weight, name = found.param, found.names[0]
         dtype = Dtypes.of(weight.dtype, weight.requires_grad, recipe).compute
-        if weight.numel() * dtype.itemsize <= limit or any(isinstance(module, Tile) for module, _ in found.places):
+        if weight.numel() * dtype.itemsize <= limit or any(
+            isinstance(module, Tile) for module, _ in found.places
+        ):
             return
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             raise ValueError(
-                f"parameter {name!r} has gradient hooks and takes more than tile={limit:,} bytes, so it would be computed in tiles, whose "
-                "gradients come one by one: remove the hooks, or give the recipe a larger tile."
+                f"parameter {name!r} has gradient hooks and takes more than tile={limit:,} bytes,"
+                " so it would be computed in tiles, whose gradients come one by one: remove the"
+                " hooks, or give the recipe a larger tile."
             )
-        odd = next((module for module, attribute in found.places if not _computes_in_tiles(module, attribute)), None)
+        odd = next(
+            (
+                module
+                for module, attribute in found.places
+                if not _computes_in_tiles(module, attribute)
+            ),
+            None,
+        )
         if odd is not None or type(weight) is not nn.Parameter or not weight.is_floating_point():
             what = type(odd).__name__ if odd is not None else type(weight).__name__
             self._whole.setdefault(what, []).append(name)
@@ -76,13 +94,22 @@ class Cut:
         for (module, _), home in zip(found.places, found.homes, strict=True):
             _refuse_odd_embedding(module, home.rpartition(".")[0])
         row = weight.shape[1] * dtype.itemsize
-        whole = recipe.block // math.gcd(weight.shape[1], recipe.block) if recipe.block and weight.requires_grad else 1
+        whole = (
+            recipe.block // math.gcd(weight.shape[1], recipe.block)
+            if recipe.block and weight.requires_grad
+            else 1
+        )
         if row * whole > limit:
-            why = "a row is not divided" if whole == 1 else f"moments in {recipe.moments} have blocks of {recipe.block} elements"
+            why = (
+                "a row is not divided"
+                if whole == 1
+                else f"moments in {recipe.moments} have blocks of {recipe.block} elements"
+            )
             rows = "one row" if whole == 1 else f"{whole} rows"
             raise ValueError(
-                f"tile={limit:,} bytes, but {rows} of {name!r} ({tuple(weight.shape)}, {dtype}) take{'s' * (whole == 1)} {row * whole:,}, "
-                f"and {why}: give a tile of {row * whole:,} bytes or more."
+                f"tile={limit:,} bytes, but {rows} of {name!r} ({tuple(weight.shape)}, {dtype})"
+                f" take{'s' * (whole == 1)} {row * whole:,}, and {why}: give a tile of"
+                f" {row * whole:,} bytes or more."
             )
         self._cut(found, rows_of_a_tile(weight.shape[0], limit // row, whole), name)
 
@@ -91,25 +118,37 @@ class Cut:
         first, shape = found.places[0][0], tuple(weight.shape)
         if not weight.is_contiguous():
             weight.data = weight.data.contiguous()
-        tiles = [_tile(first, weight, start, rows, len(found.places) > 1) for start in range(0, shape[0], rows)]
+        tiles = [
+            _tile(first, weight, start, rows, len(found.places) > 1)
+            for start in range(0, shape[0], rows)
+        ]
         before = [(module, type(module), dict(module._parameters)) for module, _ in found.places]
         for module, kind, _ in before:
             module.__class__ = self._classes.setdefault(kind, in_tiles(kind))
             del module._parameters["weight"]
             module.tiles = nn.ModuleList(tiles)
             module.whole_shape = shape  # type: ignore[assignment]
-        whole, weight.data = weight.data if weight.is_meta else None, torch.empty(0, dtype=weight.dtype, device=weight.device)
+        whole, weight.data = (
+            weight.data if weight.is_meta else None,
+            torch.empty(0, dtype=weight.dtype, device=weight.device),
+        )
         self._weights.append((weight, name))
         self._undo.append(lambda: _put_back(weight, tiles, before, whole))
 
     def __enter__(self) -> Cut:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is not None:
             self._put_back()
             return
-        for weight, name in self._weights:  # whoever holds it still, an optimizer made before, holds nothing of the model
+        # Whoever holds it still, an optimizer made before, holds nothing of the model
+        for weight, name in self._weights:
             weight.__class__ = CutParameter
             weight._onefold_name = name  # type: ignore[attr-defined]
         self._undo.clear()
@@ -121,12 +160,15 @@ class Cut:
 
 
 def rows_of_a_tile(rows: int, most: int, multiple: int = 1) -> int:
-    """How many of `rows` rows the tiles have (the last one may have fewer), at most `most` each: as few tiles as can be, of like size.
+    """How many of `rows` rows the tiles have (the last one may have fewer), at most `most` each: as
+    few tiles as can be, of like size.
 
     Always a multiple of `multiple`, of which `most` is not below one.
     """
     even = min(round_up(-(-rows // -(-rows // most)), multiple), most // multiple * multiple)
-    return next((whole for q in ROWS if (whole := round_up(even, math.lcm(q, multiple))) <= most), even)
+    return next(
+        (whole for q in ROWS if (whole := round_up(even, math.lcm(q, multiple))) <= most), even
+    )
 
 
 def _tile(module: nn.Module, weight: nn.Parameter, start: int, rows: int, shared: bool) -> Tile:
@@ -142,7 +184,10 @@ def _tile(module: nn.Module, weight: nn.Parameter, start: int, rows: int, shared
 
 
 def _put_back(
-    weight: nn.Parameter, tiles: list[Tile], before: list[tuple[nn.Module, type, dict[str, Any]]], whole: Tensor | None
+    weight: nn.Parameter,
+    tiles: list[Tile],
+    before: list[tuple[nn.Module, type, dict[str, Any]]],
+    whole: Tensor | None,
 ) -> None:
     shape = tiles[0].shape
     data = whole if whole is not None else joint([tile.weight for tile in tiles], shape)
@@ -160,18 +205,20 @@ def _put_back(
 def _left_whole(what: str, names: list[str], limit: int) -> str:
     more = f" and {len(names) - 1} more take" if len(names) > 1 else " takes"
     return (
-        f"parameter {names[0]!r}{more} more than tile={limit:,} bytes when gathered, but {what} is not computed in tiles: gathered whole."
+        f"parameter {names[0]!r}{more} more than tile={limit:,} bytes when gathered, but {what} is"
+        " not computed in tiles: gathered whole."
     )
 
 
-# -- which modules, and what they become ---------------------------------------------------------------------------------------
+# -- which modules, and what they become -----------------------------------------------------------
 
 
 def _base_of(module: nn.Module) -> type | None:
     """The class whose computation is known to be rows by rows; None if there is none."""
     for base in (nn.Linear, nn.Embedding):
         if isinstance(module, base):
-            # A subclass may add to the forward pass. One with values of its own making would not get them tile by tile.
+            # A subclass may add to the forward pass. One with values of its own making would not
+            # get them tile by tile.
             return base if type(module).reset_parameters is base.reset_parameters else None
     conv: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return conv if conv is not None and type(module) is conv else None
@@ -179,7 +226,12 @@ def _base_of(module: nn.Module) -> type | None:
 
 def _computes_in_tiles(module: nn.Module, attribute: str) -> bool:
     weight = module._parameters.get("weight")
-    if attribute != "weight" or weight is None or weight.dim() != 2 or isinstance(module, torch.jit.ScriptModule):
+    if (
+        attribute != "weight"
+        or weight is None
+        or weight.dim() != 2
+        or isinstance(module, torch.jit.ScriptModule)
+    ):
         return False
     return _base_of(module) is not None
 
@@ -188,8 +240,9 @@ def _refuse_odd_embedding(module: nn.Module, name: str) -> None:
     for option in ("max_norm", "scale_grad_by_freq") if isinstance(module, nn.Embedding) else ():
         if getattr(module, option):
             raise ValueError(
-                f"embedding {name!r} has {option}={getattr(module, option)!r}, which looks at all rows that a batch uses together and "
-                "cannot be computed in tiles: leave it out, or give the recipe a tile larger than this weight."
+                f"embedding {name!r} has {option}={getattr(module, option)!r}, which looks at all"
+                " rows that a batch uses together and cannot be computed in tiles: leave it out,"
+                " or give the recipe a tile larger than this weight."
             )
 
 
@@ -201,19 +254,24 @@ class CutParameter(nn.Parameter):
         given = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,))]
         name = next((t.__dict__["_onefold_name"] for t in given if isinstance(t, CutParameter)), "")
         raise ShardedParameterError(
-            f"parameter {name!r} is computed in tiles since shard(), and each tile is a parameter of its own: make the optimizer of "
-            "model.parameters() after shard(), and keep no parameter from before."
+            f"parameter {name!r} is computed in tiles since shard(), and each tile is a parameter"
+            " of its own: make the optimizer of model.parameters() after shard(), and keep no"
+            " parameter from before."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CutParameter({self.__dict__['_onefold_name']!r})"
 
 
-# -- for shard() ---------------------------------------------------------------------------------------------------------------
+# -- for shard() -----------------------------------------------------------------------------------
 
 
-def initializing(init: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], object] | None:
-    """`init` such that on a module in tiles it makes the bias only; each tile is initialized by itself."""
+def initializing(
+    init: Callable[[nn.Module], object] | None,
+) -> Callable[[nn.Module], object] | None:
+    """`init` such that on a module in tiles it makes the bias only; each tile is initialized by
+    itself.
+    """
     if init is None:
         return None
 

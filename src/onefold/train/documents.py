@@ -1,4 +1,5 @@
-"""What `--data` names, as documents: text, or conversations. Needs no torch, so that what cannot be read is told before anything is loaded.
+"""What `--data` names, as documents: text, or conversations. Needs no torch, so that what cannot be
+read is told before anything is loaded.
 
     topics                        Python's reference text
     a folder                      its text files, a document each
@@ -25,7 +26,8 @@ _NO_TEXT = 0.1
 
 
 def read_documents(name: str) -> tuple[str, list[Any]]:
-    """("text", [str, ...]) or ("messages", [[{"role", "content"}, ...], ...]) from a `--data` value.
+    """("text", [str, ...]) or ("messages", [[{"role", "content"}, ...], ...]) from a `--data`
+    value.
 
     Raises:
         TrainError: nothing is there, or something that cannot be read.
@@ -44,7 +46,8 @@ def read_documents(name: str) -> tuple[str, list[Any]]:
 
 
 def check_documents(name: str, seq: int, seconds: float = 1.0) -> None:
-    """Look at `--data` for at most so many seconds: is it there, can it be read, is it enough for a sequence?
+    """Look at `--data` for at most so many seconds: is it there, can it be read, is it enough for a
+    sequence?
 
     Raises:
         TrainError: it is not.
@@ -54,32 +57,48 @@ def check_documents(name: str, seq: int, seconds: float = 1.0) -> None:
     end, most, text = time.monotonic() + seconds, 0, True
     for kind, row in _rows(Path(name), only_look=True):
         text = text and kind == "text"
-        most += bool(row) * (len(row.encode()) + 2 if kind == "text" else 1)  # no tokenizer makes more tokens than bytes, and two beside
+        # No tokenizer makes more tokens than bytes, and two beside
+        most += bool(row) * (len(row.encode()) + 2 if kind == "text" else 1)
         if time.monotonic() > end:
             return
     if not most:
         raise TrainError(f"--data {name}: there is nothing in it, expected text.")
     if text and most < min(seq, _LOOK):
-        raise TrainError(f"--data {name} has at most {most} tokens, less than one sequence of --seq {seq}: more text or a shorter --seq.")
+        raise TrainError(
+            f"--data {name} has at most {most} tokens, less than one sequence of --seq {seq}: more"
+            " text or a shorter --seq."
+        )
 
 
 def _rows(path: Path, only_look: bool = False) -> Iterator[tuple[str, Any]]:
-    """(kind, document) of all there is; with `only_look` no more than the beginning of a text file."""
+    """(kind, document) of all there is; with `only_look` no more than the beginning of a text
+    file.
+    """
     try:
         if path.is_dir():
-            files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in TEXT_ENDINGS)
+            files = sorted(
+                p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in TEXT_ENDINGS
+            )
             if not files:
-                raise TrainError(f"--data {path}: no text file in this folder ({', '.join(sorted(TEXT_ENDINGS))}).")
+                raise TrainError(
+                    f"--data {path}: no text file in this folder"
+                    f" ({', '.join(sorted(TEXT_ENDINGS))})."
+                )
             for file in files:
                 yield "text", _text(file, only_look)
         elif not path.is_file():
-            raise TrainError(f"--data {path}: expected topics, a text file, a folder or a .jsonl file, and there is no such file.")
+            raise TrainError(
+                f"--data {path}: expected topics, a text file, a folder or a .jsonl file, and there"
+                " is no such file."
+            )
         elif path.suffix.lower() in (".jsonl", ".ndjson"):
             yield from _json_lines(path)
         else:
             yield "text", _text(path, only_look)
     except OSError as error:
-        raise TrainError(f"--data {error.filename or path} cannot be read: {error.strerror}.") from None
+        raise TrainError(
+            f"--data {error.filename or path} cannot be read: {error.strerror}."
+        ) from None
 
 
 def _text(path: Path, only_look: bool) -> str:
@@ -92,14 +111,23 @@ def _text(path: Path, only_look: bool) -> str:
 
 def _refuse_what_is_no_text(path: Path, head: bytes) -> None:
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise TrainError(f"--data {path} is text in UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
+        raise TrainError(
+            f"--data {path} is text in UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t"
+            " UTF-8."
+        )
     at = head.find(b"\0")
     if at >= 0:
-        raise TrainError(f"--data {path} is no text: byte {at} is 0. Expected text in UTF-8, or JSON lines in a file that ends in .jsonl.")
+        raise TrainError(
+            f"--data {path} is no text: byte {at} is 0. Expected text in UTF-8, or JSON lines in a"
+            " file that ends in .jsonl."
+        )
     text = head.decode("utf-8", errors="replace")
     wrong = text.count("\ufffd")
     if wrong > _NO_TEXT * len(text):
-        raise TrainError(f"--data {path} is no text in UTF-8: {wrong} of its first {len(text)} characters are none. Convert it (iconv).")
+        raise TrainError(
+            f"--data {path} is no text in UTF-8: {wrong} of its first {len(text)} characters are"
+            " none. Convert it (iconv)."
+        )
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -109,14 +137,22 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             if not raw.strip():
                 continue
             row = _json(path, number, raw)
-            key = next((k for k in ("messages", "text") if isinstance(row, dict) and k in row), None)
+            key = next(
+                (k for k in ("messages", "text") if isinstance(row, dict) and k in row), None
+            )
             if key is None:
                 found = ", ".join(row) or "none" if isinstance(row, dict) else type(row).__name__
-                raise TrainError(f"--data {path}, line {number}: expected a key `text` or `messages`, found {found}.")
+                raise TrainError(
+                    f"--data {path}, line {number}: expected a key `text` or `messages`, found"
+                    f" {found}."
+                )
             _check_row(path, number, key, row[key])
             kinds.add(key)
             if len(kinds) > 1:
-                raise TrainError(f"--data {path}, line {number}: has `{key}`, the lines before the other; use one per file.")
+                raise TrainError(
+                    f"--data {path}, line {number}: has `{key}`, the lines before the other; use"
+                    " one per file."
+                )
             yield key, row[key]
     if not kinds:
         raise TrainError(f"--data {path}: the file has no lines.")
@@ -126,7 +162,10 @@ def _json(path: Path, number: int, raw: bytes) -> Any:
     try:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise TrainError(f"--data {path}, line {number}: byte {error.start} is no UTF-8. Expected JSON in UTF-8, a line each.") from None
+        raise TrainError(
+            f"--data {path}, line {number}: byte {error.start} is no UTF-8. Expected JSON in UTF-8,"
+            " a line each."
+        ) from None
     except json.JSONDecodeError as error:
         raise TrainError(f"--data {path}, line {number}: not JSON ({error.msg}).") from None
     except RecursionError:
@@ -138,7 +177,12 @@ def _check_row(path: Path, number: int, key: str, value: Any) -> None:
         good = isinstance(value, str)
     else:
         good = isinstance(value, list) and bool(value)
-        good = good and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value)
+        good = good and all(
+            isinstance(m, dict)
+            and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str)
+            for m in value
+        )
     if not good:
         expected = "a string" if key == "text" else 'a list of {"role": ..., "content": ...}'
         raise TrainError(f"--data {path}, line {number}: `{key}` must be {expected}.")

@@ -13,10 +13,15 @@ def seconds_of(text: str) -> float:
     """The length in seconds.
 
     Raises:
-        ValueError: it is not one; a number alone is refused, since Slurm means minutes by it and others seconds.
+        ValueError: it is not one; a number alone is refused, since Slurm means minutes by it and
+            others seconds.
     """
     squeezed = re.sub(r"\s+", "", text.lower())
-    total = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(squeezed)) if _WHOLE.fullmatch(squeezed) else 0.0
+    total = (
+        sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(squeezed))
+        if _WHOLE.fullmatch(squeezed)
+        else 0.0
+    )
     if total <= 0:
         raise ValueError("expected a length of time with its units, such as 90s, 170m or 2h50m")
     return total

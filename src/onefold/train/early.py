@@ -1,4 +1,6 @@
-"""What can be told of a run before torch is imported: within a second or so, where loading a model takes minutes. Nothing is changed."""
+"""What can be told of a run before torch is imported: within a second or so, where loading a model
+takes minutes. Nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,18 @@ def check_early(config: TrainConfig) -> None:
         TrainError: it is not.
     """
     check_model_name(config.model)
-    if config.tokenizer not in ("auto", "bytes", "smollm2") and not os.path.exists(config.tokenizer):
-        raise TrainError(f"--tokenizer {config.tokenizer}: expected auto, bytes, smollm2, or a local folder, and there is none.")
+    if config.tokenizer not in ("auto", "bytes", "smollm2") and not os.path.exists(
+        config.tokenizer
+    ):
+        raise TrainError(
+            f"--tokenizer {config.tokenizer}: expected auto, bytes, smollm2, or a local folder, and"
+            " there is none."
+        )
     refuse_without_folder(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise TrainError(
-            f"--resume {config.resume}: there is no such folder. Expected auto, none, or a folder such as OUTPUT/checkpoints/step-00000100."
+            f"--resume {config.resume}: there is no such folder. Expected auto, none, or a folder"
+            " such as OUTPUT/checkpoints/step-00000100."
         )
     check_documents(config.data, config.seq)
 
@@ -33,13 +41,16 @@ def check_early(config: TrainConfig) -> None:
 def check_batch(config: TrainConfig, ranks: int) -> None:
     """See that the global batch can be cut on these ranks.
 
-    A run that goes on takes its global batch from the checkpoint and a micro-batch that divides it, so nothing is said of one that may.
+    A run that goes on takes its global batch from the checkpoint and a micro-batch that divides it,
+    so nothing is said of one that may.
 
     Raises:
         TrainError: it cannot.
     """
     if config.global_batch is not None and config.resume == "none":
-        accumulation_steps(config.global_batch, 1 if config.micro_batch == "auto" else config.micro_batch, ranks)
+        accumulation_steps(
+            config.global_batch, 1 if config.micro_batch == "auto" else config.micro_batch, ranks
+        )
 
 
 def refuse_earlier_run(config: TrainConfig) -> None:
@@ -54,10 +65,19 @@ def refuse_earlier_run(config: TrainConfig) -> None:
     earlier = [name for name in ("model", "metrics.jsonl") if os.path.exists(folder / name)]
     if earlier:
         kept = any(folder.glob("checkpoints/*/manifest.json"))
-        raise TrainError(earlier_run(folder, [*earlier, *(["checkpoints"] if kept else [])], "--resume auto" if kept else ""))
+        raise TrainError(
+            earlier_run(
+                folder,
+                [*earlier, *(["checkpoints"] if kept else [])],
+                "--resume auto" if kept else "",
+            )
+        )
 
 
 def earlier_run(folder: Path, holds: list[str], instead: str) -> str:
     """A sentence. `instead`: how to go on with it, "" if that cannot be."""
     more = f", go on with it ({instead})" if instead else ""
-    return f"--output {folder} holds an earlier run ({', '.join(holds)}); name another folder{more}, or add --overwrite."
+    return (
+        f"--output {folder} holds an earlier run ({', '.join(holds)}); name another folder{more},"
+        " or add --overwrite."
+    )

@@ -15,9 +15,10 @@ from onefold.train.prepare import Run
 def export(run: Run, folder: Path) -> str:
     """Write the whole model to `folder`, in the masters' precision, and say what it is. Collective.
 
-    A transformers model is saved as one (`from_pretrained` opens it); of a model of peft the adapters alone, which
-    `PeftModel.from_pretrained` opens over its base; any other as safetensors with the names of its state dict. The folder appears
-    under its name only when it is whole; an earlier one is replaced.
+    A transformers model is saved as one (`from_pretrained` opens it); of a model of peft the
+    adapters alone, which `PeftModel.from_pretrained` opens over its base; any other as safetensors
+    with the names of its state dict. The folder appears under its name only when it is whole; an
+    earlier one is replaced.
 
     Raises:
         CheckpointError: on every rank: it cannot be written.

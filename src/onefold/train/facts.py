@@ -1,4 +1,6 @@
-"""What a run was, for people and for files: its plan before the first step, what its ledgers saw after the last."""
+"""What a run was, for people and for files: its plan before the first step, what its ledgers saw
+after the last.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from onefold.train.wires import wire_arguments
 
 
 def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Leave what the ledgers saw in the output folder, for `onefold report`. Each rank writes its own file."""
+    """Leave what the ledgers saw in the output folder, for `onefold report`. Each rank writes its
+    own file.
+    """
     if run.measured is None or not rows:
         return
     later = rows[1:] or rows
@@ -43,7 +47,9 @@ def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
         facts={
             key: value
             for key, value in describe(run).items()
-            if isinstance(value, (str, int, float)) and value != "" and key not in ("recipe", "borders")
+            if isinstance(value, (str, int, float))
+            and value != ""
+            and key not in ("recipe", "borders")
         },
     )
 
@@ -69,7 +75,10 @@ def describe(run: Run) -> dict[str, Any]:
         "predicted": run.choice.predicted.to_json() if run.choice.predicted else None,
         "notes": list(run.choice.notes),
         "recipe": run.recipe.describe(),
-        "tiers": {row: getattr(run.recipe, row).tier.value for row in ("parameters", "gradients", "optimizer")},
+        "tiers": {
+            row: getattr(run.recipe, row).tier.value
+            for row in ("parameters", "gradients", "optimizer")
+        },
         "off_the_device": in_a_sentence(run.recipe),
         "wires": wire_arguments(config),
         "borders": onefold.engine_of(run.model).group.borders,

@@ -3,8 +3,8 @@
     computing      micro-batch 0          micro-batch 1          micro-batch 2
     copies         [1]                    [2]                    [first of the next step]
 
-On a stream of its own: the engine's copies up are waited for by the host before each step of an optimizer. A device without streams is
-sent nothing ahead.
+On a stream of its own: the engine's copies up are waited for by the host before each step of an
+optimizer. A device without streams is sent nothing ahead.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ class Feed:
         return self._copies.asynchronous
 
     def take(self, indices: Indices) -> Batch:
-        """The batch of these samples: on the device, behind its copy, where that has streams; else on the host."""
+        """The batch of these samples: on the device, behind its copy, where that has streams; else
+        on the host.
+        """
         if not self._copies.asynchronous:
             return self.samples.batch(indices)
         ahead = self._landed()
-        if ahead is None or not np.array_equal(ahead.indices, indices):  # the run has gone back, or looks at a step again
+        # The run has gone back, or looks at a step again
+        if ahead is None or not np.array_equal(ahead.indices, indices):
             self._ahead = self._send(indices)
             ahead = self._landed()
         assert ahead is not None
@@ -64,7 +67,9 @@ class Feed:
         self._landed()
 
     def _landed(self) -> _Sent | None:
-        """What was sent ahead, which the computing stream waits for: also where nobody wants it, for its memory may be handed on then."""
+        """What was sent ahead, which the computing stream waits for: also where nobody wants it,
+        for its memory may be handed on then.
+        """
         ahead, self._ahead = self._ahead, None
         for ticket in ahead.tickets if ahead is not None else ():
             self._copies.order(ticket)

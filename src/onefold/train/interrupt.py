@@ -1,4 +1,5 @@
-"""What Ctrl-C does to a command: it ends at once and without a traceback, or, where something must be put in order first, as an exception.
+"""What Ctrl-C does to a command: it ends at once and without a traceback, or, where something must
+be put in order first, as an exception.
 
     start, imports          `end_at_once`: there is nothing to put in order, and an import does not bear an exception in its middle
     with interruptible():   KeyboardInterrupt, which the command catches
@@ -32,17 +33,22 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def listen() -> None:
-    """From now on Ctrl-C and SIGTERM end this process at once. Called before anything else is imported."""
+    """From now on Ctrl-C and SIGTERM end this process at once. Called before anything else is
+    imported.
+    """
     if threading.current_thread() is not threading.main_thread():
         return  # somebody else's process, whose signals are its own
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, and shells that start a job in the background
+        # Nohup, and shells that start a job in the background
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end_at_once)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt. Import what is needed before: an import may swallow it."""
+    """Inside, Ctrl-C raises KeyboardInterrupt. Import what is needed before: an import may swallow
+    it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,15 +1,17 @@
 """Where numbers first went bad, found after the fact by doing the step once more.
 
-Nothing is watched while all is well: that would cost a pass over every output of every step, and a synchronization with a GPU. When loss
-or gradients come out non-finite, the weights have not been touched yet and the random generators' states from before the step are kept,
-so the same step is run again, bit for bit, with hooks that look at each unit:
+Nothing is watched while all is well: that would cost a pass over every output of every step, and a
+synchronization with a GPU. When loss or gradients come out non-finite, the weights have not been
+touched yet and the random generators' states from before the step are kept, so the same step is run
+again, bit for bit, with hooks that look at each unit:
 
     forward    the first unit in forward order whose output is bad while its input was not; between units it is the root's code
     backward   the first unit in backward order that passes a bad gradient on while the one it received was not; failing that, the
                last unit in forward order with a bad gradient of its own parameters
 
-In the backward pass the order must be the backward one: from the culprit on every earlier unit has bad gradients too, so the first in
-forward order would always be the embedding. The price is one step's time for each bad step.
+In the backward pass the order must be the backward one: from the culprit on every earlier unit has
+bad gradients too, so the first in forward order would always be the embedding. The price is one
+step's time for each bad step.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Place:
     """Where a number first was not finite. The order is that of time.
 
     Attributes:
-        micro_batch: from 0. backward: in the backward pass. turn: how many units' inputs and outputs were looked at before.
+        micro_batch: from 0. backward: in the backward pass. turn: how many units' inputs and
+            outputs were looked at before.
         what: "the output", "its gradient", ...
     """
 
@@ -48,7 +51,10 @@ class Place:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.what} of unit {self.unit!r}, on rank {self.rank} in micro-batch {self.micro_batch + 1}"
+        return (
+            f"{self.what} of unit {self.unit!r}, on rank {self.rank} in micro-batch"
+            f" {self.micro_batch + 1}"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,9 @@ class Generators:
 
     @classmethod
     def of(cls, device: torch.device) -> Generators:
-        return cls(torch.get_rng_state(), rng_state(device), random.getstate(), np.random.get_state())
+        return cls(
+            torch.get_rng_state(), rng_state(device), random.getstate(), np.random.get_state()
+        )
 
     def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.host)
@@ -74,7 +82,9 @@ class Generators:
 
 @dataclass
 class Looking:
-    """Hooks on the units' modules; a context manager. The first bad place of this rank is `found`."""
+    """Hooks on the units' modules; a context manager. The first bad place of this rank is
+    `found`.
+    """
 
     engine: Engine
     rank: int
@@ -88,7 +98,9 @@ class Looking:
         for unit in self.engine.units:
             module = unit.module()
             if module is not None:
-                self._handles.append(module.register_forward_pre_hook(self._before(unit.name), with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_pre_hook(self._before(unit.name), with_kwargs=True)
+                )
                 self._handles.append(module.register_forward_hook(self._after(unit.name)))
         return self
 
@@ -151,7 +163,9 @@ def _finite(t: torch.Tensor) -> bool:
 
 
 def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
-    """Units with a non-finite number in this rank's part of their weights (or of the weights' gradients), in forward order."""
+    """Units with a non-finite number in this rank's part of their weights (or of the weights'
+    gradients), in forward order.
+    """
     out = []
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
@@ -162,10 +176,12 @@ def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
 
 
 def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: Generators) -> str:
-    """Run the step again and say where its numbers first went bad. Collective; gradients are dropped, weights stay.
+    """Run the step again and say where its numbers first went bad. Collective; gradients are
+    dropped, weights stay.
 
     Args:
-        repeat: computes the step's forward and backward passes; calls what it is given after each micro-batch.
+        repeat: computes the step's forward and backward passes; calls what it is given after each
+            micro-batch.
         before: the generators' states at the step's beginning. They end as they are now.
     """
     engine, ranks = onefold.engine_of(run.model), run.ranks
@@ -179,7 +195,9 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: Gen
     run.optimizer.zero_grad()
     after.restore(ranks.device)
     said = ranks.gather((looking.found, weights, gradients))
-    return _worded([found for found, *_ in said if found], _union(said, 1, engine), _union(said, 2, engine))
+    return _worded(
+        [found for found, *_ in said if found], _union(said, 1, engine), _union(said, 2, engine)
+    )
 
 
 def _union(said: list[Any], column: int, engine: Engine) -> list[str]:
@@ -189,9 +207,18 @@ def _union(said: list[Any], column: int, engine: Engine) -> list[str]:
 
 def _worded(places: list[Place], weights: list[str], gradients: list[str]) -> str:
     if weights:
-        return f"weights of unit {weights[0]!r} are not finite themselves (of {len(weights)} units in all): an earlier update broke them"
+        return (
+            f"weights of unit {weights[0]!r} are not finite themselves (of {len(weights)} units in"
+            " all): an earlier update broke them"
+        )
     if places:
         return f"the first that was not finite: {min(places)}"
     if gradients:
-        return f"the first that was not finite: the gradient of a parameter of unit {gradients[-1]!r} (summed over the ranks)"
-    return "run once more, the same step was finite everywhere: this computation is not repeatable, or a device or its memory is faulty"
+        return (
+            f"the first that was not finite: the gradient of a parameter of unit {gradients[-1]!r}"
+            " (summed over the ranks)"
+        )
+    return (
+        "run once more, the same step was finite everywhere: this computation is not repeatable, or"
+        " a device or its memory is faulty"
+    )

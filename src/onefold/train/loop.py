@@ -1,27 +1,31 @@
-"""The training loop. It is PyTorch's own; what stands around it measures, reports, and keeps the run alive.
+"""The training loop. It is PyTorch's own; what stands around it measures, reports, and keeps the
+run alive.
 
     for each step
         for each micro-batch                      all but the last under onefold.no_sync
             loss · (its tokens · N / all tokens of the step) ─► backward
         clip
-        ranks sum their losses, what they were asked (to stop, and why), and how long each computed by itself
-        not finite?  stop, leave the step out, or go back to a checkpoint
+        ranks sum their losses, what they were asked (to stop, and why), and how long each computed
+        by itself not finite?  stop, leave the step out, or go back to a checkpoint
         optimizer step ─► held-out loss ─► metrics ─► checkpoint, if it is time
 
-The engine averages gradients over ranks, as DDP does, hence the factor N: what is summed in the end is the gradient of the
-mean over every token that counts in the global batch, however it was cut.
+The engine averages gradients over ranks, as DDP does, hence the factor N: what is summed in the end
+is the gradient of the mean over every token that counts in the global batch, however it was cut.
 
-[Note: a step late] On a device with streams the host does not wait for the step that it has just launched. Loss, norm and loss scale are
-copied to the host behind the step, and read in the next one:
+[Note: a step late] On a device with streams the host does not wait for the step that it has just
+launched. Loss, norm and loss scale are copied to the host behind the step, and read in the next
+one:
 
     device   forward, backward, clip, update of step s    │ forward, backward of step s + 1      │ clip, update
     host     launches forward and backward of step s + 1  │ reads step s, judges and reports it  │ launches clip and update
 
-What may follow from step s must not find the weights of step s + 1. So the device itself leaves an update out where loss or norm are not
-finite (optim/skip.py), and the host judges step s before it launches the update of step s + 1: the weights are then those that step s
-began with. Where the judgement changed anything, the gradients of step s + 1 are dropped and computed again.
-A step is read in itself where somebody needs to know: the run evaluates, saves, records or ends behind it. So is every step on a device
-without streams, and where the device cannot leave an update out (shards off the device, packed moments).
+What may follow from step s must not find the weights of step s + 1. So the device itself leaves an
+update out where loss or norm are not finite (optim/skip.py), and the host judges step s before it
+launches the update of step s + 1: the weights are then those that step s began with. Where the
+judgement changed anything, the gradients of step s + 1 are dropped and computed again. A step is
+read in itself where somebody needs to know: the run evaluates, saves, records or ends behind it. So
+is every step on a device without streams, and where the device cannot leave an update out (shards
+off the device, packed moments).
 """
 
 from __future__ import annotations
@@ -66,21 +70,27 @@ def train(
     alert: Callable[[str], None] = lambda text: None,
     forget: Callable[[int], None] = lambda step: None,
 ) -> int:
-    """Run the steps from `run.start` on and return how many are done. Collective; all ranks return after the same one.
+    """Run the steps from `run.start` on and return how many are done. Collective; all ranks return
+    after the same one.
 
     Args:
-        stop_requested: what this rank was asked, as a `Stop`; why the steps ended stands in `run.stopped` afterwards.
-        report: gets one row of metrics a step, on every rank, in the order of the steps; see [Note: a step late] for when.
+        stop_requested: what this rank was asked, as a `Stop`; why the steps ended stands in
+            `run.stopped` afterwards.
+        report: gets one row of metrics a step, on every rank, in the order of the steps; see [Note:
+            a step late] for when.
         window: what records steps; None records the one for the report.
         keeper: writes the checkpoints; None writes none.
         alert: tells the user of something that needs an eye.
         forget: the run has gone back to a step; rows beyond it no longer count.
 
     Raises:
-        TrainError: loss or gradients are not finite, and the run is not to go on (see `onefold.train.nonfinite`).
+        TrainError: loss or gradients are not finite, and the run is not to go on (see
+            `onefold.train.nonfinite`).
     """
     late = skips_on_device(run.optimizer, onefold.engine_of(run.model))
-    loop = (_StepLate if late else _InTime)(run, stop_requested, report, window or Window(run), keeper, alert, forget)
+    loop = (_StepLate if late else _InTime)(
+        run, stop_requested, report, window or Window(run), keeper, alert, forget
+    )
     run.model.train()
     step = run.start
     try:
@@ -93,7 +103,9 @@ def train(
 
 @dataclass(frozen=True)
 class _Told:
-    """What the ranks told each other: the loss of a step, the seconds of each rank in it, and why to stop."""
+    """What the ranks told each other: the loss of a step, the seconds of each rank in it, and why
+    to stop.
+    """
 
     loss: float
     stopping: Stop
@@ -113,10 +125,18 @@ class _Loop:
         alert: Callable[[str], None],
         forget: Callable[[int], None],
     ) -> None:
-        self.run, self.stop_requested, self.report, self.window, self.keeper = run, stop_requested, report, window, keeper
+        self.run, self.stop_requested, self.report, self.window, self.keeper = (
+            run,
+            stop_requested,
+            report,
+            window,
+            keeper,
+        )
         self.alert, self.forget = alert, forget
         self.engine = onefold.engine_of(run.model)
-        self.meter = Meter(run.model, run.optimizer, run.choice.flops_per_token, run.choice.peak_flops)
+        self.meter = Meter(
+            run.model, run.optimizer, run.choice.flops_per_token, run.choice.peak_flops
+        )
         self.pace = Pace(run.config.slow_factor)
         self.nonfinite = NonFinite(run, alert)
         self.feed = Feed(run.data.train, run.ranks.device)
@@ -150,7 +170,9 @@ class _Loop:
         return max(0.0, time.perf_counter() - self._begun - waited + self._update_s)
 
     def _tell(self, loss: float, own: float, asking: bool = True) -> _Told:
-        """Collective. `asking`: whether ranks may say now that the run is to stop behind this step."""
+        """Collective. `asking`: whether ranks may say now that the run is to stop behind this
+        step.
+        """
         ranks = self.run.ranks
         asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
         if asking and self.keeper is not None and ranks.is_first and self.keeper.time_is_up():
@@ -165,12 +187,16 @@ class _Loop:
         return _Told(total, stopping, said[len(kinds) :])
 
     def _where(self, step: int, before: Generators) -> str:
-        return locate(self.run, lambda each: _forward_backward(self.run, self.feed, step, each), before)
+        return locate(
+            self.run, lambda each: _forward_backward(self.run, self.feed, step, each), before
+        )
 
     def _roll_back(self, step: int) -> int:
         self.run.optimizer.zero_grad()
         if self.keeper is None:
-            raise TrainError("--on-nonfinite rollback: this run keeps no checkpoints to go back to.")
+            raise TrainError(
+                "--on-nonfinite rollback: this run keeps no checkpoints to go back to."
+            )
         self.window.end(step, over=False, whole=False)
         target = self.keeper.roll_back(step, self.nonfinite.in_a_row)
         self.forget(target)
@@ -178,10 +204,17 @@ class _Loop:
 
     def _evaluates(self, step: int, stopping: Stop) -> bool:
         every, over = self.run.config.eval_every, step + 1 == self.run.steps
-        return bool(every and len(self.run.data.held_out) and ((step + 1) % every == 0 or over) and not stopping)
+        return bool(
+            every
+            and len(self.run.data.held_out)
+            and ((step + 1) % every == 0 or over)
+            and not stopping
+        )
 
     def _figures(self, step: int, tokens: int) -> Row:
-        """The figures of a step as this run keeps them: `memory` of the process, `held` of the engine by category. Nothing is read yet."""
+        """The figures of a step as this run keeps them: `memory` of the process, `held` of the
+        engine by category. Nothing is read yet.
+        """
         figures = self.meter.step(tokens=tokens)
         held = figures.pop("memory")
         row: Row = {**figures, "step": step + 1, **memory(self.run), "held": held}
@@ -190,8 +223,12 @@ class _Loop:
             del row["scale"]
         return row
 
-    def _complete(self, row: Row, told: _Told, norm: float, scale: float | None, applied: bool) -> None:
-        """Put into `row` what was read from the device and told by the ranks. `scale`: the loss scale behind the step."""
+    def _complete(
+        self, row: Row, told: _Told, norm: float, scale: float | None, applied: bool
+    ) -> None:
+        """Put into `row` what was read from the device and told by the ranks. `scale`: the loss
+        scale behind the step.
+        """
         row["loss"] = told.loss if math.isfinite(told.loss) else None
         row["grad_norm"] = norm if math.isfinite(norm) else None
         if scale is not None:
@@ -210,7 +247,9 @@ class _Loop:
                 self.alert(said)
 
     def _end(self, step: int, stopping: Stop, row: Row | None) -> int:
-        """What comes behind a step. Returns the number of the next. `row`: complete; None where the step is read in the next one."""
+        """What comes behind a step. Returns the number of the next. `row`: complete; None where the
+        step is read in the next one.
+        """
         if row is not None:
             if self._evaluates(step, stopping):
                 sent = self.engine.traffic.total()
@@ -238,13 +277,16 @@ class _InTime(_Loop):
             return self._roll_back(step)
         applied = verdict is Verdict.APPLY
         if not applied:
-            self.engine.reduce.summing.forget()  # finding out where went through the bad step once more
+            # Finding out where went through the bad step once more
+            self.engine.reduce.summing.forget()
         begun = time.perf_counter()
         _update(run, apply=applied)
         self._update_s = time.perf_counter() - begun
 
         row = self._figures(step, tokens)
-        self._complete(row, told, norm, None if run.scaler is None else run.scaler.get_scale(), applied)
+        self._complete(
+            row, told, norm, None if run.scaler is None else run.scaler.get_scale(), applied
+        )
         self.window.end(step, over=bool(told.stopping), whole=applied)
         return self._end(step, told.stopping, row)
 
@@ -254,8 +296,10 @@ class _Launched:
     """A step that the device was given.
 
     Attributes:
-        generators: the states before it. begun: seconds of `time.perf_counter`. own: seconds of this rank by itself.
-        reading: this rank's part of the loss, the gradient norm and, where there is one, the loss scale behind the step.
+        generators: the states before it. begun: seconds of `time.perf_counter`. own: seconds of
+            this rank by itself.
+        reading: this rank's part of the loss, the gradient norm and, where there is one, the loss
+            scale behind the step.
         row: its figures, once they were taken.
     """
 
@@ -292,7 +336,8 @@ class _StepLate(_Loop):
                 return self._roll_back(before.step)
             assert before.row is not None
             self.report(before.row)
-            if verdict is Verdict.SKIP:  # its place was looked for, and with it went the gradients of this step
+            # Its place was looked for, and with it went the gradients of this step
+            if verdict is Verdict.SKIP:
                 generators.restore(run.ranks.device)
                 loss, tokens = _forward_backward(run, self.feed, step)
         norm = _measure_gradients(run)
@@ -308,26 +353,40 @@ class _StepLate(_Loop):
             return self._end(step, told.stopping, None)
         read = self._read(launched)
         launched.row = self._figures(step, tokens)
-        verdict = self._judge(launched, self._tell(read[0], own, asking=False), read, overtaken=False)
+        verdict = self._judge(
+            launched, self._tell(read[0], own, asking=False), read, overtaken=False
+        )
         if verdict is Verdict.ROLLBACK:
             return self._roll_back(step)
         self.window.end(step, over=bool(told.stopping), whole=verdict is Verdict.APPLY)
         return self._end(step, told.stopping, launched.row)
 
     def _is_needed(self, step: int, stopping: Stop) -> bool:
-        """Whether somebody needs to know of the step before the next one begins. The same on every rank."""
+        """Whether somebody needs to know of the step before the next one begins. The same on every
+        rank.
+        """
         over = step + 1 == self.run.steps
         saves = self.keeper is not None and self.keeper.saves(step + 1, stopping, over)
-        return over or bool(stopping) or saves or self._evaluates(step, stopping) or self.window.is_near(step)
+        return (
+            over
+            or bool(stopping)
+            or saves
+            or self._evaluates(step, stopping)
+            or self.window.is_near(step)
+        )
 
     def _read(self, launched: _Launched) -> list[float]:
-        """Waits for that step, and for nothing that was launched behind it. A step's time is that between its numbers and those before."""
+        """Waits for that step, and for nothing that was launched behind it. A step's time is that
+        between its numbers and those before.
+        """
         read = launched.reading.numbers()
         self._seconds = time.perf_counter() - max(launched.begun, self._arrived)
         self._arrived = time.perf_counter()
         return read
 
-    def _judge(self, launched: _Launched, told: _Told, read: list[float], overtaken: bool) -> Verdict:
+    def _judge(
+        self, launched: _Launched, told: _Told, read: list[float], overtaken: bool
+    ) -> Verdict:
         """Judge a step that was read, and complete its row. Collective where it was not finite.
 
         `overtaken`: forward and backward pass of the next step were launched.
@@ -336,7 +395,8 @@ class _StepLate(_Loop):
 
         def where() -> str:
             if overtaken:
-                summing.draw = self._draw  # that pass is made once more, with the random bits that it would have had
+                # That pass is made once more, with the random bits that it would have had
+                summing.draw = self._draw
             return self._where(launched.step, launched.generators)
 
         verdict = self.nonfinite.judge(launched.step, told.loss, norm, where, self._scale)
@@ -345,12 +405,17 @@ class _StepLate(_Loop):
         if verdict is not Verdict.ROLLBACK:
             assert launched.row is not None
             launched.row |= self.meter.rates(self._seconds, launched.tokens)
-            self._complete(launched.row, told, norm, scale[0] if scale else None, verdict is Verdict.APPLY)
+            self._complete(
+                launched.row, told, norm, scale[0] if scale else None, verdict is Verdict.APPLY
+            )
         return verdict
 
 
-def _forward_backward(run: Run, feed: Feed, step: int, each: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, int]:
-    """(this rank's part of the loss, in fp32 on the device, tokens of the whole global batch) of one step; gradients are left in the model.
+def _forward_backward(
+    run: Run, feed: Feed, step: int, each: Callable[[], None] = lambda: None
+) -> tuple[torch.Tensor, int]:
+    """(this rank's part of the loss, in fp32 on the device, tokens of the whole global batch) of
+    one step; gradients are left in the model.
 
     `each` is called after every micro-batch.
     """
@@ -367,7 +432,11 @@ def _forward_backward(run: Run, feed: Feed, step: int, each: Callable[[], None] 
         if not last:
             feed.send_ahead(mine[number + 1])
         elif feed.is_ahead and step + 1 < run.steps:
-            feed.send_ahead(run.order.micro_batches(step + 1, ranks.rank, ranks.world_size, run.choice.micro_batch)[0])
+            feed.send_ahead(
+                run.order.micro_batches(
+                    step + 1, ranks.rank, ranks.world_size, run.choice.micro_batch
+                )[0]
+            )
         with contextlib.nullcontext() if last else onefold.no_sync(run.model):
             loss = loss_of(run.model, batch, ranks.device)
             part = loss * (samples.counts(chosen) / counted)
@@ -380,7 +449,8 @@ def _forward_backward(run: Run, feed: Feed, step: int, each: Callable[[], None] 
 
 
 def _measure_gradients(run: Run) -> torch.Tensor:
-    """Unscale and clip; the gradient norm before clipping, in fp32 on the device, the same on every rank; not finite where fp16 overflowed.
+    """Unscale and clip; the gradient norm before clipping, in fp32 on the device, the same on every
+    rank; not finite where fp16 overflowed.
 
     Collective. NaN where units were stepped behind the backward pass: it is never known.
     """
@@ -403,9 +473,11 @@ def _update(run: Run, apply: bool) -> None:
 
 
 def _update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None:
-    """Step, unless the device finds that the step is to be left out, and drop the gradients. Collective; the host does not wait.
+    """Step, unless the device finds that the step is to be left out, and drop the gradients.
+    Collective; the host does not wait.
 
-    It is left out where a rank's `loss` is not finite, or else the gradients are not: by their norm, or by what the loss scaler found.
+    It is left out where a rank's `loss` is not finite, or else the gradients are not: by their
+    norm, or by what the loss scaler found.
     """
     bad = loss.isfinite().logical_not().to(torch.float32)
     onefold.engine_of(run.model).agree_on_overflow(bad)
@@ -420,22 +492,32 @@ def _update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None
 def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
     """The mean loss over the tokens of `batch` that count, in fp32, a scalar.
 
-    The model may return an object with `.loss`, a dict with "loss", a tuple that begins with it, or the loss.
+    The model may return an object with `.loss`, a dict with "loss", a tuple that begins with it, or
+    the loss.
     """
     out = model(**{name: _sent(tensor, device) for name, tensor in batch.items()})
     loss = getattr(out, "loss", None)
     if loss is None:
-        loss = out.get("loss") if isinstance(out, dict) else out[0] if isinstance(out, tuple | list) else out
+        loss = (
+            out.get("loss")
+            if isinstance(out, dict)
+            else out[0]
+            if isinstance(out, tuple | list)
+            else out
+        )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise TrainError(
-            f"{type(model).__name__} returned {type(out).__name__} without a scalar loss; called with input_ids and labels, it "
-            "must return an object with .loss, a dict with 'loss', a tuple that begins with it, or the loss itself."
+            f"{type(model).__name__} returned {type(out).__name__} without a scalar loss; called"
+            " with input_ids and labels, it must return an object with .loss, a dict with 'loss',"
+            " a tuple that begins with it, or the loss itself."
         )
     return loss.float().reshape(())
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on its way to `device`: from pinned memory, so that the host does not wait for what the device has to do first."""
+    """`tensor` on its way to `device`: from pinned memory, so that the host does not wait for what
+    the device has to do first.
+    """
     if tensor.device.type == device.type:
         return tensor
     # torch's own pinned memory: it is not used again before the copy has read it.
@@ -450,7 +532,9 @@ def held_out_loss(run: Run) -> float:
     try:
         with torch.no_grad():
             micro = run.choice.micro_batch
-            for indices, real in eval_batches(len(samples), run.config.eval_samples, ranks.rank, ranks.world_size, micro):
+            for indices, real in eval_batches(
+                len(samples), run.config.eval_samples, ranks.rank, ranks.world_size, micro
+            ):
                 batch, count = held_out_batch(samples, indices, real)
                 loss = float(loss_of(run.model, batch, ranks.device))
                 total += loss * count if count else 0.0
@@ -461,7 +545,9 @@ def held_out_loss(run: Run) -> float:
     return total / counted
 
 
-def held_out_batch(samples: Samples, indices: np.ndarray[Any, np.dtype[np.int64]], real: int) -> tuple[Batch, int]:
+def held_out_batch(
+    samples: Samples, indices: np.ndarray[Any, np.dtype[np.int64]], real: int
+) -> tuple[Batch, int]:
     """(the batch with only its first `real` samples counting, tokens that count).
 
     A batch that does not count at all keeps one label, since a mean over nothing is not a number.
@@ -478,5 +564,7 @@ def held_out_batch(samples: Samples, indices: np.ndarray[Any, np.dtype[np.int64]
 def memory(run: Run) -> Row:
     """Memory of this rank in bytes: of the process, or its GPU, now and at peak."""
     figures = memory_figures(run.ranks.device)
-    now, peak = (figures.allocated, figures.allocated_peak) if figures is not None else resident_memory()
+    now, peak = (
+        (figures.allocated, figures.allocated_peak) if figures is not None else resident_memory()
+    )
     return {"memory": now, "memory_peak": peak}

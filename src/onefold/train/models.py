@@ -1,4 +1,6 @@
-"""`--model` to a module on the CPU in fp32, with its tokenizer: a package, a folder, a file, a size, or your own factory."""
+"""`--model` to a module on the CPU in fp32, with its tokenizer: a package, a folder, a file, a
+size, or your own factory.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,12 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
         return _from_factory(name, tokenizer, seed)
     with quiet_transformers():
         if kind == "folder":
-            return Loaded(_from_folder(Path(name)), load_tokenizer(tokenizer, Path(name)), name.rstrip("/"), True)
+            return Loaded(
+                _from_folder(Path(name)),
+                load_tokenizer(tokenizer, Path(name)),
+                name.rstrip("/"),
+                True,
+            )
         if kind in ("smollm2", "gguf"):
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
@@ -75,10 +82,12 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
 
 
 def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ranks) -> Loaded:
-    """As `load_model`, with weights on rank 0 only; other ranks get the same model on the meta device. Collective.
+    """As `load_model`, with weights on rank 0 only; other ranks get the same model on the meta
+    device. Collective.
 
-    `onefold.shard` gives every rank its part of rank 0's weights, so a machine never holds one whole model a rank. A
-    factory is called on every rank, since only it knows how to build its model.
+    `onefold.shard` gives every rank its part of rank 0's weights, so a machine never holds one
+    whole model a rank. A factory is called on every rank, since only it knows how to build its
+    model.
     """
     if ranks.world_size == 1 or kind_of(name) == "factory":
         return load_model(name, tokenizer, seed, seq)
@@ -103,11 +112,13 @@ def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ra
     return loaded
 
 
-# -- tokenizers ----------------------------------------------------------------------------------------------------------
+# -- tokenizers ------------------------------------------------------------------------------------
 
 
 def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
-    """`--tokenizer`: "auto" takes the model's own (`own`: its folder or GGUF file), else SmolLM2's, else bytes."""
+    """`--tokenizer`: "auto" takes the model's own (`own`: its folder or GGUF file), else SmolLM2's,
+    else bytes.
+    """
     if choice == "bytes":
         return ByteTokenizer()
     if choice == "smollm2":
@@ -117,7 +128,10 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
     elif choice != "auto":
         own = Path(choice)
         if not own.exists():
-            raise TrainError(f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is none.")
+            raise TrainError(
+                f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there"
+                " is none."
+            )
     elif own is None:
         own = smollm2_path()
         if own is None:
@@ -125,11 +139,18 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     if own.is_file():
-        return _as_tokenizer(AutoTokenizer.from_pretrained(str(own.parent), gguf_file=own.name, local_files_only=True))
+        return _as_tokenizer(
+            AutoTokenizer.from_pretrained(
+                str(own.parent), gguf_file=own.name, local_files_only=True
+            )
+        )
     try:
         return _as_tokenizer(AutoTokenizer.from_pretrained(str(own), local_files_only=True))
     except (OSError, ValueError) as error:
-        raise TrainError(f"{own} has no tokenizer that transformers can read ({error}); name one with --tokenizer.") from None
+        raise TrainError(
+            f"{own} has no tokenizer that transformers can read ({error}); name one with"
+            " --tokenizer."
+        ) from None
 
 
 def _as_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -137,24 +158,28 @@ def _as_tokenizer(tokenizer: Any) -> Tokenizer:
     return tokenizer
 
 
-# -- models --------------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def _from_folder(path: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(
+        str(path), dtype=torch.float32, local_files_only=True
+    )
 
 
 @contextmanager
 def _read_once() -> Iterator[None]:
     """Inside, what transformers asks of a GGUF file over and over is found out once.
 
-    It goes through all fields for the configuration, the weights and the tokenizer, and lists the tensors' names anew for every module:
-    for a vocabulary of 49,152 words both take longer than dequantizing 135 million weights.
+    It goes through all fields for the configuration, the weights and the tokenizer, and lists the
+    tensors' names anew for every module: for a vocabulary of 49,152 words both take longer than
+    dequantizing 135 million weights.
     """
     asked = ("GGUFReader", "get_tensor_name_map")
-    gguf: Any = importlib.import_module("gguf") if importlib.util.find_spec("gguf") else None  # without it transformers says so
+    # Without it transformers says so
+    gguf: Any = importlib.import_module("gguf") if importlib.util.find_spec("gguf") else None
     before = {name: getattr(gguf, name) for name in asked if hasattr(gguf, name)}
     for name, ask in before.items():
         setattr(gguf, name, functools.lru_cache(maxsize=1)(ask))
@@ -166,15 +191,20 @@ def _read_once() -> Iterator[None]:
 
 
 def _from_gguf(path: Path) -> nn.Module:
-    """A GGUF file as an ordinary fp32 model: its weights are dequantized, and it saves like any other."""
+    """A GGUF file as an ordinary fp32 model: its weights are dequantized, and it saves like any
+    other.
+    """
     from transformers import AutoModelForCausalLM
 
-    packed = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True)
+    packed = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
+    )
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    # A second module of the same class, since the first one remembers that it was quantized and refuses to be saved.
-    # On the meta device and filled with the first one's tensors, so there are never two copies of the weights.
+    # A second module of the same class, since the first one remembers that it was quantized and
+    # refuses to be saved. On the meta device and filled with the first one's tensors, so there are
+    # never two copies of the weights.
     with torch.device("meta"):
         module = type(packed)(config)
     module.load_state_dict(packed.state_dict(), strict=True, assign=True)
@@ -185,7 +215,9 @@ def _from_gguf(path: Path) -> nn.Module:
 
 
 def _take_missing_tensors(module: nn.Module, source: nn.Module) -> None:
-    """Fill what a state dict does not carry: buffers that are not persistent and plain attributes, such as rotary frequencies."""
+    """Fill what a state dict does not carry: buffers that are not persistent and plain attributes,
+    such as rotary frequencies.
+    """
     theirs = dict(source.named_modules())
     for name, owner in module.named_modules():
         for table in (owner._buffers, owner.__dict__):
@@ -194,7 +226,9 @@ def _take_missing_tensors(module: nn.Module, source: nn.Module) -> None:
                     table[key] = getattr(theirs[name], key)
 
 
-def _from_scratch(name: str, vocabulary: int, seed: int, seq: int, words: Tokenizer, empty: bool) -> nn.Module:
+def _from_scratch(
+    name: str, vocabulary: int, seed: int, seq: int, words: Tokenizer, empty: bool
+) -> nn.Module:
     import transformers
 
     layers, width = model_shape(name, vocabulary)
@@ -226,23 +260,32 @@ def _from_scratch(name: str, vocabulary: int, seed: int, seq: int, words: Tokeni
 
 
 def model_shape(name: str, vocabulary: int) -> tuple[int, int]:
-    """(layers, width) for a built-in: a named size, or the shape whose parameter count comes nearest to the number.
+    """(layers, width) for a built-in: a named size, or the shape whose parameter count comes
+    nearest to the number.
 
-    A block has about 12·width² parameters, the tied embedding vocabulary·width. Among shapes within 5 % of the best the one
-    with a width of about 64 per layer is taken, as published models have it.
+    A block has about 12·width² parameters, the tied embedding vocabulary·width. Among shapes within
+    5 % of the best the one with a width of about 64 per layer is taken, as published models have
+    it.
     """
     size = parse_size(name)
     if isinstance(size, str):
         return NAMED_SIZES[size]
-    shapes = [(layers, width) for width in range(HEAD_WIDTH, 8193, HEAD_WIDTH) for layers in range(1, 97)]
-    miss = {shape: abs(12 * shape[0] * shape[1] ** 2 + vocabulary * shape[1] - size) / size for shape in shapes}
+    shapes = [
+        (layers, width) for width in range(HEAD_WIDTH, 8193, HEAD_WIDTH) for layers in range(1, 97)
+    ]
+    miss = {
+        shape: abs(12 * shape[0] * shape[1] ** 2 + vocabulary * shape[1] - size) / size
+        for shape in shapes
+    }
     best = min(miss.values())
     near = [shape for shape in shapes if miss[shape] <= best + 0.05]
     return min(near, key=lambda shape: (abs(shape[1] / shape[0] - HEAD_WIDTH), miss[shape]))
 
 
 def _swiglu_width(width: int) -> int:
-    """Three matrices of this width weigh as much as GPT's two of 4·width: 8/3 of it, to a multiple of 32."""
+    """Three matrices of this width weigh as much as GPT's two of 4·width: 8/3 of it, to a multiple
+    of 32.
+    """
     return max(32, round(width * 8 / 3 / 32) * 32)
 
 
@@ -253,26 +296,41 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     try:
         source = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise TrainError(f"--model {name}: cannot import {error.name!r} from {os.getcwd()} or the installed packages.") from None
+        raise TrainError(
+            f"--model {name}: cannot import {error.name!r} from {os.getcwd()} or the installed"
+            " packages."
+        ) from None
     factory = getattr(source, attribute, None)
     if not callable(factory):
-        names = [n for n, value in vars(source).items() if callable(value) and not n.startswith("_")]
-        raise TrainError(f"--model {name}: {module_name} has no function {attribute!r}. {did_you_mean(attribute, names)}")
+        names = [
+            n for n, value in vars(source).items() if callable(value) and not n.startswith("_")
+        ]
+        raise TrainError(
+            f"--model {name}: {module_name} has no function {attribute!r}."
+            f" {did_you_mean(attribute, names)}"
+        )
     needed = [
         p.name
         for p in inspect.signature(factory).parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if needed:
-        raise TrainError(f"--model {name}: the factory is called without arguments, but {attribute} asks for {', '.join(needed)}.")
+        raise TrainError(
+            f"--model {name}: the factory is called without arguments, but {attribute} asks for"
+            f" {', '.join(needed)}."
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = factory()
     module, own = made if isinstance(made, tuple) else (made, None)
     if not isinstance(module, nn.Module):
-        raise TrainError(f"--model {name}: expected an nn.Module or (nn.Module, tokenizer), got {type(module).__name__}.")
+        raise TrainError(
+            f"--model {name}: expected an nn.Module or (nn.Module, tokenizer), got"
+            f" {type(module).__name__}."
+        )
     if own is None and tokenizer == "bytes":
-        own = ByteTokenizer()  # without transformers, whose import takes longer than many a small run needs to start
+        # Without transformers, whose import takes longer than many a small run needs to start
+        own = ByteTokenizer()
     elif own is None:
         with quiet_transformers():
             own = load_tokenizer(tokenizer, None)
@@ -281,11 +339,15 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Progress bars and warnings of transformers off inside (they would print once a rank), then as before."""
+    """Progress bars and warnings of transformers off inside (they would print once a rank), then as
+    before.
+    """
     try:
         from transformers.utils import logging
     except ModuleNotFoundError:
-        raise TrainError("onefold train needs transformers: pip install 'onefold[train]'.") from None
+        raise TrainError(
+            "onefold train needs transformers: pip install 'onefold[train]'."
+        ) from None
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,14 +1,16 @@
 """Data order: a function of seed and step alone.
 
-At step s the global batch is positions s·B … s·B + B − 1 of an endless sequence of epochs, each epoch a permutation of
-the samples drawn from (seed, epoch). Ranks and micro-batches only cut that list:
+At step s the global batch is positions s·B … s·B + B − 1 of an endless sequence of epochs, each
+epoch a permutation of the samples drawn from (seed, epoch). Ranks and micro-batches only cut that
+list:
 
     global batch of step s (B = 8)      | i0 i1 | i2 i3 | i4 i5 | i6 i7 |
     2 ranks, micro-batch 2              |  r0   |  r1   |  r0   |  r1   |
                                         └ micro-batch 0 ┴ micro-batch 1 ┘
 
-so another number of ranks at the same B sees the same samples at every step, and a checkpoint needs to keep the step, B and the
-seed only; and how many global batches were skipped, where a run went back to a checkpoint and around samples that it could not digest.
+so another number of ranks at the same B sees the same samples at every step, and a checkpoint needs
+to keep the step, B and the seed only; and how many global batches were skipped, where a run went
+back to a checkpoint and around samples that it could not digest.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class DataOrder:
             raise TrainError(f"global batch {self.global_batch}: expected 1 or more.")
 
     def at(self, step: int) -> Indices:
-        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs, even several."""
+        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs, even
+        several.
+        """
         first = (step + self.skipped) * self.global_batch
         positions = np.arange(first, first + self.global_batch, dtype=np.int64)
         epochs, offsets = positions // self.samples, positions % self.samples
@@ -66,7 +70,9 @@ class DataOrder:
             out[here] = self._permuted(int(epoch))[offsets[here]]
         return out
 
-    def micro_batches(self, step: int, rank: int, world_size: int, micro_batch: int) -> list[Indices]:
+    def micro_batches(
+        self, step: int, rank: int, world_size: int, micro_batch: int
+    ) -> list[Indices]:
         """The micro-batches of `rank` at `step`, each of shape [micro_batch], in order."""
         cut = self.at(step).reshape(-1, world_size, micro_batch)
         return [cut[m, rank] for m in range(cut.shape[0])]
@@ -91,19 +97,24 @@ class DataOrder:
         for name, option in (("seed", "--seed"), ("global_batch", "--global-batch")):
             if state[name] != mine[name]:
                 raise TrainError(
-                    f"the checkpoint was made with {option} {state[name]}, this run has {option} {mine[name]}: it would not go on with the "
-                    f"samples where the other stopped. Use {option} {state[name]}, or start another run from the exported model (--model)."
+                    f"the checkpoint was made with {option} {state[name]}, this run has {option}"
+                    f" {mine[name]}: it would not go on with the samples where the other stopped."
+                    f" Use {option} {state[name]}, or start another run from the exported model"
+                    " (--model)."
                 )
         if (state["samples"], state["fingerprint"]) != (mine["samples"], mine["fingerprint"]):
             raise TrainError(
-                f"the checkpoint was made on other data: {state['samples']} samples then, {mine['samples']} now, or others. Use the same "
-                "--data, --seq, --tokenizer and --eval-fraction, or start another run from the exported model (--model)."
+                f"the checkpoint was made on other data: {state['samples']} samples then,"
+                f" {mine['samples']} now, or others. Use the same --data, --seq, --tokenizer and"
+                " --eval-fraction, or start another run from the exported model (--model)."
             )
         self.skipped = int(state["skipped"])
 
     def _permuted(self, epoch: int) -> Indices:
         if epoch != self._epoch:
-            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(self.samples).astype(np.int64)
+            self._permutation = (
+                np.random.default_rng([self.seed, epoch]).permutation(self.samples).astype(np.int64)
+            )
             self._epoch = epoch
         return self._permutation
 
@@ -120,17 +131,21 @@ def fingerprint_of(samples: Samples) -> str:
     return f"{crc:08x}"
 
 
-def eval_batches(held_out: int, limit: int, rank: int, world_size: int, micro_batch: int) -> list[tuple[Indices, int]]:
+def eval_batches(
+    held_out: int, limit: int, rank: int, world_size: int, micro_batch: int
+) -> list[tuple[Indices, int]]:
     """Held-out batches of `rank`: (indices of shape [micro_batch], how many of them count).
 
-    Every rank gets the same number of batches, because a forward pass at stage 3 is collective; what is missing is filled
-    with sample 0 and does not count.
+    Every rank gets the same number of batches, because a forward pass at stage 3 is collective;
+    what is missing is filled with sample 0 and does not count.
     """
     count = min(held_out, limit)
     at_once = micro_batch * world_size
     batches: list[tuple[Indices, int]] = []
     for start in range(0, count, at_once):
-        mine = np.arange(start + rank * micro_batch, start + (rank + 1) * micro_batch, dtype=np.int64)
+        mine = np.arange(
+            start + rank * micro_batch, start + (rank + 1) * micro_batch, dtype=np.int64
+        )
         real = int((mine < count).sum())
         batches.append((np.where(mine < count, mine, 0), real))
     return batches

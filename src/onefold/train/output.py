@@ -25,7 +25,8 @@ METRICS = "metrics.jsonl"
 
 
 def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
-    """`config` with its output folder decided. With --overwrite, checkpoints of the run that is replaced are removed.
+    """`config` with its output folder decided. With --overwrite, checkpoints of the run that is
+    replaced are removed.
 
     Args:
         restarted: this is the same run, started once more.
@@ -45,22 +46,30 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
         for path in kept:
             shutil.rmtree(path)
         return config
-    earlier = [name for name in ("model", METRICS) if (folder / name).exists()] + ([CHECKPOINTS] if kept else [])
+    earlier = [name for name in ("model", METRICS) if (folder / name).exists()] + (
+        [CHECKPOINTS] if kept else []
+    )
     if config.resume == "auto" and (kept or "model" not in earlier):
         return config  # a run that ended before its first checkpoint begins again
     own = [path.resolve() for path in (folder, folder / CHECKPOINTS, *kept[:1])]
     if config.resume != "none" and kept and Path(config.resume).resolve() in own:
         return config
     if earlier:
-        raise TrainError(earlier_run(folder, earlier, "--resume auto" if kept and config.resume == "none" else ""))
+        raise TrainError(
+            earlier_run(
+                folder, earlier, "--resume auto" if kept and config.resume == "none" else ""
+            )
+        )
     return config
 
 
 def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> None:
-    """Save the resolved configuration: what was given, what was chosen in its place, and the defaults.
+    """Save the resolved configuration: what was given, what was chosen in its place, and the
+    defaults.
 
-    The length of the run and the global batch are written as numbers, so that the same samples are read on any number of
-    ranks. --overwrite and --json were said about this run only and are not carried on.
+    The length of the run and the global batch are written as numbers, so that the same samples are
+    read on any number of ranks. --overwrite and --json were said about this run only and are not
+    carried on.
 
     Args:
         chosen: `stage`, `ranks`, `steps`, `global_batch` as they turned out.
@@ -68,12 +77,16 @@ def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> N
     folder.mkdir(parents=True, exist_ok=True)
     settled = {"steps": chosen["steps"], "epochs": None, "global_batch": chosen["global_batch"]}
     kept = config.model_copy(update={"overwrite": False, "json_lines": False, **settled})
-    note = f"# This run chose stage {chosen['stage']} on {chosen['ranks']} ranks. Repeat it: onefold train --config FILE --output NEW\n"
+    note = (
+        f"# This run chose stage {chosen['stage']} on {chosen['ranks']} ranks. Repeat it: onefold"
+        " train --config FILE --output NEW\n"
+    )
     (folder / "train.yaml").write_text(note + kept.to_yaml(), encoding="utf-8")
 
 
 class Metrics:
-    """The metrics file: a JSON object a line, flushed at once so that an interrupted run has all its lines.
+    """The metrics file: a JSON object a line, flushed at once so that an interrupted run has all
+    its lines.
 
     Args:
         after: go on with what is there, the rows of steps beyond this one cut; None begins anew.
@@ -121,7 +134,12 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._file.close()
 
 

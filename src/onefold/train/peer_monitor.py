@@ -1,14 +1,17 @@
-"""Which rank has gone, told to every rank within a second, also to those that compute and wait for nobody.
+"""Which rank has gone, told to every rank within a second, also to those that compute and wait for
+nobody.
 
     rank 0 ── rank 1 ── rank 2 ── rank 3 ── rank 0          one connection to the rank before, one to the rank after
                             ╳
              "2 has gone" ◄─┘ └─► "2 has gone"              the system closes a dead process's connections; its neighbours pass it on
 
-A closed connection is evidence, where a missing heartbeat is a guess: a rank may be busy for a minute without being dead. A machine
-that loses its power closes nothing; TCP's keep-alive finds that out in 8 s. Nothing is sent while all is well.
+A closed connection is evidence, where a missing heartbeat is a guess: a rank may be busy for a
+minute without being dead. A machine that loses its power closes nothing; TCP's keep-alive finds
+that out in 8 s. Nothing is sent while all is well.
 
-A rank that learns of it in a collective gets a `StallError` there; it is given `PATIENCE` to say so. One that computes is ended by the
-thread that watches. Either way no rank is left behind, and torchrun can start those that remain.
+A rank that learns of it in a collective gets a `StallError` there; it is given `PATIENCE` to say
+so. One that computes is ended by the thread that watches. Either way no rank is left behind, and
+torchrun can start those that remain.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from dataclasses import dataclass
 
 from onefold.train.ranks import Ranks
 
-#: Seconds that a rank gets to end by itself after another has gone: a collective's error waits 3 s for the others' notes.
+#: Seconds that a rank gets to end by itself after another has gone: a collective's error waits 3 s
+#: for the others' notes.
 PATIENCE = 5.0
 #: Seconds to make the two connections.
 SETUP = 15.0
@@ -53,16 +57,28 @@ class Neighbours:
         gone: the ranks that have ended without a word, in the order this rank learned of them.
     """
 
-    def __init__(self, peers: list[Peer], rank: int, links: list[tuple[int, socket.socket]], on_gone: Callable[[Peer], None]) -> None:
+    def __init__(
+        self,
+        peers: list[Peer],
+        rank: int,
+        links: list[tuple[int, socket.socket]],
+        on_gone: Callable[[Peer], None],
+    ) -> None:
         self.gone: list[Peer] = []
-        self._peers, self._rank, self._links, self._on_gone = peers, rank, dict(enumerate(links)), on_gone
+        self._peers, self._rank, self._links, self._on_gone = (
+            peers,
+            rank,
+            dict(enumerate(links)),
+            on_gone,
+        )
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name="onefold-neighbours", daemon=True)
         self._thread.start()
 
     @classmethod
     def connect(cls, ranks: Ranks, on_gone: Callable[[Peer], None]) -> Neighbours | None:
-        """Join the ring; None for a lone rank, or where the ranks cannot reach each other. Collective.
+        """Join the ring; None for a lone rank, or where the ranks cannot reach each other.
+        Collective.
 
         Args:
             on_gone: called on the watching thread, once for each rank that has gone.
@@ -70,10 +86,20 @@ class Neighbours:
         if ranks.world_size == 1:
             return None
         token = ranks.from_first(secrets.token_bytes(16))
-        others = [host for host in ranks.gather(socket.gethostname()) if host != socket.gethostname()]
+        others = [
+            host for host in ranks.gather(socket.gethostname()) if host != socket.gethostname()
+        ]
         with _listener() as listener:
             address = _own_address(others)
-            peers = ranks.gather(Peer(ranks.rank, socket.gethostname(), os.getpid(), address, listener.getsockname()[1]))
+            peers = ranks.gather(
+                Peer(
+                    ranks.rank,
+                    socket.gethostname(),
+                    os.getpid(),
+                    address,
+                    listener.getsockname()[1],
+                )
+            )
             links: list[tuple[int, socket.socket]] = []
             with contextlib.suppress(OSError):
                 links = _join(listener, peers, ranks.rank, token)
@@ -85,7 +111,9 @@ class Neighbours:
         return cls(peers, ranks.rank, links, on_gone)
 
     def close(self) -> None:
-        """Leave the ring with a word: this rank ends as it should, or because of another that the others know of already."""
+        """Leave the ring with a word: this rank ends as it should, or because of another that the
+        others know of already.
+        """
         self._closing = True
         for _, link in list(self._links.values()):
             with contextlib.suppress(OSError):
@@ -140,14 +168,18 @@ def _listener() -> socket.socket:
 
 
 def _own_address(others: list[str]) -> str:
-    """The address by which the ranks on the other machines (or, if there are none, this one) reach this machine. Nothing is sent.
+    """The address by which the ranks on the other machines (or, if there are none, this one) reach
+    this machine. Nothing is sent.
 
-    Where MASTER_ADDR is this machine, its name may lead to an address that is valid here only; then the way to another machine tells.
+    Where MASTER_ADDR is this machine, its name may lead to an address that is valid here only; then
+    the way to another machine tells.
     """
     found = "127.0.0.1"
     for target in [os.environ.get("MASTER_ADDR", "localhost"), *others[:1]]:
         with contextlib.suppress(OSError):
-            family, kind, protocol, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            family, kind, protocol, _, where = socket.getaddrinfo(
+                target, 9, type=socket.SOCK_DGRAM
+            )[0]
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(where)
                 found = str(probe.getsockname()[0])
@@ -156,8 +188,11 @@ def _own_address(others: list[str]) -> str:
     return found
 
 
-def _join(listener: socket.socket, peers: list[Peer], rank: int, token: bytes) -> list[tuple[int, socket.socket]]:
-    """Connect to the rank after this one, accept the rank before. Who does not know `token` is a stranger.
+def _join(
+    listener: socket.socket, peers: list[Peer], rank: int, token: bytes
+) -> list[tuple[int, socket.socket]]:
+    """Connect to the rank after this one, accept the rank before. Who does not know `token` is a
+    stranger.
 
     Raises:
         OSError: it did not work within `SETUP` seconds.

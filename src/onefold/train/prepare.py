@@ -1,4 +1,6 @@
-"""From a configuration to everything a loop needs: model, data, stage, sharded module, optimizer."""
+"""From a configuration to everything a loop needs: model, data, stage, sharded module,
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Run:
     """A run that is ready to step.
 
     Attributes:
-        start: steps that were done before, in an earlier start. earlier: what that start kept beside its checkpoint.
+        start: steps that were done before, in an earlier start. earlier: what that start kept
+            beside its checkpoint.
         stopped: why the steps end before the last one.
     """
 
@@ -63,12 +66,15 @@ class Run:
     stopped: Stop = Stop.NONE
 
 
-def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None], point: Point | None = None) -> Run:
+def prepare(
+    config: TrainConfig, ranks: Ranks, note: Callable[[str], None], point: Point | None = None
+) -> Run:
     """Load, choose, shard. Collective: every rank calls it with the same configuration.
 
     Args:
         note: tells the user what is being done, a line at a time.
-        point: the checkpoint that the run will go on from (`resume.load` does); its global batch stays, whatever the ranks are now.
+        point: the checkpoint that the run will go on from (`resume.load` does); its global batch
+            stays, whatever the ranks are now.
     """
     if point is not None and point.global_batch is not None:
         config = _with_global_batch(config, point.global_batch, ranks, note)
@@ -79,15 +85,21 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None], poin
     note(f"loading {config.model}")
     loaded = load_on_first_rank(config.model, config.tokenizer, config.seed, config.seq, ranks)
     if loaded.tokenizer is None:
-        raise TrainError(f"--model {config.model} came without a tokenizer and none is installed; name one with --tokenizer.")
-    data = load_data(config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction, documents)
+        raise TrainError(
+            f"--model {config.model} came without a tokenizer and none is installed; name one with"
+            " --tokenizer."
+        )
+    data = load_data(
+        config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction, documents
+    )
     _check_vocabulary(loaded)
     model = loaded.module
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     refuse_frozen(config, frozen)
     if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # a cache of keys and values is of no use in training; sampling asks for it
+        # A cache of keys and values is of no use in training; sampling asks for it
+        model.config.use_cache = False
     choice = _choice(config, ranks, model, int(free), note)
     global_batch = config.global_batch or choice.micro_batch * ranks.world_size
     accumulation = accumulation_steps(global_batch, choice.micro_batch, ranks.world_size)
@@ -118,7 +130,9 @@ def prepare(config: TrainConfig, ranks: Ranks, note: Callable[[str], None], poin
     )  # fmt: skip
 
 
-def _with_global_batch(config: TrainConfig, global_batch: int, ranks: Ranks, note: Callable[[str], None]) -> TrainConfig:
+def _with_global_batch(
+    config: TrainConfig, global_batch: int, ranks: Ranks, note: Callable[[str], None]
+) -> TrainConfig:
     """`config` with the global batch of the run that goes on, and a micro-batch that divides it.
 
     Raises:
@@ -126,18 +140,24 @@ def _with_global_batch(config: TrainConfig, global_batch: int, ranks: Ranks, not
     """
     if config.global_batch not in (None, global_batch):
         raise TrainError(
-            f"--global-batch {config.global_batch}: the run to go on with has {global_batch}, which decides the samples of every step. "
-            "Leave the option out, or start another run from the exported model (--model)."
+            f"--global-batch {config.global_batch}: the run to go on with has {global_batch}, which"
+            " decides the samples of every step. Leave the option out, or start another run from"
+            " the exported model (--model)."
         )
     wanted = config.micro_batch if config.micro_batch != "auto" else global_batch
     micro_batch = micro_batch_that_divides(wanted, global_batch, ranks.world_size)
     if config.micro_batch == "auto" or micro_batch == wanted:
         return config.model_copy(update={"global_batch": global_batch})
-    note(f"micro-batches of {micro_batch} instead of {wanted}, so that {ranks.world_size} ranks share the global batch of {global_batch}")
+    note(
+        f"micro-batches of {micro_batch} instead of {wanted}, so that {ranks.world_size} ranks"
+        f" share the global batch of {global_batch}"
+    )
     return config.model_copy(update={"global_batch": global_batch, "micro_batch": micro_batch})
 
 
-def _choice(config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note: Callable[[str], None]) -> Choice:
+def _choice(
+    config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note: Callable[[str], None]
+) -> Choice:
     """What the first rank chooses, on every rank. Collective."""
     asked = Asked(
         stage=config.stage,
@@ -176,13 +196,18 @@ def _recipe(config: TrainConfig, stage: int) -> onefold.Recipe:
         raise TrainError(str(error)) from None
 
 
-def _optimizer(config: TrainConfig, model: nn.Module, no_decay: frozenset[str], ranks: Ranks) -> torch.optim.Optimizer:
+def _optimizer(
+    config: TrainConfig, model: nn.Module, no_decay: frozenset[str], ranks: Ranks
+) -> torch.optim.Optimizer:
     # A tile of a weight is decayed as the weight would be: it is known here by the weight's name.
     known = {id(entry.param): entry.part.names[0] for entry in onefold.engine_of(model).entries}
     named = [(known.get(id(p), name), p) for name, p in model.named_parameters()]
     groups = parameter_groups(named, no_decay, config.weight_decay)
     if not groups:
-        raise TrainError(f"--model {config.model} has no parameter that requires a gradient: there is nothing to train.")
+        raise TrainError(
+            f"--model {config.model} has no parameter that requires a gradient: there is nothing to"
+            " train."
+        )
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
@@ -190,6 +215,6 @@ def _check_vocabulary(loaded: Loaded) -> None:
     size = getattr(getattr(loaded.module, "config", None), "vocab_size", None)
     if loaded.tokenizer is not None and isinstance(size, int) and len(loaded.tokenizer) > size:
         raise TrainError(
-            f"the tokenizer has {len(loaded.tokenizer)} tokens, the model {loaded.name} only {size}: "
-            "they do not belong together; choose another --tokenizer."
+            f"the tokenizer has {len(loaded.tokenizer)} tokens, the model {loaded.name} only"
+            f" {size}: they do not belong together; choose another --tokenizer."
         )

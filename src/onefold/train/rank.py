@@ -1,4 +1,6 @@
-"""The process of one rank, started by the agent as `python -m onefold.train.rank CONFIG`: what must hold before torch is imported."""
+"""The process of one rank, started by the agent as `python -m onefold.train.rank CONFIG`: what must
+hold before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ from onefold.train.stop import CONTROL, end_with_parent, parent_told
 def main(config: Path) -> int:
     """Returns the exit status."""
     end_with_parent(parent_told())
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save: see onefold.train.stop
+    # Until there is something to save: see onefold.train.stop
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     with contextlib.suppress(OSError):  # who ends the run finds this rank from now on
-        Path(os.environ[CONTROL], f"rank-{os.environ.get('LOCAL_RANK', '0')}.pid").write_text(str(os.getpid()))
+        Path(os.environ[CONTROL], f"rank-{os.environ.get('LOCAL_RANK', '0')}.pid").write_text(
+            str(os.getpid())
+        )
     quiet_third_parties()
     from onefold.train.config import TrainConfig
     from onefold.train.worker import run_rank

@@ -1,4 +1,6 @@
-"""This rank among the others: its device, its process groups, and the few numbers that ranks tell each other on the host."""
+"""This rank among the others: its device, its process groups, and the few numbers that ranks tell
+each other on the host.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Ranks:
         local_rank, local_world_size: among those of this machine.
         device: where it computes.
         backend: of the collectives that move states.
-        control: a gloo group of its own for numbers on the host, so that they never mix with the engine's collectives.
+        control: a gloo group of its own for numbers on the host, so that they never mix with the
+            engine's collectives.
     """
 
     rank: int
@@ -61,7 +64,10 @@ class Ranks:
         if self.world_size == 1:
             return value
         box = [value]
-        self._talk("what the first rank says", lambda: dist.broadcast_object_list(box, src=0, group=self.control))
+        self._talk(
+            "what the first rank says",
+            lambda: dist.broadcast_object_list(box, src=0, group=self.control),
+        )
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -69,7 +75,9 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        self._talk("what each rank says", lambda: dist.all_gather_object(found, value, group=self.control))
+        self._talk(
+            "what each rank says", lambda: dist.all_gather_object(found, value, group=self.control)
+        )
         return found
 
     def wait(self) -> None:
@@ -87,7 +95,9 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64)
-        self._talk("the ranks' figures", lambda: dist.all_reduce(numbers, op=how, group=self.control))
+        self._talk(
+            "the ranks' figures", lambda: dist.all_reduce(numbers, op=how, group=self.control)
+        )
         return numbers.tolist()
 
     def _talk(self, what: str, act: Callable[[], object]) -> None:
@@ -95,7 +105,9 @@ class Ranks:
             act()
         except RuntimeError as error:
             text = str(error).splitlines()[0][:200]
-            raise StallError(f"rank {self.rank} lost the others while it waited for {what}. (backend: {text})") from None
+            raise StallError(
+                f"rank {self.rank} lost the others while it waited for {what}. (backend: {text})"
+            ) from None
 
 
 def join(device: str, timeout: float) -> Ranks:
@@ -116,7 +128,12 @@ def join(device: str, timeout: float) -> Ranks:
     if world_size > 1:
         store = dist.PrefixStore("onefold", store)
         store = dist.PrefixStore(meet(store, rank, world_size, MEETING), store)
-    dist.init_process_group(backend if kind == "cpu" else f"cpu:gloo,{kind}:{backend}", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(
+        backend if kind == "cpu" else f"cpu:gloo,{kind}:{backend}",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+    )
     # Loading, sampling and saving keep rank 0 longer than the others, so the host group is patient.
     patience = timedelta(seconds=max(1800.0, timeout))
     control = dist.new_group(backend="gloo", timeout=patience) if world_size > 1 else None
@@ -124,6 +141,8 @@ def join(device: str, timeout: float) -> Ranks:
 
 
 def leave() -> None:
-    """Free the process groups; on clean exits only, since destroying them while a collective is stuck would wait for it."""
+    """Free the process groups; on clean exits only, since destroying them while a collective is
+    stuck would wait for it.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()

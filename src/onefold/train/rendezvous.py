@@ -1,8 +1,9 @@
 """The ranks of one start meet, apart from what earlier starts have left in the same store.
 
-torchrun may keep one store over restarts (torch 2.13 does), and keys of a start that was killed then stand in it: addresses where nobody
-listens any more. The restart count tells starts apart on one machine, not on several, where each agent counts its own. So the ranks
-agree on a name of their own for this start, and everything they store afterwards begins with it:
+torchrun may keep one store over restarts (torch 2.13 does), and keys of a start that was killed
+then stand in it: addresses where nobody listens any more. The restart count tells starts apart on
+one machine, not on several, where each agent counts its own. So the ranks agree on a name of their
+own for this start, and everything they store afterwards begins with it:
 
     every rank   hello/R  = a fresh random number                                    (over what an earlier start's rank R had said)
     rank 0       answer   = all numbers as it has read them     ◄─┐
@@ -41,7 +42,10 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
         time.sleep(INTERVAL)
     missing = [r for r in range(world_size) if not store.check([f"hello/{r}"])] if rank == 0 else []
     who = f"ranks {', '.join(map(str, missing))}" if missing else "some ranks"
-    raise TrainError(f"rank {rank} waited {timeout:.0f} s for all {world_size} ranks to start; {who} did not come.")
+    raise TrainError(
+        f"rank {rank} waited {timeout:.0f} s for all {world_size} ranks to start; {who} did not"
+        " come."
+    )
 
 
 def _lead(store: dist.Store, world_size: int) -> str | None:
@@ -74,7 +78,11 @@ def _follow(store: dist.Store, rank: int, mine: str) -> str | None:
 
 def _all(store: dist.Store, what: str, world_size: int, first: int = 0) -> list[str] | None:
     keys = [f"{what}/{r}" for r in range(first, world_size)]
-    return [value.decode() for value in store.multi_get(keys)] if not keys or store.check(keys) else None
+    return (
+        [value.decode() for value in store.multi_get(keys)]
+        if not keys or store.check(keys)
+        else None
+    )
 
 
 def _digest(answer: str) -> str:

@@ -1,4 +1,6 @@
-"""What the user sees: a progress bar in a terminal, lines where there is none, JSON lines with --json, nothing on other ranks."""
+"""What the user sees: a progress bar in a terminal, lines where there is none, JSON lines with
+--json, nothing on other ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from onefold.train.machine import readable
@@ -33,7 +42,9 @@ class Reporter:
         """Something needs an eye: a step that was left out, a slow rank."""
 
     def saved(self, row: dict[str, Any]) -> None:
-        """A checkpoint is whole: its step, path, seconds, and the seconds of them in which the training stood still."""
+        """A checkpoint is whole: its step, path, seconds, and the seconds of them in which the
+        training stood still.
+        """
 
     def done(self, row: dict[str, Any]) -> None:
         """The run is over and saved."""
@@ -72,7 +83,9 @@ class JsonReporter(Reporter):
 
 
 class ConsoleReporter(Reporter):
-    """For people: a table, then a bar (a terminal) or a line every `log_every` steps (a file or a pipe)."""
+    """For people: a table, then a bar (a terminal) or a line every `log_every` steps (a file or a
+    pipe).
+    """
 
     def __init__(self, log_every: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -88,7 +101,9 @@ class ConsoleReporter(Reporter):
     def plan(self, plan: dict[str, Any]) -> None:
         self._steps, self._borders = plan["steps"], plan["borders"]
         facts = Table.grid(padding=(0, 2))
-        batch = f"{plan['micro_batch']} x {plan['ranks']} ranks x {plan['accumulation']} accumulated"
+        batch = (
+            f"{plan['micro_batch']} x {plan['ranks']} ranks x {plan['accumulation']} accumulated"
+        )
         for label, value in (
             ("model", f"{plan['model']}, {plan['parameters']:,} parameters ({plan['trained']:,} trained)"),
             ("data", f"{plan['data']}: {plan['samples']:,} sequences of up to {plan['seq']} tokens, {plan['held_out']:,} held out"),
@@ -102,18 +117,28 @@ class ConsoleReporter(Reporter):
             if value != "":
                 facts.add_row(f"[bold]{label}[/bold]", _plain(str(value)))
         self.console.print(facts)
-        stages = Table(title="a rank would hold at peak", title_justify="left", box=None, padding=(0, 2))
+        stages = Table(
+            title="a rank would hold at peak", title_justify="left", box=None, padding=(0, 2)
+        )
         for column in ("stage", "needed", "may use", ""):
             stages.add_column(column, justify="left" if column == "" else "right")
         for stage, needed in plan["needed"].items():
-            mark = "<- chosen" if int(stage) == plan["stage"] else "" if needed <= plan["available"] else "does not fit"
+            mark = (
+                "<- chosen"
+                if int(stage) == plan["stage"]
+                else ""
+                if needed <= plan["available"]
+                else "does not fit"
+            )
             stages.add_row(str(stage), readable(needed), readable(plan["available"]), mark)
         self.console.print(stages)
         self.console.print(_plain(plan["recipe"]), style="dim")
 
     def sample(self, when: str, prompt: str, text: str) -> None:
         self._stop_bar()
-        self.console.print(f"[bold]{when} training[/bold]  [dim]{_plain(prompt)}[/dim]{_plain(text)}")
+        self.console.print(
+            f"[bold]{when} training[/bold]  [dim]{_plain(prompt)}[/dim]{_plain(text)}"
+        )
 
     def step(self, row: dict[str, Any]) -> None:
         if self.console.is_terminal:
@@ -125,18 +150,24 @@ class ConsoleReporter(Reporter):
         self.console.print(f"[yellow]{_plain(text)}[/yellow]")
 
     def saved(self, row: dict[str, Any]) -> None:
-        text = f"checkpoint {row['path']} in {row['seconds']:.1f} s, {row['stall_s']:.2f} s of them waited for"
+        text = (
+            f"checkpoint {row['path']} in {row['seconds']:.1f} s, {row['stall_s']:.2f} s of them"
+            " waited for"
+        )
         self.console.print(f"[dim]{_plain(text)}[/dim]")
 
     def done(self, row: dict[str, Any]) -> None:
         self._stop_bar()
         verb = f"stopped ({row['why']})" if row["stopped"] else "done"
         first, last = row["first_loss"], row["last_loss"]
-        losses = f"loss {first:.3f} -> {last:.3f}, " if first is not None and last is not None else ""
+        losses = (
+            f"loss {first:.3f} -> {last:.3f}, " if first is not None and last is not None else ""
+        )
         self.console.print(
-            f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s: {losses}"
-            f"{readable(row['wire_bytes_total'])} sent by each rank{of_the_wire(row, self._borders, '_total')}, "
-            f"peak memory {readable(row['memory_peak'])} a rank"
+            f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s:"
+            f" {losses}{readable(row['wire_bytes_total'])} sent by each"
+            f" rank{of_the_wire(row, self._borders, '_total')}, peak memory"
+            f" {readable(row['memory_peak'])} a rank"
         )
         kept = [f"{row['model_kind']} {row['model']}"] if row["model"] else []
         kept += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
@@ -155,7 +186,11 @@ class ConsoleReporter(Reporter):
             self._bar.start()
         if "eval_loss" in row:  # stays in sight until the next one
             self._held_out = {"eval_loss": row["eval_loss"]}
-        self._bar.update(self._bar.task_ids[0], completed=row["step"], figures=_figures({**self._held_out, **row}, self._borders))
+        self._bar.update(
+            self._bar.task_ids[0],
+            completed=row["step"],
+            figures=_figures({**self._held_out, **row}, self._borders),
+        )
 
     def _stop_bar(self) -> None:
         if self._bar is not None:

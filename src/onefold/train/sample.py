@@ -18,15 +18,24 @@ def prompt_of(run: Run) -> str:
 
 
 def sample(run: Run) -> str | None:
-    """What the model continues the prompt with, or None if it cannot generate or none is wanted. Collective."""
+    """What the model continues the prompt with, or None if it cannot generate or none is wanted.
+    Collective.
+    """
     model: Any = run.model
     words = run.loaded.tokenizer
-    if not run.config.sample_tokens or words is None or not callable(getattr(model, "generate", None)):
+    if (
+        not run.config.sample_tokens
+        or words is None
+        or not callable(getattr(model, "generate", None))
+    ):
         return None
-    ids = torch.tensor([words.encode(prompt_of(run), add_special_tokens=False)], device=run.ranks.device)
+    ids = torch.tensor(
+        [words.encode(prompt_of(run), add_special_tokens=False)], device=run.ranks.device
+    )
     model.eval()
     try:
-        # Whole parameters on every rank for this while; each rank writes the same text. Compiled blocks run as they are
+        # Whole parameters on every rank for this while; each rank writes the same text. Compiled
+        # blocks run as they are
         # written: the lengths that generating goes through would each be compiled.
         with onefold.full_params(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             out = model.generate(

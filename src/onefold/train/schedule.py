@@ -1,4 +1,6 @@
-"""The learning rate as a function of the step: a factor on the peak, for `torch.optim.lr_scheduler.LambdaLR`."""
+"""The learning rate as a function of the step: a factor on the peak, for
+`torch.optim.lr_scheduler.LambdaLR`.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ WSD_DECAY = 0.2
 
 
 def warmup_steps(warmup: float, steps: int) -> int:
-    """Steps of warm-up: `warmup` itself if it is 1 or more, else that share of `steps` (rounded)."""
+    """Steps of warm-up: `warmup` itself if it is 1 or more, else that share of `steps`
+    (rounded).
+    """
     return round(warmup) if warmup >= 1 else round(warmup * steps)
 
 
 def lr_factor(kind: str, steps: int, warmup: int, minimum: float) -> Callable[[int], float]:
     """Return step (from 0) -> factor on the peak learning rate.
 
-    The first step already learns: warm-up gives (step + 1) / (warmup + 1). After the last step the factor is `minimum`.
+    The first step already learns: warm-up gives (step + 1) / (warmup + 1). After the last step the
+        factor is `minimum`.
 
     Args:
         kind: "constant", "cosine", "linear" or "wsd".
@@ -44,12 +49,14 @@ def lr_factor(kind: str, steps: int, warmup: int, minimum: float) -> Callable[[i
     return factor
 
 
-#: The step (from 0) that is recorded unless told otherwise: the first ones also build optimizer states and learn orders.
+#: The step (from 0) that is recorded unless told otherwise: the first ones also build optimizer
+#: states and learn orders.
 RECORDED = 3
 
 
 def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
-    """The first and the last step to record, from 0. `trace` is "FROM:TO" or one step, from 1, both included.
+    """The first and the last step to record, from 0. `trace` is "FROM:TO" or one step, from 1, both
+    included.
 
     Raises:
         TrainError: it is neither, or lies outside the run.
@@ -59,8 +66,12 @@ def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
         return one, one
     parts = trace.split(":")
     if len(parts) > 2 or not all(p.strip().isdigit() for p in parts):
-        raise TrainError(f"--trace {trace}: expected one step or FROM:TO, counted from 1, such as 4:6.")
+        raise TrainError(
+            f"--trace {trace}: expected one step or FROM:TO, counted from 1, such as 4:6."
+        )
     first, last = int(parts[0]), int(parts[-1])
     if not 1 <= first <= last <= steps:
-        raise TrainError(f"--trace {trace}: the run has steps 1 to {steps}, and FROM is at most TO.")
+        raise TrainError(
+            f"--trace {trace}: the run has steps 1 to {steps}, and FROM is at most TO."
+        )
     return first - 1, last - 1

@@ -10,19 +10,24 @@
     terminal, scheduler ──signal──► onefold train ── file in the control folder ──► every rank
     another launcher    ──signal──────────────────────────────────────────────────► every rank
 
-Ranks agree by reducing what they were asked with each step's loss, so that all leave after the same step. SIGTERM is also how torchrun
-ends ranks to start them anew, because one has gone (then the others cannot finish their step, and end with an error) or because a
-machine has come (then they finish it and save, and nothing is lost).
+Ranks agree by reducing what they were asked with each step's loss, so that all leave after the same
+step. SIGTERM is also how torchrun ends ranks to start them anew, because one has gone (then the
+others cannot finish their step, and end with an error) or because a machine has come (then they
+finish it and save, and nothing is lost).
 
-[Note: signals on a thread] Python runs a signal's handler on the main thread, between two instructions: not while that thread waits
-inside a collective. The numbers of arriving signals are therefore written to a pipe by the interpreter, at once, and a thread reads it.
+[Note: signals on a thread] Python runs a signal's handler on the main thread, between two
+instructions: not while that thread waits inside a collective. The numbers of arriving signals are
+therefore written to a pipe by the interpreter, at once, and a thread reads it.
 
-[Note: nobody is left behind] The launcher, the agent or both may be killed at any moment, and nobody then ends the others. So every process
+[Note: nobody is left behind] The launcher, the agent or both may be killed at any moment, and
+nobody then ends the others. So every process
 ends with the one that has started it, and does so from its first moment on, before it imports anything: launcher ─► agent ─► rank. Who has
-started it stands in the environment, since a process that begins a moment after that one's end would take another for its parent.
+started it stands in the environment, since a process that begins a moment after that one's end
+would take another for its parent.
 
-The launcher and its ranks meet in a temporary folder, the control folder: ranks leave their process ids there, the first of a
-machine says when there is something to save, and the first rank that fails is the one that speaks.
+The launcher and its ranks meet in a temporary folder, the control folder: ranks leave their process
+ids there, the first of a machine says when there is something to save, and the first rank that
+fails is the one that speaks.
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ PARENT = "ONEFOLD_PARENT"
 #: When the launcher started, seconds since the epoch.
 STARTED = "ONEFOLD_STARTED"
 INTERRUPTED = 130
-#: What a rank returns that was not asked to end itself, so that its agent starts it again with the machines that remain.
+#: What a rank returns that was not asked to end itself, so that its agent starts it again with the
+#: machines that remain.
 AGAIN = 75
 TRAINING, FINAL = "training", "final"
 #: Signals by which schedulers announce the end.
@@ -75,7 +81,8 @@ class StopSignal:
 
     Args:
         rank: among all. local_rank: among those of this machine.
-        grace: seconds from the first SIGTERM or SIGUSR1 after which the rank ends without having saved, with status 1.
+        grace: seconds from the first SIGTERM or SIGUSR1 after which the rank ends without having
+            saved, with status 1.
 
     Attributes:
         last_words: called before SIGTERM ends this rank because there is nothing to save yet.
@@ -98,7 +105,9 @@ class StopSignal:
                 (self.control / f"rank-{local_rank}.pid").write_text(str(os.getpid()))
 
     def arm(self) -> None:
-        """From now on there is something to save: a signal lets the step finish instead of ending the process."""
+        """From now on there is something to save: a signal lets the step finish instead of ending
+        the process.
+        """
         self._armed = True
         if self.local_rank == 0:
             self._mark(TRAINING)
@@ -117,13 +126,17 @@ class StopSignal:
         return asked
 
     def exit_code(self, stopped: Stop) -> int:
-        """What this rank returns after the ranks stopped for that; on Ctrl-C the launcher of this package turns 0 into 130 itself."""
+        """What this rank returns after the ranks stopped for that; on Ctrl-C the launcher of this
+        package turns 0 into 130 itself.
+        """
         self._mark(f"ended-{self.local_rank}")
         by_hand = stopped & Stop.INTERRUPT and not stopped & (Stop.PREEMPT | Stop.TIME)
         return INTERRUPTED if by_hand and self.control is None else 0
 
     def speak_first(self) -> bool:
-        """True for the first rank of this machine that asks: it tells of the failure, those that fail after it keep quiet."""
+        """True for the first rank of this machine that asks: it tells of the failure, those that
+        fail after it keep quiet.
+        """
         if self.control is None:
             return True
         try:
@@ -133,7 +146,9 @@ class StopSignal:
         return True
 
     def no_restart(self) -> None:
-        """What went wrong would go wrong again: the launcher ends the run instead of letting ranks start once more."""
+        """What went wrong would go wrong again: the launcher ends the run instead of letting ranks
+        start once more.
+        """
         self._mark(FINAL)
 
     def _mark(self, name: str) -> None:
@@ -176,20 +191,26 @@ class StopSignal:
         if self._saved:
             return
         if self.speak_first():
-            text = f"rank {self.rank}: step and checkpoint took longer than the {self.grace:g} s of --grace; what was saved before remains."
+            text = (
+                f"rank {self.rank}: step and checkpoint took longer than the {self.grace:g} s of"
+                " --grace; what was saved before remains."
+            )
             print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
 
-# -- ending with one's parent ------------------------------------------------------------------------------------------------------
+# -- ending with one's parent ----------------------------------------------------------------------
 
 
 def end_with_parent(parent: int | None = None, interval: float = 1.0) -> None:
-    """End this process when its parent ends, however that ends: nothing is left running. See [Note: nobody is left behind].
+    """End this process when its parent ends, however that ends: nothing is left running. See [Note:
+    nobody is left behind].
 
     Args:
-        parent: the process that has started this one, None if that is not known. If it has ended by now, so does this process.
-        interval: seconds between two looks where the kernel does not tell (it does on Linux, at once).
+        parent: the process that has started this one, None if that is not known. If it has ended by
+            now, so does this process.
+        interval: seconds between two looks where the kernel does not tell (it does on Linux, at
+            once).
     """
     _have_the_kernel_do_it()
     started_by = os.getppid() if parent is None else parent
@@ -210,7 +231,9 @@ def parent_told() -> int | None:
 
 
 def _have_the_kernel_do_it() -> None:
-    """It watches the thread that has started this process: the main thread of the launcher, of the agent, of torchrun."""
+    """It watches the thread that has started this process: the main thread of the launcher, of the
+    agent, of torchrun.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError, ImportError):
             import ctypes

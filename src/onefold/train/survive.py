@@ -1,7 +1,7 @@
 """When a run's checkpoints are written, in time before it is ended, and the way back to one.
 
-    every --save-every steps, behind the training         ─► OUTPUT/checkpoints/step-00000100, the last --keep of them
-    SIGTERM, SIGUSR1, --save-before; Ctrl-C; the last step ─► the same, waited for
+every --save-every steps, behind the training         ─► OUTPUT/checkpoints/step-00000100, the last --keep of them
+SIGTERM, SIGUSR1, --save-before; Ctrl-C; the last step ─► the same, waited for
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from onefold.train.durations import seconds_of, worded
 from onefold.train.errors import TrainError
 from onefold.train.prepare import Run
 from onefold.train.report import Reporter
-from onefold.train.resume import CHECKPOINTS, Point, kept_beside, newest_first, read_point, take_over
+from onefold.train.resume import (
+    CHECKPOINTS,
+    Point,
+    kept_beside,
+    newest_first,
+    read_point,
+    take_over,
+)
 from onefold.train.stop import STARTED, Stop
 from onefold.train.wires import totals
 
@@ -56,7 +63,7 @@ class Keeper:
         if self.on:
             self._open()
 
-    # -- time ------------------------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     @property
     def save_seconds(self) -> float:
@@ -66,19 +73,24 @@ class Keeper:
         return (12 * self.run.trained + 4 * self.run.frozen) / SLOW_DISK
 
     def time_is_up(self) -> bool:
-        """Whether this step must be the last, for a checkpoint to be there before --save-before: another step may not fit."""
+        """Whether this step must be the last, for a checkpoint to be there before --save-before:
+        another step may not fit.
+        """
         if self.limit is None:
             return False
         step = max(self._steps, default=0.0)
-        return time.time() - self.begun + 2 * step + SPARE * self.save_seconds + LEAVING > self.limit
+        return (
+            time.time() - self.begun + 2 * step + SPARE * self.save_seconds + LEAVING > self.limit
+        )
 
-    # -- saving ----------------------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def after(self, step: int, stopping: Stop, over: bool, skipped: int) -> None:
         """`step` steps are done: save if it is time to. Collective.
 
         Args:
-            stopping: why the run ends here, if it does. over: it was the last step. skipped: steps left out so far.
+            stopping: why the run ends here, if it does. over: it was the last step. skipped: steps
+                left out so far.
 
         Raises:
             CheckpointError: this save failed, or one that was under way.
@@ -100,7 +112,9 @@ class Keeper:
         return (urgent or due or (self.on and bool(stopping))) and self.saved != step
 
     def look(self) -> None:
-        """Take note of a save that has ended behind the training. Raises: CheckpointError: it failed."""
+        """Take note of a save that has ended behind the training. Raises: CheckpointError: it
+        failed.
+        """
         if self._saving is not None and self._saving.done:
             self.wait()
 
@@ -121,7 +135,9 @@ class Keeper:
     def _open(self) -> Checkpointer:
         if self._checkpointer is None:
             config = self.run.config
-            self._checkpointer = Checkpointer(self.root, model=self.run.model, keep=config.keep, asynchronous=config.async_save)
+            self._checkpointer = Checkpointer(
+                self.root, model=self.run.model, keep=config.keep, asynchronous=config.async_save
+            )
         return self._checkpointer
 
     def _save(self, step: int, skipped: int) -> None:
@@ -145,15 +161,19 @@ class Keeper:
     def _saved(self, path: Path, seconds: float, stall: float) -> None:
         self.path = path
         self._save_s = max(self._save_s or 0.0, seconds)
-        self.say.saved({"step": self.saved, "path": str(path), "seconds": seconds, "stall_s": stall})
+        self.say.saved(
+            {"step": self.saved, "path": str(path), "seconds": seconds, "stall_s": stall}
+        )
 
-    # -- going back ------------------------------------------------------------------------------------------------------------
+    # -- going back --------------------------------------------------------------------------------
 
     def roll_back(self, bad_step: int, times: int) -> int:
-        """Load a checkpoint, and go on with the samples behind those of `bad_step` (from 0). Collective; returns the step to go on with.
+        """Load a checkpoint, and go on with the samples behind those of `bad_step` (from 0).
+        Collective; returns the step to go on with.
 
         Args:
-            times: in a row; the first takes the newest checkpoint, each further one the one before, and forgets those behind it.
+            times: in a row; the first takes the newest checkpoint, each further one the one before,
+                and forgets those behind it.
 
         Raises:
             TrainError: there is no checkpoint yet.
@@ -163,8 +183,8 @@ class Keeper:
         point: Point | None = ranks.from_first(self._nth_newest(times) if ranks.is_first else None)
         if point is None:
             raise TrainError(
-                f"step {bad_step + 1} was not finite, and there is no checkpoint to go back to yet: use a smaller --save-every, or "
-                "--on-nonfinite skip."
+                f"step {bad_step + 1} was not finite, and there is no checkpoint to go back to yet:"
+                " use a smaller --save-every, or --on-nonfinite skip."
             )
         bad_batch = bad_step + run.order.skipped
         take_over(run, point)
@@ -189,19 +209,30 @@ def check_time(run: Run, keeper: Keeper) -> str | None:
     """A sentence where --save-before or --grace looks too short for what is to be saved."""
     need = SPARE * keeper.save_seconds
     if keeper.limit is not None and need + LEAVING > keeper.limit:
-        return f"--save-before {run.config.save_before} may be too short: a checkpoint is expected to take {worded(need)}"
+        return (
+            f"--save-before {run.config.save_before} may be too short: a checkpoint is expected to"
+            f" take {worded(need)}"
+        )
     if keeper.on and need > seconds_of(run.config.grace):
-        return f"--grace {run.config.grace} may be too short: a checkpoint is expected to take {worded(need)}"
+        return (
+            f"--grace {run.config.grace} may be too short: a checkpoint is expected to take"
+            f" {worded(need)}"
+        )
     return None
 
 
 def started_at() -> float:
-    """When the run started, seconds since the epoch: its launcher, torchrun's agent, or this process. Restarts change nothing."""
+    """When the run started, seconds since the epoch: its launcher, torchrun's agent, or this
+    process. Restarts change nothing.
+    """
     if STARTED in os.environ:
         return float(os.environ[STARTED])
     of = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        with open(f"/proc/{of}/stat", encoding="ascii", errors="replace") as stat, open("/proc/uptime", encoding="ascii") as uptime:
+        with (
+            open(f"/proc/{of}/stat", encoding="ascii", errors="replace") as stat,
+            open("/proc/uptime", encoding="ascii") as uptime,
+        ):
             ticks = int(stat.read().rpartition(")")[2].split()[19])
             return time.time() - float(uptime.read().split()[0]) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):

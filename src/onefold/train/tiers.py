@@ -1,4 +1,5 @@
-"""Where state rests, and in what, from the words of a command line or a file to the arguments of `Recipe.zero`.
+"""Where state rests, and in what, from the words of a command line or a file to the arguments of
+`Recipe.zero`.
 
 | option                    | words                                                       | argument                     |
 |---------------------------|-------------------------------------------------------------|------------------------------|
@@ -29,11 +30,17 @@ _AS_THEY_ARE = ("offload_gradients", "offload_param", "offload_activations", "ti
 
 
 def tier_arguments(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of `Recipe.zero` about tiers and moments that the configuration gives; {} where all is as usual, on the device."""
+    """The arguments of `Recipe.zero` about tiers and moments that the configuration gives; {} where
+    all is as usual, on the device.
+    """
     given: dict[str, Any] = {}
     if config.offload_optimizer not in (None, "none"):
         given["offload_optimizer"] = _optimizer(config.offload_optimizer)
-    given |= {name: value for name in _AS_THEY_ARE if (value := getattr(config, name)) not in (None, "none")}
+    given |= {
+        name: value
+        for name in _AS_THEY_ARE
+        if (value := getattr(config, name)) not in (None, "none")
+    }
     if config.nvme:
         given["nvme"] = list(config.nvme)
     for switch in ("step_in_backward", "stochastic_rounding"):
@@ -64,9 +71,15 @@ def refuse_without_folder(config: TrainConfig) -> None:
     """
     for folder in config.nvme or ():
         if not os.path.isdir(folder):
-            raise TrainError(f"--nvme {folder}: there is no such folder; make one on the disk that is to be used.")
+            raise TrainError(
+                f"--nvme {folder}: there is no such folder; make one on the disk that is to be"
+                " used."
+            )
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise TrainError(f"--nvme {folder}: this user may not write there; choose another folder, or change its rights.")
+            raise TrainError(
+                f"--nvme {folder}: this user may not write there; choose another folder, or change"
+                " its rights."
+            )
 
 
 def in_a_sentence(recipe: Recipe) -> str:
@@ -74,7 +87,11 @@ def in_a_sentence(recipe: Recipe) -> str:
     from onefold.recipe import Tier
     from onefold.recipe.tiers import UNLIMITED
 
-    rows = {"parameters": recipe.parameters.tier, "gradients": recipe.gradients.tier, "optimizer states": recipe.optimizer.tier}
+    rows = {
+        "parameters": recipe.parameters.tier,
+        "gradients": recipe.gradients.tier,
+        "optimizer states": recipe.optimizer.tier,
+    }
     parts = []
     for tier, name in ((Tier.HOST, "on the host"), (Tier.NVME, "on NVMe")):
         kinds = [kind for kind, where in rows.items() if where is tier]

@@ -1,4 +1,6 @@
-"""What turns text into tokens: the model's own tokenizer, SmolLM2's, or plain bytes where there is none."""
+"""What turns text into tokens: the model's own tokenizer, SmolLM2's, or plain bytes where there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,27 @@ class ByteTokenizer:
 
     def save_pretrained(self, folder: str) -> None:
         """Leave a note beside the model; Hugging Face has no class for plain bytes of this kind."""
-        note = {"kind": "bytes", "encoding": "utf-8", "eos_token_id": self.eos_token_id, "vocab_size": len(self)}
-        Path(folder, "onefold_tokenizer.json").write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        note = {
+            "kind": "bytes",
+            "encoding": "utf-8",
+            "eos_token_id": self.eos_token_id,
+            "vocab_size": len(self),
+        }
+        Path(folder, "onefold_tokenizer.json").write_text(
+            json.dumps(note, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 Message = Mapping[str, str]
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]] | None]:
+def render_chat(
+    tokenizer: Any, messages: Sequence[Message]
+) -> tuple[str, list[tuple[int, int]] | None]:
     """(the conversation as text, the spans of that text that an assistant wrote).
 
-    Spans are character positions [start, end): content and what ends the turn, not the header. None if the template
-    rewrites earlier turns, so that no span can be told; then everything counts.
+    Spans are character positions [start, end): content and what ends the turn, not the header. None
+    if the template rewrites earlier turns, so that no span can be told; then everything counts.
     """
     if not getattr(tokenizer, "chat_template", None):
         return _render_plainly(messages)
@@ -60,7 +71,11 @@ def render_chat(tokenizer: Any, messages: Sequence[Message]) -> tuple[str, list[
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True) if i else ""
+        before = (
+            tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+            if i
+            else ""
+        )
         through = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
         if not (through.startswith(before) and full.startswith(through)):
             return full, None
@@ -79,8 +94,12 @@ def _render_plainly(messages: Iterable[Message]) -> tuple[str, list[tuple[int, i
     return text, spans
 
 
-def encode_with_spans(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]] | None:
-    """(tokens, whether each starts inside a span), or None if this tokenizer cannot say where its tokens start."""
+def encode_with_spans(
+    tokenizer: Any, text: str, spans: list[tuple[int, int]]
+) -> tuple[list[int], list[bool]] | None:
+    """(tokens, whether each starts inside a span), or None if this tokenizer cannot say where its
+    tokens start.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         tokens: list[int] = []
         starts: list[int] = []
@@ -90,7 +109,10 @@ def encode_with_spans(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -
             starts.extend([position] * len(raw))
     elif getattr(tokenizer, "is_fast", False):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
+        tokens, starts = (
+            list(encoded["input_ids"]),
+            [start for start, _ in encoded["offset_mapping"]],
+        )
     else:
         return None
     return tokens, [any(a <= start < b for a, b in spans) for start in starts]

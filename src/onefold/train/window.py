@@ -17,25 +17,32 @@ class Window:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.first, self.last = steps_of(run.config.trace, run.steps)
-        if run.config.trace is None and run.start:  # this process's first steps also build states and learn orders
+        # This process's first steps also build states and learn orders
+        if run.config.trace is None and run.start:
             self.first = self.last = min(run.start + self.first, run.steps - 1)
         self._stack = contextlib.ExitStack()
         self._recording: Recording | None = None
         self._whole = 0
 
     def is_near(self, step: int) -> bool:
-        """Whether `step` is recorded, or the next one is the first that will be: both are to begin and end by themselves."""
+        """Whether `step` is recorded, or the next one is the first that will be: both are to begin
+        and end by themselves.
+        """
         return self._recording is not None or step + 1 == self.first
 
     def begin(self, step: int) -> None:
         """A step is about to begin."""
         if step == self.first:
             profiler = self.run.config.torch_profiler
-            seen = record(self.run.model, self.run.optimizer, activations=True, torch_profiler=profiler)
+            seen = record(
+                self.run.model, self.run.optimizer, activations=True, torch_profiler=profiler
+            )
             self._recording = self._stack.enter_context(seen)
 
     def end(self, step: int, over: bool, whole: bool = True) -> None:
-        """A step has ended; `over`: it was the run's last. `whole`: its update was applied; a window without such a step moves on."""
+        """A step has ended; `over`: it was the run's last. `whole`: its update was applied; a
+        window without such a step moves on.
+        """
         self._whole += whole and self._recording is not None
         if self._recording is not None and (step >= self.last or over):
             self._stack.close()

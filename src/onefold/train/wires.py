@@ -1,4 +1,5 @@
-"""What moves between nodes and how it is written there, from the words of a command line or a file to the arguments of `Recipe.zero`.
+"""What moves between nodes and how it is written there, from the words of a command line or a file
+to the arguments of `Recipe.zero`.
 
 | option                        | words                  | argument                                                   |
 |-------------------------------|------------------------|------------------------------------------------------------|
@@ -37,8 +38,12 @@ TOTALS = ("wire_bytes_total", "wire_bytes_between_total", "wire_bytes_plain_tota
 
 
 def wire_arguments(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of `Recipe.zero` about groups and codecs that the configuration gives; {} where all is as usual."""
-    given = {name: value for name in _NAMED if (value := getattr(config, name)) not in (None, "none")}
+    """The arguments of `Recipe.zero` about groups and codecs that the configuration gives; {} where
+    all is as usual.
+    """
+    given = {
+        name: value for name in _NAMED if (value := getattr(config, name)) not in (None, "none")
+    }
     given |= {name: True for name in ("second_copy", "error_feedback") if getattr(config, name)}
     if config.wire_rounding != "nearest":
         given["wire_rounding"] = config.wire_rounding
@@ -65,24 +70,27 @@ def refuse_groups(config: TrainConfig, ranks: int) -> None:
 
 
 def refuse_frozen(config: TrainConfig, frozen: int) -> None:
-    """Say that nothing is frozen that could rest encoded. `frozen`: parameters that are not trained.
+    """Say that nothing is frozen that could rest encoded. `frozen`: parameters that are not
+    trained.
 
     Raises:
         TrainError: there are none.
     """
     if config.frozen not in (None, "none") and not frozen:
         raise TrainError(
-            f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could rest encoded. Leave the option out "
-            "(--gather-codec encodes what is trained while it travels), or give a model with frozen weights: --model module:factory, whose "
-            "factory freezes them, or returns a model of peft's."
+            f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"
+            " rest encoded. Leave the option out (--gather-codec encodes what is trained while it"
+            " travels), or give a model with frozen weights: --model module:factory, whose factory"
+            " freezes them, or returns a model of peft's."
         )
 
 
 def totals(run: Run) -> dict[str, int]:
-    """Bytes that this rank has sent since the run began, earlier starts counted in, as the rows call them.
+    """Bytes that this rank has sent since the run began, earlier starts counted in, as the rows
+    call them.
 
-    wire_bytes_total; wire_bytes_between_total, of these between nodes, where there are several; wire_bytes_plain_total, what the first
-    would have been without codecs, where that differs.
+    wire_bytes_total; wire_bytes_between_total, of these between nodes, where there are several;
+    wire_bytes_plain_total, what the first would have been without codecs, where that differs.
     """
     engine, earlier = onefold.engine_of(run.model), run.earlier
     all_of_them, across, uncoded = TOTALS
@@ -99,7 +107,8 @@ def totals(run: Run) -> dict[str, int]:
 
 
 def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
-    """What belongs to the bytes sent, in brackets, for people; "" where there is one node and no codec.
+    """What belongs to the bytes sent, in brackets, for people; "" where there is one node and no
+    codec.
 
     Args:
         row: of a step, or with `ending` "_total" of the whole run.

@@ -36,11 +36,23 @@ from onefold.train.survive import Keeper, check_time, started_at
 from onefold.train.window import Window
 from onefold.train.wires import TOTALS
 
-#: Seconds in which a rank that stops with the others waits whether its own machine is asked to end as well.
+#: Seconds in which a rank that stops with the others waits whether its own machine is asked to end
+#: as well.
 LINGER = 5.0
 #: Options that each machine has for itself.
 OF_A_MACHINE = frozenset(
-    ("nproc", "device", "grace", "max_restarts", "nnodes", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "local_addr")
+    (
+        "nproc",
+        "device",
+        "grace",
+        "max_restarts",
+        "nnodes",
+        "rdzv_endpoint",
+        "rdzv_id",
+        "rdzv_backend",
+        "rdzv_conf",
+        "local_addr",
+    )
 )
 
 
@@ -48,14 +60,17 @@ class Rank:
     """What this process knows of itself and the others while it runs.
 
     Attributes:
-        stop: what it was asked. neighbours: who notices that a rank has gone, None for a lone rank. doing: for people.
+        stop: what it was asked. neighbours: who notices that a rank has gone, None for a lone rank.
+            doing: for people.
         otherwise: a sentence about ranks that were told other options.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.number = int(os.environ["RANK"])
-        self.stop = StopSignal(self.number, int(os.environ.get("LOCAL_RANK", 0)), seconds_of(config.grace))
+        self.stop = StopSignal(
+            self.number, int(os.environ.get("LOCAL_RANK", 0)), seconds_of(config.grace)
+        )
         self.neighbours: Neighbours | None = None
         self.doing = "joining the other ranks"
         self.otherwise = ""
@@ -106,7 +121,8 @@ class Rank:
         """Tell what went wrong, once on this machine, and end this process."""
         if self.stop.speak_first():
             self._say(error)
-            if isinstance(error, TrainError):  # a CheckpointError may be about a rank that went while it saved
+            # A CheckpointError may be about a rank that went while it saved
+            if isinstance(error, TrainError):
                 self.stop.no_restart()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,14 +136,22 @@ class Rank:
 
     def _say(self, error: BaseException) -> None:
         gone = self._who_has_gone(error)
-        if gone and isinstance(error, RuntimeError) and not isinstance(error, StallError):  # a connection closed as it was written to
-            error = StallError(f"rank {self.number} ends {self.place()}: {str(error).splitlines()[0][:200]}")
+        # A connection closed as it was written to
+        if gone and isinstance(error, RuntimeError) and not isinstance(error, StallError):
+            error = StallError(
+                f"rank {self.number} ends {self.place()}: {str(error).splitlines()[0][:200]}"
+            )
         who = "".join(f"{peer} has gone.\n" for peer in gone)
         if isinstance(error, StallError) and self.run is not None and self.run.start:
-            error = StallError(f"{error}\nThis start went on from step {self.run.start}: the steps named above count from there.")
+            error = StallError(
+                f"{error}\nThis start went on from step {self.run.start}: the steps named above"
+                " count from there."
+            )
         if self.config.json_lines:
             names = [str(peer) for peer in gone]
-            JsonReporter()._write("error", rank=self.number, kind=type(error).__name__, message=str(error), gone=names)
+            JsonReporter()._write(
+                "error", rank=self.number, kind=type(error).__name__, message=str(error), gone=names
+            )
         if isinstance(error, TrainError | CheckpointError | StallError | TierError):
             print(f"{who}error: {error}", file=sys.stderr, flush=True)
             return
@@ -136,7 +160,8 @@ class Rank:
 
 
 def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
-    """Be one rank of `config` and return the exit status. What goes wrong is told once, by the first rank it happens to.
+    """Be one rank of `config` and return the exit status. What goes wrong is told once, by the
+    first rank it happens to.
 
     Args:
         claim: this process's hold on the output folder, where it has one already.
@@ -163,7 +188,9 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
 
 
 def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
-    """This rank's hold on the output folder: as long as it lives, nobody else begins there. Collective."""
+    """This rank's hold on the output folder: as long as it lives, nobody else begins there.
+    Collective.
+    """
     assert config.output is not None
     folder, run = Path(config.output), ranks.from_first(run_of(config, os.environ))
     if claim is not None and claim.folder == folder:
@@ -177,18 +204,34 @@ def unlike(given: TrainConfig, taken: TrainConfig) -> str:
     """Options of this machine that give way to those of the first rank's, "" if there are none."""
     left_open = OF_A_MACHINE | ({"output"} if given.output is None else set())
     names = [name for name in TrainConfig.model_fields if name not in left_open]
-    pairs = [(name, resume.shown(getattr(given, name)), resume.shown(getattr(taken, name))) for name in names]
-    return ", ".join(f"--{name.replace('_', '-')} {mine} -> {its}" for name, mine, its in pairs if mine != its)
+    pairs = [
+        (name, resume.shown(getattr(given, name)), resume.shown(getattr(taken, name)))
+        for name in names
+    ]
+    return ", ".join(
+        f"--{name.replace('_', '-')} {mine} -> {its}" for name, mine, its in pairs if mine != its
+    )
 
 
 def otherwise(said: list[str]) -> str:
     """A sentence for what each rank says of `unlike`."""
-    parts = [f"{text} (rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))})" for text, who in _alike(said) if text]
-    return f"not all ranks were told the same options; they follow rank 0: {'; '.join(parts)}" if parts else ""
+    parts = [
+        f"{text} (rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))})"
+        for text, who in _alike(said)
+        if text
+    ]
+    return (
+        f"not all ranks were told the same options; they follow rank 0: {'; '.join(parts)}"
+        if parts
+        else ""
+    )
 
 
 def _alike(said: list[str]) -> list[tuple[str, list[int]]]:
-    return [(text, [rank for rank, other in enumerate(said) if other == text]) for text in dict.fromkeys(said)]
+    return [
+        (text, [rank for rank, other in enumerate(said) if other == text])
+        for text in dict.fromkeys(said)
+    ]
 
 
 def _from_first(ranks: Ranks, make: Callable[[], Any]) -> Any:
@@ -237,15 +280,23 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
 
 
 class Log:
-    """Where the rows of a run go: the metrics file, TensorBoard, the screen, and `rows` of this start."""
+    """Where the rows of a run go: the metrics file, TensorBoard, the screen, and `rows` of this
+    start.
+    """
 
     def __init__(self, run: Run, folder: Path, say: Reporter, after: int | None) -> None:
         first = run.ranks.is_first
         self.say, self.rows = say, list[Row]()
         self.metrics = Metrics(folder / METRICS if first else Path(os.devnull), after)
-        self.board = Board(folder / "tensorboard", after) if run.config.tensorboard and first else None
+        self.board = (
+            Board(folder / "tensorboard", after) if run.config.tensorboard and first else None
+        )
         if after is not None:
-            facts = {"ranks": run.ranks.world_size, "stage": run.choice.stage, "restart": resume.restarts()}
+            facts = {
+                "ranks": run.ranks.world_size,
+                "stage": run.choice.stage,
+                "restart": resume.restarts(),
+            }
             self.metrics.write({"resumed": True, "from_step": run.start, **facts})
 
     def row(self, row: Row) -> None:
@@ -276,14 +327,27 @@ def _about_starting(run: Run, me: Rank) -> list[str]:
     """What a reader should know about how this start came to be."""
     config, said = run.config, [me.otherwise]
     if resume.restarts():
-        said.append(f"restart {resume.restarts()} of at most {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}")
+        said.append(
+            f"restart {resume.restarts()} of at most"
+            f" {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}"
+        )
     if me.neighbours is None and run.ranks.world_size > 1:
-        said.append("the ranks cannot connect to their neighbours: one that goes is noticed only by those that wait for it")
+        said.append(
+            "the ranks cannot connect to their neighbours: one that goes is noticed only by those"
+            " that wait for it"
+        )
     if CONTROL not in os.environ:
-        given = [name for name in ("max_restarts", "nnodes", "rdzv_endpoint", "rdzv_conf", "local_addr") if _was_given(config, name)]
+        given = [
+            name
+            for name in ("max_restarts", "nnodes", "rdzv_endpoint", "rdzv_conf", "local_addr")
+            if _was_given(config, name)
+        ]
         if given:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            said.append(f"{names}: the launcher that started this rank decides that, so it does nothing here; give it to the launcher")
+            said.append(
+                f"{names}: the launcher that started this rank decides that, so it does nothing"
+                " here; give it to the launcher"
+            )
     elif config.max_restarts and not config.save_every:
         said.append("--max-restarts without --save-every: a restart begins again at the first step")
     return said
@@ -315,7 +379,9 @@ def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
     return done
 
 
-def _finish(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: int, seconds: float) -> None:
+def _finish(
+    run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: int, seconds: float
+) -> None:
     """The model, unless time is short; the closing row; a sample of its text. Collective."""
     observe(run, folder, log.rows)
     hurried = bool(run.stopped & (Stop.PREEMPT | Stop.TIME))
@@ -323,7 +389,8 @@ def _finish(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: in
     kind, model = None, folder / "model"
     if not hurried:
         if me.neighbours is not None:
-            me.neighbours.close()  # the first rank writes for long, and may finish even if another goes
+            # The first rank writes for long, and may finish even if another goes
+            me.neighbours.close()
         kind = export(run, model)
     (peak,) = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
     losses = [row["loss"] for row in log.rows if row["loss"] is not None]
@@ -351,8 +418,13 @@ def _finish(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: in
 
 
 def _exit_code(run: Run, me: Rank) -> int:
-    """0, 130 after Ctrl-C; `AGAIN` on a machine that was not asked to end, where the run goes on with those that remain."""
-    elastic = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    """0, 130 after Ctrl-C; `AGAIN` on a machine that was not asked to end, where the run goes on
+    with those that remain.
+    """
+    elastic = (
+        int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+        and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    )
     if Stop.PREEMPT in run.stopped and elastic:
         end = time.monotonic() + LINGER
         while not me.stop.asked & Stop.PREEMPT:

@@ -32,7 +32,9 @@ def clip_blocks(s: Script) -> None:
     s.note("norms", [clip_grad_norm_(block.parameters(), 0.2).item() for block in s.module.blocks])
 
 
-@habit("`clip_grad_norm_(..., foreach=True, error_if_nonfinite=True)`", "gradients", expect=ROUNDING)
+@habit(
+    "`clip_grad_norm_(..., foreach=True, error_if_nonfinite=True)`", "gradients", expect=ROUNDING
+)
 def clip_strict(s: Script) -> None:
     clip_grad_norm_(s.parameters(), 0.5, foreach=True, error_if_nonfinite=True)
 
@@ -86,7 +88,11 @@ for _title, _norm in NORMS.items():
     )
 
 
-@habit("clip by hand with the norm of all gradients: `p.grad.mul_(max_norm / norm)`", "gradients", expect=ROUNDING)
+@habit(
+    "clip by hand with the norm of all gradients: `p.grad.mul_(max_norm / norm)`",
+    "gradients",
+    expect=ROUNDING,
+)
 def clip_by_hand(s: Script) -> None:
     norm = torch.sqrt(sum((p.grad**2).sum() for p in s.model.parameters()))  # type: ignore[arg-type]
     if norm > 0.5:
@@ -94,14 +100,20 @@ def clip_by_hand(s: Script) -> None:
             p.grad.mul_(0.5 / norm)
 
 
-@habit("clip by hand with a device-side coefficient: `torch.clamp(max_norm / norm, max=1)`", "gradients", expect=ROUNDING)
+@habit(
+    "clip by hand with a device-side coefficient: `torch.clamp(max_norm / norm, max=1)`",
+    "gradients",
+    expect=ROUNDING,
+)
 def clip_on_device(s: Script) -> None:
     grads = [p.grad for p in s.model.parameters() if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
     torch._foreach_mul_(grads, torch.clamp(0.5 / (norm + 1e-6), max=1.0))
 
 
-@habit("adaptive clipping by each layer's norms (AGC, whole parameters)", "gradients", expect=ROUNDING)
+@habit(
+    "adaptive clipping by each layer's norms (AGC, whole parameters)", "gradients", expect=ROUNDING
+)
 @torch.no_grad()
 def agc(s: Script) -> None:
     for p in s.model.parameters():
@@ -110,7 +122,12 @@ def agc(s: Script) -> None:
         p.grad.mul_(torch.where(norm > most, most / norm.clamp(min=1e-6), torch.ones(())))
 
 
-@habit("adaptive clipping by rows (NFNets: `x.norm(2, dim=1, keepdim=True)`)", "gradients", expect=ROUNDING, sharded=EITHER)
+@habit(
+    "adaptive clipping by rows (NFNets: `x.norm(2, dim=1, keepdim=True)`)",
+    "gradients",
+    expect=ROUNDING,
+    sharded=EITHER,
+)
 @torch.no_grad()
 def agc_rows(s: Script) -> None:
     for p in s.model.parameters():
@@ -139,7 +156,12 @@ for _title, _norm in WEIGHTS.items():
         with torch.no_grad():
             s.note("norm", f(s.parameters()))  # type: ignore[operator]
 
-    habit(f"the weights' norm: {_title}", "log" if "ratio" not in _title else "gradients", expect=ROUNDING, sharded=_either)(_note)
+    habit(
+        f"the weights' norm: {_title}",
+        "log" if "ratio" not in _title else "gradients",
+        expect=ROUNDING,
+        sharded=_either,
+    )(_note)
 
 
 @habit(

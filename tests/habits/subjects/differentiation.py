@@ -13,7 +13,12 @@ from habits.registry import EITHER, ROUNDING, habit
 PLAIN: dict[str, Any] = {"reference": "plain"}
 
 
-@habit("`torch.autograd.grad(loss, model.parameters())`, then `p.grad = g`", "backward", three=EITHER, **PLAIN)
+@habit(
+    "`torch.autograd.grad(loss, model.parameters())`, then `p.grad = g`",
+    "backward",
+    three=EITHER,
+    **PLAIN,
+)
 def grad(s: Script, loss: Any) -> None:
     for p, g in zip(s.parameters(), torch.autograd.grad(loss, s.parameters()), strict=True):
         p.grad = g
@@ -53,7 +58,13 @@ def penalty(s: Script, loss: Any) -> Any:
 )
 class InputPenalty:
     def build(self) -> Any:
-        return torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Tanh(), torch.nn.Linear(9, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1))
+        return torch.nn.Sequential(
+            torch.nn.Linear(5, 9),
+            torch.nn.Tanh(),
+            torch.nn.Linear(9, 9),
+            torch.nn.Tanh(),
+            torch.nn.Linear(9, 1),
+        )
 
     def batch(self, seed: int) -> Any:
         return torch.randn(4, 5, generator=torch.Generator().manual_seed(seed), requires_grad=False)
@@ -92,7 +103,10 @@ def maml(s: Script) -> Any:
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-@habit("first-order MAML: inner steps on `p.data`, gradients of the second loss, weights put back", expect=ROUNDING)
+@habit(
+    "first-order MAML: inner steps on `p.data`, gradients of the second loss, weights put back",
+    expect=ROUNDING,
+)
 class FirstOrder:
     def backward(self, s: Script, loss: Any) -> None:
         kept = [p.data.clone() for p in s.model.parameters()]
@@ -125,7 +139,9 @@ class Reptile:
     **PLAIN,
 )
 def functional(s: Script) -> Any:
-    logits = torch.func.functional_call(s.module, dict(s.module.named_parameters()), (s.batch[:, :-1],))
+    logits = torch.func.functional_call(
+        s.module, dict(s.module.named_parameters()), (s.batch[:, :-1],)
+    )
     return F.cross_entropy(logits.flatten(0, 1), s.batch[:, 1:].flatten())
 
 
@@ -139,11 +155,22 @@ def functional(s: Script) -> Any:
 )
 def functional_zeros(s: Script) -> None:
     with torch.no_grad():
-        out = torch.func.functional_call(s.module, {n: torch.zeros_like(p) for n, p in s.module.named_parameters()}, (s.batch[:, :-1],))
+        out = torch.func.functional_call(
+            s.module,
+            {n: torch.zeros_like(p) for n, p in s.module.named_parameters()},
+            (s.batch[:, :-1],),
+        )
     s.note("sum", out.abs().sum().item())
 
 
-@habit("a Hessian-vector product: grad of `(g * v).sum()`", "log", expect=ROUNDING, one=ROUNDING, three=EITHER, **PLAIN)
+@habit(
+    "a Hessian-vector product: grad of `(g * v).sum()`",
+    "log",
+    expect=ROUNDING,
+    one=ROUNDING,
+    three=EITHER,
+    **PLAIN,
+)
 def hvp(s: Script) -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         params = s.parameters()
@@ -152,10 +179,17 @@ def hvp(s: Script) -> None:
     s.note("trace", sum(h.sum().item() for h in products))
 
 
-@habit("a gradient with respect to the embedding's output, `h.retain_grad()`", "forward", three=EITHER, **PLAIN)
+@habit(
+    "a gradient with respect to the embedding's output, `h.retain_grad()`",
+    "forward",
+    three=EITHER,
+    **PLAIN,
+)
 def retained(s: Script) -> Any:
     kept: list[Any] = []
-    handle = s.module.tokens.register_forward_hook(lambda m, a, out: (out.retain_grad(), kept.append(out))[1])
+    handle = s.module.tokens.register_forward_hook(
+        lambda m, a, out: (out.retain_grad(), kept.append(out))[1]
+    )
     loss = s.cross_entropy()
     handle.remove()
     loss.backward(retain_graph=True)
@@ -164,7 +198,13 @@ def retained(s: Script) -> Any:
     return loss
 
 
-@habit("`loss.backward(inputs=list(model.head.parameters()))`", "backward", sharded=EITHER, zero=EITHER, **PLAIN)
+@habit(
+    "`loss.backward(inputs=list(model.head.parameters()))`",
+    "backward",
+    sharded=EITHER,
+    zero=EITHER,
+    **PLAIN,
+)
 def inputs(s: Script, loss: Any) -> None:
     loss.backward(inputs=list(s.module.head.parameters()))
 
@@ -265,12 +305,19 @@ class Reversal:
         s.module.tokens.register_forward_hook(lambda m, a, out: Reverse.apply(out))
 
 
-@habit("`register_post_accumulate_grad_hook` that logs `p.grad is not None`", zero=EITHER, sharded=EITHER, **PLAIN)
+@habit(
+    "`register_post_accumulate_grad_hook` that logs `p.grad is not None`",
+    zero=EITHER,
+    sharded=EITHER,
+    **PLAIN,
+)
 class PostAccumulate:
     def after(self, s: Script) -> None:
         self.count = 0
         for p in s.module.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: setattr(self, "count", self.count + (p.grad is not None)))
+            p.register_post_accumulate_grad_hook(
+                lambda p: setattr(self, "count", self.count + (p.grad is not None))
+            )
 
     def weights(self, s: Script) -> None:
         s.note("count", self.count)
@@ -280,7 +327,9 @@ def _clip(p: Any) -> None:
     p.grad.clamp_(-0.01, 0.01)
 
 
-@habit("`register_post_accumulate_grad_hook` that clips `p.grad`", zero=EITHER, sharded=EITHER, **PLAIN)
+@habit(
+    "`register_post_accumulate_grad_hook` that clips `p.grad`", zero=EITHER, sharded=EITHER, **PLAIN
+)
 class PostClip:
     def after(self, s: Script) -> None:
         for p in s.module.parameters():
@@ -292,7 +341,9 @@ class ForwardHooks:
     def after(self, s: Script) -> None:
         for n, m in s.module.named_modules():
             if isinstance(m, torch.nn.Linear):
-                m.register_forward_hook(lambda m, a, out, n=n: s.note(f"std of {n}", out.detach().std().item()))
+                m.register_forward_hook(
+                    lambda m, a, out, n=n: s.note(f"std of {n}", out.detach().std().item())
+                )
 
 
 @habit("forward hooks that read the weight: `m.weight.norm()`", expect=ROUNDING)
@@ -301,7 +352,9 @@ class WeightInHook:
         for n, m in s.module.named_modules():
             if isinstance(m, torch.nn.Linear):
                 m.register_forward_hook(
-                    lambda m, a, out, n=n: s.note(f"norm of {n}", (m.weight.detach().norm().item(), tuple(m.weight.shape)))
+                    lambda m, a, out, n=n: s.note(
+                        f"norm of {n}", (m.weight.detach().norm().item(), tuple(m.weight.shape))
+                    )
                 )
 
 
@@ -309,7 +362,9 @@ class WeightInHook:
 class BackwardHooks:
     def after(self, s: Script) -> None:
         for i, block in enumerate(s.module.blocks):
-            block.register_full_backward_hook(lambda m, gi, go, i=i: s.note(f"grad of block {i}", go[0].norm().item()))
+            block.register_full_backward_hook(
+                lambda m, gi, go, i=i: s.note(f"grad of block {i}", go[0].norm().item())
+            )
 
 
 @habit("`torch.autograd.set_detect_anomaly(True)` around a step", "backward")
@@ -318,11 +373,20 @@ def anomaly(s: Script, loss: Any) -> None:
         loss.backward()
 
 
-@habit("GradNorm-like weighting by `grad(loss_i, shared.weight)`", "loss", expect=ROUNDING, three=EITHER, **PLAIN)
+@habit(
+    "GradNorm-like weighting by `grad(loss_i, shared.weight)`",
+    "loss",
+    expect=ROUNDING,
+    three=EITHER,
+    **PLAIN,
+)
 def gradnorm(s: Script, loss: Any) -> Any:
     shared = s.module.head.weight
     second = s.cross_entropy(s.next_batch(1))
-    a, b = (torch.autograd.grad(each, shared, retain_graph=True)[0].norm().detach() for each in (loss, second))
+    a, b = (
+        torch.autograd.grad(each, shared, retain_graph=True)[0].norm().detach()
+        for each in (loss, second)
+    )
     return loss * (b / (a + b)) + second * (a / (a + b))
 
 

@@ -47,7 +47,8 @@ def double() -> nn.Module:
     return Net().double()
 
 
-# 16-bit weights get fp32 masters: what is compared is one step of the computation, and the masters in the dtype of the weights.
+# 16-bit weights get fp32 masters: what is compared is one step of the computation, and the masters
+# in the dtype of the weights.
 class Sixteen:
     net: Any = None
 
@@ -56,14 +57,19 @@ class Sixteen:
 
     def log(self, s: Script) -> None:
         seen: list[str] = []
-        handle = s.module.head.register_forward_hook(lambda m, a, out: seen.append(f"{a[0].dtype} {m.weight.dtype} {out.dtype}"))
+        handle = s.module.head.register_forward_hook(
+            lambda m, a, out: seen.append(f"{a[0].dtype} {m.weight.dtype} {out.dtype}")
+        )
         with torch.no_grad():
             s.cross_entropy()
         handle.remove()
         s.note("computed in", seen)
 
 
-NETS: dict[str, Any] = {"norms in fp32, the rest in bf16": MixedNorms, "the head in fp32 on a bf16 body": FloatHead}
+NETS: dict[str, Any] = {
+    "norms in fp32, the rest in bf16": MixedNorms,
+    "the head in fp32 on a bf16 body": FloatHead,
+}
 for _title, _net in NETS.items():
     habit(f"dtypes: {_title}", expect=ROUNDING, one=ROUNDING, steps=1, **LOOSE)(
         type("Dtype", (Sixteen,), {"net": staticmethod(_net), "__module__": __name__})
@@ -75,7 +81,13 @@ class Double(Sixteen):
     net = staticmethod(double)
 
 
-@habit("dtypes: `model.bfloat16()` before shard(), computed in bf16", steps=1, expect=ROUNDING, one=ROUNDING, **LOOSE)
+@habit(
+    "dtypes: `model.bfloat16()` before shard(), computed in bf16",
+    steps=1,
+    expect=ROUNDING,
+    one=ROUNDING,
+    **LOOSE,
+)
 class Bfloat(Sixteen):
     net = staticmethod(lambda: Net().bfloat16())
 
@@ -164,4 +176,8 @@ def grad_dtype(s: Script) -> None:
     **LOOSE,
 )
 def data_half(s: Script) -> None:
-    s.module.bfloat16() if s.world.__class__.__name__ == "World" else [setattr(p, "data", p.data.bfloat16()) for p in s.model.parameters()]
+    (
+        s.module.bfloat16()
+        if s.world.__class__.__name__ == "World"
+        else [setattr(p, "data", p.data.bfloat16()) for p in s.model.parameters()]
+    )

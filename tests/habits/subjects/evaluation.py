@@ -46,7 +46,9 @@ def sampled(s: Script) -> None:
     tokens = s.batch[:, :2]
     with torch.no_grad():
         for _ in range(4):
-            tokens = torch.cat([tokens, torch.multinomial(F.softmax(s.model(tokens)[:, -1], -1), 1)], 1)
+            tokens = torch.cat(
+                [tokens, torch.multinomial(F.softmax(s.model(tokens)[:, -1], -1), 1)], 1
+            )
     s.note("tokens", tokens.tolist())
 
 
@@ -104,7 +106,9 @@ def one_block(s: Script) -> None:
         s.note("mean", s.module.blocks[0](torch.ones(1, 3, 10)).mean().item())
 
 
-@habit("nearest tokens: `F.normalize(model.tokens.weight) @ v`", "log", expect=ROUNDING, sharded=EITHER)
+@habit(
+    "nearest tokens: `F.normalize(model.tokens.weight) @ v`", "log", expect=ROUNDING, sharded=EITHER
+)
 def nearest(s: Script) -> None:
     with torch.no_grad():
         scores = F.normalize(s.module.tokens.weight, dim=1) @ torch.linspace(-1, 1, 10)

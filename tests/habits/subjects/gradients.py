@@ -100,7 +100,13 @@ def is_none(s: Script) -> None:
 
 @habit("shapes and dtypes of gradients: `p.grad.shape == p.shape`", "gradients")
 def shapes(s: Script) -> None:
-    s.note("shapes", [(tuple(p.grad.shape), str(p.grad.dtype), p.grad.shape == p.shape, p.grad.numel()) for p in s.model.parameters()])
+    s.note(
+        "shapes",
+        [
+            (tuple(p.grad.shape), str(p.grad.dtype), p.grad.shape == p.shape, p.grad.numel())
+            for p in s.model.parameters()
+        ],
+    )
 
 
 @habit("any NaN: `torch.isnan(p.grad).any()`", "gradients")
@@ -115,12 +121,21 @@ def zeros(s: Script) -> None:
 
 @habit("`p.grad.count_nonzero()`, `torch.numel(p.grad)`", "gradients")
 def nonzero(s: Script) -> None:
-    s.note("nonzero", [(int(p.grad.count_nonzero()), torch.numel(p.grad)) for p in s.model.parameters()])
+    s.note(
+        "nonzero",
+        [(int(p.grad.count_nonzero()), torch.numel(p.grad)) for p in s.model.parameters()],
+    )
 
 
 @habit("min, max, mean of each gradient logged", "gradients", expect=ROUNDING)
 def min_max(s: Script) -> None:
-    s.note("stats", [(p.grad.min().item(), p.grad.max().item(), p.grad.mean().item()) for p in s.model.parameters()])
+    s.note(
+        "stats",
+        [
+            (p.grad.min().item(), p.grad.max().item(), p.grad.mean().item())
+            for p in s.model.parameters()
+        ],
+    )
 
 
 @habit("a histogram of each gradient: `torch.histc(p.grad, 5)`", "gradients", sharded=EITHER)
@@ -128,17 +143,33 @@ def histogram(s: Script) -> None:
     s.note("histogram", [torch.histc(p.grad.detach(), 5).tolist() for p in s.model.parameters()])
 
 
-@habit("gradients of embedding rows that were not seen are zero: `grad[7].abs().sum()`", "gradients", expect=ROUNDING)
+@habit(
+    "gradients of embedding rows that were not seen are zero: `grad[7].abs().sum()`",
+    "gradients",
+    expect=ROUNDING,
+)
 def row(s: Script) -> None:
     s.note("row", s.module.tokens.weight.grad[7].abs().sum().item())
 
 
-@habit("cosine to the last gradient: `F.cosine_similarity(g.flatten(), last.flatten(), dim=0)`", expect=ROUNDING, sharded=EITHER)
+@habit(
+    "cosine to the last gradient: `F.cosine_similarity(g.flatten(), last.flatten(), dim=0)`",
+    expect=ROUNDING,
+    sharded=EITHER,
+)
 class Cosine:
     def gradients(self, s: Script) -> None:
         now = {n: p.grad.detach().clone() for n, p in s.named()}
         if s.step:
-            s.note("cosine", [torch.nn.functional.cosine_similarity(now[n].flatten(), self.last[n].flatten(), dim=0).item() for n in now])
+            s.note(
+                "cosine",
+                [
+                    torch.nn.functional.cosine_similarity(
+                        now[n].flatten(), self.last[n].flatten(), dim=0
+                    ).item()
+                    for n in now
+                ],
+            )
         self.last = now
 
 
@@ -155,7 +186,11 @@ class Kept:
 class Grokfast:
     def gradients(self, s: Script) -> None:
         if s.step == 0:
-            self.mean = {n: p.grad.data.detach() for n, p in s.named() if p.requires_grad and p.grad is not None}
+            self.mean = {
+                n: p.grad.data.detach()
+                for n, p in s.named()
+                if p.requires_grad and p.grad is not None
+            }
         for n, p in s.named():
             self.mean[n] = self.mean[n] * 0.9 + p.grad.data.detach() * 0.1
             p.grad.data = p.grad.data + self.mean[n] * 2.0
@@ -221,7 +256,9 @@ def foreach(s: Script) -> None:
 @habit("`torch._foreach_clamp_max_`, `_foreach_abs` of gradients", "gradients")
 def foreach_clamp(s: Script) -> None:
     torch._foreach_clamp_max_([p.grad for p in s.model.parameters()], 0.01)
-    s.note("most", [g.max().item() for g in torch._foreach_abs([p.grad for p in s.model.parameters()])])
+    s.note(
+        "most", [g.max().item() for g in torch._foreach_abs([p.grad for p in s.model.parameters()])]
+    )
 
 
 @habit("`copy.deepcopy(p.grad)` kept as a snapshot", sharded=EITHER)

@@ -15,7 +15,8 @@ WHEN = {"optimizer_before": "made before shard()", "optimizer": "made after shar
 
 
 def adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    # A large decay, so that a group that was formed wrongly shows; a large eps keeps rounding from being blown up.
+    # A large decay, so that a group that was formed wrongly shows; a large eps keeps rounding from
+    # being blown up.
     return torch.optim.AdamW(groups, **{"lr": 0.02, "eps": 1e-4, **options})
 
 
@@ -32,7 +33,9 @@ BY = {
     "`p.ndim >= 2`": lambda n, p: p.ndim >= 2,
     "`p.dim() >= 2` (nanoGPT)": lambda n, p: p.dim() >= 2,
     "`len(p.shape) == 1` (timm)": lambda n, p: len(p.shape) != 1,
-    "`p.ndim <= 1 or name.endswith('.bias')`": lambda n, p: not (p.ndim <= 1 or n.endswith(".bias")),
+    "`p.ndim <= 1 or name.endswith('.bias')`": lambda n, p: (
+        not (p.ndim <= 1 or n.endswith(".bias"))
+    ),
     "`len(p.size()) > 1`": lambda n, p: len(p.size()) > 1,
     "`p.squeeze().ndim` of the shape": lambda n, p: len([d for d in p.shape if d > 1]) >= 2,
     "`p.numel() > 100`": lambda n, p: p.numel() > 100,
@@ -48,7 +51,9 @@ for _by, _decays in BY.items():
 
 @habit("muP: learning rate divided by the fan-in `p.shape[1]`", "optimizer")
 def mup(s: Script) -> Any:
-    groups = [{"params": [p], "lr": 0.2 / p.shape[1] if p.ndim == 2 else 0.02} for _, p in s.named()]
+    groups = [
+        {"params": [p], "lr": 0.2 / p.shape[1] if p.ndim == 2 else 0.02} for _, p in s.named()
+    ]
     return adamw(groups)
 
 
@@ -81,7 +86,9 @@ class MarkAfter:
 
     def optimizer(self, s: Script) -> Any:
         marked = [p for p in s.model.parameters() if hasattr(p, "_optim")]
-        groups: list[dict[str, Any]] = [{"params": [p for p in s.model.parameters() if not hasattr(p, "_optim")]}]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in s.model.parameters() if not hasattr(p, "_optim")]}
+        ]
         groups += [{"params": [p], **p._optim} for p in marked]
         s.note("marked", len(marked))
         return adamw(groups, weight_decay=1.0)
@@ -94,16 +101,30 @@ class Megatron:
             p.tensor_model_parallel, p.partition_dim = True, 0
 
     def log(self, s: Script) -> None:
-        s.note("marks", [(getattr(p, "tensor_model_parallel", False), getattr(p, "partition_dim", -1)) for p in s.model.parameters()])
+        s.note(
+            "marks",
+            [
+                (getattr(p, "tensor_model_parallel", False), getattr(p, "partition_dim", -1))
+                for p in s.model.parameters()
+            ],
+        )
 
 
 @habit("layer-wise learning-rate decay by block number", "optimizer")
 def layerwise(s: Script) -> Any:
     groups: dict[int, list[nn.Parameter]] = defaultdict(list)
     for n, p in s.named():
-        depth = int(n.split(".")[1]) + 1 if n.startswith("blocks.") else 3 if n.startswith(("norm", "head")) else 0
+        depth = (
+            int(n.split(".")[1]) + 1
+            if n.startswith("blocks.")
+            else 3
+            if n.startswith(("norm", "head"))
+            else 0
+        )
         groups[depth].append(p)
-    return adamw([{"params": ps, "lr": 0.02 * 0.65 ** (3 - depth)} for depth, ps in sorted(groups.items())])
+    return adamw(
+        [{"params": ps, "lr": 0.02 * 0.65 ** (3 - depth)} for depth, ps in sorted(groups.items())]
+    )
 
 
 @habit("layer-wise decay and no decay for vectors at once (BEiT, timm)", "optimizer")
@@ -113,7 +134,12 @@ def beit(s: Script) -> Any:
         kind = "no_decay" if p.ndim == 1 or n.endswith(".bias") else "decay"
         layer = int(n.split(".")[1]) + 1 if n.startswith("blocks.") else 0
         group = groups.setdefault(
-            f"{layer}_{kind}", {"params": [], "weight_decay": 0.0 if kind == "no_decay" else 1.0, "lr": 0.01 * (1 + layer)}
+            f"{layer}_{kind}",
+            {
+                "params": [],
+                "weight_decay": 0.0 if kind == "no_decay" else 1.0,
+                "lr": 0.01 * (1 + layer),
+            },
         )
         group["params"].append(p)
     s.note("names", list(groups))
@@ -153,7 +179,12 @@ class ById:
     def optimizer(self, s: Script) -> Any:
         fast = [p for p in s.model.parameters() if id(p) in self.head]
         s.note("fast", len(fast))
-        return adamw([{"params": fast, "lr": 0.1}, {"params": [p for p in s.model.parameters() if id(p) not in self.head]}])
+        return adamw(
+            [
+                {"params": fast, "lr": 0.1},
+                {"params": [p for p in s.model.parameters() if id(p) not in self.head]},
+            ]
+        )
 
 
 @habit("`set(model.parameters())` differences and `p in set`", "optimizer")
@@ -192,7 +223,9 @@ class FrozenBefore:
             p.requires_grad = False
 
     def optimizer(self, s: Script) -> Any:
-        return torch.optim.SGD(filter(lambda p: p.requires_grad, s.model.parameters()), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(
+            filter(lambda p: p.requires_grad, s.model.parameters()), lr=0.1, momentum=0.9
+        )
 
 
 @habit("only the norms are trained (`p.requires_grad = p.ndim == 1` before shard())")
@@ -202,7 +235,11 @@ class OnlyVectors:
             p.requires_grad = p.ndim == 1
 
 
-@habit("frozen by `p.requires_grad_(False)` after shard(), before the optimizer", sharded=EITHER, zero=EITHER)
+@habit(
+    "frozen by `p.requires_grad_(False)` after shard(), before the optimizer",
+    sharded=EITHER,
+    zero=EITHER,
+)
 class FrozenAfter:
     def after(self, s: Script) -> None:
         s.module.tokens.requires_grad_(False)
@@ -239,4 +276,9 @@ class Unfreezing:
 
 @habit("`lr=0` for a group instead of freezing it", "optimizer")
 def zero_rate(s: Script) -> Any:
-    return adamw([{"params": s.module.tokens.parameters(), "lr": 0.0}, {"params": [p for n, p in s.named() if "tokens" not in n]}])
+    return adamw(
+        [
+            {"params": s.module.tokens.parameters(), "lr": 0.0},
+            {"params": [p for n, p in s.named() if "tokens" not in n]},
+        ]
+    )

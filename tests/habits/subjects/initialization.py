@@ -42,7 +42,11 @@ for _title, _init in INITS.items():
                 f(p)
         s.note("next random number", torch.rand(()).item())
 
-    habit(f"all matrices: {_title}", "after", sharded=EITHER if any(w in _title for w in _EITHER) else None)(_after)
+    habit(
+        f"all matrices: {_title}",
+        "after",
+        sharded=EITHER if any(w in _title for w in _EITHER) else None,
+    )(_after)
 
 
 def init_weights(m: nn.Module) -> None:
@@ -62,13 +66,18 @@ def apply_init(s: Script) -> None:
     s.module.apply(init_weights)
 
 
-@habit("`model.apply(init_weights)` before shard(), seeds different on the ranks: rank 0's hold", "before")
+@habit(
+    "`model.apply(init_weights)` before shard(), seeds different on the ranks: rank 0's hold",
+    "before",
+)
 def apply_before(s: Script) -> None:
     torch.manual_seed(50 + s.rank)
     s.module.apply(init_weights)
 
 
-@habit("residual projections scaled down by name: `p.normal_(std=0.02 / sqrt(2 * layers))`", "after")
+@habit(
+    "residual projections scaled down by name: `p.normal_(std=0.02 / sqrt(2 * layers))`", "after"
+)
 def residual(s: Script) -> None:
     for n, p in s.named():
         if n.endswith("out.weight") or n.endswith("mlp.2.weight"):
@@ -100,10 +109,16 @@ def fan(s: Script) -> None:
 
 @habit("`nn.init._calculate_fan_in_and_fan_out(w)`", "after")
 def fans(s: Script) -> None:
-    s.note("fans", [nn.init._calculate_fan_in_and_fan_out(p) for p in s.module.parameters() if p.ndim == 2])
+    s.note(
+        "fans",
+        [nn.init._calculate_fan_in_and_fan_out(p) for p in s.module.parameters() if p.ndim == 2],
+    )
 
 
-@habit("a head started at the log of the class frequencies: `head.bias.data.copy_(torch.log(freq))`", sharded=EITHER)
+@habit(
+    "a head started at the log of the class frequencies: `head.bias.data.copy_(torch.log(freq))`",
+    sharded=EITHER,
+)
 class LogPrior:
     def before(self, s: Script) -> None:
         s.module.head.bias = nn.Parameter(torch.zeros(17))

@@ -78,7 +78,9 @@ class MoE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(6, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
@@ -92,14 +94,18 @@ class MoE(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Scalars, an empty parameter, a list and a dict of parameters, a parameter of four dimensions."""
+    """Scalars, an empty parameter, a list and a dict of parameters, a parameter of four
+    dimensions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.none = nn.Parameter(torch.empty(0, 6))
         self.many = nn.ParameterList([nn.Parameter(torch.full((6,), 0.1 * i)) for i in range(3)])
-        self.named = nn.ParameterDict({"a": nn.Parameter(torch.ones(6, 6) * 0.1), "b": nn.Parameter(torch.zeros(6))})
+        self.named = nn.ParameterDict(
+            {"a": nn.Parameter(torch.ones(6, 6) * 0.1), "b": nn.Parameter(torch.zeros(6))}
+        )
         self.deep = nn.Parameter(torch.ones(1, 2, 3, 1) * 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +151,8 @@ class Conv(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
         self.stages = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8), nn.ReLU()) for _ in range(2)
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8), nn.ReLU())
+            for _ in range(2)
         )
         self.head = nn.Linear(8, 3)
 
@@ -157,7 +164,9 @@ class Conv(nn.Module):
 
 
 class ByHand(nn.Module):
-    """Weights that a script made by itself: `torch.einsum`, slices and transposes of parameters in forward."""
+    """Weights that a script made by itself: `torch.einsum`, slices and transposes of parameters in
+    forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +181,9 @@ class ByHand(nn.Module):
 
 class WeightStandardized(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        w = (self.weight - self.weight.mean(1, keepdim=True)) / (self.weight.std(1, keepdim=True) + 1e-5)
+        w = (self.weight - self.weight.mean(1, keepdim=True)) / (
+            self.weight.std(1, keepdim=True) + 1e-5
+        )
         return F.linear(x, w, self.bias)
 
 
@@ -220,11 +231,30 @@ of("one block used three times", TiedModule)
 of("an LSTM", lambda: Recurrent(nn.LSTM), series)
 of("a GRU", lambda: Recurrent(nn.GRU), series)
 of("a convolutional net with group norms", Conv, images)
-of("channels_last", lambda: Conv().to(memory_format=torch.channels_last), lambda seed: images(seed).to(memory_format=torch.channels_last))
-of("weight_norm (parametrized)", lambda: nn.Sequential(*(parametrizations.weight_norm(nn.Linear(6, 6)) for _ in range(2))))
-of("weight_norm (old)", lambda: nn.Sequential(*(nn.utils.weight_norm(nn.Linear(6, 6)) for _ in range(2))), sharded=EITHER)
-of("orthogonal (parametrized)", lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(6, 6)), nn.Linear(6, 3)), rtol=1e-4, atol=1e-5)
-of("weights standardized in forward", lambda: nn.Sequential(WeightStandardized(6, 8), WeightStandardized(8, 4)))
+of(
+    "channels_last",
+    lambda: Conv().to(memory_format=torch.channels_last),
+    lambda seed: images(seed).to(memory_format=torch.channels_last),
+)
+of(
+    "weight_norm (parametrized)",
+    lambda: nn.Sequential(*(parametrizations.weight_norm(nn.Linear(6, 6)) for _ in range(2))),
+)
+of(
+    "weight_norm (old)",
+    lambda: nn.Sequential(*(nn.utils.weight_norm(nn.Linear(6, 6)) for _ in range(2))),
+    sharded=EITHER,
+)
+of(
+    "orthogonal (parametrized)",
+    lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(6, 6)), nn.Linear(6, 3)),
+    rtol=1e-4,
+    atol=1e-5,
+)
+of(
+    "weights standardized in forward",
+    lambda: nn.Sequential(WeightStandardized(6, 8), WeightStandardized(8, 4)),
+)
 of("experts that a batch leaves unused", MoE)
 of("scalars, an empty parameter, ParameterList and ParameterDict", Mixed)
 of("complex parameters", Complex)
@@ -236,9 +266,17 @@ of("a net called twice in one pass (siamese)", Siamese)
 of(
     "outputs in dicts and tuples",
     DictOut,
-    loss=lambda m, x: (o := m(x))["a"].pow(2).mean() + o["parts"][0].abs().mean() + o["parts"][1][0] * 0.1,
+    loss=lambda m, x: (
+        (o := m(x))["a"].pow(2).mean() + o["parts"][0].abs().mean() + o["parts"][1][0] * 0.1
+    ),
 )
-of("`nn.TransformerEncoder`", lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), 2), series)
+of(
+    "`nn.TransformerEncoder`",
+    lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), 2
+    ),
+    series,
+)
 of(
     "`nn.MultiheadAttention`",
     lambda: nn.TransformerDecoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
@@ -246,7 +284,11 @@ of(
     lambda m, x: m(x, x).pow(2).mean(),
 )
 of("`nn.EmbeddingBag`", lambda: nn.Sequential(nn.EmbeddingBag(17, 6), nn.Linear(6, 3)), tokens)
-of("an embedding with `padding_idx`", lambda: nn.Sequential(nn.Embedding(17, 6, padding_idx=0), nn.Linear(6, 3)), tokens)
+of(
+    "an embedding with `padding_idx`",
+    lambda: nn.Sequential(nn.Embedding(17, 6, padding_idx=0), nn.Linear(6, 3)),
+    tokens,
+)
 of(
     "an embedding with `max_norm` (renormalized in forward)",
     lambda: nn.Sequential(nn.Embedding(17, 6, max_norm=1.0), nn.Linear(6, 3)),
@@ -255,11 +297,22 @@ of(
     sharded=EITHER,
     zero=EITHER,
 )
-of("`nn.Bilinear` and `nn.PReLU`", lambda: nn.Bilinear(6, 6, 3), features, lambda m, x: m(x, x).pow(2).mean())
-of("dropout with the same seed", lambda: nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.3), nn.Linear(20, 3)))
+of(
+    "`nn.Bilinear` and `nn.PReLU`",
+    lambda: nn.Bilinear(6, 6, 3),
+    features,
+    lambda m, x: m(x, x).pow(2).mean(),
+)
+of(
+    "dropout with the same seed",
+    lambda: nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.3), nn.Linear(20, 3)),
+)
 of(
     "a lazy layer made real before shard()",
-    lambda: (m := nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3)), m(torch.ones(1, 6)))[0],
+    lambda: (
+        m := nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3)),
+        m(torch.ones(1, 6)),
+    )[0],
 )
 of("no bias anywhere, one layer", lambda: nn.Linear(6, 3, bias=False))
 of(

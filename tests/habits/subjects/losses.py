@@ -13,7 +13,8 @@ from torch import nn
 from habits.loop import Net, Script
 from habits.registry import ROUNDING, habit
 
-# Stage 0 holds wholes, as DDP does. Under DDP the gradient of a term outside its forward pass comes on top of the averaged one, or
+# Stage 0 holds wholes, as DDP does. Under DDP the gradient of a term outside its forward pass comes
+# on top of the averaged one, or
 # is averaged with it: where all ranks compute the same term both are the same.
 TERMS = {
     "L2: `sum(p.pow(2).sum() for p in model.parameters())`": lambda s: 1e-2 * sum(p.pow(2).sum() for p in s.model.parameters()),
@@ -35,10 +36,16 @@ TERMS = {
     "a submodule called in the loss: `model.head(x).pow(2).mean()`": lambda s: s.module.head(torch.linspace(-1, 1, 10).view(1, 10)).pow(2).mean(),
 }  # fmt: skip
 for _title, _term in TERMS.items():
-    habit(f"a term of the loss, {_title}", "loss", expect=ROUNDING, one=ROUNDING)(lambda s, loss, f=_term: loss + f(s))
+    habit(f"a term of the loss, {_title}", "loss", expect=ROUNDING, one=ROUNDING)(
+        lambda s, loss, f=_term: loss + f(s)
+    )
 
 
-@habit("a term of the loss, L2-SP: distance to weights kept after shard()", expect=ROUNDING, one=ROUNDING)
+@habit(
+    "a term of the loss, L2-SP: distance to weights kept after shard()",
+    expect=ROUNDING,
+    one=ROUNDING,
+)
 class Start:
     def after(self, s: Script) -> None:
         self.start = {n: p.detach().clone() for n, p in s.named()}
@@ -47,7 +54,11 @@ class Start:
         return loss + 0.1 * sum((p - self.start[n]).pow(2).sum() for n, p in s.named())
 
 
-@habit("a term of the loss, EWC: Fisher times squared distance, both kept", expect=ROUNDING, one=ROUNDING)
+@habit(
+    "a term of the loss, EWC: Fisher times squared distance, both kept",
+    expect=ROUNDING,
+    one=ROUNDING,
+)
 class EWC:
     def gradients(self, s: Script) -> None:
         if s.step == 0:
@@ -55,7 +66,12 @@ class EWC:
             self.old = {n: p.detach().clone() for n, p in s.named()}
 
     def loss(self, s: Script, loss: Any) -> Any:
-        return loss if s.step == 0 else loss + 10.0 * sum((self.fisher[n] * (p - self.old[n]) ** 2).sum() for n, p in s.named())
+        return (
+            loss
+            if s.step == 0
+            else loss
+            + 10.0 * sum((self.fisher[n] * (p - self.old[n]) ** 2).sum() for n, p in s.named())
+        )
 
 
 class Contrastive(nn.Module):
@@ -81,23 +97,40 @@ class ContrastiveHabit:
 
     def forward(self, s: Script) -> Any:
         a, b = s.model(*s.batch)
-        return F.cross_entropy(s.module.logit_scale.exp() * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T, torch.arange(4))
+        return F.cross_entropy(
+            s.module.logit_scale.exp() * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T,
+            torch.arange(4),
+        )
 
 
-# DDP itself does not average the gradient of a parameter that its forward pass does not use, hence one batch for all ranks.
-habit("`model.logit_scale.exp()` in the contrastive loss outside (CLIP)", expect=ROUNDING, one=ROUNDING, reference="plain")(
-    ContrastiveHabit
+# DDP itself does not average the gradient of a parameter that its forward pass does not use, hence
+# one batch for all ranks.
+habit(
+    "`model.logit_scale.exp()` in the contrastive loss outside (CLIP)",
+    expect=ROUNDING,
+    one=ROUNDING,
+    reference="plain",
+)(ContrastiveHabit)
+
+
+@habit(
+    "`logit_scale` clamped after each step: `model.logit_scale.data.clamp_(0, 4.6)`",
+    expect=ROUNDING,
+    one=ROUNDING,
+    reference="plain",
 )
-
-
-@habit("`logit_scale` clamped after each step: `model.logit_scale.data.clamp_(0, 4.6)`", expect=ROUNDING, one=ROUNDING, reference="plain")
 class ClampedScale(ContrastiveHabit):
     def weights(self, s: Script) -> None:
         s.module.logit_scale.data.clamp_(0, 1.05)
         s.note("scale", s.module.logit_scale.exp().item())
 
 
-@habit("a center outside: `(out - model.center).pow(2).sum(1).mean()` (center loss)", expect=ROUNDING, one=ROUNDING, reference="plain")
+@habit(
+    "a center outside: `(out - model.center).pow(2).sum(1).mean()` (center loss)",
+    expect=ROUNDING,
+    one=ROUNDING,
+    reference="plain",
+)
 class Center(ContrastiveHabit):
     def forward(self, s: Script) -> Any:
         a, b = s.model(*s.batch)
@@ -105,7 +138,10 @@ class Center(ContrastiveHabit):
 
 
 @habit(
-    "uncertainty weights of two losses, `exp(-log_var) * loss + log_var`, in the model", expect=ROUNDING, one=ROUNDING, reference="plain"
+    "uncertainty weights of two losses, `exp(-log_var) * loss + log_var`, in the model",
+    expect=ROUNDING,
+    one=ROUNDING,
+    reference="plain",
 )
 class Uncertainty:
     def build(self) -> nn.Module:
@@ -119,7 +155,11 @@ class Uncertainty:
         return torch.exp(-w[0]) * first + w[0] + torch.exp(-w[1]) * second + w[1]
 
 
-@habit("a temperature of its own parameter, outside the model, in the optimizer", expect=ROUNDING, reference="plain")
+@habit(
+    "a temperature of its own parameter, outside the model, in the optimizer",
+    expect=ROUNDING,
+    reference="plain",
+)
 class Outside:
     def after(self, s: Script) -> None:
         self.temperature = nn.Parameter(torch.tensor(1.0))
@@ -147,7 +187,10 @@ class Returned:
 
     def forward(self, s: Script) -> Any:
         logits, weight = s.model(s.batch[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), s.batch[:, 1:].flatten()) + 0.1 * weight.pow(2).mean()
+        return (
+            F.cross_entropy(logits.flatten(0, 1), s.batch[:, 1:].flatten())
+            + 0.1 * weight.pow(2).mean()
+        )
 
 
 class Chunked(Net):
@@ -159,7 +202,8 @@ class Chunked(Net):
 
 
 @habit(
-    "the head applied outside in chunks: `F.linear(h[i:j], model.head.weight)` (chunked cross-entropy)",
+    "the head applied outside in chunks: `F.linear(h[i:j], model.head.weight)` (chunked"
+    " cross-entropy)",
     expect=ROUNDING,
     one=ROUNDING,
     reference="plain",
@@ -172,7 +216,12 @@ class ChunkedLoss:
         hidden = s.model(s.batch[:, :-1]).flatten(0, 1)
         targets = s.batch[:, 1:].flatten()
         losses = [
-            F.cross_entropy(F.linear(hidden[i : i + 4], s.module.head.weight), targets[i : i + 4], reduction="sum") for i in range(0, 12, 4)
+            F.cross_entropy(
+                F.linear(hidden[i : i + 4], s.module.head.weight),
+                targets[i : i + 4],
+                reduction="sum",
+            )
+            for i in range(0, 12, 4)
         ]
         return torch.stack(losses).sum() / 12
 
@@ -182,7 +231,9 @@ def shaped(s: Script) -> Any:
     logits = s.model(s.batch[:, :-1]).flatten(0, 1)
     targets = s.batch[:, 1:].flatten()
     each = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
-    return ((1 - torch.exp(-each)) ** 2 * each).mean() + 1e-3 * torch.logsumexp(logits, -1).pow(2).mean()
+    return ((1 - torch.exp(-each)) ** 2 * each).mean() + 1e-3 * torch.logsumexp(logits, -1).pow(
+        2
+    ).mean()
 
 
 @habit("distillation from a frozen teacher (a second model, not sharded)", expect=ROUNDING)
@@ -194,7 +245,9 @@ class Distilled:
     def loss(self, s: Script, loss: Any) -> Any:
         with torch.no_grad():
             target = self.teacher(s.batch[:, :-1]).softmax(-1)
-        return loss + F.kl_div(s.model(s.batch[:, :-1]).log_softmax(-1), target, reduction="batchmean")
+        return loss + F.kl_div(
+            s.model(s.batch[:, :-1]).log_softmax(-1), target, reduction="batchmean"
+        )
 
 
 @habit("R-Drop: the model called twice, both in the loss", "loss", expect=ROUNDING)

@@ -13,7 +13,9 @@ from habits.registry import EITHER, REFUSED, ROUNDING, habit
 
 OPTIMIZERS = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1),
-    "SGD with Nesterov momentum and weight decay": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD with Nesterov momentum and weight decay": lambda ps: torch.optim.SGD(
+        ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "Adam": lambda ps: torch.optim.Adam(ps, lr=0.02, eps=1e-4),
     "Adam, amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.02, eps=1e-4, amsgrad=True),
     "AdamW, `foreach=True`": lambda ps: torch.optim.AdamW(ps, lr=0.02, eps=1e-4, foreach=True),
@@ -38,7 +40,12 @@ for _title, _make in {
     "LBFGS": lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=2),
 }.items():
 
-    @habit(f"torch.optim: {_title} (looks at whole matrices)", sharded=REFUSED, expect=ROUNDING, one=ROUNDING)
+    @habit(
+        f"torch.optim: {_title} (looks at whole matrices)",
+        sharded=REFUSED,
+        expect=ROUNDING,
+        one=ROUNDING,
+    )
     class WholeMatrix:
         make = staticmethod(_make)
 
@@ -46,10 +53,19 @@ for _title, _make in {
             return self.make(s.model.parameters())
 
         def step(self, s: Script) -> None:
-            s.optimizer.step(lambda: s.loss) if "LBFGS" in type(s.optimizer).__name__ else s.optimizer.step()
+            (
+                s.optimizer.step(lambda: s.loss)
+                if "LBFGS" in type(s.optimizer).__name__
+                else s.optimizer.step()
+            )
 
 
-@habit("torch.optim.Muon for the matrices (looks at whole matrices)", sharded=REFUSED, expect=ROUNDING, one=ROUNDING)
+@habit(
+    "torch.optim.Muon for the matrices (looks at whole matrices)",
+    sharded=REFUSED,
+    expect=ROUNDING,
+    one=ROUNDING,
+)
 class Muon:
     def optimizer(self, s: Script) -> Any:
         matrices = [p for p in s.module.blocks.parameters() if p.ndim == 2]
@@ -59,9 +75,17 @@ class Muon:
 
 
 class Lion(torch.optim.Optimizer):
-    """As in lucidrains' lion-pytorch, without the sign's jumps at rounding: a steep tanh in its place."""
+    """As in lucidrains' lion-pytorch, without the sign's jumps at rounding: a steep tanh in its
+    place.
+    """
 
-    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.1,
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -73,7 +97,14 @@ class Lion(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(p)
                 beta1, beta2 = group["betas"]
                 p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                update = state["exp_avg"].clone().mul_(beta1).add(p.grad, alpha=1 - beta1).mul_(100.0).tanh_()
+                update = (
+                    state["exp_avg"]
+                    .clone()
+                    .mul_(beta1)
+                    .add(p.grad, alpha=1 - beta1)
+                    .mul_(100.0)
+                    .tanh_()
+                )
                 p.add_(update, alpha=-group["lr"])
                 state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
@@ -91,7 +122,9 @@ class AdanLike(torch.optim.Optimizer):
                 grad, state = p.grad.data, self.state[p]
                 if "step" not in state:
                     state["step"] = 0
-                    state.update({k: torch.zeros_like(grad) for k in ("m", "v", "n")}, previous=grad.clone())
+                    state.update(
+                        {k: torch.zeros_like(grad) for k in ("m", "v", "n")}, previous=grad.clone()
+                    )
                 state["step"] += 1
                 diff = grad - state["previous"]
                 state["m"].lerp_(grad, 0.02)
@@ -113,7 +146,10 @@ class ScheduleFree(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if "z" in self.state[p]:
-                    p.data.lerp_(end=self.state[p]["z"], weight=1 - 1 / group["beta"] if to_x else 1 - group["beta"])
+                    p.data.lerp_(
+                        end=self.state[p]["z"],
+                        weight=1 - 1 / group["beta"] if to_x else 1 - group["beta"],
+                    )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -144,11 +180,17 @@ class AdamByHand(torch.optim.Optimizer):
                     continue
                 grad, state = p.grad.data, self.state[p]
                 if not state:
-                    state["step"], state["m"], state["v"] = 0, torch.zeros_like(p.data), torch.zeros_like(p.data)
+                    state["step"], state["m"], state["v"] = (
+                        0,
+                        torch.zeros_like(p.data),
+                        torch.zeros_like(p.data),
+                    )
                 state["step"] += 1
                 state["m"].mul_(0.9).add_(grad, alpha=0.1)
                 state["v"].mul_(0.999).addcmul_(grad, grad, value=0.001)
-                size = group["lr"] * math.sqrt(1 - 0.999 ** state["step"]) / (1 - 0.9 ** state["step"])
+                size = (
+                    group["lr"] * math.sqrt(1 - 0.999 ** state["step"]) / (1 - 0.9 ** state["step"])
+                )
                 p.data.addcdiv_(state["m"], state["v"].sqrt().add_(1e-4), value=-size)
 
 
@@ -163,7 +205,9 @@ class LARS(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / (p.grad.norm() + 1e-6)) * 0.1)
+                    p.add_(
+                        p.grad, alpha=-group["lr"] * float(p.norm() / (p.grad.norm() + 1e-6)) * 0.1
+                    )
 
 
 for _title, _class in {
@@ -172,9 +216,13 @@ for _title, _class in {
     "schedule-free SGD": ScheduleFree,
     "Adam as in tutorials, over `.data`": AdamByHand,
 }.items():
-    habit(f"a written optimizer: {_title}", "optimizer")(lambda s, c=_class: c(s.model.parameters()))
+    habit(f"a written optimizer: {_title}", "optimizer")(
+        lambda s, c=_class: c(s.model.parameters())
+    )
 
-habit("a written optimizer: LARS (a norm for each layer)", "optimizer", sharded=REFUSED)(lambda s: LARS(s.model.parameters()))
+habit("a written optimizer: LARS (a norm for each layer)", "optimizer", sharded=REFUSED)(
+    lambda s: LARS(s.model.parameters())
+)
 
 
 @habit("schedule-free: evaluated at x, back to y")
@@ -284,7 +332,10 @@ def two(s: Script) -> Any:
 @habit("two optimizers that step in turn")
 class InTurn:
     def optimizer(self, s: Script) -> Any:
-        return [torch.optim.SGD(s.module.blocks.parameters(), lr=0.1), torch.optim.SGD(s.module.head.parameters(), lr=0.1)]
+        return [
+            torch.optim.SGD(s.module.blocks.parameters(), lr=0.1),
+            torch.optim.SGD(s.module.head.parameters(), lr=0.1),
+        ]
 
     def step(self, s: Script) -> None:
         s.optimizers[s.step % 2].step()
@@ -295,7 +346,12 @@ def one_each(s: Script) -> Any:
     return [torch.optim.SGD([p], lr=0.1) for p in s.model.parameters()]
 
 
-@habit("an optimizer a parameter, stepped in a post-accumulate hook", sharded=EITHER, zero=EITHER, reference="plain")
+@habit(
+    "an optimizer a parameter, stepped in a post-accumulate hook",
+    sharded=EITHER,
+    zero=EITHER,
+    reference="plain",
+)
 class InHook:
     def optimizer(self, s: Script) -> Any:
         self.each = {p: torch.optim.SGD([p], lr=0.1) for p in s.model.parameters()}
@@ -313,7 +369,9 @@ SCHEDULES = {
     "LambdaLR warmup": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 3)),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=10),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[1]),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[1]
+    ),
 }
 for _title, _schedule in SCHEDULES.items():
 
@@ -365,11 +423,15 @@ class Closure:
         s.note("loss", float(s.optimizer.step(closure)))
 
 
-@habit("SAM: ascend by the gradient's norm, second pass, back, step", expect=ROUNDING, sharded=ROUNDING)
+@habit(
+    "SAM: ascend by the gradient's norm, second pass, back, step", expect=ROUNDING, sharded=ROUNDING
+)
 class SAM:
     def gradients(self, s: Script) -> None:
         with torch.no_grad():
-            norm = torch.stack([p.grad.norm() for p in s.model.parameters() if p.grad is not None]).norm()
+            norm = torch.stack(
+                [p.grad.norm() for p in s.model.parameters() if p.grad is not None]
+            ).norm()
             self.moved = {}
             for p in s.model.parameters():
                 e = p.grad * (0.05 / (norm + 1e-12))
@@ -401,18 +463,30 @@ class StepHooks:
 
     def optimizer(self, s: Script) -> Any:
         optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(lambda o, a, k: s.note("params", len(o.param_groups[0]["params"])))
+        optimizer.register_step_pre_hook(
+            lambda o, a, k: s.note("params", len(o.param_groups[0]["params"]))
+        )
         optimizer.register_step_post_hook(lambda o, a, k: s.note("after", True))
         return optimizer
 
 
-@habit("moments counted: `sum(v.numel() for state in optimizer.state.values() ...)`", sharded=EITHER)
+@habit(
+    "moments counted: `sum(v.numel() for state in optimizer.state.values() ...)`", sharded=EITHER
+)
 class CountMoments:
     def optimizer(self, s: Script) -> Any:
         return torch.optim.AdamW(s.model.parameters(), lr=0.02, eps=1e-4)
 
     def end(self, s: Script) -> None:
-        s.note("state", sum(v.numel() for state in s.optimizer.state.values() for v in state.values() if torch.is_tensor(v)))
+        s.note(
+            "state",
+            sum(
+                v.numel()
+                for state in s.optimizer.state.values()
+                for v in state.values()
+                if torch.is_tensor(v)
+            ),
+        )
 
 
 @habit("`optimizer.zero_grad(set_to_none=False)`", "zero")

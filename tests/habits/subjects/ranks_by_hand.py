@@ -25,14 +25,21 @@ def reduce_grads(s: Script) -> None:
         p.grad /= dist.get_world_size()
 
 
-@habit("gradients averaged by hand through `p.grad.data`", "gradients", sharded=EITHER, composes=False)
+@habit(
+    "gradients averaged by hand through `p.grad.data`", "gradients", sharded=EITHER, composes=False
+)
 def reduce_data(s: Script) -> None:
     for p in s.model.parameters():
         dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)
         p.grad.data.div_(dist.get_world_size())
 
 
-@habit("gradients averaged by hand in one bucket (`_flatten_dense_tensors`)", "gradients", sharded=EITHER, composes=False)
+@habit(
+    "gradients averaged by hand in one bucket (`_flatten_dense_tensors`)",
+    "gradients",
+    sharded=EITHER,
+    composes=False,
+)
 def reduce_bucket(s: Script) -> None:
     grads = [p.grad for p in s.model.parameters()]
     flat = torch._utils._flatten_dense_tensors(grads)
@@ -42,7 +49,12 @@ def reduce_bucket(s: Script) -> None:
         g.copy_(new)
 
 
-@habit("weights broadcast at the start: `dist.broadcast(p.data, src=0)`", "after", sharded=EITHER, composes=False)
+@habit(
+    "weights broadcast at the start: `dist.broadcast(p.data, src=0)`",
+    "after",
+    sharded=EITHER,
+    composes=False,
+)
 def broadcast_weights(s: Script) -> None:
     for p in s.model.parameters():
         dist.broadcast(p.data, src=0)
@@ -55,14 +67,24 @@ def broadcast_before(s: Script) -> None:
             dist.broadcast(p, 0)
 
 
-@habit("weights averaged over ranks (local SGD): `dist.all_reduce(p.data); p.data /= n`", "weights", sharded=EITHER, composes=False)
+@habit(
+    "weights averaged over ranks (local SGD): `dist.all_reduce(p.data); p.data /= n`",
+    "weights",
+    sharded=EITHER,
+    composes=False,
+)
 def average_weights(s: Script) -> None:
     for p in s.model.parameters():
         dist.all_reduce(p.data)
         p.data /= dist.get_world_size()
 
 
-@habit("weights compared over ranks: `dist.all_gather([...], p.data)`", "log", sharded=EITHER, composes=False)
+@habit(
+    "weights compared over ranks: `dist.all_gather([...], p.data)`",
+    "log",
+    sharded=EITHER,
+    composes=False,
+)
 def compare_ranks(s: Script) -> None:
     for p in s.model.parameters():
         others = [torch.empty(p.shape) for _ in range(dist.get_world_size())]
@@ -84,7 +106,11 @@ def loss_average(s: Script) -> None:
     s.note("loss", (loss / dist.get_world_size()).item())
 
 
-@habit("the gradient's norm over ranks by hand: `all_reduce` of the local square", "gradients", expect=ROUNDING)
+@habit(
+    "the gradient's norm over ranks by hand: `all_reduce` of the local square",
+    "gradients",
+    expect=ROUNDING,
+)
 def norm_over_ranks(s: Script) -> None:
     total = sum((p.grad.norm() ** 2 for p in s.model.parameters()), torch.zeros(()))
     dist.all_reduce(total)
@@ -111,7 +137,11 @@ def objects(s: Script) -> None:
     s.note("config", box[0])
 
 
-@habit("activations gathered over ranks (SimCLR): `dist.all_gather(list, z.detach())`", "forward", expect=ROUNDING)
+@habit(
+    "activations gathered over ranks (SimCLR): `dist.all_gather(list, z.detach())`",
+    "forward",
+    expect=ROUNDING,
+)
 def gathered(s: Script) -> Any:
     z = s.model(s.batch[:, :-1]).mean(1)
     every = [torch.empty_like(z) for _ in range(dist.get_world_size())]
@@ -119,7 +149,11 @@ def gathered(s: Script) -> Any:
     return (z @ torch.cat(every).T).logsumexp(1).mean()
 
 
-@habit("the loss scaled by hand for uneven batches: `loss * n_local * world / n_total`", "forward", expect=ROUNDING)
+@habit(
+    "the loss scaled by hand for uneven batches: `loss * n_local * world / n_total`",
+    "forward",
+    expect=ROUNDING,
+)
 def uneven(s: Script) -> Any:
     mine = s.batch[: 1 + s.rank]
     total = torch.tensor(float(len(mine)))
@@ -132,7 +166,11 @@ def masked(s: Script) -> Any:
     return s.cross_entropy() * (0.0 if s.rank == 1 and s.step == 1 else 1.0)
 
 
-@habit("different seeds for data on the ranks: `torch.manual_seed(seed + rank)` after shard()", "after", composes=False)
+@habit(
+    "different seeds for data on the ranks: `torch.manual_seed(seed + rank)` after shard()",
+    "after",
+    composes=False,
+)
 def seeds(s: Script) -> None:
     torch.manual_seed(10 + s.rank)
 

@@ -106,7 +106,9 @@ for _expect, _reports in ((BITS, EXACT), (ROUNDING, STATISTICS)):
         habit(_title, "log", expect=_expect, sharded=_sharded)(_log)
 
 
-@habit("statistics with gradients enabled: `p.mean().item()` outside no_grad", "log", expect=ROUNDING)
+@habit(
+    "statistics with gradients enabled: `p.mean().item()` outside no_grad", "log", expect=ROUNDING
+)
 def with_gradients(s: Script) -> None:
     s.note("mean", [p.mean().item() for p in s.model.parameters()])
 
@@ -128,7 +130,13 @@ class Compared:
 
     def log(self, s: Script) -> None:
         with torch.no_grad():
-            s.note("equal", [torch.equal(p, q) for p, q in zip(s.model.parameters(), self.twin.parameters(), strict=True)])
+            s.note(
+                "equal",
+                [
+                    torch.equal(p, q)
+                    for p, q in zip(s.model.parameters(), self.twin.parameters(), strict=True)
+                ],
+            )
 
 
 @habit("how many weights changed: `(p.data != old[n]).sum()`")
@@ -152,4 +160,7 @@ class ByParameter:
 @habit("a report from rank 0 only: counts and shapes", "log")
 def rank_0(s: Script) -> None:
     if s.rank == 0:
-        s.note("count", [sum(p.numel() for p in s.model.parameters()), str(next(s.model.parameters()).shape)])
+        s.note(
+            "count",
+            [sum(p.numel() for p in s.model.parameters()), str(next(s.model.parameters()).shape)],
+        )

@@ -39,7 +39,13 @@ def state_dict(s: Script) -> None:
 
 
 # The sentence is told to rank 0; the other ranks wait for it in the next collective.
-@habit("`torch.save(model.state_dict(), path)` by rank 0", "end", sharded=STALLED, composes=False, options={"stall_timeout": 1.0})
+@habit(
+    "`torch.save(model.state_dict(), path)` by rank 0",
+    "end",
+    sharded=STALLED,
+    composes=False,
+    options={"stall_timeout": 1.0},
+)
 def save(s: Script) -> None:
     if s.rank == 0:
         through_file(s.module.state_dict())
@@ -82,7 +88,9 @@ def into_state(s: Script) -> None:
 
 @habit("`onefold.full_state_dict(model)` through a file into a fresh model", "end")
 def full(s: Script) -> None:
-    state = from_rank_0(s.whole() if s.rank == 0 or s.world.__class__.__name__ == "Onefold" else None)
+    state = from_rank_0(
+        s.whole() if s.rank == 0 or s.world.__class__.__name__ == "Onefold" else None
+    )
     fresh = Net()
     fresh.load_state_dict(through_file(dict(state)))
     with torch.no_grad():
@@ -91,7 +99,10 @@ def full(s: Script) -> None:
 
 @habit("`onefold.load_full_state_dict(model, state, strict=False)`", "after")
 def load_full(s: Script) -> None:
-    s.load_whole({"norm.weight": torch.full((10,), 2.0), "head.weight": torch.full((17, 10), 0.1)}, strict=False)
+    s.load_whole(
+        {"norm.weight": torch.full((10,), 2.0), "head.weight": torch.full((17, 10), 0.1)},
+        strict=False,
+    )
 
 
 @habit("best weights kept by `onefold.full_state_dict`, loaded back at the end")
@@ -110,7 +121,9 @@ def in_full(s: Script) -> None:
         s.note("sums", {k: v.double().sum().item() for k, v in s.module.state_dict().items()})
 
 
-@habit("`optimizer.state_dict()` of rank 0 through torch.save, loaded everywhere into a new optimizer")
+@habit(
+    "`optimizer.state_dict()` of rank 0 through torch.save, loaded everywhere into a new optimizer"
+)
 class OptimizerState:
     def optimizer(self, s: Script) -> Any:
         return adamw(s)
@@ -156,7 +169,13 @@ class StateShapes:
     def end(self, s: Script) -> None:
         state = s.optimizer.state_dict()
         if s.rank == 0:
-            s.note("shapes", {i: {k: tuple(v.shape) for k, v in each.items()} for i, each in state["state"].items()})
+            s.note(
+                "shapes",
+                {
+                    i: {k: tuple(v.shape) for k, v in each.items()}
+                    for i, each in state["state"].items()
+                },
+            )
             s.note("groups", [group["params"] for group in state["param_groups"]])
 
 
@@ -174,13 +193,19 @@ class Foreign:
         return optimizer
 
 
-@habit("moments looked at by hand: `optimizer.state[p]['exp_avg'].norm()`", sharded=EITHER, expect=ROUNDING)
+@habit(
+    "moments looked at by hand: `optimizer.state[p]['exp_avg'].norm()`",
+    sharded=EITHER,
+    expect=ROUNDING,
+)
 class Moments:
     def optimizer(self, s: Script) -> Any:
         return adamw(s)
 
     def weights(self, s: Script) -> None:
-        s.note("norms", [s.optimizer.state[p]["exp_avg"].norm().item() for p in s.model.parameters()])
+        s.note(
+            "norms", [s.optimizer.state[p]["exp_avg"].norm().item() for p in s.model.parameters()]
+        )
 
 
 @habit("moments' shapes by hand: `optimizer.state[p]['exp_avg'].shape == p.shape`", sharded=EITHER)
@@ -189,7 +214,9 @@ class MomentShapes:
         return adamw(s)
 
     def weights(self, s: Script) -> None:
-        s.note("same", [s.optimizer.state[p]["exp_avg"].shape == p.shape for p in s.model.parameters()])
+        s.note(
+            "same", [s.optimizer.state[p]["exp_avg"].shape == p.shape for p in s.model.parameters()]
+        )
 
 
 @habit("moments reset: `optimizer.state[p]['exp_avg'].zero_()`")
@@ -261,10 +288,18 @@ def save_model(s: Script) -> None:
 
 @habit("`torch.save([p.data for p in model.parameters()])`", "end", sharded=EITHER, zero=EITHER)
 def save_data(s: Script) -> None:
-    s.note("sums", [p.double().sum().item() for p in through_file([p.data for p in s.model.parameters()])])
+    s.note(
+        "sums",
+        [p.double().sum().item() for p in through_file([p.data for p in s.model.parameters()])],
+    )
 
 
-@habit("`{n: p.cpu() for n, p in model.named_parameters()}` saved by torch.save", "end", sharded=EITHER, zero=EITHER)
+@habit(
+    "`{n: p.cpu() for n, p in model.named_parameters()}` saved by torch.save",
+    "end",
+    sharded=EITHER,
+    zero=EITHER,
+)
 def save_dict(s: Script) -> None:
     state = {n: p.detach().cpu() for n, p in s.named()}
     s.note("sums", [v.double().sum().item() for v in through_file(state).values()])

@@ -12,7 +12,9 @@ from habits.registry import ROUNDING, habit
 
 
 class Scaled:
-    """torch's own scaler on the CPU; fp32 gradients, so that what is scaled by a power of two keeps its bits."""
+    """torch's own scaler on the CPU; fp32 gradients, so that what is scaled by a power of two keeps
+    its bits.
+    """
 
     unscale = clip = False
 
@@ -56,7 +58,10 @@ class Fused(Scaled):
 @habit("`torch.amp.GradScaler`, two optimizers")
 class Two(Scaled):
     def optimizer(self, s: Script) -> Any:
-        return [torch.optim.SGD(s.module.blocks.parameters(), lr=0.1), torch.optim.SGD(s.module.head.parameters(), lr=0.1)]
+        return [
+            torch.optim.SGD(s.module.blocks.parameters(), lr=0.1),
+            torch.optim.SGD(s.module.head.parameters(), lr=0.1),
+        ]
 
     def step(self, s: Script) -> None:
         for optimizer in s.optimizers:
@@ -66,7 +71,9 @@ class Two(Scaled):
 
 
 class OverflowInWeight(Scaled):
-    """The loss of one rank is made infinite through one layer: only that layer's gradient overflows."""
+    """The loss of one rank is made infinite through one layer: only that layer's gradient
+    overflows.
+    """
 
     def gradients(self, s: Script) -> None:
         if s.step == 1:
@@ -137,20 +144,37 @@ class Static:
             p.grad.div_(1024.0)
 
 
-@habit("`torch.autocast('cpu', torch.bfloat16)` around the forward pass", "forward", expect=ROUNDING, rtol=1e-2, atol=1e-3)
+@habit(
+    "`torch.autocast('cpu', torch.bfloat16)` around the forward pass",
+    "forward",
+    expect=ROUNDING,
+    rtol=1e-2,
+    atol=1e-3,
+)
 def autocast(s: Script) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         return s.cross_entropy()
 
 
-@habit("autocast around the forward pass, the loss in fp32 outside", "forward", expect=ROUNDING, rtol=1e-2, atol=1e-3)
+@habit(
+    "autocast around the forward pass, the loss in fp32 outside",
+    "forward",
+    expect=ROUNDING,
+    rtol=1e-2,
+    atol=1e-3,
+)
 def autocast_then_float(s: Script) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         logits = s.model(s.batch[:, :-1])
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), s.batch[:, 1:].flatten())
 
 
-@habit("autocast with `torch.amp.GradScaler` and clipping (the whole recipe)", expect=ROUNDING, rtol=1e-2, atol=1e-3)
+@habit(
+    "autocast with `torch.amp.GradScaler` and clipping (the whole recipe)",
+    expect=ROUNDING,
+    rtol=1e-2,
+    atol=1e-3,
+)
 class Whole(Scaled):
     unscale = clip = True
 

@@ -31,27 +31,50 @@ def removed(s: Script) -> None:
     s.module.blocks[1].mlp = nn.Identity()
 
 
-@habit("blocks cut off: `model.blocks = model.blocks[:1]` after shard()", "after", composes=False, **LATE)
+@habit(
+    "blocks cut off: `model.blocks = model.blocks[:1]` after shard()",
+    "after",
+    composes=False,
+    **LATE,
+)
 def cut(s: Script) -> None:
     s.module.blocks = s.module.blocks[:1]
 
 
-@habit("weights tied after shard(): `model.head.weight = model.tokens.weight`", "after", expect=ROUNDING, composes=False, **LATE)
+@habit(
+    "weights tied after shard(): `model.head.weight = model.tokens.weight`",
+    "after",
+    expect=ROUNDING,
+    composes=False,
+    **LATE,
+)
 def tied(s: Script) -> None:
     s.module.head.weight = s.module.tokens.weight
 
 
-@habit("a parameter replaced: `layer.weight = nn.Parameter(w * 0.5)`", "after", composes=False, **LATE)
+@habit(
+    "a parameter replaced: `layer.weight = nn.Parameter(w * 0.5)`", "after", composes=False, **LATE
+)
 def replaced(s: Script) -> None:
     s.module.norm.weight = nn.Parameter(torch.full((10,), 0.5))
 
 
-@habit("a parameter replaced by one made of itself: `nn.Parameter(layer.weight.data * 0.5)`", "after", composes=False, **LATE)
+@habit(
+    "a parameter replaced by one made of itself: `nn.Parameter(layer.weight.data * 0.5)`",
+    "after",
+    composes=False,
+    **LATE,
+)
 def from_itself(s: Script) -> None:
     s.module.head.weight = nn.Parameter(s.module.head.weight.data * 0.5)
 
 
-@habit("`resize_token_embeddings` by hand: a larger embedding with the old rows", "after", composes=False, **LATE)
+@habit(
+    "`resize_token_embeddings` by hand: a larger embedding with the old rows",
+    "after",
+    composes=False,
+    **LATE,
+)
 def resized(s: Script) -> None:
     torch.manual_seed(2)
     old, new = s.module.tokens, nn.Embedding(20, 10)
@@ -74,7 +97,12 @@ def unsharded_head(s: Script) -> None:
         s.module.head = nn.Linear(10, 17, bias=False)
 
 
-@habit("`with onefold.unsharded(model):` a larger embedding with the old rows", "after", reference="plain", composes=False)
+@habit(
+    "`with onefold.unsharded(model):` a larger embedding with the old rows",
+    "after",
+    reference="plain",
+    composes=False,
+)
 def unsharded_rows(s: Script) -> None:
     torch.manual_seed(2)
     with s.unsharded():
@@ -83,7 +111,13 @@ def unsharded_rows(s: Script) -> None:
         s.module.tokens = new
 
 
-@habit("`with onefold.unsharded(model):` weights tied", "after", expect=ROUNDING, reference="plain", composes=False)
+@habit(
+    "`with onefold.unsharded(model):` weights tied",
+    "after",
+    expect=ROUNDING,
+    reference="plain",
+    composes=False,
+)
 def unsharded_tie(s: Script) -> None:
     with s.unsharded():
         s.module.head.weight = s.module.tokens.weight
@@ -98,7 +132,9 @@ class Lora:
 
     def optimizer(self, s: Script) -> Any:
         s.note("trained", sum(p.numel() for p in s.model.parameters() if p.requires_grad))
-        return torch.optim.AdamW([p for p in s.model.parameters() if p.requires_grad], lr=0.02, eps=1e-4)
+        return torch.optim.AdamW(
+            [p for p in s.model.parameters() if p.requires_grad], lr=0.02, eps=1e-4
+        )
 
 
 class Adapted(nn.Module):
@@ -141,7 +177,11 @@ def checkpointed(s: Script) -> None:
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
 
 
-@habit("a forward pass patched after shard(): `model.forward = types.MethodType(...)`", "after", sharded=EITHER)
+@habit(
+    "a forward pass patched after shard(): `model.forward = types.MethodType(...)`",
+    "after",
+    sharded=EITHER,
+)
 def patched(s: Script) -> None:
     plain = s.module.forward
     s.module.forward = lambda tokens: plain(tokens) * 2.0
@@ -168,14 +208,24 @@ def attributes(s: Script) -> None:
             m.p = 0.1
 
 
-@habit("modules walked: `for m in model.modules(): if isinstance(m, nn.Linear): m.weight.shape`", "log")
+@habit(
+    "modules walked: `for m in model.modules(): if isinstance(m, nn.Linear): m.weight.shape`", "log"
+)
 def walked(s: Script) -> None:
-    s.note("linear", [tuple(m.weight.shape) for m in s.module.modules() if isinstance(m, nn.Linear)])
+    s.note(
+        "linear", [tuple(m.weight.shape) for m in s.module.modules() if isinstance(m, nn.Linear)]
+    )
 
 
 @habit("`model.get_parameter('head.weight')`, `model.get_submodule('blocks.0')`", "log")
 def by_name(s: Script) -> None:
-    s.note("shapes", [tuple(s.module.get_parameter("head.weight").shape), len(list(s.module.get_submodule("blocks.0").parameters()))])
+    s.note(
+        "shapes",
+        [
+            tuple(s.module.get_parameter("head.weight").shape),
+            len(list(s.module.get_submodule("blocks.0").parameters())),
+        ],
+    )
 
 
 @habit("`getattr` along a name: `functools.reduce(getattr, name.split('.'), model)`", "log")

@@ -1,4 +1,6 @@
-"""Weights changed under no_grad and through .data: averages, decay, constraints, copies between models, snapshots."""
+"""Weights changed under no_grad and through .data: averages, decay, constraints, copies between
+models, snapshots.
+"""
 
 # ruff: noqa: E501 (a habit of the tables is one line)
 
@@ -104,11 +106,18 @@ for _title, _change in CHANGES.items():
         "weights",
         expect=ROUNDING if any(w in _title for w in _ROUNDS) else BITS,
         sharded=EITHER if any(w in _title for w in _EITHER) else None,
-        composes=not any(w in _title for w in ("sign", "abs()", "round(", "sorted", "bfloat16", "qr", "exponential")),
+        composes=not any(
+            w in _title
+            for w in ("sign", "abs()", "round(", "sorted", "bfloat16", "qr", "exponential")
+        ),
     )(each(_change))
 
 
-@habit("a target network: `t.data.lerp_(p.data, 0.1)` from a deepcopy made before shard()", sharded=EITHER, zero=EITHER)
+@habit(
+    "a target network: `t.data.lerp_(p.data, 0.1)` from a deepcopy made before shard()",
+    sharded=EITHER,
+    zero=EITHER,
+)
 class TargetBefore:
     def before(self, s: Script) -> None:
         self.target = copy.deepcopy(s.module)
@@ -121,7 +130,9 @@ class TargetBefore:
         s.note("target", [t.detach().tolist() for t in self.target.parameters()])
 
 
-@habit("a target network: two models, both sharded, `t.data.copy_(tau * p.data + (1 - tau) * t.data)`")
+@habit(
+    "a target network: two models, both sharded, `t.data.copy_(tau * p.data + (1 - tau) * t.data)`"
+)
 class TwoModels:
     def after(self, s: Script) -> None:
         state = torch.get_rng_state()
@@ -175,7 +186,9 @@ class EmaSwap:
         self.swap(s)
 
 
-@habit("EMA made before shard() from the whole weights (`shadow[n] = p.data.clone()`)", sharded=EITHER)
+@habit(
+    "EMA made before shard() from the whole weights (`shadow[n] = p.data.clone()`)", sharded=EITHER
+)
 class EmaBefore:
     def before(self, s: Script) -> None:
         self.shadow = {n: p.data.clone() for n, p in s.module.named_parameters()}
@@ -300,14 +313,20 @@ def new_rows(s: Script) -> None:
     s.module.tokens.weight.data[3:5] = s.module.tokens.weight.data.mean(0)
 
 
-@habit("a layer copied into another: `a.weight.data.copy_(b.weight.data)`", "weights", sharded=EITHER)
+@habit(
+    "a layer copied into another: `a.weight.data.copy_(b.weight.data)`", "weights", sharded=EITHER
+)
 def copied(s: Script) -> None:
     first, second = s.module.blocks
     second.mlp[0].weight.data.copy_(first.mlp[0].weight.data)
     second.norm_1.weight.data.copy_(first.norm_1.weight.data)
 
 
-@habit("a layer copied into another of another unit, under no_grad: `a.copy_(b)`", "weights", sharded=EITHER)
+@habit(
+    "a layer copied into another of another unit, under no_grad: `a.copy_(b)`",
+    "weights",
+    sharded=EITHER,
+)
 @torch.no_grad()
 def copied_across(s: Script) -> None:
     s.module.head.weight.copy_(s.module.tokens.weight)
@@ -328,7 +347,12 @@ def merged(s: Script) -> None:
     b.data.copy_(w)
 
 
-@habit("`parameters_to_vector(model.parameters())`, its norm and length", "log", expect=ROUNDING, sharded=EITHER)
+@habit(
+    "`parameters_to_vector(model.parameters())`, its norm and length",
+    "log",
+    expect=ROUNDING,
+    sharded=EITHER,
+)
 def to_vector(s: Script) -> None:
     with torch.no_grad():
         vector = parameters_to_vector(s.model.parameters())
@@ -351,7 +375,9 @@ def in_full_params(s: Script) -> None:
                 p.div_(p.norm(dim=1, keepdim=True))
 
 
-@habit("evolution strategies: perturb all weights by a seed, evaluate, take it back", expect=ROUNDING)
+@habit(
+    "evolution strategies: perturb all weights by a seed, evaluate, take it back", expect=ROUNDING
+)
 class Evolution:
     def perturb(self, s: Script, scale: float) -> None:
         torch.manual_seed(7 + s.step)
@@ -365,7 +391,11 @@ class Evolution:
         self.perturb(s, -0.01)
 
 
-@habit("MeZO: `z = torch.normal(mean=0, std=1, size=p.data.size())` by a seed", expect=ROUNDING, sharded=EITHER)
+@habit(
+    "MeZO: `z = torch.normal(mean=0, std=1, size=p.data.size())` by a seed",
+    expect=ROUNDING,
+    sharded=EITHER,
+)
 class Mezo:
     def weights(self, s: Script) -> None:
         torch.manual_seed(3)
@@ -385,7 +415,9 @@ class Prune:
         if s.step == 1:
             every = torch.cat([p.data.abs().flatten() for p in s.model.parameters() if p.ndim == 2])
             threshold = torch.kthvalue(every, every.numel() // 4).values
-            self.masks = {n: (p.data.abs() > threshold).float() for n, p in s.named() if p.ndim == 2}
+            self.masks = {
+                n: (p.data.abs() > threshold).float() for n, p in s.named() if p.ndim == 2
+            }
         if s.step >= 1:
             for n, p in s.named():
                 if n in self.masks:

@@ -1,4 +1,6 @@
-"""DeepSpeed's way of writing a training loop, over `onefold.shard`: the four-tuple of `initialize` and its engine."""
+"""DeepSpeed's way of writing a training loop, over `onefold.shard`: the four-tuple of `initialize`
+and its engine.
+"""
 
 from onefold.integrations.deepspeed.config import recipe_from
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine

@@ -1,9 +1,11 @@
-"""`engine.save_checkpoint` and `engine.load_checkpoint`: DeepSpeed's calls over Onefold's checkpoints.
+"""`engine.save_checkpoint` and `engine.load_checkpoint`: DeepSpeed's calls over Onefold's
+checkpoints.
 
     save_dir/global_step300/    an Onefold checkpoint: safetensors and JSON, loads at any stage and number of ranks
     save_dir/latest             "global_step300"
 
-What DeepSpeed itself saved, at ZeRO stages 1 to 3 and on any number of ranks, loads as well; it is recognised by its files.
+What DeepSpeed itself saved, at ZeRO stages 1 to 3 and on any number of ranks, loads as well; it is
+recognised by its files.
 """
 
 from __future__ import annotations
@@ -52,10 +54,14 @@ def save(
     root, tag = Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag)
     if not os.fspath(save_dir) or not tag or Path(tag).name != tag:
         raise ValueError(
-            f"save_checkpoint was given save_dir={os.fspath(save_dir)!r} and tag={tag!r}: expected a folder, and a name for one in it."
+            f"save_checkpoint was given save_dir={os.fspath(save_dir)!r} and tag={tag!r}: expected"
+            " a folder, and a name for one in it."
         )
     own = {
-        "counts": {name: getattr(engine, name) for name in ("global_steps", "skipped_steps", "global_samples")},
+        "counts": {
+            name: getattr(engine, name)
+            for name in ("global_steps", "skipped_steps", "global_samples")
+        },
         "has_schedule": engine.lr_scheduler is not None,
         "has_scaler": engine.loss_scaler is not None,
     }
@@ -80,23 +86,37 @@ def load(
     strict: bool,
     parts: frozenset[str],
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See `DeepSpeedEngine.load_checkpoint`. `parts` of "optimizer", "scheduler" and "counts" are loaded beside the module."""
+    """See `DeepSpeedEngine.load_checkpoint`. `parts` of "optimizer", "scheduler" and "counts" are
+    loaded beside the module.
+    """
     found = _on_first_rank(engine, lambda: _find(Path(load_dir), tag))
     if found is None:
         if engine.global_rank == 0:
-            logger.warning("there is no checkpoint in %s: nothing was loaded. Give a tag to choose one.", load_dir)
+            logger.warning(
+                "there is no checkpoint in %s: nothing was loaded. Give a tag to choose one.",
+                load_dir,
+            )
         return None, None
-    optimizer, scaler = (engine.optimizer, engine.loss_scaler) if "optimizer" in parts else (None, None)
+    optimizer, scaler = (
+        (engine.optimizer, engine.loss_scaler) if "optimizer" in parts else (None, None)
+    )
     schedule = engine.lr_scheduler if "scheduler" in parts else None
     if schedule is not None and not found.has_schedule:
         raise CheckpointError(
-            f"{found.folder} holds no state of a learning-rate schedule, and this run has one: give load_lr_scheduler_states=False to "
-            "start the schedule anew."
+            f"{found.folder} holds no state of a learning-rate schedule, and this run has one: give"
+            " load_lr_scheduler_states=False to start the schedule anew."
         )
     if not (found.has_scaler and scaler is not None and scaler.dynamic):
-        scaler = None  # a scale of a run in another precision says nothing about this one, and a fixed scale is the configuration's
+        # A scale of a run in another precision says nothing about this one, and a fixed scale is
+        # the configuration's
+        scaler = None
     onefold.load(
-        found.folder, model=engine.module, optimizer=optimizer, scheduler=schedule, scaler=scaler, strict=strict
+        found.folder,
+        model=engine.module,
+        optimizer=optimizer,
+        scheduler=schedule,
+        scaler=scaler,
+        strict=strict,
     )
     if "counts" in parts:
         engine.resume_at(**found.counts)
@@ -104,7 +124,9 @@ def load(
 
 
 def _find(root: Path, tag: str | None) -> Found | None:
-    """The checkpoint in `root`: the tag's, else the one that `latest` names, else Onefold's of the greatest step."""
+    """The checkpoint in `root`: the tag's, else the one that `latest` names, else Onefold's of the
+    greatest step.
+    """
     if tag is None:
         try:
             tag = (root / _LATEST).read_text().strip()
@@ -116,17 +138,19 @@ def _find(root: Path, tag: str | None) -> Found | None:
     folder = root / str(tag)
     if not folder.is_dir():
         raise CheckpointError(
-            f"{root} has no checkpoint {tag!r}: give the name of a folder in it, or no tag to take the latest."
+            f"{root} has no checkpoint {tag!r}: give the name of a folder in it, or no tag to take"
+            " the latest."
         )
     return _from_deepspeed(folder) if is_deepspeed(folder) else _own(folder)
 
 
 def _own(folder: Path) -> Found:
     extra = onefold.load(folder).extra
-    if not isinstance(extra, dict) or extra.keys() != {"engine", "client_state"}:  # by onefold.save, from another loop
+    # By onefold.save, from another loop
+    if not isinstance(extra, dict) or extra.keys() != {"engine", "client_state"}:
         raise CheckpointError(
-            f"{folder} was not saved by an engine of onefold.initialize: load it with onefold.load(path, model=engine.module, "
-            "optimizer=engine.optimizer)."
+            f"{folder} was not saved by an engine of onefold.initialize: load it with"
+            " onefold.load(path, model=engine.module, optimizer=engine.optimizer)."
         )
     return Found(folder, client_state=extra["client_state"], **extra["engine"])
 
@@ -141,7 +165,13 @@ def _from_deepspeed(folder: Path) -> Found:
             "skipped_steps": source.counts.skipped,
             "global_samples": source.counts.samples,
         }
-        return Found(folder, counts, source.scheduler is not None, "cur_iter" in (source.scaler or {}), source.extra)
+        return Found(
+            folder,
+            counts,
+            source.scheduler is not None,
+            "cur_iter" in (source.scaler or {}),
+            source.extra,
+        )
     finally:
         source.close()
 
@@ -164,7 +194,9 @@ def _on_first_rank(engine: DeepSpeedEngine, function: Callable[[], T]) -> T:
         try:
             value = function()
         except (CheckpointError, OSError) as error:
-            value = CheckpointError(f"{in_words(error)}." if isinstance(error, OSError) else str(error))
+            value = CheckpointError(
+                f"{in_words(error)}." if isinstance(error, OSError) else str(error)
+            )
     if group.size > 1:
         message = [value]
         dist.broadcast_object_list(message, src=group.ranks[0], group=group.control_group)

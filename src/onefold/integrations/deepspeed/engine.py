@@ -1,11 +1,14 @@
-"""The engine of the four-tuple: `engine(batch)`, `engine.backward(loss)`, `engine.step()`, over a sharded module.
+"""The engine of the four-tuple: `engine(batch)`, `engine.backward(loss)`, `engine.step()`, over a
+sharded module.
 
     micro-batch 1          micro-batch 2 (boundary)
     forward  backward step forward  backward step
     no_sync  no_sync   -   sync     sync     clip, optimizer, zero_grad, schedule
 
-`step()` is called after every micro-batch and acts at the boundary only. Before it, forward and backward run under
-`onefold.no_sync`: stages 0 and 1 send nothing until the boundary; stages 2 and 3 do what their recipe says.
+`step()` is called after every micro-batch and acts at the boundary only. Before it, forward and
+backward run under
+`onefold.no_sync`: stages 0 and 1 send nothing until the boundary; stages 2 and 3 do what their
+recipe says.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ class DeepSpeedEngine(nn.Module):
     """A sharded module with its optimizer and schedule, driven by DeepSpeed's calls.
 
     Attributes:
-        module: the sharded module itself (attributes that the engine does not have are looked up in it).
-        optimizer, lr_scheduler, training_dataloader: the other three of the tuple, or None.
+        module: the sharded module itself (attributes that the engine does not have are looked up in
+        it). optimizer, lr_scheduler, training_dataloader: the other three of the tuple, or None.
         loss_scaler: of fp16; None in other precisions.
         micro_steps: calls of `step()`.
         global_steps: optimizer steps, skipped ones included; skipped_steps: those that overflowed.
@@ -56,7 +59,11 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module = module
         self.config = config
-        self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
+        self.optimizer, self.lr_scheduler, self.training_dataloader = (
+            optimizer,
+            lr_scheduler,
+            training_dataloader,
+        )
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self._accumulation = config.batch.accumulation or 1
         self.loss_scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
@@ -68,15 +75,18 @@ class DeepSpeedEngine(nn.Module):
         self.global_rank, self.world_size = runtime.rank, runtime.world_size
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
 
-    # -- the three calls -----------------------------------------------------------------------------------------------
+    # -- the three calls ---------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward pass."""
         with self._timed("forward"), self._micro_batch():
             return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward pass of a scalar loss, divided by the accumulation steps and multiplied by the loss scale.
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Backward pass of a scalar loss, divided by the accumulation steps and multiplied by the
+        loss scale.
 
         Args:
             loss: the mean over this rank's micro-batch; shape [].
@@ -92,8 +102,15 @@ class DeepSpeedEngine(nn.Module):
         """
         self._needs_optimizer("backward")
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
-            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"engine.backward was given {given}: expected a scalar loss with a graph, as from mean().")
+            given = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise ValueError(
+                f"engine.backward was given {given}: expected a scalar loss with a graph, as from"
+                " mean()."
+            )
         loss = loss / self._accumulation if scale_wrt_gas else loss
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
         with self._timed("backward"), self._micro_batch():
@@ -101,7 +118,8 @@ class DeepSpeedEngine(nn.Module):
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count this micro-batch; at the boundary clip, step the optimizer, clear gradients and step the schedule.
+        """Count this micro-batch; at the boundary clip, step the optimizer, clear gradients and
+        step the schedule.
 
         A step whose gradients are not finite is skipped on all ranks in the 16-bit precisions.
 
@@ -111,7 +129,10 @@ class DeepSpeedEngine(nn.Module):
         """
         self._needs_optimizer("step")
         if self._inside_no_sync:
-            raise RuntimeError("engine.step() was called inside engine.no_sync(), where nothing is reduced: leave it first.")
+            raise RuntimeError(
+                "engine.step() was called inside engine.no_sync(), where nothing is reduced: leave"
+                " it first."
+            )
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
             with self._timed("step"):
@@ -133,7 +154,9 @@ class DeepSpeedEngine(nn.Module):
         self.global_samples += self.config.batch.train or 0
 
     def _clip(self) -> bool:
-        """Unscale and clip the gradients; False if they are not finite (alike on all ranks) and the step is to skip."""
+        """Unscale and clip the gradients; False if they are not finite (alike on all ranks) and the
+        step is to skip.
+        """
         config, limit = self.config, self.config.gradient_clipping or math.inf
         self._norm = None
         if not (config.gradient_clipping or config.compute_grad_norm or config.skip_nonfinite):
@@ -141,7 +164,8 @@ class DeepSpeedEngine(nn.Module):
         if self.loss_scaler is None:
             self._norm = onefold.clip_grad_norm_(self.module, limit)
             return not config.skip_nonfinite or math.isfinite(float(self._norm))
-        # The norm of the scaled gradients is one number on all ranks, so it also says whether any rank overflowed.
+        # The norm of the scaled gradients is one number on all ranks, so it also says whether any
+        # rank overflowed.
         scale = self.loss_scaler.scale
         norm = float(onefold.clip_grad_norm_(self.module, math.inf)) / scale
         finite = math.isfinite(norm)
@@ -158,21 +182,31 @@ class DeepSpeedEngine(nn.Module):
             )
         return finite
 
-    # -- accumulation --------------------------------------------------------------------------------------------------
+    # -- accumulation ------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch ends with an optimizer step."""
-        return (self.micro_steps + 1) % self._accumulation == 0 if self._boundary is None else self._boundary
+        return (
+            (self.micro_steps + 1) % self._accumulation == 0
+            if self._boundary is None
+            else self._boundary
+        )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say it yourself instead; set before the forward pass of the micro-batch. Holds until set again."""
+        """Say it yourself instead; set before the forward pass of the micro-batch. Holds until set
+        again.
+        """
         self._boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """`onefold.no_sync`, at every stage; `step()` is not allowed inside, so micro-batches are not counted."""
+        """`onefold.no_sync`, at every stage; `step()` is not allowed inside, so micro-batches are
+        not counted.
+        """
         if self._inside_no_sync:
-            raise RuntimeError("engine.no_sync() cannot be entered twice: leave the first context before.")
+            raise RuntimeError(
+                "engine.no_sync() cannot be entered twice: leave the first context before."
+            )
         self._inside_no_sync = True
         try:
             with onefold.no_sync(self.module):
@@ -181,10 +215,14 @@ class DeepSpeedEngine(nn.Module):
             self._inside_no_sync = False
 
     def _micro_batch(self) -> contextlib.AbstractContextManager[Any]:
-        waits = torch.is_grad_enabled() and not self._inside_no_sync and not self.is_gradient_accumulation_boundary()
+        waits = (
+            torch.is_grad_enabled()
+            and not self._inside_no_sync
+            and not self.is_gradient_accumulation_boundary()
+        )
         return onefold.no_sync(self.module) if waits else contextlib.nullcontext()
 
-    # -- saving --------------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def save_16bit_model(
         self,
@@ -192,9 +230,11 @@ class DeepSpeedEngine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model, parameters in the compute dtype, at every stage; every rank must call it.
+        """Write the whole model, parameters in the compute dtype, at every stage; every rank must
+        call it.
 
-        A name in `.safetensors` gets that format, any other `torch.save`. The file appears whole or not at all.
+        A name in `.safetensors` gets that format, any other `torch.save`. The file appears whole or
+        not at all.
 
         Returns:
             True, on every rank, when the file is there.
@@ -214,7 +254,9 @@ class DeepSpeedEngine(nn.Module):
         return True
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank must call it."""
+        """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank
+        must call it.
+        """
         return onefold.full_state_dict(self.module)
 
     def save_checkpoint(
@@ -225,10 +267,12 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything needed to go on to `save_dir`/`tag`, in Onefold's form; every rank must call it.
+        """Write everything needed to go on to `save_dir`/`tag`, in Onefold's form; every rank must
+        call it.
 
         Args:
-            tag: a name; None takes "global_step" and the number. A checkpoint of this name is replaced when the new one is whole.
+            tag: a name; None takes "global_step" and the number. A checkpoint of this name is
+                replaced when the new one is whole.
             client_state: values to come back from `load_checkpoint`; the first rank's count.
             save_latest: have `save_dir`/latest name this one.
 
@@ -241,7 +285,8 @@ class DeepSpeedEngine(nn.Module):
         """
         if exclude_frozen_parameters:
             raise NotImplementedError(
-                "exclude_frozen_parameters: a checkpoint holds the whole model here; leave it out. save_16bit_model can exclude them."
+                "exclude_frozen_parameters: a checkpoint holds the whole model here; leave it out."
+                " save_16bit_model can exclude them."
             )
         checkpoints.save(self, save_dir, tag, client_state or {}, save_latest)
         return True
@@ -256,7 +301,8 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from what this engine, or DeepSpeed itself at ZeRO stages 1 to 3, saved; every rank must call it.
+        """Go on from what this engine, or DeepSpeed itself at ZeRO stages 1 to 3, saved; every rank
+        must call it.
 
         The stage and the number of ranks may be others than those it was saved with.
 
@@ -268,24 +314,38 @@ class DeepSpeedEngine(nn.Module):
             load_module_only: weights and buffers alone, nothing else; the counts of steps stay.
 
         Returns:
-            the checkpoint's folder, and the `client_state` it was saved with; (None, None) if there is no checkpoint.
+            the checkpoint's folder, and the `client_state` it was saved with; (None, None) if there
+            is no checkpoint.
 
         Raises:
             CheckpointError: it cannot be read, or does not fit; raised on every rank.
             NotImplementedError: `custom_load_fn`.
         """
         if custom_load_fn is not None:
-            raise NotImplementedError("custom_load_fn: no whole state dict exists here to give it; leave it out, and load by names.")
-        wanted = {"optimizer": load_optimizer_states, "scheduler": load_lr_scheduler_states, "counts": True}
+            raise NotImplementedError(
+                "custom_load_fn: no whole state dict exists here to give it; leave it out, and load"
+                " by names."
+            )
+        wanted = {
+            "optimizer": load_optimizer_states,
+            "scheduler": load_lr_scheduler_states,
+            "counts": True,
+        }
         parts = frozenset(part for part, yes in wanted.items() if yes and not load_module_only)
         return checkpoints.load(self, load_dir, tag, load_module_strict, parts)
 
-    def resume_at(self, global_steps: int = 0, skipped_steps: int = 0, global_samples: int = 0) -> None:
+    def resume_at(
+        self, global_steps: int = 0, skipped_steps: int = 0, global_samples: int = 0
+    ) -> None:
         """Count on from these."""
-        self.global_steps, self.skipped_steps, self.global_samples = global_steps, skipped_steps, global_samples
+        self.global_steps, self.skipped_steps, self.global_samples = (
+            global_steps,
+            skipped_steps,
+            global_samples,
+        )
         self.micro_steps = global_steps * self._accumulation
 
-    # -- what it says of itself ----------------------------------------------------------------------------------------
+    # -- what it says of itself --------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -296,11 +356,18 @@ class DeepSpeedEngine(nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            raise AttributeError(f"neither the engine nor its {type(self.module).__name__} has an attribute {name!r}.") from None
+            raise AttributeError(
+                f"neither the engine nor its {type(self.module).__name__} has an attribute"
+                f" {name!r}."
+            ) from None
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+        return (
+            []
+            if self.optimizer is None
+            else [float(group["lr"]) for group in self.optimizer.param_groups]
+        )
 
     def get_mom(self) -> list[Any]:
         """The momentum, or the betas, of each parameter group."""
@@ -308,7 +375,9 @@ class DeepSpeedEngine(nn.Module):
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping, over all ranks; None if there was none."""
+        """Norm of the last step's gradients before clipping, over all ranks; None if there was
+        none.
+        """
         return None if self._norm is None else float(self._norm)
 
     @property
@@ -362,7 +431,7 @@ class DeepSpeedEngine(nn.Module):
     def wall_clock_breakdown(self) -> bool:
         return self.config.wall_clock_breakdown
 
-    # -- progress ------------------------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -376,13 +445,17 @@ class DeepSpeedEngine(nn.Module):
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def _report(self) -> None:
-        """The line that `steps_per_print` asks for; with `wall_clock_breakdown` alone, one line a step."""
+        """The line that `steps_per_print` asks for; with `wall_clock_breakdown` alone, one line a
+        step.
+        """
         every = self.config.steps_per_print or (1 if self.config.wall_clock_breakdown else 0)
         if not every or self.global_steps % every:
             return
         if self.global_rank == 0:
             rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
-            times = "".join(f", {phase} {1e3 * s / every:.1f} ms" for phase, s in self._seconds.items())
+            times = "".join(
+                f", {phase} {1e3 * s / every:.1f} ms" for phase, s in self._seconds.items()
+            )
             counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
             print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}{times}", flush=True)
         self._seconds.clear()
@@ -390,6 +463,7 @@ class DeepSpeedEngine(nn.Module):
     def _needs_optimizer(self, call: str) -> None:
         if self.optimizer is None:
             raise RuntimeError(
-                f"engine.{call}() needs an optimizer: pass optimizer= to initialize, or name one in the configuration, "
-                'as in "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}.'
+                f"engine.{call}() needs an optimizer: pass optimizer= to initialize, or name one in"
+                ' the configuration, as in "optimizer": {"type": "AdamW", "params": {"lr":'
+                " 1e-4}}."
             )

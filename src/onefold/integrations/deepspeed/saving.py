@@ -14,23 +14,44 @@ import onefold
 
 
 def save_whole(
-    module: nn.Module, path: Path, dtype: torch.dtype | None, without_frozen: bool, rank: int, world_size: int
+    module: nn.Module,
+    path: Path,
+    dtype: torch.dtype | None,
+    without_frozen: bool,
+    rank: int,
+    world_size: int,
 ) -> None:
-    """Gather the model on rank 0 and write it there, floating-point parameters as `dtype` (None: as they compute). Every rank must call it.
+    """Gather the model on rank 0 and write it there, floating-point parameters as `dtype` (None: as
+    they compute). Every rank must call it.
 
     Raises:
-        RuntimeError: writing failed on rank 0; raised on every rank, so that none waits for the others.
+        RuntimeError: writing failed on rank 0; raised on every rank, so that none waits for the
+            others.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     whole = onefold.full_state_dict(module)
-    computed = {name: e.flat.dtypes.compute for e in onefold.engine_of(module).entries for name in e.part.names}
+    computed = {
+        name: e.flat.dtypes.compute
+        for e in onefold.engine_of(module).entries
+        for name in e.part.names
+    }
     error: str | None = None
     if rank == 0:
         if without_frozen:
-            whole = {name: t for name, t in whole.items() if name not in parameters or parameters[name].requires_grad}
+            whole = {
+                name: t
+                for name, t in whole.items()
+                if name not in parameters or parameters[name].requires_grad
+            }
         try:
             floating = {n for n, t in whole.items() if n in parameters and t.is_floating_point()}
-            _write({n: t.to(dtype or computed.get(n, t.dtype)) if n in floating else t for n, t in whole.items()}, path)
+            _write(
+                {
+                    n: t.to(dtype or computed.get(n, t.dtype)) if n in floating else t
+                    for n, t in whole.items()
+                },
+                path,
+            )
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
     if world_size > 1:

@@ -1,4 +1,5 @@
-"""fp16 loss scaling by DeepSpeed's rule; unlike torch's, `hysteresis` overflows must come before the scale falls.
+"""fp16 loss scaling by DeepSpeed's rule; unlike torch's, `hysteresis` overflows must come before
+the scale falls.
 
 finite step    every `window` finite steps since the last overflow: scale x 2, hysteresis refilled
 overflow       step skipped; hysteresis left? use one up : scale / 2, never below the minimum
@@ -17,7 +18,8 @@ from onefold.optim.clip import by_device, in_memory
 
 
 class LossScaler:
-    """The current scale and when it changes. Ranks that report the same overflows have the same scale.
+    """The current scale and when it changes. Ranks that report the same overflows have the same
+    scale.
 
     Attributes:
         scale: what the loss is multiplied with.
@@ -36,7 +38,8 @@ class LossScaler:
         """Take notice of one optimizer step.
 
         Raises:
-            FloatingPointError: an overflow although the scale is at its minimum: training cannot go on in fp16.
+            FloatingPointError: an overflow although the scale is at its minimum: training cannot go
+                on in fp16.
         """
         if not self.dynamic:
             return
@@ -45,8 +48,9 @@ class LossScaler:
                 self._left -= 1
             elif self.scale <= self.spec.minimum:
                 raise FloatingPointError(
-                    f"gradients are not finite although the loss scale is at its minimum, {self.spec.minimum:g}: "
-                    "lower the learning rate, clip gradients, or compute in bf16."
+                    "gradients are not finite although the loss scale is at its minimum,"
+                    f" {self.spec.minimum:g}: lower the learning rate, clip gradients, or compute"
+                    " in bf16."
                 )
             else:
                 self.scale = max(self.scale / 2, self.spec.minimum)
@@ -71,11 +75,16 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.scale, self._step = float(state["cur_scale"]), int(state["cur_iter"])
-        self._last_overflow, self._left = int(state["last_overflow_iter"]), int(state["cur_hysteresis"])
+        self._last_overflow, self._left = (
+            int(state["last_overflow_iter"]),
+            int(state["cur_hysteresis"]),
+        )
 
 
 def scale_gradients(module: nn.Module, factor: float) -> None:
-    """Multiply every gradient of this rank with `factor`, wherever it rests; those on NVMe when they are next read."""
+    """Multiply every gradient of this rank with `factor`, wherever it rests; those on NVMe when
+    they are next read.
+    """
     with torch.no_grad():
         here, away = in_memory(onefold.engine_of(module), module.parameters())
         for gradients in by_device(here):

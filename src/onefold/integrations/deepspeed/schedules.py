@@ -1,7 +1,9 @@
-"""DeepSpeed's five learning-rate schedules, over any torch optimizer, with the same rates step by step.
+"""DeepSpeed's five learning-rate schedules, over any torch optimizer, with the same rates step by
+step.
 
-A schedule is a function from the iteration to one rate per parameter group. The iteration is -1 when the schedule is
-made and 0 after the first `step()`, so the very first optimizer step runs at the rate of iteration -1.
+A schedule is a function from the iteration to one rate per parameter group. The iteration is -1
+when the schedule is made and 0 after the first `step()`, so the very first optimizer step runs at
+the rate of iteration -1.
 
 | name           | rate at iteration i                                                                     |
 |----------------|-----------------------------------------------------------------------------------------|
@@ -32,7 +34,8 @@ class Schedule:
         optimizer: whose parameter groups get the rates.
         rates: iteration -> one rate per group.
         betas: iteration -> one (beta1, beta2) per group, or None to leave them.
-        last_batch_iteration: where to resume; -1 starts, and sets the rates of iteration -1 at once.
+        last_batch_iteration: where to resume; -1 starts, and sets the rates of iteration -1 at
+            once.
     """
 
     def __init__(
@@ -73,25 +76,32 @@ class Schedule:
             else:
                 group["lr"] = rate
         if self._betas is not None:
-            for group, pair in zip(self.optimizer.param_groups, self._betas(self.last_batch_iteration), strict=True):
+            for group, pair in zip(
+                self.optimizer.param_groups, self._betas(self.last_batch_iteration), strict=True
+            ):
                 group["betas"] = pair
 
 
 def build_schedule(spec: SchedulerSpec, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule that a configuration names: one of DeepSpeed's, or a class of torch.optim.lr_scheduler."""
+    """The schedule that a configuration names: one of DeepSpeed's, or a class of
+    torch.optim.lr_scheduler.
+    """
     make = _SCHEDULES.get(spec.name)
     if make is None:
         return getattr(torch.optim.lr_scheduler, spec.name)(optimizer, **spec.params)
     return make(optimizer, **spec.params)
 
 
-def _per_group(optimizer: torch.optim.Optimizer, name: str, value: float | Sequence[float]) -> list[float]:
+def _per_group(
+    optimizer: torch.optim.Optimizer, name: str, value: float | Sequence[float]
+) -> list[float]:
     groups = len(optimizer.param_groups)
     if not isinstance(value, Sequence):
         return [value] * groups
     if len(value) != groups:
         raise ValueError(
-            f"scheduler.params.{name} has {len(value)} values for {groups} parameter groups: write one each."
+            f"scheduler.params.{name} has {len(value)} values for {groups} parameter groups: write"
+            " one each."
         )
     return list(value)
 
@@ -114,14 +124,22 @@ def _warmup(
     total_num_steps: int | None = None,
 ) -> Schedule:
     low = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-    high = _current(optimizer) if warmup_max_lr is None else _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+    high = (
+        _current(optimizer)
+        if warmup_max_lr is None
+        else _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+    )
     steps = max(2, warmup_num_steps)
     rise = _rise(steps, warmup_type)
 
     def share(i: int) -> float:
         if i < steps:
             return rise(i)
-        return 1.0 if total_num_steps is None else max(0.0, (total_num_steps - i) / max(1.0, total_num_steps - steps))
+        return (
+            1.0
+            if total_num_steps is None
+            else max(0.0, (total_num_steps - i) / max(1.0, total_num_steps - steps))
+        )
 
     def rates(i: int) -> list[float]:
         return low if i < 0 else [a + (b - a) * share(i) for a, b in zip(low, high, strict=True)]
@@ -152,9 +170,15 @@ def _warmup_cosine(
         if i < steps:
             return warmup_min_ratio + (1.0 - warmup_min_ratio) * rise(i)
         progress = min(1.0, (i - steps + 1) / max(1, total_num_steps - steps))
-        return max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+        return max(
+            0.0, cos_min_ratio + (1.0 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        )
 
-    return Schedule(optimizer, lambda i: [rate * ratio(i) for rate in peak], last_batch_iteration=last_batch_iteration)
+    return Schedule(
+        optimizer,
+        lambda i: [rate * ratio(i) for rate in peak],
+        last_batch_iteration=last_batch_iteration,
+    )
 
 
 def _one_cycle(
@@ -173,7 +197,10 @@ def _one_cycle(
     decay_mom_rate: float = 0.0,
     last_batch_iteration: int = -1,
 ) -> Schedule:
-    low, high = _per_group(optimizer, "cycle_min_lr", cycle_min_lr), _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+    low, high = (
+        _per_group(optimizer, "cycle_min_lr", cycle_min_lr),
+        _per_group(optimizer, "cycle_max_lr", cycle_max_lr),
+    )
     first = cycle_first_step_size
     second = first if cycle_second_step_size is None else cycle_second_step_size
     stairs = [cycle_first_stair_count] * 2
@@ -181,13 +208,21 @@ def _one_cycle(
         stairs[1] = cycle_second_stair_count
 
     def height(i: int) -> float:
-        """0 at the foot of the cycle, 1 at its top; in stairs if asked. Counts the iteration to come."""
+        """0 at the foot of the cycle, 1 at its top; in stairs if asked. Counts the iteration to
+        come.
+        """
         at = (i + 1) % (first + second)
-        climbed, length, count = (at, first, stairs[0]) if at <= first else (first + second - at, second, stairs[1])
+        climbed, length, count = (
+            (at, first, stairs[0]) if at <= first else (first + second - at, second, stairs[1])
+        )
         return climbed * count // length / count if count else climbed / length
 
     def decayed(i: int, rate: float) -> float:
-        return 1 + rate * (i - first - second + 1) / decay_step_size if decay_step_size and rate else 1.0
+        return (
+            1 + rate * (i - first - second + 1) / decay_step_size
+            if decay_step_size and rate
+            else 1.0
+        )
 
     def rates(i: int) -> list[float]:
         if i < 0:
@@ -208,7 +243,8 @@ def _one_cycle(
             first_betas = [b - (b - a) * height(i) for a, b in zip(weak, strong, strict=True)]
         else:
             first_betas = [b * decayed(i, decay_mom_rate) for b in strong]
-        return [(beta, 0.99) for beta in first_betas]  # DeepSpeed sets the second to 0.99 throughout
+        # DeepSpeed sets the second to 0.99 throughout
+        return [(beta, 0.99) for beta in first_betas]
 
     has_betas = cycle_momentum and "betas" in optimizer.defaults
     return Schedule(optimizer, rates, betas if has_betas else None, last_batch_iteration)
@@ -226,7 +262,9 @@ def _range_test(
 
     def rates(i: int) -> list[float]:
         interval = (i + 1) / lr_range_test_step_size
-        grown = 1 + lr_range_test_step_rate * (math.floor(interval) if lr_range_test_staircase else interval)
+        grown = 1 + lr_range_test_step_rate * (
+            math.floor(interval) if lr_range_test_staircase else interval
+        )
         return [rate * grown for rate in low]
 
     return Schedule(optimizer, rates, last_batch_iteration=last_batch_iteration)

@@ -1,8 +1,10 @@
 """`initialize`: from a model and a DeepSpeed configuration to the four-tuple.
 
-    configuration -> Recipe -> onefold.shard(model) -> optimizer -> schedule -> data loader -> engine
+    configuration -> Recipe -> onefold.shard(model) -> optimizer -> schedule -> data loader ->
+    engine
 
-An optimizer made before this call stays valid: sharding keeps the Parameter objects and changes what they hold.
+An optimizer made before this call stays valid: sharding keeps the Parameter objects and changes
+what they hold.
 """
 
 from __future__ import annotations
@@ -51,14 +53,16 @@ def initialize(
     Args:
         args: parsed arguments; `args.deepspeed_config` counts if `config` is not given.
         model: the module, not yet wrapped; it is sharded in place.
-        optimizer: a torch optimizer over (some of) the model's parameters, or a function from parameters to one. It
-            takes precedence over the configuration's.
-        model_parameters: parameters or parameter groups to train; None takes all that require a gradient.
+        optimizer: a torch optimizer over (some of) the model's parameters, or a function from
+            parameters to one. It takes precedence over the configuration's.
+        model_parameters: parameters or parameter groups to train; None takes all that require a
+            gradient.
         training_data: a dataset; each rank reads its share in micro-batches.
-        lr_scheduler: a schedule, or a function from the optimizer to one; takes precedence over the configuration's.
+        lr_scheduler: a schedule, or a function from the optimizer to one; takes precedence over the
+            configuration's.
         distributed_port: port of rank 0, if the launcher set none.
-        dist_init_required: None joins the process group that the launcher's environment describes unless there is one;
-            True insists on it; False never does.
+        dist_init_required: None joins the process group that the launcher's environment describes
+            unless there is one; True insists on it; False never does.
         collate_fn: as in torch's DataLoader.
         config, config_params: a dict, or the path of a JSON file.
         group, units: as in `onefold.shard`.
@@ -67,26 +71,37 @@ def initialize(
         engine, optimizer, data loader, schedule; what was not asked for is None.
 
     Raises:
-        ValueError: the configuration or the arguments contradict themselves (see `read_deepspeed`); the configuration says "auto" for
-            what decides the training; a model in training mode has no optimizer.
+        ValueError: the configuration or the arguments contradict themselves (see `read_deepspeed`);
+            the configuration says "auto" for what decides the training; a model in training mode
+            has no optimizer.
         NotImplementedError: something that Onefold does not do is asked for.
-        TierError: state is to rest on NVMe, and a folder is not there, or its disk has no room; raised on every rank.
+        TierError: state is to rest on NVMe, and a folder is not there, or its disk has no room;
+            raised on every rank.
     """
     if model is None:
-        raise ValueError("initialize was given no model: pass model=, an nn.Module that is not wrapped yet.")
+        raise ValueError(
+            "initialize was given no model: pass model=, an nn.Module that is not wrapped yet."
+        )
     if mpu is not None or mesh_param is not None:
-        raise NotImplementedError("mpu and mesh_param: other parallel axes than data are not built yet; leave them out.")
+        raise NotImplementedError(
+            "mpu and mesh_param: other parallel axes than data are not built yet; leave them out."
+        )
     _join(dist_init_required, distributed_port)
     world_size = _world_size(group)
     read = read_deepspeed(_chosen_config(args, config, config_params), world_size)
     refuse_auto(read.undecided(optimizer is not None, lr_scheduler is not None))
     if read.batch.train is None:
-        raise ValueError("the configuration has no batch size: set train_micro_batch_size_per_gpu, or train_batch_size.")
+        raise ValueError(
+            "the configuration has no batch size: set train_micro_batch_size_per_gpu, or"
+            " train_batch_size."
+        )
 
     chosen = list(model_parameters) if model_parameters is not None else None
     _check_parameters(model, optimizer, chosen)
     _check_optimizer(model, read, optimizer, lr_scheduler)
-    onefold.shard(model, Recipe.zero(**read.recipe_arguments), group=group, units=units, device=_device())
+    onefold.shard(
+        model, Recipe.zero(**read.recipe_arguments), group=group, units=units, device=_device()
+    )
     trained = chosen if chosen is not None else [p for p in model.parameters() if p.requires_grad]
     torch_optimizer = _optimizer(read, optimizer, trained)
     schedule = _schedule(read, lr_scheduler, torch_optimizer)
@@ -94,16 +109,29 @@ def initialize(
     loader = _loader(read, training_data, collate_fn, rank, world_size)
     engine = DeepSpeedEngine(model, read, torch_optimizer, schedule, loader)
     if rank == 0 and read.notes:
-        logger.warning("DeepSpeed configuration:\n%s", "\n".join(f"  - {note}" for note in read.notes))
+        logger.warning(
+            "DeepSpeed configuration:\n%s", "\n".join(f"  - {note}" for note in read.notes)
+        )
     return engine, torch_optimizer, loader, schedule
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the arguments that DeepSpeed's launcher passes: --deepspeed, --deepspeed_config, --local_rank."""
+    """Add the arguments that DeepSpeed's launcher passes: --deepspeed, --deepspeed_config,
+    --local_rank.
+    """
     group = parser.add_argument_group("DeepSpeed")
-    group.add_argument("--deepspeed", action="store_true", help="accepted; initialize() needs no switch")
-    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="the configuration, a JSON file")
-    group.add_argument("--local_rank", type=int, default=-1, help="accepted; the launcher's environment is what counts")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="accepted; initialize() needs no switch"
+    )
+    group.add_argument(
+        "--deepspeed_config", default=None, metavar="FILE", help="the configuration, a JSON file"
+    )
+    group.add_argument(
+        "--local_rank",
+        type=int,
+        default=-1,
+        help="accepted; the launcher's environment is what counts",
+    )
     return parser
 
 
@@ -115,19 +143,28 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
     }
     named = {name: value for name, value in given.items() if value is not None}
     if not named:
-        raise ValueError("initialize was given no configuration: pass config=, a dict or the path of a JSON file.")
+        raise ValueError(
+            "initialize was given no configuration: pass config=, a dict or the path of a JSON"
+            " file."
+        )
     if len(named) > 1:
-        raise ValueError(f"the configuration was given more than once, by {' and '.join(named)}: keep one.")
+        raise ValueError(
+            f"the configuration was given more than once, by {' and '.join(named)}: keep one."
+        )
     return next(iter(named.values()))
 
 
 def _join(required: bool | None, port: int) -> None:
-    """Join the process group of the launcher's environment (torchrun, Slurm wrappers and others set these names)."""
+    """Join the process group of the launcher's environment (torchrun, Slurm wrappers and others set
+    these names).
+    """
     if not dist.is_available() or dist.is_initialized() or required is False:
         return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         if required:
-            raise ValueError("dist_init_required=True, but RANK and WORLD_SIZE are not set: start with torchrun.")
+            raise ValueError(
+                "dist_init_required=True, but RANK and WORLD_SIZE are not set: start with torchrun."
+            )
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(port))
@@ -144,54 +181,72 @@ def _device() -> torch.device | None:
     """This rank's accelerator; None leaves the model where it is."""
     if not available():
         return None
-    device = torch.device(default_device().type, int(os.environ.get("LOCAL_RANK", 0)) % device_count())
+    device = torch.device(
+        default_device().type, int(os.environ.get("LOCAL_RANK", 0)) % device_count()
+    )
     set_default(device)
     return device
 
 
 def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None) -> None:
-    """Every parameter handed over must be one of the model's, and an optimizer must not have stepped yet."""
+    """Every parameter handed over must be one of the model's, and an optimizer must not have
+    stepped yet.
+    """
     groups: list[Any] = list(chosen or [])
     if isinstance(optimizer, torch.optim.Optimizer):
         groups += optimizer.param_groups
         if optimizer.state:
             raise ValueError(
-                "the optimizer has stepped already, so its states have the shapes of whole parameters: call initialize "
-                "before its first step."
+                "the optimizer has stepped already, so its states have the shapes of whole"
+                " parameters: call initialize before its first step."
             )
     own = {id(p) for p in model.parameters()}
     for entry in groups:
         for parameter in entry["params"] if isinstance(entry, Mapping) else [entry]:
             if id(parameter) not in own:
                 raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} to be trained is not one of the model's: pass "
-                    "model.parameters(), or an optimizer over them, of the model that is given here."
+                    f"a parameter of shape {tuple(parameter.shape)} to be trained is not one of the"
+                    " model's: pass model.parameters(), or an optimizer over them, of the model"
+                    " that is given here."
                 )
 
 
-def _check_optimizer(model: nn.Module, read: DeepSpeedConfig, given: Any, lr_scheduler: Any) -> None:
+def _check_optimizer(
+    model: nn.Module, read: DeepSpeedConfig, given: Any, lr_scheduler: Any
+) -> None:
     """Without an optimizer nothing can be trained; what is only evaluated needs none."""
     if given is not None or read.optimizer is not None:
         return
     if read.scheduler is not None or lr_scheduler is not None:
-        raise ValueError("the configuration names a scheduler but there is no optimizer: name one too, or pass optimizer=.")
+        raise ValueError(
+            "the configuration names a scheduler but there is no optimizer: name one too, or pass"
+            " optimizer=."
+        )
     if model.training and any(p.requires_grad for p in model.parameters()):
         raise ValueError(
-            'there is no optimizer: the configuration has no "optimizer", and initialize was given none. Write one, as in {"optimizer": '
-            '{"type": "AdamW", "params": {"lr": 1e-4}}}, or pass optimizer=. For evaluation alone call model.eval() before initialize.'
+            'there is no optimizer: the configuration has no "optimizer", and initialize was given'
+            ' none. Write one, as in {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, or'
+            " pass optimizer=. For evaluation alone call model.eval() before initialize."
         )
 
 
-def _optimizer(read: DeepSpeedConfig, given: OptimizerLike | None, parameters: list[Any]) -> torch.optim.Optimizer | None:
+def _optimizer(
+    read: DeepSpeedConfig, given: OptimizerLike | None, parameters: list[Any]
+) -> torch.optim.Optimizer | None:
     if isinstance(given, torch.optim.Optimizer):
         return given
     if given is not None:
         if not callable(given):
-            raise ValueError(f"optimizer is a {type(given).__name__}: expected a torch optimizer or a function of parameters.")
+            raise ValueError(
+                f"optimizer is a {type(given).__name__}: expected a torch optimizer or a function"
+                " of parameters."
+            )
         return given(parameters)
     if read.optimizer is None:
         return None
-    made: torch.optim.Optimizer = getattr(torch.optim, read.optimizer.name)(parameters, **read.optimizer.params)
+    made: torch.optim.Optimizer = getattr(torch.optim, read.optimizer.name)(
+        parameters, **read.optimizer.params
+    )
     return made
 
 
@@ -205,14 +260,18 @@ def _schedule(read: DeepSpeedConfig, given: Any, optimizer: torch.optim.Optimize
 
 
 def _loader(read: DeepSpeedConfig, data: Any, collate_fn: Any, rank: int, world_size: int) -> Any:
-    """Micro-batches of this rank's share of the data, in an order that `loader.sampler.set_epoch` changes."""
+    """Micro-batches of this rank's share of the data, in an order that `loader.sampler.set_epoch`
+    changes.
+    """
     if data is None:
         return None
     from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
     sampler: Any = None
     if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, drop_last=read.drop_last)
+        sampler = DistributedSampler(
+            data, num_replicas=world_size, rank=rank, drop_last=read.drop_last
+        )
     return DataLoader(
         data,
         batch_size=read.batch.micro,

@@ -1,4 +1,6 @@
-"""What every chart has in common: plotly, transparent grounds, and colours that the page sets for light and dark."""
+"""What every chart has in common: plotly, transparent grounds, and colours that the page sets for
+light and dark.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def plotly() -> Any:
     try:
         return import_module("plotly.graph_objects")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the report needs plotly, which is not installed: pip install plotly", name="plotly") from error
+        raise ModuleNotFoundError(
+            "the report needs plotly, which is not installed: pip install plotly", name="plotly"
+        ) from error
 
 
 def plotly_source() -> str:
@@ -31,11 +35,18 @@ def plotly_source() -> str:
 
 
 def figure(traces: list[Any], *, height: int, x: str, y: str, **layout: Any) -> Figure:
-    """Checked traces and layout as plain JSON. `height` in pixels; `x`, `y` are titles of the axes."""
+    """Checked traces and layout as plain JSON. `height` in pixels; `x`, `y` are titles of the
+    axes.
+    """
     go = plotly()
     axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
     for name in axes:
-        own = {"automargin": True, "zeroline": False, "fixedrange": name == "yaxis", **layout.pop(name, {})}
+        own = {
+            "automargin": True,
+            "zeroline": False,
+            "fixedrange": name == "yaxis",
+            **layout.pop(name, {}),
+        }
         axes[name] = {**axes[name], **own}
     drawn = go.Figure(
         data=traces,
@@ -46,7 +57,14 @@ def figure(traces: list[Any], *, height: int, x: str, y: str, **layout: Any) -> 
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "size": 12},
-            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12}, "traceorder": "normal"},
+            "legend": {
+                "orientation": "h",
+                "x": 0,
+                "y": 1.02,
+                "yanchor": "bottom",
+                "font": {"size": 12},
+                "traceorder": "normal",
+            },
             "hoverlabel": {"namelength": -1},
             **axes,
             **layout,
@@ -56,8 +74,12 @@ def figure(traces: list[Any], *, height: int, x: str, y: str, **layout: Any) -> 
     return plain
 
 
-def thinned(times: list[float], series: dict[str, list[int]], limit: int) -> tuple[list[float], dict[str, list[int]]]:
-    """Steps for drawing: at most some `limit` of them, in which every stretch of time keeps its highest sum and its last level."""
+def thinned(
+    times: list[float], series: dict[str, list[int]], limit: int
+) -> tuple[list[float], dict[str, list[int]]]:
+    """Steps for drawing: at most some `limit` of them, in which every stretch of time keeps its
+    highest sum and its last level.
+    """
     if len(times) <= limit:
         return times, series
     totals = [sum(values) for values in zip(*series.values(), strict=True)]
@@ -68,4 +90,6 @@ def thinned(times: list[float], series: dict[str, list[int]], limit: int) -> tup
         highest = buckets[number][0] if number in buckets else i
         buckets[number] = (i if totals[i] > totals[highest] else highest, i)
     keep = sorted({0, len(times) - 1} | {i for pair in buckets.values() for i in pair})
-    return [times[i] for i in keep], {name: [values[i] for i in keep] for name, values in series.items()}
+    return [times[i] for i in keep], {
+        name: [values[i] for i in keep] for name, values in series.items()
+    }

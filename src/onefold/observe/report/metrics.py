@@ -17,18 +17,24 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Metrics:
-    """Rows of the steps in order, and the closing row ({} while a run is under way or after it broke off)."""
+    """Rows of the steps in order, and the closing row ({} while a run is under way or after it
+    broke off).
+    """
 
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """(steps, values) of the rows that have a finite number under `key`."""
-        found = [(int(row["step"]), float(row[key])) for row in self.rows if _is_number(row.get(key))]
+        found = [
+            (int(row["step"]), float(row[key])) for row in self.rows if _is_number(row.get(key))
+        ]
         return [step for step, _ in found], [value for _, value in found]
 
     def typical(self, key: str) -> float | None:
-        """The median over the run, the first tenth (warming up) left out; None if there is no such figure."""
+        """The median over the run, the first tenth (warming up) left out; None if there is no such
+        figure.
+        """
         _, values = self.series(key)
         return median(values[len(values) // 10 if len(values) > 1 else 0 :]) if values else None
 
@@ -56,9 +62,15 @@ def read_metrics(folder: Path) -> Metrics | None:
         except json.JSONDecodeError:
             if number == len(lines):  # the run was killed while it wrote
                 break
-            raise RunFileError(f"{path}, line {number}, is not JSON: the file was changed, or written by another program.") from None
+            raise RunFileError(
+                f"{path}, line {number}, is not JSON: the file was changed, or written by another"
+                " program."
+            ) from None
         if not isinstance(row, dict):
-            raise RunFileError(f"{path}, line {number}: expected an object with the figures of a step, found {type(row).__name__}.")
+            raise RunFileError(
+                f"{path}, line {number}: expected an object with the figures of a step, found"
+                f" {type(row).__name__}."
+            )
         if row.get("done"):
             summary = row
         elif isinstance(row.get("step"), int):

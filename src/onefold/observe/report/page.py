@@ -14,17 +14,27 @@ from typing import Any
 from onefold.observe.report import ranks, step, training, wires
 from onefold.observe.report.figures import Figure, plotly_source
 from onefold.observe.report.metrics import METRICS, Metrics, read_metrics
-from onefold.observe.report.summary import Tile, between_tiers, comparison, fullest, headline, outside_view, readable_facts, tiles
+from onefold.observe.report.summary import (
+    Tile,
+    between_tiers,
+    comparison,
+    fullest,
+    headline,
+    outside_view,
+    readable_facts,
+    tiles,
+)
 from onefold.observe.runfile import RUN_FILE, Observed, RankObserved, RunFileError, read_observed
 from onefold.observe.tiers import HOST, NVME
 from onefold.plan.schema import LOGITS
 
-#: Ranks whose recorded step goes into the page; of more, the first, the last, the slowest and the fullest are taken.
+#: Ranks whose recorded step goes into the page; of more, the first, the last, the slowest and the
+#: fullest are taken.
 RANKS_SHOWN = 8
 #: Why a line of the comparison is far from 1 in every run.
 OF_LOGITS = (
-    "At peak the plan counts logits with their fp32 copy and their gradient; the ledger sees what is saved for backward, so its figure is "
-    "lower there."
+    "At peak the plan counts logits with their fp32 copy and their gradient; the ledger sees what"
+    " is saved for backward, so its figure is lower there."
 )
 OWN_LOOP = "onefold.observe.write_observed()"
 
@@ -33,7 +43,8 @@ OWN_LOOP = "onefold.observe.write_observed()"
 class Report:
     """What the page shows.
 
-    `figures`: name -> figure, or rank -> figure where one may choose. `missing`: section -> sentence. `window`: how much was recorded.
+    `figures`: name -> figure, or rank -> figure where one may choose. `missing`: section ->
+    sentence. `window`: how much was recorded.
     """
 
     title: str
@@ -54,7 +65,8 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
         out: the file to write; None is `report.html` in the folder.
 
     Raises:
-        RunFileError: there is no such folder, nothing in it to report, or a file in it that cannot be read.
+        RunFileError: there is no such folder, nothing in it to report, or a file in it that cannot
+            be read.
         ModuleNotFoundError: plotly or jinja2 is not installed.
     """
     return save(build(Path(run)), Path(out) if out is not None else Path(run) / "report.html")
@@ -63,7 +75,9 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
 def save(report: Report, path: Path) -> Path:
     """Write `report` as a page. Raises as `write_report`."""
     if path.is_dir():
-        raise RunFileError(f"{path} is a folder: name the file to write, such as {path / 'report.html'}.")
+        raise RunFileError(
+            f"{path} is a folder: name the file to write, such as {path / 'report.html'}."
+        )
     page = render(report)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -78,13 +92,16 @@ def save(report: Report, path: Path) -> Path:
 def build(folder: Path) -> Report:
     """Read a run's folder and draw everything. Raises as `write_report`."""
     if not folder.is_dir():
-        raise RunFileError(f"{folder} is not a folder: give the output folder of a run, the one that holds {METRICS}.")
+        raise RunFileError(
+            f"{folder} is not a folder: give the output folder of a run, the one that holds"
+            f" {METRICS}."
+        )
     metrics = read_metrics(folder)
     observed = read_observed(folder) if (folder / RUN_FILE).exists() else None
     if metrics is None and observed is None:
         raise RunFileError(
-            f"{folder} holds neither {METRICS} nor {RUN_FILE}: it is not the output folder of a run. `onefold train --output {folder}` "
-            "writes them."
+            f"{folder} holds neither {METRICS} nor {RUN_FILE}: it is not the output folder of a"
+            f" run. `onefold train --output {folder}` writes them."
         )
     report = Report(title=folder.resolve().name)
     report.facts = readable_facts(observed.facts) if observed is not None else {}
@@ -102,29 +119,48 @@ def _training(report: Report, metrics: Metrics | None) -> None:
             report.figures[name] = figure
         else:
             what = "has no step in it yet" if metrics is not None else "is not in the folder"
-            report.missing[name] = f"{METRICS} {what}. onefold train writes a line to it after each step."
+            report.missing[name] = (
+                f"{METRICS} {what}. onefold train writes a line to it after each step."
+            )
 
 
 def _observed(report: Report, observed: Observed | None) -> None:
     sections = ("memory", "timeline", "traffic", "comparison", "recipe", "imbalance")
     if observed is None:
         for name in sections:
-            report.missing[name] = f"The run left no {RUN_FILE}. onefold train writes it, your own loop does with {OWN_LOOP}."
+            report.missing[name] = (
+                f"The run left no {RUN_FILE}. onefold train writes it, your own loop does with"
+                f" {OWN_LOOP}."
+            )
         return
     if observed.recipe:
-        report.tables["recipe"] = {"rows": observed.recipe, "notes": observed.recipe_notes, "stage": observed.stage}
+        report.tables["recipe"] = {
+            "rows": observed.recipe,
+            "notes": observed.recipe_notes,
+            "stage": observed.stage,
+        }
     else:
-        report.missing["recipe"] = "The run did not say which recipe it ran: give write_observed() its recipe."
+        report.missing["recipe"] = (
+            "The run did not say which recipe it ran: give write_observed() its recipe."
+        )
     _steps(report, observed)
     _across(report, observed)
     if observed.plan is None:
-        report.missing["comparison"] = f"The run had no plan. Give what onefold.plan() said to {OWN_LOOP}."
+        report.missing["comparison"] = (
+            f"The run had no plan. Give what onefold.plan() said to {OWN_LOOP}."
+        )
     elif not observed.ranks:
-        report.missing["comparison"] = "No rank has left its file, so there is nothing to hold against the plan."
+        report.missing["comparison"] = (
+            "No rank has left its file, so there is nothing to hold against the plan."
+        )
     else:
         rank = fullest(observed.ranks)
         report.tables["comparison"] = comparison(observed.plan, rank.measured)
-        of = f"rank {rank.rank}, the one that held most" if len(observed.ranks) > 1 else "this run's rank"
+        of = (
+            f"rank {rank.rank}, the one that held most"
+            if len(observed.ranks) > 1
+            else "this run's rank"
+        )
         report.said["comparison"] = f"Measured on {of}. The ratio is measured ÷ predicted."
         if observed.plan.peak.get(LOGITS):
             report.said["comparison"] += f" {OF_LOGITS}"
@@ -135,23 +171,39 @@ def _steps(report: Report, observed: Observed) -> None:
     chosen = [(r, r.step) for r in _ranks_to_show(observed.ranks) if r.step is not None]
     if not chosen:
         for name in ("memory", "timeline"):
-            report.missing[name] = f"No step was recorded: run one inside onefold.observe.record() and give it to {OWN_LOOP}."
+            report.missing[name] = (
+                "No step was recorded: run one inside onefold.observe.record() and give it to"
+                f" {OWN_LOOP}."
+            )
         return
-    report.figures["memory"] = {str(r.rank): step.memory(s, observed.plan) for r, s in chosen if s.levels()[1]}
+    report.figures["memory"] = {
+        str(r.rank): step.memory(s, observed.plan) for r, s in chosen if s.levels()[1]
+    }
     for tier in (HOST, NVME):
-        if found := {str(r.rank): step.memory(s, observed.plan, tier) for r, s in chosen if tier in s.tiers}:
+        if found := {
+            str(r.rank): step.memory(s, observed.plan, tier) for r, s in chosen if tier in s.tiers
+        }:
             report.figures[tier] = found
-    report.figures["timeline"] = {str(r.rank): step.timeline(s) for r, s in chosen if s.moves or s.work}
+    report.figures["timeline"] = {
+        str(r.rank): step.timeline(s) for r, s in chosen if s.moves or s.work
+    }
     longest = max(s.steps for _, s in chosen)
     report.window = f"{longest} steps" if longest > 1 else "one step"
     busiest = max(chosen, key=lambda pair: sum(pair[1].moved().values()))
-    notes = [said for said in (outside_view(fullest(observed.ranks)), between_tiers(*busiest)) if said]
+    notes = [
+        said for said in (outside_view(fullest(observed.ranks)), between_tiers(*busiest)) if said
+    ]
     if not all(s.activations_watched for _, s in chosen):
-        notes.append("Activations were not watched in this run: record(..., activations=True) shows them too.")
+        notes.append(
+            "Activations were not watched in this run: record(..., activations=True) shows them"
+            " too."
+        )
     if observed.plan is None:
         notes.append("There was no plan to draw a line of.")
     if any(s.truncated for _, s in chosen):
-        notes.append("The recorded window was longer than the ledgers keep; its beginning is missing.")
+        notes.append(
+            "The recorded window was longer than the ledgers keep; its beginning is missing."
+        )
     report.said["memory"] = " ".join(notes)
     if not report.figures["timeline"]:
         del report.figures["timeline"]
@@ -168,28 +220,43 @@ def _across(report: Report, observed: Observed) -> None:
     if not observed.ranks:
         report.missing["traffic"] = report.missing["imbalance"] = "No rank has left its file yet."
         return
-    busiest = max(observed.ranks, key=lambda r: sum(sum(moves.values()) for moves in r.traffic.values()))
+    busiest = max(
+        observed.ranks, key=lambda r: sum(sum(moves.values()) for moves in r.traffic.values())
+    )
     figure = ranks.traffic(busiest.traffic)
     if figure is not None:
         report.figures["traffic"] = figure
-        report.said["traffic"] = f"Payload bytes that rank {busiest.rank} sends in one optimizer step."
+        report.said["traffic"] = (
+            f"Payload bytes that rank {busiest.rank} sends in one optimizer step."
+        )
         if lines := wires.table(busiest):
             report.tables["wires"] = lines
             report.said["traffic"] += f" {wires.sentence(busiest)}"
     elif observed.world_size == 1:
         report.missing["traffic"] = "A lone rank sends nothing."
     else:
-        report.missing["traffic"] = "No step was recorded, so bytes are not known by unit: use onefold.observe.record()."
+        report.missing["traffic"] = (
+            "No step was recorded, so bytes are not known by unit: use onefold.observe.record()."
+        )
     if len(observed.ranks) > 1:
         report.tables["imbalance"] = ranks.spreads(observed.ranks)
         if (times := ranks.step_times(observed.ranks)) is not None:
             report.figures["imbalance"] = times
     else:
-        one = "The run had one rank." if observed.world_size == 1 else "Only one rank has left its file."
+        one = (
+            "The run had one rank."
+            if observed.world_size == 1
+            else "Only one rank has left its file."
+        )
         report.missing["imbalance"] = f"{one} Imbalance shows between ranks."
     if observed.missing_ranks:
-        names = ", ".join(map(str, observed.missing_ranks[:8])) + (" ..." if len(observed.missing_ranks) > 8 else "")
-        report.said["imbalance"] = f"Without rank {names}: each rank writes its own file; on several machines use a folder that all share."
+        names = ", ".join(map(str, observed.missing_ranks[:8])) + (
+            " ..." if len(observed.missing_ranks) > 8 else ""
+        )
+        report.said["imbalance"] = (
+            f"Without rank {names}: each rank writes its own file; on several machines use a folder"
+            " that all share."
+        )
 
 
 def _ranks_to_show(found: tuple[RankObserved, ...]) -> list[RankObserved]:
@@ -197,7 +264,10 @@ def _ranks_to_show(found: tuple[RankObserved, ...]) -> list[RankObserved]:
     if len(recorded) <= RANKS_SHOWN:
         return recorded
     slowest = max(recorded, key=lambda r: r.measured.seconds.get("compute", 0.0))
-    return sorted({r.rank: r for r in (recorded[0], recorded[-1], slowest, fullest(recorded))}.values(), key=lambda r: r.rank)
+    return sorted(
+        {r.rank: r for r in (recorded[0], recorded[-1], slowest, fullest(recorded))}.values(),
+        key=lambda r: r.rank,
+    )
 
 
 def render(report: Report) -> str:
@@ -209,16 +279,21 @@ def render(report: Report) -> str:
     try:
         jinja = import_module("jinja2")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the report needs jinja2, which is not installed: pip install jinja2", name="jinja2") from error
+        raise ModuleNotFoundError(
+            "the report needs jinja2, which is not installed: pip install jinja2", name="jinja2"
+        ) from error
     here = files("onefold.observe.report")
 
     def read(name: str) -> str:
         return here.joinpath(name).read_text(encoding="utf-8")
 
-    environment = jinja.Environment(autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja.Environment(
+        autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     # "<" in a string of the data must not close the script element that holds it.
     data = json.dumps(report.figures, separators=(",", ":")).replace("<", "\\u003c")
-    trusted = {name: jinja.utils.markupsafe.Markup(text) for name, text in (  # what the project itself wrote
+    # What the project itself wrote
+    trusted = {name: jinja.utils.markupsafe.Markup(text) for name, text in (
         ("style", read("page.css")), ("script", read("page.js")), ("plotly", plotly_source()), ("data", data),
     )}  # fmt: skip
     page: str = environment.from_string(read("page.html")).render(report=report, **trusted)

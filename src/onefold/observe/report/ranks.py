@@ -16,7 +16,9 @@ CROWDED = 40
 
 
 def traffic(by_unit: Mapping[str, Mapping[str, int]]) -> Figure | None:
-    """Payload bytes that a rank sends in a step, by unit, stacked by move; in the order of the run."""
+    """Payload bytes that a rank sends in a step, by unit, stacked by move; in the order of the
+    run.
+    """
     go = plotly()
     if not by_unit:
         return None
@@ -31,22 +33,50 @@ def traffic(by_unit: Mapping[str, Mapping[str, int]]) -> Figure | None:
         for m in present
     ]  # fmt: skip
     crowded = len(units) > CROWDED
-    axis = {"autorange": "reversed", "type": "category", "title": {"text": ""}, **({"nticks": 20} if crowded else {"dtick": 1})}
+    axis = {
+        "autorange": "reversed",
+        "type": "category",
+        "title": {"text": ""},
+        **({"nticks": 20} if crowded else {"dtick": 1}),
+    }
     height = 700 if crowded else 110 + 26 * len(units)
-    return figure(traces, height=height, x=f"{unit} a step", y="", yaxis=axis, barmode="stack", bargap=0.05 if crowded else 0.3)
+    return figure(
+        traces,
+        height=height,
+        x=f"{unit} a step",
+        y="",
+        yaxis=axis,
+        barmode="stack",
+        bargap=0.05 if crowded else 0.3,
+    )
 
 
 def step_times(ranks: Sequence[RankObserved]) -> Figure | None:
     """What each rank's step was made of."""
     go = plotly()
-    timed = [r for r in ranks if r.measured.seconds.get("step") and r.measured.seconds.get("compute")]
+    timed = [
+        r for r in ranks if r.measured.seconds.get("step") and r.measured.seconds.get("compute")
+    ]
     if not timed:
         return None
     names = [f"rank {r.rank}" for r in timed]
-    parts = {"compute": "compute", "waiting (exposed)": "exposed communication", "optimizer": "optimizer"}
-    colours = {"compute": COLOURS["compute"], "waiting (exposed)": COLOURS["waiting"], "optimizer": COLOURS["optimizer"]}
-    values = {label: [r.measured.seconds.get(key, 0.0) for r in timed] for label, key in parts.items()}
-    rest = [max(0.0, r.measured.seconds["step"] - sum(v[i] for v in values.values())) for i, r in enumerate(timed)]
+    parts = {
+        "compute": "compute",
+        "waiting (exposed)": "exposed communication",
+        "optimizer": "optimizer",
+    }
+    colours = {
+        "compute": COLOURS["compute"],
+        "waiting (exposed)": COLOURS["waiting"],
+        "optimizer": COLOURS["optimizer"],
+    }
+    values = {
+        label: [r.measured.seconds.get(key, 0.0) for r in timed] for label, key in parts.items()
+    }
+    rest = [
+        max(0.0, r.measured.seconds["step"] - sum(v[i] for v in values.values()))
+        for i, r in enumerate(timed)
+    ]
     values["other"] = rest
     traces = [
         go.Bar(
@@ -56,9 +86,22 @@ def step_times(ranks: Sequence[RankObserved]) -> Figure | None:
         for label, seconds in values.items()
     ]  # fmt: skip
     crowded = len(names) > CROWDED
-    axis = {"autorange": "reversed", "type": "category", "title": {"text": ""}, **({"nticks": 20} if crowded else {"dtick": 1})}
+    axis = {
+        "autorange": "reversed",
+        "type": "category",
+        "title": {"text": ""},
+        **({"nticks": 20} if crowded else {"dtick": 1}),
+    }
     height = 700 if crowded else 110 + 30 * len(names)
-    return figure(traces, height=height, x="ms of a step", y="", yaxis=axis, barmode="stack", bargap=0.05 if crowded else 0.3)
+    return figure(
+        traces,
+        height=height,
+        x="ms of a step",
+        y="",
+        yaxis=axis,
+        barmode="stack",
+        bargap=0.05 if crowded else 0.3,
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +132,11 @@ def spreads(ranks: Sequence[RankObserved]) -> list[Spread]:
         ("peak memory", "bytes", lambda r: r.measured.peak_bytes),
         ("memory between steps", "bytes", lambda r: r.measured.rest_bytes),
         ("sent in a step", "bytes", lambda r: r.measured.wire_bytes),
-        (f"sent between {borders_of(ranks)}", "bytes", lambda r: sum(sent.between for sent in r.wire.values())),
+        (
+            f"sent between {borders_of(ranks)}",
+            "bytes",
+            lambda r: sum(sent.between for sent in r.wire.values()),
+        ),
         ("step", "s", seconds("step")),
         ("compute", "s", seconds("compute")),
         ("waiting (exposed)", "s", seconds("exposed communication")),
@@ -102,5 +149,15 @@ def spreads(ranks: Sequence[RankObserved]) -> list[Spread]:
             continue
         mean = sum(v for v, _ in found) / len(found)
         (least, least_rank), (most, most_rank) = min(found), max(found)
-        out.append(Spread(name, in_unit(least, unit), in_unit(mean, unit), in_unit(most, unit), least_rank, most_rank, most / mean))
+        out.append(
+            Spread(
+                name,
+                in_unit(least, unit),
+                in_unit(mean, unit),
+                in_unit(most, unit),
+                least_rank,
+                most_rank,
+                most / mean,
+            )
+        )
     return out

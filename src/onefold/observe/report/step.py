@@ -1,4 +1,6 @@
-"""Charts of one recorded step of one rank: the memory it held, and what it computed, sent and waited for."""
+"""Charts of one recorded step of one rank: the memory it held, and what it computed, sent and
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def _lines(step: Recording, plan: Account | None, tier: str) -> list[tuple[str, 
         planned = {HOST: plan.host, NVME: plan.nvme}[tier]
         return [("plan", planned, "dash")] if planned else []
     out = [(*planned_peak(plan, step), "dash")] if plan.peak else []
-    return [*out, ("plan's bound", plan.bound, "dot")] if out and plan.bound and step.activations_watched else out
+    return (
+        [*out, ("plan's bound", plan.bound, "dot")]
+        if out and plan.bound and step.activations_watched
+        else out
+    )
 
 
 def memory(step: Recording, plan: Account | None, tier: str = DEVICE) -> Figure:
@@ -56,8 +62,24 @@ def memory(step: Recording, plan: Account | None, tier: str = DEVICE) -> Figure:
         style = {"color": "#e5484d", "width": 2, "dash": dash}
         ends = [x[0], x[-1]]
         y = [nbytes / size] * 2
-        traces.append(go.Scatter(x=ends, y=y, name=name, mode="lines", line=style, hovertemplate=f"%{{y:.3~f}} {unit}"))
-    return figure(traces, height=420 if tier == DEVICE else 300, x="ms", y=unit, yaxis={"rangemode": "tozero"}, hovermode="x unified")
+        traces.append(
+            go.Scatter(
+                x=ends,
+                y=y,
+                name=name,
+                mode="lines",
+                line=style,
+                hovertemplate=f"%{{y:.3~f}} {unit}",
+            )
+        )
+    return figure(
+        traces,
+        height=420 if tier == DEVICE else 300,
+        x="ms",
+        y=unit,
+        yaxis={"rangemode": "tozero"},
+        hovermode="x unified",
+    )
 
 
 def timeline(step: Recording) -> Figure:
@@ -67,7 +89,13 @@ def timeline(step: Recording) -> Figure:
     traces: list[Any] = []
     shown: set[str] = set()
 
-    def bars(row: str, label: str, colour: str, spans: list[tuple[float, float, str]], width: float = 0.72) -> None:
+    def bars(
+        row: str,
+        label: str,
+        colour: str,
+        spans: list[tuple[float, float, str]],
+        width: float = 0.72,
+    ) -> None:
         if not spans:
             return
         if row not in rows:
@@ -85,45 +113,101 @@ def timeline(step: Recording) -> Figure:
     blocks = any(w.unit != "(root)" for w in step.work if w.kind == "compute")
     for phase in ("forward", "backward"):
         # The longest first, so that a unit inside another one lies on top of it.
-        found = sorted((w for w in step.work if w.kind == "compute" and w.phase == phase), key=lambda w: w.start - w.end)
-        texts = [(w.start, w.end, f"{w.unit}<br>{phase}, {in_seconds(w.end - w.start)}") for w in found]
+        found = sorted(
+            (w for w in step.work if w.kind == "compute" and w.phase == phase),
+            key=lambda w: w.start - w.end,
+        )
+        texts = [
+            (w.start, w.end, f"{w.unit}<br>{phase}, {in_seconds(w.end - w.start)}") for w in found
+        ]
         if blocks:  # what encloses them is paler, and under them
             around = [t for t, w in zip(texts, found, strict=True) if w.unit == "(root)"]
             texts = [t for t, w in zip(texts, found, strict=True) if w.unit != "(root)"]
             bars("compute", f"{phase}, root", _pale(COLOURS[phase]), around)
         bars("compute", phase, COLOURS[phase], texts)
     optimizer = [w for w in step.work if w.kind == "optimizer"]
-    bars("compute", "optimizer", COLOURS["optimizer"], [(w.start, w.end, f"optimizer<br>{in_seconds(w.end - w.start)}") for w in optimizer])
+    bars(
+        "compute",
+        "optimizer",
+        COLOURS["optimizer"],
+        [(w.start, w.end, f"optimizer<br>{in_seconds(w.end - w.start)}") for w in optimizer],
+    )
     _moves(step, bars)
     waits = [m for m in step.moves if m.exposed > 0]
-    texts = [(m.landed - m.exposed, m.landed, f"waits for {m.move} of {m.unit}<br>{in_seconds(m.exposed)}") for m in waits]
+    texts = [
+        (
+            m.landed - m.exposed,
+            m.landed,
+            f"waits for {m.move} of {m.unit}<br>{in_seconds(m.exposed)}",
+        )
+        for m in waits
+    ]
     bars("waiting", "waiting (exposed)", COLOURS["waiting"], texts)
     shapes = [
         {"type": "rect", "xref": "x", "yref": "paper", "x0": 1000 * (a - step.start), "x1": 1000 * (b - step.start), "y0": 0, "y1": 1,
          "fillcolor": COLOURS["waiting"], "opacity": 0.13, "line": {"width": 0}, "layer": "below"}
         for a, b in sorted(merged(step.waits()), key=lambda span: span[0] - span[1])[:SHADED]
     ]  # fmt: skip
-    order = sorted(rows, key=lambda row: (["compute", "gather", "reduce", "other", "waiting"].index(row.split()[0]), row))
-    axis = {"categoryorder": "array", "categoryarray": order[::-1], "type": "category", "title": {"text": ""}}
+    order = sorted(
+        rows,
+        key=lambda row: (
+            ["compute", "gather", "reduce", "other", "waiting"].index(row.split()[0]),
+            row,
+        ),
+    )
+    axis = {
+        "categoryorder": "array",
+        "categoryarray": order[::-1],
+        "type": "category",
+        "title": {"text": ""},
+    }
     ends = {"range": [0, 1000 * step.seconds]}
     height = 150 + 46 * len(order)
-    return figure(traces, height=height, x="ms", y="", xaxis=ends, yaxis=axis, barmode="overlay", shapes=shapes, hovermode="closest")
+    return figure(
+        traces,
+        height=height,
+        x="ms",
+        y="",
+        xaxis=ends,
+        yaxis=axis,
+        barmode="overlay",
+        shapes=shapes,
+        hovermode="closest",
+    )
 
 
 def _moves(step: Recording, bars: Any) -> None:
-    for row, moves in (("gather", ("all-gather",)), ("reduce", ("reduce-scatter", "all-reduce")), ("other", None)):
-        known = ("all-gather", "reduce-scatter", "all-reduce", *MOVED)  # of moves between tiers only the sum is told: no end is noted
+    for row, moves in (
+        ("gather", ("all-gather",)),
+        ("reduce", ("reduce-scatter", "all-reduce")),
+        ("other", None),
+    ):
+        # Of moves between tiers only the sum is told: no end is noted
+        known = ("all-gather", "reduce-scatter", "all-reduce", *MOVED)
         chosen = [m for m in step.moves if (m.move in moves if moves else m.move not in known)]
         for number, lane in enumerate(lanes((m.launched, m.landed, m) for m in chosen)):
             here = row if not number else f"{row} {number + 1}"
             for move in dict.fromkeys(m.move for _, _, m in lane):
-                bars(here, move, COLOURS.get(move, "#888888"), [(a, b, _said(m)) for a, b, m in lane if m.move == move])
+                bars(
+                    here,
+                    move,
+                    COLOURS.get(move, "#888888"),
+                    [(a, b, _said(m)) for a, b, m in lane if m.move == move],
+                )
 
 
 def _said(m: Move) -> str:
-    hidden = f", of which {in_seconds(m.exposed)} exposed" if m.exposed > 0 else ", all behind other work"
+    hidden = (
+        f", of which {in_seconds(m.exposed)} exposed"
+        if m.exposed > 0
+        else ", all behind other work"
+    )
     among = f" among ranks {m.group}" if m.group else ""
-    what = f"{in_bytes(m.nbytes)} encoded from {in_bytes(m.plain)}" if m.plain else f"{in_bytes(m.nbytes)} as {m.dtype}"
+    what = (
+        f"{in_bytes(m.nbytes)} encoded from {in_bytes(m.plain)}"
+        if m.plain
+        else f"{in_bytes(m.nbytes)} as {m.dtype}"
+    )
     return f"{m.move} of {m.unit}{among}<br>{what}, {in_seconds(m.landed - m.launched)}{hidden}"
 
 

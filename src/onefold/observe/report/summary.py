@@ -30,7 +30,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class ComparedLine:
-    """One line of the table, ready to be read. `verdict`: "close", "near", "far", or "" where there is no ratio."""
+    """One line of the table, ready to be read. `verdict`: "close", "near", "far", or "" where there
+    is no ratio.
+    """
 
     name: str
     predicted: str
@@ -61,7 +63,13 @@ def tiles(metrics: Metrics | None, observed: Observed | None) -> list[Tile]:
         _, losses = metrics.series("loss")
         if losses:
             steps = len(losses)
-            out.append(Tile("Loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f} in {steps:,} step{'s' if steps > 1 else ''}"))
+            out.append(
+                Tile(
+                    "Loss",
+                    f"{losses[-1]:.3f}",
+                    f"from {losses[0]:.3f} in {steps:,} step{'s' if steps > 1 else ''}",
+                )
+            )
         rate, step_ms = metrics.typical("tokens_per_s"), metrics.typical("step_ms")
         if rate is not None:
             note = f"median; a step takes {in_seconds(step_ms / 1000)}" if step_ms else "median"
@@ -88,14 +96,28 @@ def _of_ranks(ranks: Sequence[RankObserved], plan: Account | None) -> list[Tile]
             note = f"planned {in_bytes(plan.peak_bytes)}; {note}"
         out.append(Tile("Peak memory a rank", in_bytes(most.peak_bytes), note))
     if wire := max(r.measured.wire_bytes for r in ranks):
-        note = f"planned {in_bytes(plan.wire_bytes)}" if plan is not None and plan.wire_bytes else "payload of one rank"
+        note = (
+            f"planned {in_bytes(plan.wire_bytes)}"
+            if plan is not None and plan.wire_bytes
+            else "payload of one rank"
+        )
         note += in_brief(max(ranks, key=lambda r: r.measured.wire_bytes))
         out.append(Tile("Sent in a step", in_bytes(wire), note))
     seconds = [r.measured.seconds for r in ranks]
-    timed = [(s["exposed communication"], s["step"]) for s in seconds if s.get("step") and "exposed communication" in s]
+    timed = [
+        (s["exposed communication"], s["step"])
+        for s in seconds
+        if s.get("step") and "exposed communication" in s
+    ]
     if timed and wire:
         waited, whole = sum(w for w, _ in timed), sum(s for _, s in timed)
-        out.append(Tile("Waiting for the wire", f"{waited / whole:.1%}", f"of a step: {in_seconds(waited / len(timed))} exposed"))
+        out.append(
+            Tile(
+                "Waiting for the wire",
+                f"{waited / whole:.1%}",
+                f"of a step: {in_seconds(waited / len(timed))} exposed",
+            )
+        )
     return out
 
 
@@ -104,19 +126,36 @@ def outside_view(rank: RankObserved) -> str:
     m = rank.machine
     if not m:
         return ""
-    ledger = f"of rank {rank.rank}'s memory the ledgers account for {in_bytes(m['ledger_peak'])} at peak"
+    ledger = (
+        f"of rank {rank.rank}'s memory the ledgers account for {in_bytes(m['ledger_peak'])} at peak"
+    )
     if m["device"] == "cuda":
-        kept = f"{in_bytes(m['allocated_peak'])} allocated and {in_bytes(m['reserved_peak'])} reserved"
-        return f"Seen from outside: {ledger}; the allocator had {kept}, a fragmentation of {in_bytes(m['fragmentation'])}."
-    return f"Seen from outside: {ledger}; the process had {in_bytes(m['resident_peak'])} resident, its libraries included."
+        kept = (
+            f"{in_bytes(m['allocated_peak'])} allocated and {in_bytes(m['reserved_peak'])} reserved"
+        )
+        return (
+            f"Seen from outside: {ledger}; the allocator had {kept}, a fragmentation of"
+            f" {in_bytes(m['fragmentation'])}."
+        )
+    return (
+        f"Seen from outside: {ledger}; the process had {in_bytes(m['resident_peak'])} resident, its"
+        " libraries included."
+    )
 
 
 #: What a move between tiers is called.
-_MOVED = {"up": "to the device", "down": "to the host", "read": "read from NVMe", "written": "written to NVMe"}
+_MOVED = {
+    "up": "to the device",
+    "down": "to the host",
+    "read": "read from NVMe",
+    "written": "written to NVMe",
+}
 
 
 def between_tiers(rank: RankObserved, step: Recording) -> str:
-    """What a rank moved between tiers in a step, and how long it waited for it, in a sentence; "" where nothing moved."""
+    """What a rank moved between tiers in a step, and how long it waited for it, in a sentence; ""
+    where nothing moved.
+    """
     moved = {move: nbytes / max(1, step.steps) for move, nbytes in step.moved().items()}
     if not moved:
         return ""
@@ -130,11 +169,19 @@ _BYTES = ("available",)
 
 
 def readable_facts(facts: Mapping[str, Any]) -> dict[str, str]:
-    """What a run says of itself, as people read it: words for keys, units, three digits of fractions."""
+    """What a run says of itself, as people read it: words for keys, units, three digits of
+    fractions.
+    """
     out = {}
     for key, value in facts.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            text = in_bytes(value) if key in _BYTES else f"{value:,}" if isinstance(value, int) else f"{value:,.3g}"
+            text = (
+                in_bytes(value)
+                if key in _BYTES
+                else f"{value:,}"
+                if isinstance(value, int)
+                else f"{value:,.3g}"
+            )
         else:
             text = str(value)
         out[key.replace("_", " ")] = text
@@ -154,5 +201,7 @@ def comparison(plan: Account, measured: Account) -> list[ComparedLine]:
             verdict = "close" if away <= CLOSE else "near" if away <= NEAR else "far"
         shown = "–" if ratio is None else f"{ratio:.3f}" if ratio < 10 else f"{ratio:,.0f}"
         predicted, found = in_unit(line.predicted, line.unit), in_unit(line.measured, line.unit)
-        out.append(ComparedLine(line.name, predicted, found, shown, verdict, line.name.endswith(": all")))
+        out.append(
+            ComparedLine(line.name, predicted, found, shown, verdict, line.name.endswith(": all"))
+        )
     return out

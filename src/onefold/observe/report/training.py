@@ -21,10 +21,22 @@ def loss(metrics: Metrics) -> Figure | None:
     pale: dict[str, Any] = {"opacity": 0.35} if many else {}
     line = {"color": "#4269d0", "width": 1.5}
     mode = "lines" if len(steps) > 1 else "markers"
-    traces = [go.Scatter(x=steps, y=values, name="loss", mode=mode, line=line, hovertemplate="%{y:.4f}", **pale)]
+    traces = [
+        go.Scatter(
+            x=steps, y=values, name="loss", mode=mode, line=line, hovertemplate="%{y:.4f}", **pale
+        )
+    ]
     if many:
         mean = _running_mean(values, max(5, len(values) // 25))
-        traces.append(go.Scatter(x=steps, y=mean, name="running mean", line={"color": "#4269d0", "width": 2.5}, hovertemplate="%{y:.4f}"))
+        traces.append(
+            go.Scatter(
+                x=steps,
+                y=mean,
+                name="running mean",
+                line={"color": "#4269d0", "width": 2.5},
+                hovertemplate="%{y:.4f}",
+            )
+        )
     at, held_out = metrics.series("eval_loss")
     if at:
         style = {"color": "#efb118", "size": 8, "line": {"color": "#8a6400", "width": 1}}
@@ -32,7 +44,9 @@ def loss(metrics: Metrics) -> Figure | None:
             go.Scatter(x=at, y=held_out, name="held out", mode="lines+markers", marker=style, line={"color": "#efb118", "dash": "dot"},
                        hovertemplate="%{y:.4f}")
         )  # fmt: skip
-    return figure(traces, height=320, x="step", y="loss", hovermode="x unified", showlegend=len(traces) > 1)
+    return figure(
+        traces, height=320, x="step", y="loss", hovermode="x unified", showlegend=len(traces) > 1
+    )
 
 
 def throughput(metrics: Metrics) -> Figure | None:
@@ -43,13 +57,39 @@ def throughput(metrics: Metrics) -> Figure | None:
         return None
     style = {"color": "#3ca951", "width": 1.5}
     mode = "lines" if len(steps) > 1 else "markers"
-    traces = [go.Scatter(x=steps, y=values, name="tokens/s", mode=mode, line=style, hovertemplate="%{y:,.0f} tokens/s")]
+    traces = [
+        go.Scatter(
+            x=steps,
+            y=values,
+            name="tokens/s",
+            mode=mode,
+            line=style,
+            hovertemplate="%{y:,.0f} tokens/s",
+        )
+    ]
     typical = metrics.typical("tokens_per_s")
     if typical is not None and len(steps) > 1:
         dashed = {"color": "#3ca951", "width": 1.5, "dash": "dash"}
         ends = [steps[0], steps[-1]]
-        traces.append(go.Scatter(x=ends, y=[typical, typical], name=f"median {typical:,.0f}", mode="lines", line=dashed, hoverinfo="skip"))
-    return figure(traces, height=320, x="step", y="tokens/s", yaxis={"rangemode": "tozero"}, hovermode="x unified", showlegend=True)
+        traces.append(
+            go.Scatter(
+                x=ends,
+                y=[typical, typical],
+                name=f"median {typical:,.0f}",
+                mode="lines",
+                line=dashed,
+                hoverinfo="skip",
+            )
+        )
+    return figure(
+        traces,
+        height=320,
+        x="step",
+        y="tokens/s",
+        yaxis={"rangemode": "tozero"},
+        hovermode="x unified",
+        showlegend=True,
+    )
 
 
 def _running_mean(values: list[float], window: int) -> list[float]:

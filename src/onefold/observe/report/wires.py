@@ -12,7 +12,9 @@ from onefold.observe.runfile import RankObserved
 
 @dataclass(frozen=True)
 class WireLine:
-    """One line of the table, ready to be read; `plain` and `ratio` are "" where no move of the run was encoded."""
+    """One line of the table, ready to be read; `plain` and `ratio` are "" where no move of the run
+    was encoded.
+    """
 
     name: str
     sent: str
@@ -27,7 +29,9 @@ def borders_of(ranks: Sequence[RankObserved]) -> str:
 
 
 def table(rank: RankObserved) -> list[WireLine]:
-    """Each move, and of it what went between nodes; then their sums. [] where there is one node and nothing was encoded."""
+    """Each move, and of it what went between nodes; then their sums. [] where there is one node and
+    nothing was encoded.
+    """
     total = sum(rank.wire.values(), Sent())
     across, coded = _several(rank), any(sent.encoded for sent in rank.wire.values())
     if not across and not coded:
@@ -36,7 +40,14 @@ def table(rank: RankObserved) -> list[WireLine]:
     for name, sent in [*rank.wire.items(), ("all", total)]:
         lines.append(_line(name, sent.nbytes, sent.plain if coded else None, name == "all"))
         if across:
-            lines.append(_line(f"{name}, between {_word(rank)}", sent.between, sent.plain_between if coded else None, name == "all"))
+            lines.append(
+                _line(
+                    f"{name}, between {_word(rank)}",
+                    sent.between,
+                    sent.plain_between if coded else None,
+                    name == "all",
+                )
+            )
     return lines
 
 
@@ -44,9 +55,15 @@ def sentence(rank: RankObserved) -> str:
     """The same in words, for where `table` has lines."""
     total, said = sum(rank.wire.values(), Sent()), []
     if _several(rank) and rank.step is not None:
-        said.append(f"Of {in_bytes(total.nbytes)}, {in_bytes(total.between)} go to another of the {rank.step.borders}.")
+        said.append(
+            f"Of {in_bytes(total.nbytes)}, {in_bytes(total.between)} go to another of the"
+            f" {rank.step.borders}."
+        )
     if total.encoded:
-        said.append(f"Without codecs the same moves would be {in_bytes(total.plain)}, {_times(total.plain, total.nbytes)} times as much.")
+        said.append(
+            f"Without codecs the same moves would be {in_bytes(total.plain)},"
+            f" {_times(total.plain, total.nbytes)} times as much."
+        )
     return " ".join(said)
 
 
@@ -62,7 +79,11 @@ def _several(rank: RankObserved) -> bool:
 
 
 def _word(rank: RankObserved) -> str:
-    return rank.step.borders.partition(" ")[2] if rank.step is not None and rank.step.borders else "nodes"
+    return (
+        rank.step.borders.partition(" ")[2]
+        if rank.step is not None and rank.step.borders
+        else "nodes"
+    )
 
 
 def _line(name: str, sent: int, plain: int | None, is_sum: bool) -> WireLine:

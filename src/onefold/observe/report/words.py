@@ -46,14 +46,22 @@ def byte_unit(values: Iterable[float]) -> tuple[str, int]:
 def in_bytes(value: float) -> str:
     """ "1.52 GiB", "312 MiB", "0 B"."""
     name, size = byte_unit([value])
-    return f"{value / size:.0f} {name}" if name == "B" or abs(value / size) >= 100 else f"{value / size:.3g} {name}"
+    return (
+        f"{value / size:.0f} {name}"
+        if name == "B" or abs(value / size) >= 100
+        else f"{value / size:.3g} {name}"
+    )
 
 
 def in_seconds(value: float) -> str:
     """ "1.84 s", "312 ms", "45 µs"."""
     for name, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(value) >= size:
-            return f"{value / size:.3g} {name}" if abs(value / size) < 100 else f"{value / size:,.0f} {name}"
+            return (
+                f"{value / size:.3g} {name}"
+                if abs(value / size) < 100
+                else f"{value / size:,.0f} {name}"
+            )
     return f"{value * 1e6:.0f} µs"
 
 

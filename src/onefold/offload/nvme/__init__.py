@@ -1,4 +1,5 @@
-"""The NVMe tier: what rests on disk, in regions that are read and written directly, with a bounded amount of host memory.
+"""The NVMe tier: what rests on disk, in regions that are read and written directly, with a bounded
+amount of host memory.
 
     store       Nvme: one a process. Regions, buffers, counters, the end of it all
     region      Region: elements on disk, striped; the contract of alignment; what overlaps waits

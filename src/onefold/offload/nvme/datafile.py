@@ -4,7 +4,8 @@
     direct       O_DIRECT, where it is had     reads and writes, as long as the file system takes them
     plain        nothing special               space, sizes; reads and writes where it does not, each followed by dropping its pages
 
-Not every file system that opens a file for direct transfers also takes them: the first that answers EINVAL switches the file over, once.
+Not every file system that opens a file for direct transfers also takes them: the first that answers
+EINVAL switches the file over, once.
 """
 
 from __future__ import annotations
@@ -57,10 +58,17 @@ class DataFile:
         """A file that nothing is left of, however this process ends. Raises: OSError."""
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             plain = os.dup(file.fileno())
-        return cls(folder / "(a file without a name)", plain, _open_direct(Path(f"/proc/self/fd/{plain}")), named=False)
+        return cls(
+            folder / "(a file without a name)",
+            plain,
+            _open_direct(Path(f"/proc/self/fd/{plain}")),
+            named=False,
+        )
 
     def extend(self, nbytes: int) -> int:
-        """Allocate `nbytes` more, really, and say where they begin. Raises: OSError, and then the file is as it was."""
+        """Allocate `nbytes` more, really, and say where they begin. Raises: OSError, and then the
+        file is as it was.
+        """
         begin = self.size
         try:
             _allocate(self._plain, begin, nbytes)
@@ -77,7 +85,9 @@ class DataFile:
             os.ftruncate(self._plain, size)
 
     def move(self, op: str, view: memoryview, offset: int, direct: bool) -> int:
-        """Read into or write from `view` at `offset`, once: bytes moved, which may be fewer. Raises: OSError."""
+        """Read into or write from `view` at `offset`, once: bytes moved, which may be fewer.
+        Raises: OSError.
+        """
         file = self._direct if direct else self._plain
         moved = os.preadv(file, [view], offset) if op == READ else os.pwritev(file, [view], offset)
         if not direct and moved and hasattr(os, "posix_fadvise"):
@@ -94,20 +104,24 @@ class DataFile:
         """Look whether the file is still whole; once it has lost its name, say so.
 
         Raises:
-            TierError: somebody cut it short: what is missing would read as zeros once it has grown again.
+            TierError: somebody cut it short: what is missing would read as zeros once it has grown
+                again.
         """
         before = self.size
         now = os.fstat(self._plain)
         size = min(before, self.size)  # it may be growing, or an allocation be taken back, just now
         if now.st_size < size:
             raise TierError(
-                f"{self.path} was cut short to {now.st_size:,} bytes by somebody else while {size:,} are in use: what was in it is lost. "
-                f"Start again from the last checkpoint, and keep clean-up jobs away from {self.path.parent.parent}."
+                f"{self.path} was cut short to {now.st_size:,} bytes by somebody else while"
+                f" {size:,} are in use: what was in it is lost. Start again from the last"
+                f" checkpoint, and keep clean-up jobs away from {self.path.parent.parent}."
             )
         if now.st_nlink == 0 and not self._missed:
             self._missed = True
             logging.getLogger("onefold").warning(
-                "%s was removed by somebody else; nothing is lost, since it is open, but keep clean-up jobs away from it.", self.path
+                "%s was removed by somebody else; nothing is lost, since it is open, but keep"
+                " clean-up jobs away from it.",
+                self.path,
             )
 
     def give_up_direct(self) -> None:
@@ -128,11 +142,13 @@ class DataFile:
     def _buffered(self) -> None:
         with contextlib.suppress(OSError):
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead: nobody would drop those pages
+                # Nothing is read ahead: nobody would drop those pages
+                os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)
             elif hasattr(fcntl, "F_NOCACHE"):
                 fcntl.fcntl(self._plain, fcntl.F_NOCACHE, 1)
         logging.getLogger("onefold").warning(
-            "the file system at %s takes no direct transfers; reads and writes go through the page cache, which is slower.",
+            "the file system at %s takes no direct transfers; reads and writes go through the page"
+            " cache, which is slower.",
             self.path.parent,
         )
 

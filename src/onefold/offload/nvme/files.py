@@ -8,7 +8,8 @@
     closed        data, lock and folder removed, in this order
     left behind   by a process that was killed: `lock` can be taken. The next start on the same path takes it, then removes the three
 
-A folder whose `lock` is not marked yet is being made just now: it is left alone for a minute. Only what has our name, our lock and our mark
+A folder whose `lock` is not marked yet is being made just now: it is left alone for a minute. Only
+what has our name, our lock and our mark
 is removed, and only the files we make: whatever else lies in such a folder keeps it there.
 """
 
@@ -54,7 +55,10 @@ class Folder:
             TierError: there is no such folder, or nothing can be written in it.
         """
         if not _NAME.match(name):
-            raise ValueError(f"{name!r} cannot be a part of a folder's name; use letters, digits, '.', '_' and '-'.")
+            raise ValueError(
+                f"{name!r} cannot be a part of a folder's name; use letters, digits, '.', '_' and"
+                " '-'."
+            )
         check_folder(parent)
         reclaim(parent)
         self._lock = -1
@@ -68,7 +72,10 @@ class Folder:
                 raise failure("making the NVMe folder", self.path, error) from None
             self._remove_files()
         else:
-            raise TierError(f"no folder can be made in {parent}: it disappeared {_TRIES} times. Name another folder in nvme=.")
+            raise TierError(
+                f"no folder can be made in {parent}: it disappeared {_TRIES} times. Name another"
+                " folder in nvme=."
+            )
         _close_in_children(self)
 
     def _make(self) -> bool:
@@ -78,7 +85,11 @@ class Folder:
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             with _no_locks_here():
                 fcntl.flock(self._lock, fcntl.LOCK_EX)  # another start may look at it for a moment
-            os.pwrite(self._lock, MARK + f"\nprocess {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            os.pwrite(
+                self._lock,
+                MARK + f"\nprocess {os.getpid()} on {socket.gethostname()}\n".encode(),
+                0,
+            )
             if not _is_at(self._lock, self.path / LOCK):
                 return False
             self.data = DataFile.create(self.path / DATA)
@@ -92,7 +103,9 @@ class Folder:
         self.data.close()
 
     def abandon(self) -> None:
-        """Let go of the descriptors a fork has copied: they would keep the lock when the parent is gone, and the space of its file."""
+        """Let go of the descriptors a fork has copied: they would keep the lock when the parent is
+        gone, and the space of its file.
+        """
         self.data.close()
         if self._lock >= 0:
             os.close(self._lock)  # closing leaves the parent's lock alone, unlocking would not
@@ -114,14 +127,21 @@ def as_paths(paths: Sequence[str | Path] | str | Path) -> list[Path]:
 
 
 def check_folder(path: Path) -> None:
-    """Raises: TierError: there is no such folder. None is made: a mistyped disk would be a folder on another one."""
+    """Raises: TierError: there is no such folder. None is made: a mistyped disk would be a folder
+    on another one.
+    """
     if not path.is_dir():
         what = "is a file" if path.exists() else "is not there"
-        raise TierError(f"the folder {path} for states on NVMe {what}. Create it on the disk that is meant, or name another one in nvme=.")
+        raise TierError(
+            f"the folder {path} for states on NVMe {what}. Create it on the disk that is meant, or"
+            " name another one in nvme=."
+        )
 
 
 def reclaim(parent: Path) -> list[Path]:
-    """Remove what processes that were killed have left in `parent`, and say what it was. Several may do so at once."""
+    """Remove what processes that were killed have left in `parent`, and say what it was. Several
+    may do so at once.
+    """
     removed = []
     for path in sorted(parent.glob("onefold-*")):
         if not _OURS.match(path.name) or path.is_symlink():
@@ -129,7 +149,9 @@ def reclaim(parent: Path) -> list[Path]:
         with contextlib.suppress(OSError):  # another user's, or somebody was quicker
             if _remove_if_dead(path):
                 removed.append(path)
-                logging.getLogger("onefold").info("removed %s, which a process that was killed had left", path)
+                logging.getLogger("onefold").info(
+                    "removed %s, which a process that was killed had left", path
+                )
     return removed
 
 
@@ -173,11 +195,19 @@ def _is_at(file: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _no_locks_here() -> Iterator[None]:
-    """A file system without locks keeps nobody out, and nothing in it is ever reclaimed, since no lock can be taken."""
+    """A file system without locks keeps nobody out, and nothing in it is ever reclaimed, since no
+    lock can be taken.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL):
+        if error.errno not in (
+            errno.ENOLCK,
+            errno.ENOSYS,
+            errno.EOPNOTSUPP,
+            errno.ENOTSUP,
+            errno.EINVAL,
+        ):
             raise
 
 

@@ -4,7 +4,8 @@
     threads              piece 0 ─ piece 4 ─ ...  piece 1 ─ ...      each one preadv or pwritev, repeated for the rest after a short one
     memory            the caller's own tensor, held until its last piece is done; nothing is copied and nothing is queued but the pieces
 
-The system calls let other threads of the interpreter run, so a handful of threads keeps a disk's queue filled while the caller computes.
+The system calls let other threads of the interpreter run, so a handful of threads keeps a disk's
+queue filled while the caller computes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from onefold.memory.tier_error import TierError, in_words
 from onefold.offload.nvme.buffer import PAGE
 from onefold.offload.nvme.datafile import READ, WRITE, DataFile
 
-#: For tests: what happens to a transfer of `nbytes` at byte `offset` of a region. Gets (operation, region, offset, nbytes) on one of the
-#: threads, ahead of each system call; an OSError is raised in its place, an int shortens it to so many bytes (whole pages of them).
+#: For tests: what happens to a transfer of `nbytes` at byte `offset` of a region. Gets (operation,
+#: region, offset, nbytes) on one of the threads, ahead of each system call; an OSError is raised in
+#: its place, an int shortens it to so many bytes (whole pages of them).
 Fault = Callable[[str, str, int, int], OSError | int | None]
 
 #: Short transfers without a whole page in them, one after another, after which a piece is given up.
@@ -32,7 +34,9 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of a transfer: `view` and the bytes at `offset` of `file`, which are those at `at` of the region."""
+    """One part of a transfer: `view` and the bytes at `offset` of `file`, which are those at `at`
+    of the region.
+    """
 
     file: DataFile
     offset: int
@@ -57,7 +61,8 @@ class Transfer:
         """Return when it is over.
 
         Raises:
-            TierError: it failed; again on every later call. The tensor of a failed read holds anything.
+            TierError: it failed; again on every later call. The tensor of a failed read holds
+                anything.
         """
         self._over.wait()
         if self._error:
@@ -94,7 +99,9 @@ class Io:
         # Its threads are joined at the interpreter's exit too, after they have done what was begun.
         own = self._own = set[int]()  # its threads: the executor must not refer to us
         self._executor = ThreadPoolExecutor(
-            threads, thread_name_prefix=f"onefold-nvme-{name}", initializer=lambda: own.add(threading.get_ident())
+            threads,
+            thread_name_prefix=f"onefold-nvme-{name}",
+            initializer=lambda: own.add(threading.get_ident()),
         )
         self._lock = threading.Lock()
         self._at_work, self._since, self._busy = 0, 0.0, 0.0
@@ -116,7 +123,8 @@ class Io:
         for begun, piece in enumerate(pieces):
             try:
                 self._executor.submit(self._run, op, region, piece, transfer)
-            except RuntimeError:  # closed by another thread just now, or the interpreter is on its way out
+            except RuntimeError:
+                # Closed by another thread just now, or the interpreter is on its way out
                 closed = self._closed_error()
                 for _ in pieces[begun:]:
                     transfer.piece_done(str(closed))
@@ -125,17 +133,22 @@ class Io:
         return transfer
 
     def check_open(self) -> None:
-        """Raises: TierError: the store is closed, or this is a forked child of the process that made it."""
+        """Raises: TierError: the store is closed, or this is a forked child of the process that
+        made it.
+        """
         if self._closed:
             raise self._closed_error()
         if os.getpid() != self._process:
             raise TierError(
-                f"the NVMe store {self.name!r} belongs to process {self._process}; this is a child that was forked from it "
-                f"(process {os.getpid()}) and cannot use it. Make a store of its own in the child, or start the child with spawn."
+                f"the NVMe store {self.name!r} belongs to process {self._process}; this is a child"
+                f" that was forked from it (process {os.getpid()}) and cannot use it. Make a store"
+                " of its own in the child, or start the child with spawn."
             )
 
     def close(self) -> None:
-        """Return when what was begun is over and the threads are gone. Not to be called by one of them."""
+        """Return when what was begun is over and the threads are gone. Not to be called by one of
+        them.
+        """
         self._closed = True
         self._executor.shutdown(wait=True)
 
@@ -143,7 +156,10 @@ class Io:
         return threading.get_ident() in self._own
 
     def _closed_error(self) -> TierError:
-        return TierError(f"the NVMe store {self.name!r} is closed; nothing can be read from it or written to it any more.")
+        return TierError(
+            f"the NVMe store {self.name!r} is closed; nothing can be read from it or written to it"
+            " any more."
+        )
 
     def _run(self, op: str, region: str, piece: Piece, transfer: Transfer) -> None:
         error = ""
@@ -153,12 +169,17 @@ class Io:
                 self._move(op, region, piece)
         except TierError as failed:
             error = str(failed)
-        except BaseException as failed:  # a fault in here must reach the caller, who would wait for ever otherwise
-            error = f"{op} of {piece.file.path} (region {region!r}) failed: {type(failed).__name__}: {failed}"
+        except BaseException as failed:
+            # A fault in here must reach the caller, who would wait for ever otherwise
+            error = (
+                f"{op} of {piece.file.path} (region {region!r}) failed: {type(failed).__name__}:"
+                f" {failed}"
+            )
         finally:
             self._leave()
             with contextlib.suppress(BufferError):
-                piece.view.release()  # before anybody learns that it is over: the tensor has no other reader then
+                # Before anybody learns that it is over: the tensor has no other reader then
+                piece.view.release()
             transfer.piece_done(error)
 
     def _move(self, op: str, region: str, piece: Piece) -> None:
@@ -173,12 +194,15 @@ class Io:
             done, tries = done + moved, 0 if moved else tries + 1
             if tries == _TRIES:
                 raise TierError(
-                    f"{_doing(op, region, piece)} ended after {done:,} of {total:,} bytes, as if the file was cut short there, which it "
-                    f"was not. The file system does not keep its word: name another disk in nvme=."
+                    f"{_doing(op, region, piece)} ended after {done:,} of {total:,} bytes, as if"
+                    " the file was cut short there, which it was not. The file system does not"
+                    " keep its word: name another disk in nvme=."
                 )
 
     def _once(self, op: str, region: str, piece: Piece, done: int) -> int:
-        """One system call for what is left of a piece; another one where direct transfers turn out not to work. Raises: TierError."""
+        """One system call for what is left of a piece; another one where direct transfers turn out
+        not to work. Raises: TierError.
+        """
         rest = piece.view[done:]
         for direct in (True, False):
             direct = direct and piece.file.direct
@@ -199,8 +223,9 @@ class Io:
             if moved == 0:
                 piece.file.check()
                 raise TierError(
-                    f"{_doing(op, region, piece)} ended after {done:,} of {len(piece.view):,} bytes: the file was cut short, or the file "
-                    f"system does not keep its word. Start again from the last checkpoint, with another disk in nvme=."
+                    f"{_doing(op, region, piece)} ended after {done:,} of {len(piece.view):,}"
+                    " bytes: the file was cut short, or the file system does not keep its word."
+                    " Start again from the last checkpoint, with another disk in nvme=."
                 )
             return moved
         raise AssertionError("the second turn is never a direct one")

@@ -4,10 +4,12 @@
     lane 0, file a     | 0: S | 2: S | 4: rest |
     lane 1, file b     | 1: S | 3: S |
 
-A lane is one extent of one file: stripes that follow each other in it lie side by side. With one folder the region is its only lane.
+A lane is one extent of one file: stripes that follow each other in it lie side by side. With one
+folder the region is its only lane.
 
-[Note: what overlaps waits] Two transfers of one region that share bytes, one of them a write, never run at once: the later one begins when
-the earlier one is over. A pipeline that is written well never meets this; one that is not reads what was written, and not half of it.
+[Note: what overlaps waits] Two transfers of one region that share bytes, one of them a write, never
+run at once: the later one begins when the earlier one is over. A pipeline that is written well
+never meets this; one that is not reads what was written, and not half of it.
 """
 
 from __future__ import annotations
@@ -35,11 +37,18 @@ class Lane:
 def lane_lengths(capacity: int, lanes: int, stripe: int) -> list[int]:
     """Bytes of a region on each of its lanes, in their order."""
     full, rest = divmod(capacity, stripe)
-    return [stripe * (full // lanes + (i < full % lanes)) + (rest if i == full % lanes else 0) for i in range(lanes)]
+    return [
+        stripe * (full // lanes + (i < full % lanes)) + (rest if i == full % lanes else 0)
+        for i in range(lanes)
+    ]
 
 
-def cut(lo: int, hi: int, lanes: int, stripe: int, block: int) -> Iterator[tuple[int, int, int, int]]:
-    """Bytes [lo, hi) of a region in pieces of `block` bytes at most: (lane, offset in it, byte of the region, length)."""
+def cut(
+    lo: int, hi: int, lanes: int, stripe: int, block: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Bytes [lo, hi) of a region in pieces of `block` bytes at most: (lane, offset in it, byte of
+    the region, length).
+    """
     while lo < hi:
         end = min(hi, lo + block)
         lane, offset = 0, lo
@@ -68,7 +77,16 @@ class Region:
         capacity: nbytes, up to the next multiple of PAGE: what it takes on disk.
     """
 
-    def __init__(self, io: Io, name: str, numel: int, dtype: torch.dtype, lanes: Sequence[Lane], stripe: int, block: int) -> None:
+    def __init__(
+        self,
+        io: Io,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        lanes: Sequence[Lane],
+        stripe: int,
+        block: int,
+    ) -> None:
         self.name, self.numel, self.dtype = name, numel, dtype
         self.nbytes = numel * dtype.itemsize
         self.capacity = rounded(self.nbytes)
@@ -79,17 +97,22 @@ class Region:
         self._freed = False
 
     def __repr__(self) -> str:
-        return f"Region({self.name!r}, {self.numel:,} × {self.dtype}, on {', '.join(str(lane.file.path) for lane in self.lanes)})"
+        return (
+            f"Region({self.name!r}, {self.numel:,} × {self.dtype}, on"
+            f" {', '.join(str(lane.file.path) for lane in self.lanes)})"
+        )
 
     def read(self, start: int, into: torch.Tensor) -> Transfer:
-        """Begin to read elements [start, start + into.numel()) into `into`, which nobody may use until the transfer is over.
+        """Begin to read elements [start, start + into.numel()) into `into`, which nobody may use
+        until the transfer is over.
 
         Where that is the region's end, what lies behind `into` up to the next page is overwritten.
 
         Args:
             start: elements; start × bytes of an element is a multiple of PAGE.
-            into: contiguous host tensor of the region's dtype, at an address that is a multiple of PAGE; it ends at a multiple of PAGE
-                bytes, or with the region, and then its storage goes on to the next multiple (views of `Nvme.buffer` do).
+            into: contiguous host tensor of the region's dtype, at an address that is a multiple of
+                PAGE; it ends at a multiple of PAGE bytes, or with the region, and then its storage
+                goes on to the next multiple (views of `Nvme.buffer` do).
 
         Raises:
             ValueError: anything else; nothing is copied silently to make it fit.
@@ -98,14 +121,17 @@ class Region:
         return self._begin(READ, start, into)
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
-        """Begin to write `source` to elements [start, start + source.numel()). Nobody may change it until the transfer is over.
+        """Begin to write `source` to elements [start, start + source.numel()). Nobody may change it
+        until the transfer is over.
 
         Args and Raises: as for `read`.
         """
         return self._begin(WRITE, start, source)
 
     def release(self) -> bool:
-        """Wait for what is under way, well or not, and refuse everything from now on; False where it did so before. For `Nvme.free`."""
+        """Wait for what is under way, well or not, and refuse everything from now on; False where
+        it did so before. For `Nvme.free`.
+        """
         with self._lock:
             if self._freed:
                 return False
@@ -121,9 +147,16 @@ class Region:
             return Transfer(0)
         lo = start * self.dtype.itemsize
         hi = rounded(lo + tensor.numel() * self.dtype.itemsize)
-        view = bytes_of(tensor.untyped_storage(), int(tensor.storage_offset()) * self.dtype.itemsize, hi - lo)
+        view = bytes_of(
+            tensor.untyped_storage(), int(tensor.storage_offset()) * self.dtype.itemsize, hi - lo
+        )
         pieces = [
-            Piece(self.lanes[lane].file, self.lanes[lane].begin + offset, at, view[at - lo : at - lo + length])
+            Piece(
+                self.lanes[lane].file,
+                self.lanes[lane].begin + offset,
+                at,
+                view[at - lo : at - lo + length],
+            )
             for lane, offset, at, length in cut(lo, hi, len(self.lanes), self._stripe, self._block)
         ]
         view.release()
@@ -139,26 +172,45 @@ class Region:
         return transfer
 
     def _check(self, op: str, start: int, tensor: torch.Tensor) -> None:
-        """Raises: ValueError: what is asked for breaks the contract of `read`. TierError: the store is closed."""
+        """Raises: ValueError: what is asked for breaks the contract of `read`. TierError: the store
+        is closed.
+        """
         what = f"{op} of region {self.name!r}"
         size, count = self.dtype.itemsize, tensor.numel()
         if self._freed:
             raise ValueError(self._freed_words(op))
         self._io.check_open()
         if tensor.dtype != self.dtype:
-            raise ValueError(f"{what}: the tensor holds {tensor.dtype}, the region {self.dtype}. Give a tensor of the region's dtype.")
+            raise ValueError(
+                f"{what}: the tensor holds {tensor.dtype}, the region {self.dtype}. Give a tensor"
+                " of the region's dtype."
+            )
         if tensor.device.type != "cpu":
-            raise ValueError(f"{what}: the tensor lies on {tensor.device}. Give one on the host (cpu), such as a view of Nvme.buffer.")
+            raise ValueError(
+                f"{what}: the tensor lies on {tensor.device}. Give one on the host (cpu), such as a"
+                " view of Nvme.buffer."
+            )
         if not tensor.is_contiguous():
-            raise ValueError(f"{what}: the tensor's elements do not lie side by side. Give a contiguous one.")
+            raise ValueError(
+                f"{what}: the tensor's elements do not lie side by side. Give a contiguous one."
+            )
         if start < 0 or start + count > self.numel:
-            raise ValueError(f"{what}: elements {start:,} to {start + count:,} were asked for; it has 0 to {self.numel:,}.")
+            raise ValueError(
+                f"{what}: elements {start:,} to {start + count:,} were asked for; it has 0 to"
+                f" {self.numel:,}."
+            )
         if count == 0:
             return
         if start * size % PAGE:
-            raise ValueError(f"{what}: element {start:,} lies at byte {start * size:,}. Start at a multiple of {PAGE // size:,} elements.")
+            raise ValueError(
+                f"{what}: element {start:,} lies at byte {start * size:,}. Start at a multiple of"
+                f" {PAGE // size:,} elements."
+            )
         if tensor.data_ptr() % PAGE:
-            raise ValueError(f"{what}: the tensor's address is no multiple of {PAGE}. Give a view of Nvme.buffer that begins on a page.")
+            raise ValueError(
+                f"{what}: the tensor's address is no multiple of {PAGE}. Give a view of Nvme.buffer"
+                " that begins on a page."
+            )
         if count * size % PAGE and start + count != self.numel:
             raise ValueError(
                 f"{what}: it would end at byte {(start + count) * size:,}. "
@@ -167,9 +219,13 @@ class Region:
         behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * size
         if behind < rounded(count * size):
             raise ValueError(
-                f"{what}: the tensor's memory ends {behind:,} bytes behind its begin, but the last page is moved whole "
-                f"({rounded(count * size):,} bytes). Give a view of Nvme.buffer, which holds whole pages."
+                f"{what}: the tensor's memory ends {behind:,} bytes behind its begin, but the last"
+                f" page is moved whole ({rounded(count * size):,} bytes). Give a view of"
+                " Nvme.buffer, which holds whole pages."
             )
 
     def _freed_words(self, op: str) -> str:
-        return f"{op} of region {self.name!r}: it was freed, and its space may be another region's by now."
+        return (
+            f"{op} of region {self.name!r}: it was freed, and its space may be another region's by"
+            " now."
+        )

@@ -1,4 +1,5 @@
-"""The NVMe store of one process: regions on one disk or several, and the buffers to move them through.
+"""The NVMe store of one process: regions on one disk or several, and the buffers to move them
+through.
 
     store = Nvme(["/nvme0", "/nvme1"], name="rank0")
     moments = store.region("block.3.exp_avg", numel, torch.float32)         # allocated now: a full disk shows here, not later
@@ -31,7 +32,8 @@ from onefold.offload.nvme.region import Lane, Region, lane_lengths
 
 
 class Nvme:
-    """Regions of elements on disk, read and written past the page cache by a few threads. One a process.
+    """Regions of elements on disk, read and written past the page cache by a few threads. One a
+    process.
 
     Attributes:
         name: as in messages and in the folders' names.
@@ -39,12 +41,20 @@ class Nvme:
     """
 
     def __init__(
-        self, paths: Sequence[str | Path] | str | Path, *, name: str, threads: int = 4, stripe: int = 4 << 20, block: int = 8 << 20
+        self,
+        paths: Sequence[str | Path] | str | Path,
+        *,
+        name: str,
+        threads: int = 4,
+        stripe: int = 4 << 20,
+        block: int = 8 << 20,
     ) -> None:
-        """Make a folder of its own on each path, after removing what killed processes have left there.
+        """Make a folder of its own on each path, after removing what killed processes have left
+        there.
 
         Args:
-            paths: folders that are there already, best each on a disk of its own; regions are striped over them.
+            paths: folders that are there already, best each on a disk of its own; regions are
+                striped over them.
             name: letters, digits, '.', '_' and '-'; need not be unique.
             threads: reads and writes under way at a time.
             stripe: bytes on one path before the next one's turn; a multiple of PAGE.
@@ -88,7 +98,9 @@ class Nvme:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated on the disks now, freed regions' space included: it stays until the store is closed."""
+        """Bytes allocated on the disks now, freed regions' space included: it stays until the store
+        is closed.
+        """
         return sum(folder.data.size for folder in self._folders)
 
     @property
@@ -108,12 +120,16 @@ class Nvme:
 
     @property
     def direct(self) -> bool:
-        """Whether all folders' file systems take transfers past the page cache. Where not, pages are dropped after each transfer."""
+        """Whether all folders' file systems take transfers past the page cache. Where not, pages
+        are dropped after each transfer.
+        """
         return all(folder.data.direct for folder in self._folders)
 
     @property
     def fault(self) -> Fault | None:
-        """For tests: asked ahead of each read and write, see `io.Fault`, and ahead of each allocation (operation "allocate", offset 0)."""
+        """For tests: asked ahead of each read and write, see `io.Fault`, and ahead of each
+        allocation (operation "allocate", offset 0).
+        """
         return self._io.fault
 
     @fault.setter
@@ -121,7 +137,8 @@ class Nvme:
         self._io.fault = fault
 
     def region(self, name: str, numel: int, dtype: torch.dtype) -> Region:
-        """Room for `numel` elements of `dtype`; zeros, or what a freed region of the same size has left there.
+        """Room for `numel` elements of `dtype`; zeros, or what a freed region of the same size has
+        left there.
 
         Raises:
             ValueError: `numel` is negative.
@@ -137,13 +154,16 @@ class Nvme:
         return Region(self._io, name, numel, dtype, lanes, self._stripe, self._block)
 
     def free(self, region: Region) -> None:
-        """Take a region's space back for a later region of the same size, once its reads and writes are over. Twice is once."""
+        """Take a region's space back for a later region of the same size, once its reads and writes
+        are over. Twice is once.
+        """
         with self._lock:
             if region.release():
                 self._spare[region.capacity].append(region.lanes)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Bytes (uint8, one dimension, `nbytes` rounded up to PAGE) for reads and writes. Not kept here: it goes with its last view.
+        """Bytes (uint8, one dimension, `nbytes` rounded up to PAGE) for reads and writes. Not kept
+        here: it goes with its last view.
 
         Raises:
             ValueError: `nbytes` is negative.
@@ -152,25 +172,35 @@ class Nvme:
         return page_buffer(nbytes)
 
     def close(self) -> None:
-        """Return when what is under way is over, the threads are gone and the folders removed. Again, or in a forked child: nothing."""
+        """Return when what is under way is over, the threads are gone and the folders removed.
+        Again, or in a forked child: nothing.
+        """
         self._end()
 
     def _allocate(self, name: str, capacity: int) -> tuple[Lane, ...]:
-        """Extents on the files, beginning with another file each time: small regions are spread like the stripes of large ones."""
+        """Extents on the files, beginning with another file each time: small regions are spread
+        like the stripes of large ones.
+        """
         files = [folder.data for folder in self._folders]
         files = files[self._turn :] + files[: self._turn]
         self._turn = (self._turn + 1) % len(files)
         lanes: list[Lane] = []
-        for file, nbytes in zip(files, lane_lengths(capacity, len(files), self._stripe), strict=True):
+        for file, nbytes in zip(
+            files, lane_lengths(capacity, len(files), self._stripe), strict=True
+        ):
             try:
-                given = fault(ALLOCATE, name, 0, nbytes) if (fault := self.fault) is not None else None
+                given = (
+                    fault(ALLOCATE, name, 0, nbytes) if (fault := self.fault) is not None else None
+                )
                 if isinstance(given, OSError):
                     raise given
                 lanes.append(Lane(file, file.extend(nbytes), nbytes))
             except OSError as error:
                 for lane in lanes:
                     lane.file.cut_back(lane.begin)
-                raise failure(f"allocating {nbytes:,} bytes for region {name!r} in", file.path, error) from None
+                raise failure(
+                    f"allocating {nbytes:,} bytes for region {name!r} in", file.path, error
+                ) from None
         return tuple(lanes)
 
 
@@ -179,7 +209,9 @@ def _end(io: Io, folders: list[Folder], process: int) -> None:
     if os.getpid() != process:  # a forked child: all this is its parent's
         return
     if io.is_own_thread():
-        threading.Thread(target=_end, args=(io, folders, process), name=f"onefold-nvme-{io.name}-end").start()
+        threading.Thread(
+            target=_end, args=(io, folders, process), name=f"onefold-nvme-{io.name}-end"
+        ).start()
         return
     io.close()
     for folder in folders:

@@ -1,4 +1,5 @@
-"""The published closed forms, each with its paper and section. Plain arithmetic on numbers: no tensors, no engine.
+"""The published closed forms, each with its paper and section. Plain arithmetic on numbers: no
+tensors, no engine.
 
 | module        | answers                                                                                   |
 |---------------|-------------------------------------------------------------------------------------------|
@@ -9,8 +10,8 @@
 | `streaming`   | what ZeRO-Infinity asks of slow memory: intensity, efficiency, working memory             |
 | `estimators`  | what DeepSpeed's own estimators print                                                     |
 
-Units everywhere: bytes, elements, FLOP, seconds. Ψ is `numel`, N is `ranks`. Bytes per parameter are an input, never a constant:
-16, 18 and 20 are all in print (`states.CONVENTIONS`).
+Units everywhere: bytes, elements, FLOP, seconds. Ψ is `numel`, N is `ranks`. Bytes per parameter
+are an input, never a constant: 16, 18 and 20 are all in print (`states.CONVENTIONS`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What code keeps and has in hand beyond the fused kernels that papers count (`activations.block_bytes`): transformers' families.
+"""What code keeps and has in hand beyond the fused kernels that papers count
+(`activations.block_bytes`): transformers' families.
 
-Bytes a token of one block; h hidden, f feed-forward, q and k the widths of queries and of keys, a active of E experts, n heads, s tokens
-of a sample, e bytes of an element (2 or 4). Each term is what a trace of that code shows (tests/plan/test_code.py holds them against it).
+Bytes a token of one block; h hidden, f feed-forward, q and k the widths of queries and of keys, a
+active of E experts, n heads, s tokens of a sample, e bytes of an element (2 or 4). Each term is
+what a trace of that code shows (tests/plan/test_code.py holds them against it).
 
 | code    | kept beyond fused kernels                                                 | in hand while a block runs                    |
 |---------|---------------------------------------------------------------------------|-----------------------------------------------|
@@ -48,8 +50,12 @@ def kept_beyond(code: str, dims: Transformer, length: int, element_bytes: int) -
     return own
 
 
-def in_hand(code: str, dims: Transformer, length: int, element_bytes: int, *, backward: bool) -> int:
-    """Bytes a token beyond what a block keeps, at the highest moment of a pass; gradients of parameters are `beside_gradient`'s."""
+def in_hand(
+    code: str, dims: Transformer, length: int, element_bytes: int, *, backward: bool
+) -> int:
+    """Bytes a token beyond what a block keeps, at the highest moment of a pass; gradients of
+    parameters are `beside_gradient`'s.
+    """
     check(code)
     h, e = dims.hidden, element_bytes
     if code == "mixtral":
@@ -60,11 +66,15 @@ def in_hand(code: str, dims: Transformer, length: int, element_bytes: int, *, ba
     return (dims.ffn * (2 if dims.gated or code else 1) + h) * e
 
 
-def beside_gradient(code: str, dims: Transformer, tokens: int, length: int, element_bytes: int, largest: int) -> int:
-    """Bytes beyond what a block keeps at the highest moment of its backward pass, with the gradient of its largest parameter.
+def beside_gradient(
+    code: str, dims: Transformer, tokens: int, length: int, element_bytes: int, largest: int
+) -> int:
+    """Bytes beyond what a block keeps at the highest moment of its backward pass, with the gradient
+    of its largest parameter.
 
-    The gradient of a dense parameter comes close to that moment. That of all experts at once (stacked in one tensor) comes when a part
-    of what was kept inside them has gone, a·f·e a token, and the gradient of their input is there, h·e.
+    The gradient of a dense parameter comes close to that moment. That of all experts at once
+    (stacked in one tensor) comes when a part of what was kept inside them has gone, a·f·e a token,
+    and the gradient of their input is there, h·e.
     """
     hand = tokens * in_hand(code, dims, length, element_bytes, backward=True)
     if code != "mixtral":
@@ -72,10 +82,14 @@ def beside_gradient(code: str, dims: Transformer, tokens: int, length: int, elem
     return max(hand, largest + tokens * (dims.hidden - dims.active * dims.ffn) * element_bytes)
 
 
-def held_before(code: str, dims: Transformer, micro_batch: int, length: int, element_bytes: int) -> int:
-    """Bytes of a micro-batch that lie around the blocks from the start: token ids and labels, and what the embedding leaves.
+def held_before(
+    code: str, dims: Transformer, micro_batch: int, length: int, element_bytes: int
+) -> int:
+    """Bytes of a micro-batch that lie around the blocks from the start: token ids and labels, and
+    what the embedding leaves.
 
-    GPT-2's dropout leaves a mask, Llama's rotation its angles, BLOOM's first norm its input and its attention a mask of all pairs.
+    GPT-2's dropout leaves a mask, Llama's rotation its angles, BLOOM's first norm its input and its
+    attention a mask of all pairs.
     """
     check(code)
     tokens, h, e = micro_batch * length, dims.hidden, element_bytes
@@ -90,6 +104,12 @@ def held_before(code: str, dims: Transformer, micro_batch: int, length: int, ele
 
 
 def kept_behind(code: str, dims: Transformer, element_bytes: int) -> int:
-    """Bytes a token that the last norm, the head and the loss keep, without the logits: inputs, labels, a norm's fp32 copy."""
+    """Bytes a token that the last norm, the head and the loss keep, without the logits: inputs,
+    labels, a norm's fp32 copy.
+    """
     check(code)
-    return 16 + 2 * dims.hidden * element_bytes + (4 * dims.hidden if code in ("llama", "mixtral") else 0)
+    return (
+        16
+        + 2 * dims.hidden * element_bytes
+        + (4 * dims.hidden if code in ("llama", "mixtral") else 0)
+    )

@@ -1,6 +1,8 @@
-"""What DeepSpeed's estimators print, so that their figures can be compared: model states only, with their buffer factor.
+"""What DeepSpeed's estimators print, so that their figures can be compared: model states only, with
+their buffer factor.
 
-Source: DeepSpeed's documentation (memory.rst) and the functions it documents. They print "GB" and mean GiB; here it is bytes.
+Source: DeepSpeed's documentation (memory.rst) and the functions it documents. They print "GB" and
+mean GiB; here it is bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def zero3_estimate(
     zero_init: bool = True,
     buffer_factor: float = BUFFER_FACTOR,
 ) -> Estimate:
-    """Stage 3: 18 bytes a parameter spread over all GPUs, or 16 or 18 of them on the hosts; the largest layer gathered (4 bytes).
+    """Stage 3: 18 bytes a parameter spread over all GPUs, or 16 or 18 of them on the hosts; the
+    largest layer gathered (4 bytes).
 
     Without `zero_init` each process first builds the whole model in fp32 on the host.
     """
@@ -56,10 +59,16 @@ def zero2_estimate(
     version: Literal["documented", "code"] = "documented",
     buffer_factor: float = BUFFER_FACTOR,
 ) -> Estimate:
-    """Stage 2: 4Ψ + 16Ψ/N as documented, 2Ψ + 18Ψ/N as the code of 2024 computes; 2Ψ with the optimizer on the host."""
+    """Stage 2: 4Ψ + 16Ψ/N as documented, 2Ψ + 18Ψ/N as the code of 2024 computes; 2Ψ with the
+    optimizer on the host.
+    """
     total = gpus_per_node * nodes
     built = 4 * numel * gpus_per_node
     if offload_optimizer:
         return Estimate(max(built, 16 * numel / nodes) * buffer_factor, 2 * numel)
-    gpu = 4 * numel + 16 * numel / total if version == "documented" else 2 * numel + 18 * numel / total
+    gpu = (
+        4 * numel + 16 * numel / total
+        if version == "documented"
+        else 2 * numel + 18 * numel / total
+    )
     return Estimate(built * buffer_factor, gpu)

@@ -1,6 +1,8 @@
-"""What ZeRO-Infinity asks of slow memory (Rajbhandari et al. 2021, sections 3 and 4): intensity, efficiency, working memory.
+"""What ZeRO-Infinity asks of slow memory (Rajbhandari et al. 2021, sections 3 and 4): intensity,
+efficiency, working memory.
 
-Bandwidths are bytes/s of one GPU, the peak is FLOP/s of one GPU. The paper prints "TB" and "GB" and means TiB and GiB.
+Bandwidths are bytes/s of one GPU, the peak is FLOP/s of one GPU. The paper prints "TB" and "GB" and
+means TiB and GiB.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from typing import Literal
 
 Streamed = Literal["params", "optimizer", "act_ckpt"]
 STREAMED: tuple[Streamed, ...] = ("params", "optimizer", "act_ckpt")
-#: What the paper takes a V100 to reach on large matrices; it measured 62 to 78 TFLOP/s (section 4.2).
+#: What the paper takes a V100 to reach on large matrices; it measured 62 to 78 TFLOP/s (section
+#: 4.2).
 V100_ACHIEVABLE = 70e12
 
 
@@ -24,18 +27,26 @@ def model_states(layers: int, hidden: int, bytes_per_parameter: float = 20) -> f
 
 
 def parameter_working_bytes(hidden: int) -> int:
-    """Working memory of model states: the largest operator, hd → 4hd, its 16-bit parameters and gradients: 16·hd² (equation 4)."""
+    """Working memory of model states: the largest operator, hd → 4hd, its 16-bit parameters and
+    gradients: 16·hd² (equation 4).
+    """
     return 2 * 2 * hidden * 4 * hidden
 
 
-def activation_working_bytes(batch: int, seq: int, hidden: int, heads: int, interval: int = 1) -> int:
-    """Working memory of activations between two checkpoints: b·s·ci·(16·hd + 2·heads·s) (equation 5)."""
+def activation_working_bytes(
+    batch: int, seq: int, hidden: int, heads: int, interval: int = 1
+) -> int:
+    """Working memory of activations between two checkpoints: b·s·ci·(16·hd + 2·heads·s) (equation
+    5).
+    """
     return batch * seq * interval * (16 * hidden + 2 * heads * seq)
 
 
-def intensity(streamed: str, *, batch: int = 1, seq: int = 1024, hidden: int = 0, interval: int = 1) -> float:
-    """FLOPs done per byte that has to be streamed: s·b for parameters and gradients, s·b/4 for optimizer states,
-    24·hd·ci for activation checkpoints (equations 9, 10 and 11).
+def intensity(
+    streamed: str, *, batch: int = 1, seq: int = 1024, hidden: int = 0, interval: int = 1
+) -> float:
+    """FLOPs done per byte that has to be streamed: s·b for parameters and gradients, s·b/4 for
+    optimizer states, 24·hd·ci for activation checkpoints (equations 9, 10 and 11).
 
     Raises:
         ValueError: something else is streamed.

@@ -12,8 +12,9 @@ In Ψ elements of the wire dtype, to be multiplied by (N−1)/N, with m micro-ba
 | "ddp every micro-batch"                         | 2     | 2m     |
 | "zero-1 every micro-batch"                      | 2     | m + 1  |
 
-Sources: Rajbhandari et al. 2020 (ZeRO), section 7; Zhao et al. 2023 (FSDP), section 3.2; Rajbhandari et al. 2021 (ZeRO-Infinity), section
-4.1 for the fourth pass; the columns for m follow from when each move is made.
+Sources: Rajbhandari et al. 2020 (ZeRO), section 7; Zhao et al. 2023 (FSDP), section 3.2;
+Rajbhandari et al. 2021 (ZeRO-Infinity), section 4.1 for the fourth pass; the columns for m follow
+from when each move is made.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SCHEMES = tuple(_VOLUMES)
 
 
 def volume(scheme: str, micro_batches: int = 1) -> int:
-    """How many times Ψ elements pass one rank in a step, before the factor (N−1)/N: the table above.
+    """How many times Ψ elements pass one rank in a step, before the factor (N−1)/N: the table
+    above.
 
     Raises:
         ValueError: an unknown scheme, or less than one micro-batch.
@@ -46,16 +48,20 @@ def volume(scheme: str, micro_batches: int = 1) -> int:
     return _VOLUMES[scheme](micro_batches)
 
 
-def wire_bytes(numel: float, scheme: str, ranks: int, element_bytes: float = 2, micro_batches: int = 1) -> float:
+def wire_bytes(
+    numel: float, scheme: str, ranks: int, element_bytes: float = 2, micro_batches: int = 1
+) -> float:
     """Bytes that one of `ranks` ranks sends in a step: volume · Ψ · bytes · (N−1)/N."""
     return volume(scheme, micro_batches) * numel * element_bytes * (ranks - 1) / ranks
 
 
 def between_groups(numel: float, group: int, ranks: int, element_bytes: float = 2) -> float:
-    """HSDP and MiCS: bytes a rank sends to the other replicas of its shard, once a step: 2(Ψ/G)(1 − G/N).
+    """HSDP and MiCS: bytes a rank sends to the other replicas of its shard, once a step: 2(Ψ/G)(1 −
+    G/N).
 
-    An all-reduce of a 1/G shard over N/G groups. FSDP section 3.2.2 prints 2M(W−1)/(GW), which counts the own group too. The same holds
-    where the optimizer states are sharded over all ranks ("hybrid optimizer sharding"): a reduce-scatter and an all-gather of that shard.
+    An all-reduce of a 1/G shard over N/G groups. FSDP section 3.2.2 prints 2M(W−1)/(GW), which
+    counts the own group too. The same holds where the optimizer states are sharded over all ranks
+    ("hybrid optimizer sharding"): a reduce-scatter and an all-gather of that shard.
 
     Raises:
         ValueError: the group does not divide the ranks.
@@ -65,8 +71,12 @@ def between_groups(numel: float, group: int, ranks: int, element_bytes: float = 
     return 2 * (numel / group) * (1 - group / ranks) * element_bytes
 
 
-def hybrid_bytes(numel: float, group: int, ranks: int, element_bytes: float = 2, micro_batches: int = 1) -> dict[str, float]:
-    """Bytes by link of stage 3 inside groups of `group` ranks and replicas across: {"inside", "between"} (a group is a node)."""
+def hybrid_bytes(
+    numel: float, group: int, ranks: int, element_bytes: float = 2, micro_batches: int = 1
+) -> dict[str, float]:
+    """Bytes by link of stage 3 inside groups of `group` ranks and replicas across: {"inside",
+    "between"} (a group is a node).
+    """
     return {
         "inside": wire_bytes(numel, "zero-3", group, element_bytes, micro_batches),
         "between": between_groups(numel, group, ranks, element_bytes),
@@ -82,21 +92,25 @@ def zeropp_bytes(
     quantized_gradients: bool = True,
     element_bytes: float = 2,
 ) -> dict[str, float]:
-    """Bytes by link of ZeRO++: between nodes 0.75Ψ in 16-bit equivalents with all three parts, against 3Ψ without.
+    """Bytes by link of ZeRO++: between nodes 0.75Ψ in 16-bit equivalents with all three parts,
+    against 3Ψ without.
 
-    Weights travel in 8 bits (half), the backward gather reads a second copy inside the node, gradients travel in 4 bits (a quarter).
-    Source: Wang et al. 2023 (ZeRO++), section 4; DeepSpeed's ZeRO++ post, table of volumes. (N−1)/N is left out, as there.
+    Weights travel in 8 bits (half), the backward gather reads a second copy inside the node,
+    gradients travel in 4 bits (a quarter).
+    Source: Wang et al. 2023 (ZeRO++), section 4; DeepSpeed's ZeRO++ post, table of volumes. (N−1)/N
+    is left out, as there.
     """
     forward = 0.5 if quantized_weights else 1.0
     gradients = 0.25 if quantized_gradients else 1.0
     backward = 0.0 if secondary_copy else forward
-    inside = (1.0 if secondary_copy else 0.0) + (0.25 if quantized_gradients else 0.0)  # the copy's gather; the first of two hops
+    # The copy's gather; the first of two hops
+    inside = (1.0 if secondary_copy else 0.0) + (0.25 if quantized_gradients else 0.0)
     unit = numel * element_bytes * micro_batches
     return {"inside": inside * unit, "between": (forward + backward + gradients) * unit}
 
 
-#: By way of stage 3: what a node sends to others in a step of m micro-batches, in Ψ elements, with e and r what codecs leave of a
-#: gathered and of a reduced byte, and g ranks on a node.
+#: By way of stage 3: what a node sends to others in a step of m micro-batches, in Ψ elements, with
+#: e and r what codecs leave of a gathered and of a reduced byte, and g ranks on a node.
 _BORDER: Mapping[str, Callable[[int, int, float, float], float]] = {
     "pairwise": lambda m, g, e, r: m * g * (2 * e + r),
     "groups": lambda m, g, e, r: m * (2 * e + r),
@@ -118,7 +132,8 @@ def border_bytes(
     gathered: float = 1.0,
     reduced: float = 1.0,
 ) -> float:
-    """Bytes that all ranks of a node together send to other nodes in a step of stage 3: volume · Ψ · bytes · (H−1)/H, with H nodes.
+    """Bytes that all ranks of a node together send to other nodes in a step of stage 3: volume · Ψ
+    · bytes · (H−1)/H, with H nodes.
 
     | way                                                            | volume in Ψ       |
     |----------------------------------------------------------------|-------------------|
@@ -128,9 +143,11 @@ def border_bytes(
     | "shard group" (HSDP, MiCS): sums exchanged once a step         | r + 1             |
     | "optimizer over all", the rest in the node                     | e + r             |
 
-    ZeRO++ prints e + r with m = 1 as 0.75Ψ in 16-bit equivalents: int8 gathers (e = 1/2), int4 reductions (r = 1/4). Each codec adds its
-    scales to that. Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), section 4; Zhang et al. 2022 (MiCS, arXiv:2205.00119), section
-    3.4 (two-hop gradient synchronization); Zhao et al. 2023 (FSDP), section 3.2.2.
+    ZeRO++ prints e + r with m = 1 as 0.75Ψ in 16-bit equivalents: int8 gathers (e = 1/2), int4
+    reductions (r = 1/4). Each codec adds its
+    scales to that. Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), section 4; Zhang et al.
+    2022 (MiCS, arXiv:2205.00119), section 3.4 (two-hop gradient synchronization); Zhao et al. 2023
+    (FSDP), section 3.2.2.
 
     Args:
         node: ranks of a node. gathered, reduced: e and r.
@@ -140,45 +157,71 @@ def border_bytes(
     """
     if way not in _BORDER:
         raise ValueError(f"way {way!r}: expected one of {', '.join(map(repr, BORDERS))}.")
-    return _BORDER[way](micro_batches, node, gathered, reduced) * numel * element_bytes * (nodes - 1) / nodes
+    return (
+        _BORDER[way](micro_batches, node, gathered, reduced)
+        * numel
+        * element_bytes
+        * (nodes - 1)
+        / nodes
+    )
 
 
 def secondary_copy_bytes(numel: float, node: int, element_bytes: float = 2) -> float:
-    """Memory of ZeRO++'s second copy, sharded inside a node of `node` ranks: 2Ψ/Z bytes a rank (DeepSpeed's ZeRO++ tutorial)."""
+    """Memory of ZeRO++'s second copy, sharded inside a node of `node` ranks: 2Ψ/Z bytes a rank
+    (DeepSpeed's ZeRO++ tutorial).
+    """
     return numel * element_bytes / node
 
 
-def offload_bytes(numel: float, ranks: int = 1, micro_batches: int = 1, *, every_micro_batch: bool = False) -> float:
-    """Bytes on one rank's host link in a step of ZeRO-Offload: 16-bit gradients down, 16-bit parameters up.
+def offload_bytes(
+    numel: float, ranks: int = 1, micro_batches: int = 1, *, every_micro_batch: bool = False
+) -> float:
+    """Bytes on one rank's host link in a step of ZeRO-Offload: 16-bit gradients down, 16-bit
+    parameters up.
 
-    4Ψ/N if gradients go down at the boundary (Ren et al. 2021, section 3), 2Ψ(1+m)/N if they go down every micro-batch.
+    4Ψ/N if gradients go down at the boundary (Ren et al. 2021, section 3), 2Ψ(1+m)/N if they go
+    down every micro-batch.
     """
     return 2 * numel * (1 + (micro_batches if every_micro_batch else 1)) / ranks
 
 
-def host_streaming_bytes(numel: float, ranks: int, micro_batches: int = 1, passes: int = 3) -> float:
-    """Bytes that a rank reads of parameters that rest on the host or NVMe, 16-bit, and writes of gradients: 2Ψ(passes + 1)m/N.
+def host_streaming_bytes(
+    numel: float, ranks: int, micro_batches: int = 1, passes: int = 3
+) -> float:
+    """Bytes that a rank reads of parameters that rest on the host or NVMe, 16-bit, and writes of
+    gradients: 2Ψ(passes + 1)m/N.
 
-    ZeRO-Infinity section 4.1 counts three reads (forward, recompute, backward) and one write of gradients.
+    ZeRO-Infinity section 4.1 counts three reads (forward, recompute, backward) and one write of
+    gradients.
     """
     return 2 * numel * (passes + 1) * micro_batches / ranks
 
 
 def tensor_parallel_elements(batch: int, seq: int, hidden: int, degree: int) -> float:
-    """Elements that tensor parallelism moves per layer, micro-batch and GPU: 8bsh(t−1)/t (Narayanan et al. 2021, section 3.2)."""
+    """Elements that tensor parallelism moves per layer, micro-batch and GPU: 8bsh(t−1)/t (Narayanan
+    et al. 2021, section 3.2).
+    """
     return 8 * batch * seq * hidden * (degree - 1) / degree
 
 
 def tensor_parallel_block_elements(batch: int, seq: int, hidden: int) -> float:
-    """The same per block with checkpointing as ZeRO counts it: 12bsh, two all-reduces in each of three passes (section 8)."""
+    """The same per block with checkpointing as ZeRO counts it: 12bsh, two all-reduces in each of
+    three passes (section 8).
+    """
     return 12 * batch * seq * hidden
 
 
 def pipeline_elements(batch: int, seq: int, hidden: int, degree: int = 1) -> float:
-    """Elements between two pipeline stages per micro-batch: bsh, or bsh/t with scatter-gather (Narayanan et al. 2021, section 4.1)."""
+    """Elements between two pipeline stages per micro-batch: bsh, or bsh/t with scatter-gather
+    (Narayanan et al. 2021, section 4.1).
+    """
     return batch * seq * hidden / degree
 
 
-def distributed_muon_ratio(gradient_bytes: float = 4, parameter_bytes: float = 4, gathered_bytes: float = 2) -> float:
-    """Upper bound of the traffic of whole-matrix updates over that of stage 1 with AdamW: 1.25 (Liu et al. 2025, section 2.3)."""
+def distributed_muon_ratio(
+    gradient_bytes: float = 4, parameter_bytes: float = 4, gathered_bytes: float = 2
+) -> float:
+    """Upper bound of the traffic of whole-matrix updates over that of stage 1 with AdamW: 1.25 (Liu
+    et al. 2025, section 2.3).
+    """
     return (gradient_bytes + gathered_bytes + parameter_bytes) / (gradient_bytes + parameter_bytes)

@@ -1,4 +1,5 @@
-"""Reading what DeepSpeed's `engine.save_checkpoint` wrote, at ZeRO stages 1, 2 and 3, on any number of ranks.
+"""Reading what DeepSpeed's `engine.save_checkpoint` wrote, at ZeRO stages 1, 2 and 3, on any number
+of ranks.
 
     folder.py    which files make up the checkpoint
     pickles.py   a file's contents through torch's safe unpickler

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from onefold.checkpoint.errors import CheckpointError
 
-_SHARD = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<other>\d+)_?optim_states\.pt$")
+_SHARD = re.compile(
+    r"^(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<other>\d+)_?optim_states\.pt$"
+)
 _MODEL = re.compile(r"^(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<other>\d+)_model_states\.pt$")
 _LATEST = "latest"
 
@@ -36,7 +38,9 @@ class Files:
 
 
 def is_deepspeed(path: Path | str) -> bool:
-    """Whether `path` is a folder that DeepSpeed wrote: a tag folder, or one that holds tag folders. Reads names only."""
+    """Whether `path` is a folder that DeepSpeed wrote: a tag folder, or one that holds tag folders.
+    Reads names only.
+    """
     path = Path(path)
     try:
         if not path.is_dir() or (path / "manifest.json").exists():
@@ -47,10 +51,12 @@ def is_deepspeed(path: Path | str) -> bool:
 
 
 def find(path: Path | str, tag: str | None = None) -> Files:
-    """The files at `path`: a tag folder, or the folder above, where `tag` chooses and `latest` does if it is None.
+    """The files at `path`: a tag folder, or the folder above, where `tag` chooses and `latest` does
+    if it is None.
 
     Raises:
-        CheckpointError: there is none, parts of it are missing, or it is of a kind that is not read.
+        CheckpointError: there is none, parts of it are missing, or it is of a kind that is not
+            read.
     """
     folder = _chosen(Path(path), tag)
     names = sorted(p.name for p in folder.iterdir())
@@ -58,15 +64,22 @@ def find(path: Path | str, tag: str | None = None) -> Files:
     shards, models = _by_rank(folder, names, _SHARD), _by_rank(folder, names, _MODEL)
     if not shards and models:
         raise CheckpointError(
-            f"{folder} has no *_optim_states.pt: it was saved at stage 0, or its optimizer files were left out. Only checkpoints of the "
-            "ZeRO stages 1, 2 and 3 are read; for weights alone, export them with DeepSpeed and load the safetensors."
+            f"{folder} has no *_optim_states.pt: it was saved at stage 0, or its optimizer files"
+            " were left out. Only checkpoints of the ZeRO stages 1, 2 and 3 are read; for weights"
+            " alone, export them with DeepSpeed and load the safetensors."
         )
-    return Files(folder, _without_gaps(folder, shards, "optim_states"), _without_gaps(folder, models, "model_states"))
+    return Files(
+        folder,
+        _without_gaps(folder, shards, "optim_states"),
+        _without_gaps(folder, models, "model_states"),
+    )
 
 
 def _chosen(path: Path, tag: str | None) -> Path:
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder: give the one that was given to DeepSpeed's save_checkpoint.")
+        raise CheckpointError(
+            f"{path} is no folder: give the one that was given to DeepSpeed's save_checkpoint."
+        )
     if tag is None and _is_tag(path):
         return path
     given = tag
@@ -76,15 +89,24 @@ def _chosen(path: Path, tag: str | None) -> Path:
     if tag is None:
         if not found:
             raise CheckpointError(
-                f"{path} holds no DeepSpeed checkpoint: expected a file 'latest', or folders with *_optim_states.pt in them."
+                f"{path} holds no DeepSpeed checkpoint: expected a file 'latest', or folders with"
+                " *_optim_states.pt in them."
             )
         raise CheckpointError(
-            f"{path} has no file 'latest' that chooses one of {', '.join(found)}: give the tag, or the path of one of them."
+            f"{path} has no file 'latest' that chooses one of {', '.join(found)}: give the tag, or"
+            " the path of one of them."
         )
     folder = path / tag
     if path.resolve() not in folder.resolve().parents or not folder.is_dir() or not _is_tag(folder):
-        who = f"the tag {tag!r} was given" if given is not None else f"its file 'latest' names {tag!r}"
-        raise CheckpointError(f"{path}: {who}, but there is no such checkpoint in it. There are: {', '.join(found) or 'none'}.")
+        who = (
+            f"the tag {tag!r} was given"
+            if given is not None
+            else f"its file 'latest' names {tag!r}"
+        )
+        raise CheckpointError(
+            f"{path}: {who}, but there is no such checkpoint in it. There are:"
+            f" {', '.join(found) or 'none'}."
+        )
     return folder
 
 
@@ -104,7 +126,10 @@ def _refuse_other_kinds(folder: Path, names: list[str]) -> None:
         (r"^offloaded_tensors$", "optimizer states on NVMe, copied as raw swap files"),
     ):
         if any(re.match(pattern, name) for name in names):
-            raise CheckpointError(f"{folder} holds {what}, which cannot be read. Only data-parallel checkpoints of ZeRO 1, 2 and 3 can be.")
+            raise CheckpointError(
+                f"{folder} holds {what}, which cannot be read. Only data-parallel checkpoints of"
+                " ZeRO 1, 2 and 3 can be."
+            )
 
 
 def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -115,12 +140,14 @@ def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[i
             continue
         if int(match["other"]):
             raise CheckpointError(
-                f"{folder / name} belongs to a tensor- or pipeline-parallel run, which cannot be read: only data-parallel ones can."
+                f"{folder / name} belongs to a tensor- or pipeline-parallel run, which cannot be"
+                " read: only data-parallel ones can."
             )
         rank = int(match["rank"] or 0)
         if rank in found:
             raise CheckpointError(
-                f"{folder} holds two checkpoints in one: {found[rank].name} and {name}. Remove the one that is not meant."
+                f"{folder} holds two checkpoints in one: {found[rank].name} and {name}. Remove the"
+                " one that is not meant."
             )
         found[rank] = folder / name
     return found
@@ -129,5 +156,8 @@ def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[i
 def _without_gaps(folder: Path, found: dict[int, Path], what: str) -> tuple[Path, ...]:
     missing = sorted(set(range(max(found, default=0) + 1)) - set(found))
     if missing:
-        raise CheckpointError(f"{folder} has no *_{what}.pt of rank {', '.join(map(str, missing[:5]))}: copy it whole.")
+        raise CheckpointError(
+            f"{folder} has no *_{what}.pt of rank {', '.join(map(str, missing[:5]))}: copy it"
+            " whole."
+        )
     return tuple(found[rank] for rank in sorted(found))

@@ -1,12 +1,15 @@
-"""Which elements of a parameter lie where: on which rank, at which elements of the rank's cell (see shard.py).
+"""Which elements of a parameter lie where: on which rank, at which elements of the rank's cell (see
+shard.py).
 
-Stages 1 and 2: a group's parameters lie one after another, and the whole is cut into N equal parts. The padding at the end makes the
-number of elements a multiple of 2N; with `parameter_alignment` there is some behind each parameter as well.
+Stages 1 and 2: a group's parameters lie one after another, and the whole is cut into N equal parts.
+The padding at the end makes the number of elements a multiple of 2N; with `parameter_alignment`
+there is some behind each parameter as well.
 
     group     | a a a a a | b b b | c c c c c c | pad |
     cut            rank 0      |      rank 1          |
 
-Stage 3: every parameter is cut into N equal parts by itself, the last one padded; a rank lays its parts one after another.
+Stage 3: every parameter is cut into N equal parts by itself, the last one padded; a rank lays its
+parts one after another.
 
     rank 0    | a a a | b b | c c c |
     rank 1    | a a . | b . | c c c |          . is padding
@@ -32,7 +35,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter in its cell: `begin` is its address in the group (stages 1, 2) or in each rank's cell (stage 3)."""
+    """A parameter in its cell: `begin` is its address in the group (stages 1, 2) or in each rank's
+    cell (stage 3).
+    """
 
     cell: int
     begin: int
@@ -57,7 +62,9 @@ class EqualCuts:
             at = upto
 
     def least(self, cell: int, rank: int, used: int) -> int:
-        """Elements that the cell of `rank` must have at least, where the parameters take `used` of the group's."""
+        """Elements that the cell of `rank` must have at least, where the parameters take `used` of
+        the group's.
+        """
         return max(0, min(self.size[cell], used - rank * self.size[cell]))
 
 
@@ -77,19 +84,25 @@ class CutsOfEach:
             at = upto
 
     def least(self, cell: int, rank: int, used: int) -> int:
-        """Elements that the cell of every rank must have: `used`, the parts laid one after another."""
+        """Elements that the cell of every rank must have: `used`, the parts laid one after
+        another.
+        """
         return used
 
 
 def lay_out(
-    shapes: Sequence[Mapping[str, Sequence[int]]], ranks: int, of_each: bool, paddings: Sequence[Sequence[int]] | None
+    shapes: Sequence[Mapping[str, Sequence[int]]],
+    ranks: int,
+    of_each: bool,
+    paddings: Sequence[Sequence[int]] | None,
 ) -> tuple[dict[str, Place], list[int]]:
     """The place of every parameter, and the elements that each cell uses.
 
     Args:
         shapes: for each cell, names and logical shapes in the order in which they lie.
         of_each: whether each parameter is cut by itself (stage 3).
-        paddings: for each cell, the elements of padding behind each parameter; None: there are none.
+        paddings: for each cell, the elements of padding behind each parameter; None: there are
+            none.
 
     Raises:
         CheckpointError: a name comes twice, or paddings do not fit.
@@ -100,12 +113,16 @@ def lay_out(
         behind = list(paddings[cell]) if paddings is not None and not of_each else [0] * len(named)
         if len(behind) != len(named):
             raise CheckpointError(
-                f"group {cell} has {len(named)} parameters, but paddings of {len(behind)}: the checkpoint contradicts itself."
+                f"group {cell} has {len(named)} parameters, but paddings of {len(behind)}: the"
+                " checkpoint contradicts itself."
             )
         at = 0
         for (name, shape), padding in zip(named.items(), behind, strict=True):
             if name in places:
-                raise CheckpointError(f"the parameter {name!r} lies in two of the optimizer's groups: the checkpoint contradicts itself.")
+                raise CheckpointError(
+                    f"the parameter {name!r} lies in two of the optimizer's groups: the checkpoint"
+                    " contradicts itself."
+                )
             numel = prod(shape)
             places[name] = Place(cell, at, numel, tuple(shape))
             at += (-(-numel // ranks) if of_each else numel) + padding

@@ -1,8 +1,10 @@
-"""DeepSpeed's files are pickles. They are read by torch's safe unpickler alone, which runs no code that a file names.
+"""DeepSpeed's files are pickles. They are read by torch's safe unpickler alone, which runs no code
+that a file names.
 
-It builds tensors, numbers, text and containers. Objects of DeepSpeed's own classes become `Attributes` (what they held, without
-their code), numpy's arrays and `argparse.Namespace`, which people put into client states, become themselves. Any further class is
-refused by name. Tensors are mapped, not read: their bytes come from the disk when they are looked at.
+It builds tensors, numbers, text and containers. Objects of DeepSpeed's own classes become
+`Attributes` (what they held, without their code), numpy's arrays and `argparse.Namespace`, which
+people put into client states, become themselves. Any further class is refused by name. Tensors are
+mapped, not read: their bytes come from the disk when they are looked at.
 """
 
 from __future__ import annotations
@@ -41,15 +43,23 @@ _lock = threading.Lock()  # torch's list of safe classes is one for the process
 
 
 def _plain_values() -> list[tuple[Callable[..., Any], str]]:
-    """Classes of the standard library and numpy that hold values, under the names that pickles of any numpy use."""
+    """Classes of the standard library and numpy that hold values, under the names that pickles of
+    any numpy use.
+    """
     makers: list[Any] = [np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]]
     named: list[tuple[Callable[..., Any], str]] = [
         (argparse.Namespace, "argparse.Namespace"),
         (np.ndarray, "numpy.ndarray"),
         (np.dtype, "numpy.dtype"),
     ]
-    named += [(make, f"numpy.{core}.multiarray.{make.__name__}") for core in ("core", "_core") for make in makers]
-    dtypes = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
+    named += [
+        (make, f"numpy.{core}.multiarray.{make.__name__}")
+        for core in ("core", "_core")
+        for make in makers
+    ]
+    dtypes = {
+        type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
+    }
     return named + [(kind, f"numpy.dtypes.{kind.__name__}") for kind in dtypes]
 
 
@@ -57,32 +67,46 @@ def read_pickle(path: Path) -> Any:
     """The contents of a file of torch.save, its tensors mapped on the host.
 
     Raises:
-        CheckpointError: it is missing, damaged, or holds a class that cannot be read safely; the message names file and class.
+        CheckpointError: it is missing, damaged, or holds a class that cannot be read safely; the
+            message names file and class.
     """
     with _lock, torch.serialization.safe_globals([*STAND_INS, *_plain_values()]):
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing: a part of this DeepSpeed checkpoint was not copied, or never written.") from None
+            raise CheckpointError(
+                f"{path} is missing: a part of this DeepSpeed checkpoint was not copied, or never"
+                " written."
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
         except pickle.UnpicklingError as error:
             raise CheckpointError(_refusal(path, error)) from None
-        except Exception as error:  # torch raises of many kinds where a file is cut short or was never one of its own
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        except Exception as error:
+            # Torch raises of many kinds where a file is cut short or was never one of its own
+            first = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
             raise CheckpointError(f"{path} is damaged, or no file of torch.save: {first}") from None
 
 
 def _refusal(path: Path, error: Exception) -> str:
-    """Which classes stand in the way, and what can be done. Called while ours are listed as safe."""
+    """Which classes stand in the way, and what can be done. Called while ours are listed as
+    safe.
+    """
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:
         names = []
     if not names:
-        return f"{path} cannot be read safely: {str(error).strip().splitlines()[-1]}. It is read by torch's safe unpickler or not at all."
+        return (
+            f"{path} cannot be read safely: {str(error).strip().splitlines()[-1]}. It is read by"
+            " torch's safe unpickler or not at all."
+        )
     return (
-        f"{path} holds objects of {', '.join(names)}, and reading them would run code that the file names: it is refused. Save again "
-        "with plain values (numbers, text, lists, dicts, tensors) in client_state. If these are classes of your own that you trust, say "
-        f"torch.serialization.add_safe_globals([{', '.join(n.rpartition('.')[2] for n in names)}]) before you load."
+        f"{path} holds objects of {', '.join(names)}, and reading them would run code that the file"
+        " names: it is refused. Save again with plain values (numbers, text, lists, dicts,"
+        " tensors) in client_state. If these are classes of your own that you trust, say"
+        f" torch.serialization.add_safe_globals([{', '.join(n.rpartition('.')[2] for n in names)}])"
+        " before you load."
     )

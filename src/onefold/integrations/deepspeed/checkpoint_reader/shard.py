@@ -1,7 +1,8 @@
 """What one rank saved of the optimizer, in one form for all stages.
 
-A rank's file holds flat tensors, here called cells. A cell is the rank's part of one parameter group (stages 1, 2) or of one sub-group of
-a parameter group (stage 3), in master precision; each state of the optimizer is a flat tensor beside it.
+A rank's file holds flat tensors, here called cells. A cell is the rank's part of one parameter
+group (stages 1, 2) or of one sub-group of a parameter group (stage 3), in master precision; each
+state of the optimizer is a flat tensor beside it.
 
 | what              | stages 1, 2                                       | stage 3                                    |
 |-------------------|---------------------------------------------------|--------------------------------------------|
@@ -32,7 +33,8 @@ class Shard:
     ranks: how many ranks the states are divided over.
     masters: for each cell its tensor, 1-D, mapped.
     states: for each cell the optimizer's state: flat tensors and scalars.
-    groups: the options of each parameter group, the indices of its cells under "params"; None where they were not saved.
+    groups: the options of each parameter group, the indices of its cells under "params"; None where
+        they were not saved.
     paddings: for each cell the elements of padding behind each parameter.
     scaler: the attributes of DeepSpeed's loss scaler; None if it has none.
     """
@@ -50,17 +52,26 @@ class Shard:
         """The master of a cell (`state` ""), or a state of it."""
         tensor = self.masters[cell] if not state else self.states[cell].get(state)
         if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{self.path} holds no {state!r} for the optimizer's group {cell}, as other ranks' files do.")
+            raise CheckpointError(
+                f"{self.path} holds no {state!r} for the optimizer's group {cell}, as other ranks'"
+                " files do."
+            )
         return tensor.detach().view(-1)
 
     def is_flat(self, cell: int, state: str) -> bool:
         """Whether a state runs along the parameters' elements, as the masters do."""
         value = self.states[cell].get(state)
-        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= self.masters[cell].numel()
+        return (
+            isinstance(value, torch.Tensor)
+            and value.dim() > 0
+            and value.numel() >= self.masters[cell].numel()
+        )
 
 
 def read_shard(path: Path) -> Shard:
-    """Raises: CheckpointError: it cannot be read safely, or is no file that DeepSpeed's ZeRO optimizers write."""
+    """Raises: CheckpointError: it cannot be read safely, or is no file that DeepSpeed's ZeRO
+    optimizers write.
+    """
     contents = read_pickle(path)
     try:
         return _shard(path, contents["optimizer_state_dict"])
@@ -68,7 +79,8 @@ def read_shard(path: Path) -> Shard:
         raise
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is no optimizer file of DeepSpeed's ZeRO as of version 0.19: {type(error).__name__} {error}."
+            f"{path} is no optimizer file of DeepSpeed's ZeRO as of version 0.19:"
+            f" {type(error).__name__} {error}."
         ) from None
 
 
@@ -77,15 +89,30 @@ def _shard(path: Path, saved: Mapping[str, Any]) -> Shard:
     counts = saved["partition_count"]
     counts = {int(n) for n in counts} if isinstance(counts, (list, tuple)) else {int(counts)}
     if len(counts) != 1 or saved.get("ds_zero_partition_groups") is not None:
-        raise CheckpointError(f"{path}: parameters are divided over groups of different sizes (experts), which cannot be read.")
-    masters = list(saved["fp32_flat_groups"] if stage == 3 else saved["single_partition_of_fp32_groups"])
-    inner = saved["optimizer_state_dict"] if stage == 3 else saved["base_optimizer_state"]
-    states, groups = (inner["state"], inner["param_groups"]) if isinstance(inner, Mapping) else (dict(enumerate(inner)), None)
-    if groups is not None and sorted(i for g in groups for i in g["params"]) != list(range(len(masters))):
         raise CheckpointError(
-            f"{path}: the optimizer has other groups ({[g['params'] for g in groups]}) than the {len(masters)} that were saved."
+            f"{path}: parameters are divided over groups of different sizes (experts), which cannot"
+            " be read."
         )
-    listed = [_with_step(dict(states.get(i, {})), groups, i, saved.get("base_optimizer_state_step")) for i in range(len(masters))]
+    masters = list(
+        saved["fp32_flat_groups"] if stage == 3 else saved["single_partition_of_fp32_groups"]
+    )
+    inner = saved["optimizer_state_dict"] if stage == 3 else saved["base_optimizer_state"]
+    states, groups = (
+        (inner["state"], inner["param_groups"])
+        if isinstance(inner, Mapping)
+        else (dict(enumerate(inner)), None)
+    )
+    if groups is not None and sorted(i for g in groups for i in g["params"]) != list(
+        range(len(masters))
+    ):
+        raise CheckpointError(
+            f"{path}: the optimizer has other groups ({[g['params'] for g in groups]}) than the"
+            f" {len(masters)} that were saved."
+        )
+    listed = [
+        _with_step(dict(states.get(i, {})), groups, i, saved.get("base_optimizer_state_step"))
+        for i in range(len(masters))
+    ]
     scaler = saved.get("loss_scaler")
     return Shard(
         path=path,
@@ -100,11 +127,15 @@ def _shard(path: Path, saved: Mapping[str, Any]) -> Shard:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what DeepSpeed's own Adam keeps among them and torch's does always (bias correction) or elsewhere (the step count)."""
+    """Without what DeepSpeed's own Adam keeps among them and torch's does always (bias correction)
+    or elsewhere (the step count).
+    """
     return {k: v for k, v in group.items() if k != "step" and not (k == "bias_correction" and v)}
 
 
-def _with_step(state: dict[str, Any], groups: list[dict[str, Any]] | None, cell: int, step: Any) -> dict[str, Any]:
+def _with_step(
+    state: dict[str, Any], groups: list[dict[str, Any]] | None, cell: int, step: Any
+) -> dict[str, Any]:
     """DeepSpeed's fused Adam counts steps in the group, torch's in each parameter's state."""
     if groups is not None:
         step = next((g["step"] for g in groups if cell in g["params"] and "step" in g), step)

@@ -1,7 +1,14 @@
-"""The reader of DeepSpeed configurations; `read_deepspeed` is the way in, `keys` the table of what is known."""
+"""The reader of DeepSpeed configurations; `read_deepspeed` is the way in, `keys` the table of what
+is known.
+"""
 
 from onefold.integrations.deepspeed.config.auto import OF_RECIPES, refuse_auto
-from onefold.integrations.deepspeed.config.reader import BatchSizes, DeepSpeedConfig, LossScaling, read_deepspeed
+from onefold.integrations.deepspeed.config.reader import (
+    BatchSizes,
+    DeepSpeedConfig,
+    LossScaling,
+    read_deepspeed,
+)
 from onefold.integrations.deepspeed.config.recipe import recipe_from
 from onefold.integrations.deepspeed.config.specs import OptimizerSpec, SchedulerSpec
 

@@ -1,6 +1,8 @@
-"""What "auto" in a DeepSpeed configuration leaves open: the Hugging Face Trainer fills it in from its own arguments, here nobody does.
+"""What "auto" in a DeepSpeed configuration leaves open: the Hugging Face Trainer fills it in from
+its own arguments, here nobody does.
 
-A value that decides what is trained is asked for; one that only tunes DeepSpeed's own mechanisms may stay.
+A value that decides what is trained is asked for; one that only tunes DeepSpeed's own mechanisms
+may stay.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ GIVE = {
     "train_batch_size": "samples of an optimizer step over all ranks, such as 64",
     "train_micro_batch_size_per_gpu": "samples a rank computes at once, such as 4",
     "gradient_accumulation_steps": "micro-batches of an optimizer step, such as 1",
-    "gradient_clipping": "the largest gradient norm, such as 1.0 (the Trainer's default), or 0 for none",
+    "gradient_clipping": (
+        "the largest gradient norm, such as 1.0 (the Trainer's default), or 0 for none"
+    ),
     "fp16.enabled": "true or false",
     "bf16.enabled": "true or false",
     "zero_optimization.stage": "0, 1, 2 or 3",
@@ -28,7 +32,13 @@ GIVE = {
     "scheduler.params.total_num_steps": "a number of steps, such as 1000",
 }
 #: What decides which recipe it is; the rest of a file concerns `onefold.initialize` only.
-OF_RECIPES = ("fp16.enabled", "bf16.enabled", "zero_optimization.stage", "communication_data_type", "data_types.")
+OF_RECIPES = (
+    "fp16.enabled",
+    "bf16.enabled",
+    "zero_optimization.stage",
+    "communication_data_type",
+    "data_types.",
+)
 #: One of them follows from the others.
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: Sizes by which DeepSpeed tunes itself: its default is as good as any.
@@ -49,8 +59,12 @@ def refuse_auto(paths: Collection[str]) -> None:
     """Raises: ValueError: there are any; the sentence says what to give for each."""
     if not paths:
         return
-    give = "; ".join(f'"{path}": {GIVE.get(path, "a value, or remove the key for its default")}' for path in paths)
+    give = "; ".join(
+        f'"{path}": {GIVE.get(path, "a value, or remove the key for its default")}'
+        for path in paths
+    )
     raise ValueError(
-        f'the configuration says "auto" where nothing can fill it in: the Hugging Face Trainer does that from its own arguments, and it '
-        f"does not run here. Write values in place of it: {give}."
+        'the configuration says "auto" where nothing can fill it in: the Hugging Face Trainer does'
+        " that from its own arguments, and it does not run here. Write values in place of it:"
+        f" {give}."
     )

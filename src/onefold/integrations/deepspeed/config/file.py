@@ -15,24 +15,33 @@ def loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, (str, os.PathLike)):
-        raise ValueError(f"config is a {type(config).__name__}: expected a dict or the path of a JSON file.")
+        raise ValueError(
+            f"config is a {type(config).__name__}: expected a dict or the path of a JSON file."
+        )
     path = Path(config)
     if _is_file(path):
         text, source = path.read_text(encoding="utf-8"), str(path)
     else:
         try:
-            text, source = base64.urlsafe_b64decode(os.fspath(config)).decode("utf-8"), "the base64 configuration"
+            text, source = (
+                base64.urlsafe_b64decode(os.fspath(config)).decode("utf-8"),
+                "the base64 configuration",
+            )
         except (binascii.Error, ValueError):
             raise FileNotFoundError(
-                f"there is no DeepSpeed configuration at {os.fspath(config)!r}: expected a JSON file, or pass a dict."
+                f"there is no DeepSpeed configuration at {os.fspath(config)!r}: expected a JSON"
+                " file, or pass a dict."
             ) from None
     try:
         tree = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{source} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}.") from None
+        raise ValueError(
+            f"{source} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}."
+        ) from None
     if not isinstance(tree, dict):
         raise ValueError(
-            f'{source} holds a {type(tree).__name__}: expected an object, such as {{"bf16": {{"enabled": true}}}}.'
+            f'{source} holds a {type(tree).__name__}: expected an object, such as {{"bf16":'
+            ' {"enabled": true}}.'
         )
     return tree
 
@@ -54,7 +63,9 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys of the top level ("zero_optimization.stage": 2) put in place; the old boolean made a section."""
+    """Dotted keys of the top level ("zero_optimization.stage": 2) put in place; the old boolean
+    made a section.
+    """
     nested: dict[str, Any] = {}
     for name, value in tree.items():
         if not isinstance(name, str):
@@ -73,12 +84,15 @@ def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
                 inner = place.get(part, {})
                 if not isinstance(inner, Mapping):
                     raise ValueError(
-                        f"{name}={value!r}: {part!r} is {inner!r} elsewhere, not an object that could hold {last!r}."
+                        f"{name}={value!r}: {part!r} is {inner!r} elsewhere, not an object that"
+                        f" could hold {last!r}."
                     )
                 place[part] = dict(inner)
                 place = place[part]
             if last in place and place[last] != value:
-                raise ValueError(f"{name} is given twice, as {value!r} and as {place[last]!r}: keep one.")
+                raise ValueError(
+                    f"{name} is given twice, as {value!r} and as {place[last]!r}: keep one."
+                )
             place[last] = value
     if isinstance(nested.get("zero_optimization"), bool):
         nested["zero_optimization"] = {"stage": int(nested["zero_optimization"])}

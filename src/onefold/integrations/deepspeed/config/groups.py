@@ -7,7 +7,8 @@
 | zero_quantized_gradients                   | reduce_codec="int4"                                                         |
 | zero_quantized_nontrainable_weights        | frozen="int8"                                                               |
 
-DeepSpeed has them at stage 3 only. Groups are the nodes unless zero_hpz_partition_size says how many ranks they have.
+DeepSpeed has them at stage 3 only. Groups are the nodes unless zero_hpz_partition_size says how
+many ranks they have.
 """
 
 from __future__ import annotations
@@ -19,23 +20,35 @@ import torch
 
 from onefold.integrations.deepspeed.config.reading import Reading
 
-_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+_KEYS = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+)
 
 
-def read_groups(read: Reading, zero: Mapping[str, Any], others: Mapping[str, Any], world_size: int | None) -> dict[str, Any]:
+def read_groups(
+    read: Reading, zero: Mapping[str, Any], others: Mapping[str, Any], world_size: int | None
+) -> dict[str, Any]:
     """The arguments of `Recipe.zero`; below stage 3 the keys go to `read` as without effect.
 
     Args:
-        zero: the checked values of "zero_optimization". others: the arguments that the rest of the file has become.
+        zero: the checked values of "zero_optimization". others: the arguments that the rest of the
+            file has become.
         world_size: data-parallel ranks; None leaves it unchecked whether they can be divided so.
 
     Raises:
         ValueError: a partition that does not divide the ranks, or keys that contradict each other.
     """
     size = zero.get("zero_hpz_partition_size", 1)
-    asked = {key: zero.get(key) for key in _KEYS[1:] if zero.get(key)} | ({_KEYS[0]: size} if size > 1 else {})
+    asked = {key: zero.get(key) for key in _KEYS[1:] if zero.get(key)} | (
+        {_KEYS[0]: size} if size > 1 else {}
+    )
     if zero.get("stage", 0) < 3:
-        read.without_effect += [(f"zero_optimization.{key}", "DeepSpeed has ZeRO++ at stage 3 only") for key in asked]
+        read.without_effect += [
+            (f"zero_optimization.{key}", "DeepSpeed has ZeRO++ at stage 3 only") for key in asked
+        ]
         return {}
     _refuse_what_cannot_be(zero, others, world_size)
     arguments: dict[str, Any] = {}
@@ -50,22 +63,28 @@ def read_groups(read: Reading, zero: Mapping[str, Any], others: Mapping[str, Any
     return arguments
 
 
-def _refuse_what_cannot_be(zero: Mapping[str, Any], others: Mapping[str, Any], world_size: int | None) -> None:
+def _refuse_what_cannot_be(
+    zero: Mapping[str, Any], others: Mapping[str, Any], world_size: int | None
+) -> None:
     """What the recipe or the topology would refuse too, in the words of the file."""
     size = max(1, zero.get("zero_hpz_partition_size", 1))
     if world_size is not None and world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(
-            f"zero_optimization.zero_hpz_partition_size={size} does not divide {world_size} rank{'s' if world_size > 1 else ''}: "
-            f"choose {', '.join(fitting)}."
+            f"zero_optimization.zero_hpz_partition_size={size} does not divide {world_size}"
+            f" rank{'s' if world_size > 1 else ''}: choose {', '.join(fitting)}."
         )
-    if zero.get("zero_quantized_gradients") and others.get("accumulate_dtype", torch.float32) != torch.float32:
+    if (
+        zero.get("zero_quantized_gradients")
+        and others.get("accumulate_dtype", torch.float32) != torch.float32
+    ):
         raise ValueError(
-            "zero_optimization.zero_quantized_gradients and data_types.grad_accum_dtype: quantized gradients are summed in fp32; leave "
-            "grad_accum_dtype out."
+            "zero_optimization.zero_quantized_gradients and data_types.grad_accum_dtype: quantized"
+            " gradients are summed in fp32; leave grad_accum_dtype out."
         )
     if zero.get("zero_quantized_nontrainable_weights") and "offload_param" in others:
         raise ValueError(
-            "zero_optimization.zero_quantized_nontrainable_weights and offload_param: frozen weights rest quantized on the device, and "
-            "nowhere else yet; leave one of them out (offload_optimizer may stay)."
+            "zero_optimization.zero_quantized_nontrainable_weights and offload_param: frozen"
+            " weights rest quantized on the device, and nowhere else yet; leave one of them out"
+            " (offload_optimizer may stay)."
         )

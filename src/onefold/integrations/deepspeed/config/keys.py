@@ -8,7 +8,8 @@ Each key falls in one of three classes, and `onefold.integrations.deepspeed.conf
 | inert  | it means nothing here; it is listed once at the start, with the reason                       |
 | later  | it asks for a capability that is not built; it raises as soon as it asks, never before       |
 
-Key names and defaults are those of DeepSpeed 0.19.8 and, where noted, of older releases whose files are still around.
+Key names and defaults are those of DeepSpeed 0.19.8 and, where noted, of older releases whose files
+are still around.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ Kind = Literal["flag", "count", "number", "numbers", "text", "section", "any"]
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its kind of value, its bounds, its class (`inert` and `later` hold the reason; else it is read).
+    """One key: its kind of value, its bounds, its class (`inert` and `later` hold the reason; else
+    it is read).
 
     Attributes:
-        kind: "flag" (true/false), "count" (whole number; `5e8` is one), "number", "numbers" (one number, or a list with
-            one per parameter group), "text", "section" (an object), "any" (not looked into).
+        kind: "flag" (true/false), "count" (whole number; `5e8` is one), "number", "numbers" (one
+            number, or a list with one per parameter group), "text", "section" (an object), "any"
+            (not looked into).
         low, high: smallest and largest value allowed (inclusive).
         above: the value must be greater than this.
         endless: `inf` is allowed (as in "steps_per_print": Infinity).
@@ -51,28 +54,58 @@ class Key:
 
 Section = Mapping[str, Key]
 
-# -- reasons, shared so that the list at the start groups the keys that have the same one ------------------------------
+# -- reasons, shared so that the list at the start groups the keys that have the same one ----------
 
 _FLAT = (
-    "parameters and gradients of a unit always live in one flat buffer, which the collectives read and write directly"
+    "parameters and gradients of a unit always live in one flat buffer, which the collectives read"
+    " and write directly"
 )
-_BLOCK = "the unit of every gather and reduction is a block of the model, never a bucket of a size in elements"
-_TRACE = "nothing is recorded or reused by distance: a gathered block lives for its own forward and backward"
+_BLOCK = (
+    "the unit of every gather and reduction is a block of the model, never a bucket of a size in"
+    " elements"
+)
+_TRACE = (
+    "nothing is recorded or reused by distance: a gathered block lives for its own forward and"
+    " backward"
+)
 _SAVE = "save_16bit_model always gathers"
-_MEAN = "gradients are averaged over the ranks from a sum in fp32, where the place of the division does not matter"
-_PROBE = "every optimizer is probed before its first step and refused only if its update is not element-wise"
-_HOST = "the step on the host is that of torch's own optimizers, which nothing has to be compiled for"
+_MEAN = (
+    "gradients are averaged over the ranks from a sum in fp32, where the place of the division does"
+    " not matter"
+)
+_PROBE = (
+    "every optimizer is probed before its first step and refused only if its update is not"
+    " element-wise"
+)
+_HOST = (
+    "the step on the host is that of torch's own optimizers, which nothing has to be compiled for"
+)
 _PINNED = "host memory is pinned wherever a GPU copies to or from it, and nowhere else"
-_PIPELINE = "states on NVMe are always read ahead of their step and written behind it, through as many buffers as that takes"
-_AHEAD = "a block is read from NVMe ahead of its use and dropped behind it; none is kept on the host in between"
-_THREADS = "a read or a write is cut into blocks of 8 MiB, one to a thread; nothing is queued in the kernel"
+_PIPELINE = (
+    "states on NVMe are always read ahead of their step and written behind it, through as many"
+    " buffers as that takes"
+)
+_AHEAD = (
+    "a block is read from NVMe ahead of its use and dropped behind it; none is kept on the host in"
+    " between"
+)
+_THREADS = (
+    "a read or a write is cut into blocks of 8 MiB, one to a thread; nothing is queued in the"
+    " kernel"
+)
 _MONITOR = "DeepSpeed's monitors and profilers are not part of Onefold; log from your loop"
 _MODEL = "activation checkpointing is the model's own affair; what the model does is left as it is"
 _CHECKPOINT = "it concerns DeepSpeed's checkpoint files, which Onefold neither writes nor reads"
 _INTERNAL = "it steers a mechanism inside DeepSpeed that has no counterpart here"
 
-_ZENFLOW = "stepping the gradients that matter most before the others trains differently, and is not built: remove it"
-_GDS = "what lies on NVMe passes through host memory, GPUDirect Storage is not built: remove it, or set it to false"
+_ZENFLOW = (
+    "stepping the gradients that matter most before the others trains differently, and is not"
+    " built: remove it"
+)
+_GDS = (
+    "what lies on NVMe passes through host memory, GPUDirect Storage is not built: remove it, or"
+    " set it to false"
+)
 _PARALLEL = "other parallel axes than data are not built yet: remove it"
 _REMOVED = "DeepSpeed 0.19.8 refuses it too (the feature was removed there): remove it"
 
@@ -117,7 +150,9 @@ ZERO: Section = {
     "elastic_checkpoint": _flag(inert=_CHECKPOINT),
     "pipeline_loading_checkpoint": _flag(inert=_CHECKPOINT),
     "ignore_unused_parameters": _flag(inert="parameters without a gradient are always allowed"),
-    "round_robin_gradients": _flag(inert="each rank brings down the gradients of its own interval, all ranks at the same time"),
+    "round_robin_gradients": _flag(
+        inert="each rank brings down the gradients of its own interval, all ranks at the same time"
+    ),
     "cpu_offload_use_pin_memory": _flag(inert=_PINNED),
     "save_muon_momentum_buffer_in_memory": _flag(inert="it concerns Muon, which is refused"),
     "legacy_stage1": _flag(inert=_INTERNAL),
@@ -130,7 +165,9 @@ ZERO: Section = {
     "zero_quantized_nontrainable_weights": _flag(),
     "zero_quantized_gradients": _flag(),
     "zeropp_loco_param": Key("section", later=_REMOVED),
-    "mics_shard_size": Key("count", low=-1, later=f"{_REMOVED}; Recipe.zero(3, shard_group=...) has it"),
+    "mics_shard_size": Key(
+        "count", low=-1, later=f"{_REMOVED}; Recipe.zero(3, shard_group=...) has it"
+    ),
     "mics_hierarchical_params_gather": _flag(later=_REMOVED),
 }
 
@@ -155,9 +192,19 @@ OFFLOAD: Mapping[str, Section] = {
         "buffer_count": _count(inert=_PIPELINE),
         "pipeline_read": _flag(inert=_PIPELINE),
         "pipeline_write": _flag(inert=_PIPELINE),
-        "fast_init": _flag(inert="states on NVMe come into being with the first step, which writes them as it makes them"),
+        "fast_init": _flag(
+            inert=(
+                "states on NVMe come into being with the first step, which writes them as it makes"
+                " them"
+            )
+        ),
         "super_offload": _flag(inert=_HOST),
-        "cpuadam_cores_perc": Key("number", low=0, high=1, inert="the step on the host uses torch's threads (OMP_NUM_THREADS)"),
+        "cpuadam_cores_perc": Key(
+            "number",
+            low=0,
+            high=1,
+            inert="the step on the host uses torch's threads (OMP_NUM_THREADS)",
+        ),
     },
     "offload_param": {
         **_OFFLOAD,
@@ -201,8 +248,12 @@ BF16: Section = {
 
 DATA_TYPES: Section = {
     "grad_accum_dtype": Key("text", choices=("fp32", "bf16", "fp16")),
-    "param_dtype": Key("text", later="the compute dtype follows bf16.enabled or fp16.enabled: remove it"),
-    "buffer_dtype": Key("text", later="buffers keep the dtype that the model gives them: remove it"),
+    "param_dtype": Key(
+        "text", later="the compute dtype follows bf16.enabled or fp16.enabled: remove it"
+    ),
+    "buffer_dtype": Key(
+        "text", later="buffers keep the dtype that the model gives them: remove it"
+    ),
     "keep_in_fp32_modules": Key("any", later="every module computes in one dtype: remove it"),
 }
 
@@ -343,7 +394,9 @@ ELEMENTWISE_OPTIMIZERS = (
     "SGD",
 )
 
-_MATRIX = "its update looks at whole matrices or their norms, and a rank holds a flat interval of them"
+_MATRIX = (
+    "its update looks at whole matrices or their norms, and a rank holds a flat interval of them"
+)
 _OWN = "it is not part of torch: build it yourself and pass it to initialize(optimizer=...)"
 
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
@@ -361,7 +414,8 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "zerooneadam": _REMOVED,
 }
 
-# Keys of DeepSpeed's Adam that torch's does not have; adam_w_mode and torch_adam are read by the reader itself.
+# Keys of DeepSpeed's Adam that torch's does not have; adam_w_mode and torch_adam are read by the
+# reader itself.
 ADAM_EXTRAS: Section = {
     "adam_w_mode": Key("flag"),
     "torch_adam": Key("flag"),

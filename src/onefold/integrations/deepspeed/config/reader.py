@@ -1,11 +1,13 @@
 """The reader of DeepSpeed configurations: a dict or a JSON file becomes a `DeepSpeedConfig`.
 
-    config -> flattened and merged -> each key checked against its row in `deepspeed.keys` -> DeepSpeedConfig
+    config -> flattened and merged -> each key checked against its row in `deepspeed.keys` ->
+    DeepSpeedConfig
                                       |- unknown: listed, or raised with "did you mean" when it is near a known one
                                       |- inert:   listed with the reason
                                       '- later:   raised if it asks for something
 
-Nothing is passed over in silence: what has no effect is in `DeepSpeedConfig.notes`, one sentence each.
+Nothing is passed over in silence: what has no effect is in `DeepSpeedConfig.notes`, one sentence
+each.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from onefold.integrations.deepspeed.config.file import loaded, nested
 from onefold.integrations.deepspeed.config.groups import read_groups
 from onefold.integrations.deepspeed.config.keys import SECTIONS, TOP, TOP_ALIASES, ZERO_ALIASES
 from onefold.integrations.deepspeed.config.reading import Reading
-from onefold.integrations.deepspeed.config.specs import OptimizerSpec, SchedulerSpec, read_optimizer, read_scheduler
+from onefold.integrations.deepspeed.config.specs import (
+    OptimizerSpec,
+    SchedulerSpec,
+    read_optimizer,
+    read_scheduler,
+)
 from onefold.integrations.deepspeed.config.tiers import read_tiers
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,7 +38,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """train = micro x accumulation x world size, in samples; None where it is not given and cannot be derived."""
+    """train = micro x accumulation x world size, in samples; None where it is not given and cannot
+    be derived.
+    """
 
     train: int | None
     micro: int | None
@@ -40,7 +49,9 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class LossScaling:
-    """fp16 loss scaling: `static` > 0 is fixed, 0 is dynamic and starts at 2**initial_power; DeepSpeed's defaults."""
+    """fp16 loss scaling: `static` > 0 is fixed, 0 is dynamic and starts at 2**initial_power;
+    DeepSpeed's defaults.
+    """
 
     static: float = 0.0
     initial_power: int = 16
@@ -60,14 +71,16 @@ class DeepSpeedConfig:
         optimizer, scheduler: what the file names, or None.
         gradient_clipping: largest norm; 0 does not clip.
         loss_scaling: None unless fp16 is enabled.
-        skip_nonfinite: a step whose gradients are not finite is skipped on every rank (16-bit precisions).
+        skip_nonfinite: a step whose gradients are not finite is skipped on every rank (16-bit
+            precisions).
         compute_grad_norm: the norm is computed at each step even if nothing is clipped.
         steps_per_print: steps between two lines of progress; None prints none.
         wall_clock_breakdown: those lines carry the time spent in forward, backward and step.
         drop_last: the data loader leaves out an incomplete last micro-batch.
         without_effect: (path, reason) of keys that mean nothing here.
         unknown: paths that neither DeepSpeed nor Onefold knows.
-        left_auto: paths whose value is "auto" although they have an effect; they count as not set. See `undecided`.
+        left_auto: paths whose value is "auto" although they have an effect; they count as not set.
+            See `undecided`.
         remarks: other sentences for the start of the run.
     """
 
@@ -93,23 +106,31 @@ class DeepSpeedConfig:
 
     @property
     def precision(self) -> str | None:
-        """None where neither fp16 nor bf16 is enabled: DeepSpeed then leaves the model in the dtypes that it came in."""
+        """None where neither fp16 nor bf16 is enabled: DeepSpeed then leaves the model in the
+        dtypes that it came in.
+        """
         found = self.recipe_arguments["precision"]
         return None if found is None else str(found)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences to show once at the start of a run: everything in the configuration that does not do something."""
+        """Sentences to show once at the start of a run: everything in the configuration that does
+        not do something.
+        """
         by_reason: dict[str, list[str]] = {}
         for path, reason in self.without_effect:
             by_reason.setdefault(reason, []).append(path)
         lines = [
-            f"accepted, without effect: {', '.join(paths)} (because {reason})" for reason, paths in by_reason.items()
+            f"accepted, without effect: {', '.join(paths)} (because {reason})"
+            for reason, paths in by_reason.items()
         ]
         if self.unknown:
             lines.append(f"unknown, without effect: {', '.join(self.unknown)}")
         if self.left_auto:
-            lines.append(f'"auto" counts as not set, since nothing fills it in here: {", ".join(self.left_auto)}')
+            lines.append(
+                '"auto" counts as not set, since nothing fills it in here:'
+                f" {', '.join(self.left_auto)}"
+            )
         return (*lines, *self.remarks)
 
     def undecided(self, optimizer: bool = False, scheduler: bool = False) -> list[str]:
@@ -118,7 +139,9 @@ class DeepSpeedConfig:
         Args:
             optimizer, scheduler: given beside the configuration, whose own does not count then.
         """
-        settled = ["fp16."] if self.precision == "bf16" else ["bf16."] if self.precision == "fp16" else []
+        settled = (
+            ["fp16."] if self.precision == "bf16" else ["bf16."] if self.precision == "fp16" else []
+        )
         settled += ["optimizer."] if optimizer else []
         settled += ["scheduler."] if scheduler else []
         if self.batch.train is not None and sum(path in BATCH for path in self.left_auto) == 1:
@@ -127,7 +150,9 @@ class DeepSpeedConfig:
 
     @property
     def recipe_notes(self) -> tuple[str, ...]:
-        """`notes`, and what the configuration says that is no part of a recipe but of `onefold.initialize`."""
+        """`notes`, and what the configuration says that is no part of a recipe but of
+        `onefold.initialize`.
+        """
         parts = {
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
@@ -140,7 +165,10 @@ class DeepSpeedConfig:
             return self.notes
         return (
             *self.notes,
-            f"not part of a recipe: {', '.join(named)}; use onefold.initialize, or apply them in your loop",
+            (
+                f"not part of a recipe: {', '.join(named)}; use onefold.initialize, or apply them"
+                " in your loop"
+            ),
         )
 
 
@@ -150,8 +178,10 @@ def read_deepspeed(
     """Read a DeepSpeed configuration.
 
     Args:
-        config: a dict, the path of a JSON file, or the same JSON in URL-safe base64 (as some launchers pass it).
-        world_size: data-parallel ranks, for the rule train = micro x accumulation x ranks; None leaves it unchecked.
+        config: a dict, the path of a JSON file, or the same JSON in URL-safe base64 (as some
+            launchers pass it).
+        world_size: data-parallel ranks, for the rule train = micro x accumulation x ranks; None
+            leaves it unchecked.
 
     Raises:
         ValueError: a misspelt key, a wrong value, keys that contradict each other.
@@ -162,7 +192,10 @@ def read_deepspeed(
     tree = nested(loaded(config))
     top = read.section("", tree, TOP, TOP_ALIASES)
     zero = read.section(
-        "zero_optimization", top.get("zero_optimization", {}), SECTIONS["zero_optimization"], ZERO_ALIASES
+        "zero_optimization",
+        top.get("zero_optimization", {}),
+        SECTIONS["zero_optimization"],
+        ZERO_ALIASES,
     )
     parts = {
         name: read.section(name, top[name], SECTIONS[name], {}) if name in top else {}
@@ -193,7 +226,8 @@ def read_deepspeed(
     arguments |= read_groups(read, zero, arguments, world_size)
     if "gradient_clipping" not in top:
         read.remarks.append(
-            "gradient_clipping is not set: no clipping (DeepSpeed 0.19.8 would clip to norm 1.0); write it to choose"
+            "gradient_clipping is not set: no clipping (DeepSpeed 0.19.8 would clip to norm 1.0);"
+            " write it to choose"
         )
     fp16, bf16 = parts["fp16"], parts["bf16"]
     steps = top.get("steps_per_print")
@@ -209,7 +243,9 @@ def read_deepspeed(
         scheduler=scheduler,
         gradient_clipping=top.get("gradient_clipping", 0.0),
         loss_scaling=_loss_scaling(fp16) if fp16.get("enabled") else None,
-        skip_nonfinite=bool(fp16.get("enabled") or (bf16.get("enabled") and bf16.get("check_grad_overflow", True))),
+        skip_nonfinite=bool(
+            fp16.get("enabled") or (bf16.get("enabled") and bf16.get("check_grad_overflow", True))
+        ),
         compute_grad_norm=zero.get("compute_grad_norm", True),
         steps_per_print=None if steps is None or math.isinf(steps) else int(steps),
         wall_clock_breakdown=top.get("wall_clock_breakdown", False),
@@ -226,38 +262,46 @@ def resolve_batch_sizes(
 ) -> BatchSizes:
     """Fill in what the rule train = micro x accumulation x world size determines.
 
-    With only `train` or only `micro` given, accumulation is 1, as in DeepSpeed. Without a world size no more is.
+    With only `train` or only `micro` given, accumulation is 1, as in DeepSpeed. Without a world
+    size no more is.
 
     Raises:
         ValueError: the three do not fit, or do not divide.
     """
     if world_size is None or (train is None and micro is None):
         return BatchSizes(train, micro, accumulation)
-    rule = f"train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x {world_size} ranks"
+    rule = (
+        "train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x"
+        f" {world_size} ranks"
+    )
     if train is not None and micro is not None and accumulation is None:
         accumulation, rest = divmod(train, micro * world_size)
         if rest or not accumulation:
             raise ValueError(
-                f"train_batch_size={train} does not divide into micro-batches of {micro}: {rule}; change one."
+                f"train_batch_size={train} does not divide into micro-batches of {micro}: {rule};"
+                " change one."
             )
     accumulation = accumulation or 1
     if micro is None:
         assert train is not None
         micro, rest = divmod(train, accumulation * world_size)
         if rest or not micro:
-            raise ValueError(f"train_batch_size={train} is not divisible by {accumulation} micro-batches: {rule}.")
+            raise ValueError(
+                f"train_batch_size={train} is not divisible by {accumulation} micro-batches:"
+                f" {rule}."
+            )
     if train is None:
         train = micro * accumulation * world_size
     if train != micro * accumulation * world_size:
         fitting = micro * accumulation * world_size
         raise ValueError(
-            f"train_batch_size={train}, but {micro} x {accumulation} x {world_size} = {fitting}: {rule}; "
-            "leave one of the three out."
+            f"train_batch_size={train}, but {micro} x {accumulation} x {world_size} = {fitting}:"
+            f" {rule}; leave one of the three out."
         )
     return BatchSizes(train, micro, accumulation)
 
 
-# -- the pieces --------------------------------------------------------------------------------------------------------
+# -- the pieces ------------------------------------------------------------------------------------
 
 
 def _recipe_arguments(
@@ -266,7 +310,8 @@ def _recipe_arguments(
     fp16, bf16 = parts["fp16"], parts["bf16"]
     if fp16.get("enabled") and bf16.get("enabled"):
         raise ValueError(
-            "fp16.enabled and bf16.enabled are both true: a run computes in one of them; set the other to false."
+            "fp16.enabled and bf16.enabled are both true: a run computes in one of them; set the"
+            " other to false."
         )
     arguments: dict[str, Any] = {
         "stage": zero.get("stage", 0),
@@ -302,11 +347,12 @@ def _loss_scaling(fp16: Mapping[str, Any]) -> LossScaling:
 def _refuse_what_cannot_be(top: Mapping[str, Any]) -> None:
     if top.get("gradient_allreduce_op") == "sum":
         raise NotImplementedError(
-            "gradient_allreduce_op='sum' is not built: gradients are averaged over ranks. Leave it out and multiply "
-            "the loss by the world size to get the sum."
+            "gradient_allreduce_op='sum' is not built: gradients are averaged over ranks. Leave it"
+            " out and multiply the loss by the world size to get the sum."
         )
     if top.get("managed_gradient_accumulation") is False:
         raise NotImplementedError(
-            "managed_gradient_accumulation=false is not built: leave it out, and mark boundaries with "
-            "engine.set_gradient_accumulation_boundary(...) or set gradient_accumulation_steps."
+            "managed_gradient_accumulation=false is not built: leave it out, and mark boundaries"
+            " with engine.set_gradient_accumulation_boundary(...) or set"
+            " gradient_accumulation_steps."
         )

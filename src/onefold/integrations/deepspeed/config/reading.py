@@ -1,4 +1,6 @@
-"""One pass over a DeepSpeed configuration, section by section, by the tables of `deepspeed.keys`."""
+"""One pass over a DeepSpeed configuration, section by section, by the tables of
+`deepspeed.keys`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from onefold.integrations.deepspeed.config.keys import OFFLOAD, SECTIONS, TOP, S
 from onefold.integrations.deepspeed.config.values import AUTO, asks, check_value, is_unset, nearest
 
 #: Where a key may belong that stands elsewhere, and keys that stand in too many places to tell.
-_PLACES: Mapping[str, Section] = {"": TOP, **SECTIONS, **{f"zero_optimization.{name}": keys for name, keys in OFFLOAD.items()}}
+_PLACES: Mapping[str, Section] = {
+    "": TOP,
+    **SECTIONS,
+    **{f"zero_optimization.{name}": keys for name, keys in OFFLOAD.items()},
+}
 _ANYWHERE = ("type", "params", "enabled", "device")
 
 
@@ -17,7 +23,8 @@ class Reading:
     """Collects what has to be listed.
 
     Attributes:
-        without_effect: (path, reason). unknown, left_auto: paths. remarks: sentences. All as of `DeepSpeedConfig`.
+        without_effect: (path, reason). unknown, left_auto: paths. remarks: sentences. All as of
+            `DeepSpeedConfig`.
     """
 
     def __init__(self) -> None:
@@ -26,7 +33,9 @@ class Reading:
         self.left_auto: list[str] = []
         self.remarks: list[str] = []
 
-    def section(self, prefix: str, given: Mapping[str, Any], known: Section, aliases: Mapping[str, str]) -> dict[str, Any]:
+    def section(
+        self, prefix: str, given: Mapping[str, Any], known: Section, aliases: Mapping[str, str]
+    ) -> dict[str, Any]:
         """The values of the keys that are read, checked; the others are listed or raised."""
         values: dict[str, Any] = {}
         for raw, value in given.items():
@@ -37,14 +46,17 @@ class Reading:
                 continue
             key = known[name]
             if name in values:
-                raise ValueError(f"{path} is set twice, as {raw!r} and under its other name: keep one.")
+                raise ValueError(
+                    f"{path} is set twice, as {raw!r} and under its other name: keep one."
+                )
             if is_unset(value):
                 if value == AUTO and not key.inert and not key.later:
                     self.left_auto.append(path)
             elif key.later is not None:
                 if asks(value, key):
                     raise NotImplementedError(
-                        f"{path}={_shortened(value)} asks for something that Onefold does not do: {key.later}."
+                        f"{path}={_shortened(value)} asks for something that Onefold does not do:"
+                        f" {key.later}."
                     )
             else:
                 values[name] = check_value(path, value, key)
@@ -53,7 +65,8 @@ class Reading:
         for name, key in known.items():
             if key.required and name not in values:
                 raise ValueError(
-                    f'{prefix} has no {name!r}: write "{prefix}": {{"{name}": ..., "params": {{...}}}}, or remove it.'
+                    f'{prefix} has no {name!r}: write "{prefix}": {{"{name}": ..., "params":'
+                    " {...}}, or remove it."
                 )
         return values
 

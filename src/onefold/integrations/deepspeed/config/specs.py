@@ -1,6 +1,8 @@
-"""The optimizer and the scheduler that a DeepSpeed configuration names, checked and translated to torch's names.
+"""The optimizer and the scheduler that a DeepSpeed configuration names, checked and translated to
+torch's names.
 
-The names mislead in two places, and training would differ silently if they were taken at their word:
+The names mislead in two places, and training would differ silently if they were taken at their
+word:
 
 | the file says               | DeepSpeed runs              | so does Onefold                                         |
 |-----------------------------|-----------------------------|---------------------------------------------------------|
@@ -34,7 +36,9 @@ from onefold.integrations.deepspeed.config.values import check_arguments, neares
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """`name` is a class of torch.optim, `params` its arguments but the parameters; `given` is the name in the file."""
+    """`name` is a class of torch.optim, `params` its arguments but the parameters; `given` is the
+    name in the file.
+    """
 
     name: str
     params: dict[str, Any] = field(default_factory=dict)
@@ -43,14 +47,17 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class SchedulerSpec:
-    """`name` is one of DeepSpeed's schedules or a class of torch.optim.lr_scheduler, `params` its arguments."""
+    """`name` is one of DeepSpeed's schedules or a class of torch.optim.lr_scheduler, `params` its
+    arguments.
+    """
 
     name: str
     params: dict[str, Any] = field(default_factory=dict)
 
 
 def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
-    """The spec of the section {"type": ..., "params": {...}}; what of it has no effect, or was left at "auto", goes into `read`.
+    """The spec of the section {"type": ..., "params": {...}}; what of it has no effect, or was left
+    at "auto", goes into `read`.
 
     Raises:
         ValueError: an unknown or unsuited optimizer, or unknown or wrong params.
@@ -63,17 +70,25 @@ def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
         raise ValueError(f"optimizer.type={given!r} cannot be used: {refused}.")
     if given.lower() not in names:
         near = nearest(given, names.values())
-        hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names.values())}."
+        hint = (
+            f"did you mean {near!r}?" if near else f"expected one of {', '.join(names.values())}."
+        )
         raise ValueError(f"optimizer.type={given!r}: there is no such optimizer; {hint}")
     name = names[given.lower()]
     params = section.get("params", {})
     if "max_grad_norm" in params:
-        raise ValueError('optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead.')
+        raise ValueError(
+            'optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead.'
+        )
     is_adam = name in ("Adam", "AdamW")
     known = {**_signature(getattr(torch.optim, name)), **(ADAM_EXTRAS if is_adam else {})}
     values, left_auto = check_arguments("optimizer.params", params, known)
     read.left_auto += left_auto
-    read.without_effect += [(f"optimizer.params.{key}", reason) for key in values if (reason := known[key].inert) is not None]
+    read.without_effect += [
+        (f"optimizer.params.{key}", reason)
+        for key in values
+        if (reason := known[key].inert) is not None
+    ]
     if is_adam:
         name, values = _adam(name, values)
     return OptimizerSpec(name, values, given)
@@ -83,10 +98,14 @@ def _adam(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The table at the top of this file."""
     if not values.get("bias_correction", True):
         raise NotImplementedError(
-            "optimizer.params.bias_correction=false: torch's Adam always corrects the bias; leave it out."
+            "optimizer.params.bias_correction=false: torch's Adam always corrects the bias; leave"
+            " it out."
         )
     if not values.get("fp32_optimizer_states", True):
-        raise NotImplementedError("optimizer.params.fp32_optimizer_states=false: optimizer states are fp32 here; leave it out.")
+        raise NotImplementedError(
+            "optimizer.params.fp32_optimizer_states=false: optimizer states are fp32 here; leave it"
+            " out."
+        )
     decoupled = name == "AdamW" or values.get("adam_w_mode", True)
     kept = {key: value for key, value in values.items() if key not in ADAM_EXTRAS}
     if values.get("torch_adam", False):
@@ -110,12 +129,17 @@ def read_scheduler(section: Mapping[str, Any]) -> tuple[SchedulerSpec, list[str]
         known = SCHEDULES[given]
     else:
         schedule = getattr(torch.optim.lr_scheduler, given, None)
-        if not (inspect.isclass(schedule) and issubclass(schedule, torch.optim.lr_scheduler.LRScheduler)):
+        if not (
+            inspect.isclass(schedule) and issubclass(schedule, torch.optim.lr_scheduler.LRScheduler)
+        ):
             near = nearest(given, [*SCHEDULES, *_torch_schedules()])
             hint = (
                 f"did you mean {near!r}?"
                 if near
-                else f"expected one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler."
+                else (
+                    f"expected one of {', '.join(SCHEDULES)}, or a class of"
+                    " torch.optim.lr_scheduler."
+                )
             )
             raise ValueError(f"scheduler.type={given!r}: there is no such schedule; {hint}")
         known = _signature(schedule)
@@ -143,7 +167,9 @@ def _signature(cls: type) -> Section:
             keys[name] = Key("flag")
         elif isinstance(default, (int, float)):
             keys[name] = (
-                Key("count") if isinstance(default, int) and name in ("last_epoch", "total_iters") else Key("number")
+                Key("count")
+                if isinstance(default, int) and name in ("last_epoch", "total_iters")
+                else Key("number")
             )
         elif isinstance(default, tuple):
             keys[name] = Key("numbers")

@@ -9,9 +9,9 @@
 | aio: queue_depth x intra_op_parallelism           | nvme_threads, at most 64                                         |
 | cpu_offload, cpu_offload_param (older files)      | the device "cpu" of the two sections                             |
 
-DeepSpeed's own rules are looser or tighter in places; where a file runs there and means something else here, a remark says so:
-it keeps states on the host below stage 3 even where the device is "nvme", wants stage 3 for a ratio, and passes offload_param over
-below stage 3.
+DeepSpeed's own rules are looser or tighter in places; where a file runs there and means something
+else here, a remark says so: it keeps states on the host below stage 3 even where the device is
+"nvme", wants stage 3 for a ratio, and passes offload_param over below stage 3.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _STATES, _PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization
 
 
 def read_tiers(read: Reading, zero: Mapping[str, Any], aio: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Recipe.zero` that say where state rests; what else there is to say goes into `read`.
+    """The arguments of `Recipe.zero` that say where state rests; what else there is to say goes
+    into `read`.
 
     Args:
         zero: the checked values of "zero_optimization". aio: the section of that name, as given.
 
     Raises:
-        ValueError: a misspelt key, a wrong value, sections that contradict each other, or NVMe without a folder.
+        ValueError: a misspelt key, a wrong value, sections that contradict each other, or NVMe
+            without a folder.
     """
     states = _section(read, "offload_optimizer", zero, "cpu_offload")
     mark = len(read.without_effect)
@@ -45,38 +47,58 @@ def read_tiers(read: Reading, zero: Mapping[str, Any], aio: Mapping[str, Any]) -
     stage = zero.get("stage", 0)
     if states["device"] != "none" and states.get("ratio", 1.0) == 0:
         states["device"] = "none"
-        read.without_effect.append((f"{_STATES}.device", "a ratio of 0 leaves all states on the device"))
+        read.without_effect.append(
+            (f"{_STATES}.device", "a ratio of 0 leaves all states on the device")
+        )
     if parameters["device"] != "none" and stage < 3:
         parameters["device"] = "none"
         del read.without_effect[mark:]
-        read.without_effect.append((_PARAMETERS, "parameters are divided at stage 3 only; below it every rank computes with all of them"))
+        read.without_effect.append(
+            (
+                _PARAMETERS,
+                (
+                    "parameters are divided at stage 3 only; below it every rank computes with all"
+                    " of them"
+                ),
+            )
+        )
     arguments: dict[str, Any] = {}
     if states["device"] != "none":
         ratio = states.get("ratio", 1.0)
-        arguments["offload_optimizer"] = states["device"] if ratio == 1 else (states["device"], ratio)
+        arguments["offload_optimizer"] = (
+            states["device"] if ratio == 1 else (states["device"], ratio)
+        )
     if parameters["device"] != "none":
         arguments["offload_param"] = parameters["device"]
     if parameters["device"] == "nvme" != states["device"]:
         raise ValueError(
-            f'{_PARAMETERS}.device="nvme", and the optimizer\'s states, three times as many bytes, are to stay in faster memory: '
-            f'write "nvme" as {_STATES}.device too.'
+            f'{_PARAMETERS}.device="nvme", and the optimizer\'s states, three times as many bytes,'
+            f' are to stay in faster memory: write "nvme" as {_STATES}.device too.'
         )
     folders = _folders(read, {_STATES: states, _PARAMETERS: parameters})
     if folders:
         arguments["nvme"] = folders
         if stage in (1, 2):
-            read.remarks.append(f"states rest on NVMe, as written; DeepSpeed 0.19.8 keeps them on the host at stage {stage}")
+            read.remarks.append(
+                "states rest on NVMe, as written; DeepSpeed 0.19.8 keeps them on the host at stage"
+                f" {stage}"
+            )
     return arguments | _chunk(read, zero, bool(folders)) | _threads(read, aio, bool(folders))
 
 
 def _section(read: Reading, name: str, zero: Mapping[str, Any], old: str) -> dict[str, Any]:
-    """The values of a section; its device is "none" where it asks for nothing, and nothing of it is listed then."""
+    """The values of a section; its device is "none" where it asks for nothing, and nothing of it is
+    listed then.
+    """
     path, mark = f"zero_optimization.{name}", len(read.without_effect)
     values = read.section(path, zero.get(name, {}), OFFLOAD[name], {})
     device = values.get("device", "none")
     if zero.get(old):
         if "device" in values and device != "cpu":
-            raise ValueError(f'zero_optimization.{old}=true means {path}.device="cpu", and that is {device!r}: remove {old}.')
+            raise ValueError(
+                f'zero_optimization.{old}=true means {path}.device="cpu", and that is {device!r}:'
+                f" remove {old}."
+            )
         device = "cpu"
     if device == "none":
         del read.without_effect[mark:]
@@ -92,13 +114,21 @@ def _folders(read: Reading, sections: Mapping[str, Mapping[str, Any]]) -> list[s
         if folder is None or values["device"] == "none":
             continue
         if path not in asking:
-            read.without_effect.append((f"{path}.nvme_path", "only what rests on NVMe needs a folder there"))
+            read.without_effect.append(
+                (f"{path}.nvme_path", "only what rests on NVMe needs a folder there")
+            )
         elif folder not in folders:
             folders.append(folder)
     if asking and not folders:
-        raise ValueError(f'{asking[0]}.device="nvme" has no folder: name one on the disk, as in "nvme_path": "/local_nvme".')
+        raise ValueError(
+            f'{asking[0]}.device="nvme" has no folder: name one on the disk, as in "nvme_path":'
+            ' "/local_nvme".'
+        )
     if len(folders) > 1:
-        read.remarks.append(f"everything on NVMe is striped over {' and '.join(folders)}, parameters and states alike")
+        read.remarks.append(
+            f"everything on NVMe is striped over {' and '.join(folders)}, parameters and states"
+            " alike"
+        )
     return folders
 
 
@@ -107,16 +137,22 @@ def _chunk(read: Reading, zero: Mapping[str, Any], on_disk: bool) -> dict[str, i
     if size is None:
         return {}
     if not on_disk:
-        read.without_effect.append((path, "states that are not on NVMe are stepped a unit of the model at a time"))
+        read.without_effect.append(
+            (path, "states that are not on NVMe are stepped a unit of the model at a time")
+        )
         return {}
     if size >= _WHOLE:
-        why = "at this size DeepSpeed divides nothing; states on NVMe are stepped in chunks of Onefold's own size"
+        why = (
+            "at this size DeepSpeed divides nothing; states on NVMe are stepped in chunks of"
+            " Onefold's own size"
+        )
         read.without_effect.append((path, why))
         return {}
     chunk = max(_SMALLEST_CHUNK, size // SECTOR * SECTOR)
     if chunk != size:
         read.remarks.append(
-            f"{path}={size} becomes {chunk} elements: a multiple of {SECTOR}, {_SMALLEST_CHUNK} or more, as direct reads and writes want"
+            f"{path}={size} becomes {chunk} elements: a multiple of {SECTOR}, {_SMALLEST_CHUNK} or"
+            " more, as direct reads and writes want"
         )
     return {"chunk": chunk}
 
@@ -133,7 +169,12 @@ def _threads(read: Reading, aio: Mapping[str, Any], on_disk: bool) -> dict[str, 
         return {}
     if "queue_depth" not in values and "intra_op_parallelism" not in values:
         return {}
-    asked = values.get("queue_depth", _QUEUE_DEPTH) * values.get("intra_op_parallelism", _PARALLELISM)
+    asked = values.get("queue_depth", _QUEUE_DEPTH) * values.get(
+        "intra_op_parallelism", _PARALLELISM
+    )
     if asked > _MOST_THREADS:
-        read.remarks.append(f"aio asks for {asked} transfers at a time (queue_depth x intra_op_parallelism): {_MOST_THREADS} are made")
+        read.remarks.append(
+            f"aio asks for {asked} transfers at a time (queue_depth x intra_op_parallelism):"
+            f" {_MOST_THREADS} are made"
+        )
     return {"nvme_threads": min(asked, _MOST_THREADS)}

@@ -1,4 +1,6 @@
-"""Values of a DeepSpeed configuration checked against their rows in `deepspeed.keys`; errors say what to change."""
+"""Values of a DeepSpeed configuration checked against their rows in `deepspeed.keys`; errors say
+what to change.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
 
 
 def check_value(path: str, value: Any, key: Key) -> Any:
-    """`value` as the type of `key`: counts as int (or `math.inf` where endless), numbers as float, texts as they are.
+    """`value` as the type of `key`: counts as int (or `math.inf` where endless), numbers as float,
+    texts as they are.
 
     Raises:
-        ValueError: a value of another type or out of bounds; the sentence says what was given and what was expected.
+        ValueError: a value of another type or out of bounds; the sentence says what was given and
+            what was expected.
     """
     if key.kind == "any":
         return value
@@ -39,12 +43,16 @@ def check_value(path: str, value: Any, key: Key) -> Any:
     if key.kind == "section":
         if isinstance(value, Mapping):
             return value
-        raise ValueError(f"{path}={value!r}: expected an object with keys of its own, as in {{...}}.")
+        raise ValueError(
+            f"{path}={value!r}: expected an object with keys of its own, as in {{...}}."
+        )
     if key.kind == "text":
         if not isinstance(value, str):
             raise ValueError(f"{path}={value!r}: expected a text in quotes.")
         if key.choices and value.lower() not in key.choices:
-            raise ValueError(f"{path}={value!r}: expected one of {', '.join(map(repr, key.choices))}.")
+            raise ValueError(
+                f"{path}={value!r}: expected one of {', '.join(map(repr, key.choices))}."
+            )
         return value.lower() if key.choices else value
     if key.kind == "numbers" and isinstance(value, (list, tuple)):
         return tuple(_number(f"{path}[{i}]", entry, key) for i, entry in enumerate(value))
@@ -97,7 +105,9 @@ def _without_quotes(value: Any) -> str:
 
 
 def asks(value: Any, key: Key) -> bool:
-    """Whether a `later` key asks for the capability that it names: an empty section and "enabled": false do not."""
+    """Whether a `later` key asks for the capability that it names: an empty section and "enabled":
+    false do not.
+    """
     if is_unset(value):
         return False
     if isinstance(value, bool):
@@ -111,11 +121,15 @@ def asks(value: Any, key: Key) -> bool:
     return bool(value)
 
 
-def check_arguments(path: str, given: Mapping[str, Any], known: Section) -> tuple[dict[str, Any], list[str]]:
-    """The set values of a closed section (an optimizer's or a schedule's params), and the paths left at "auto".
+def check_arguments(
+    path: str, given: Mapping[str, Any], known: Section
+) -> tuple[dict[str, Any], list[str]]:
+    """The set values of a closed section (an optimizer's or a schedule's params), and the paths
+    left at "auto".
 
     Raises:
-        ValueError: an unknown key (nothing here may be passed on blindly), a wrong value, or a required one missing.
+        ValueError: an unknown key (nothing here may be passed on blindly), a wrong value, or a
+            required one missing.
     """
     values: dict[str, Any] = {}
     left_auto: list[str] = []
