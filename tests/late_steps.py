@@ -51,6 +51,9 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("blocks.1" not in name)
     model = onefold.shard(model, trial.recipe(folder), device=device)
+    store: Any = onefold.engine_of(model).activations.store
+    if store is not None:  # of so small a model nothing would go down
+        store.smallest, store.window, store.ahead = 256, 8192, 8192
     fused = True if "fused" in trial.how else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4, fused=fused)
     losses: list[Tensor] = []
@@ -62,6 +65,11 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
             if micro == 0 and "accumulates" in trial.how:
                 with onefold.no_sync(model):
                     model(batch).backward()
+            elif step == 1 and "raises" in trial.how:  # on all ranks, with reductions under way; the step is then done again
+                output = model(batch)
+                _raising_behind(model, output)
+                loss = model(batch)
+                loss.backward()
             else:
                 loss = model(batch)
                 loss.backward()
@@ -72,8 +80,16 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
             with torch.no_grad():
                 losses.append(model(tokens_of(7 + step).to(device)))
         optimizer.step()
+        if "decays" in trial.how:  # by hand, right behind the step: through the parameter, its data and a view of it
+            with torch.no_grad():
+                for number, parameter in enumerate(model.parameters()):
+                    (parameter, parameter.data, parameter.detach())[number % 3].mul_(0.75)
         if "saves" in trial.how and step == 0:
             saving = onefold.save_async(f"{folder}/saved", model=model, optimizer=optimizer)
+            if "decays" in trial.how:
+                with torch.no_grad():
+                    for number, parameter in enumerate(model.parameters()):
+                        (parameter, parameter.data, parameter.detach())[number % 3].mul_(0.5)
         if "writes" in trial.how and step == 1:
             with onefold.full_params(model, write=True), torch.no_grad():
                 for parameter in model.parameters():
@@ -86,8 +102,22 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+    assert store is None or (store.down and store.up), "no activation went to the host and came back"
     weights = onefold.full_state_dict(model)
     return [float(x) for x in losses], {name: t.cpu().clone() for name, t in weights.items()}
+
+
+def _raising_behind(model: Any, output: Tensor) -> None:
+    """A backward pass that raises when it comes to the first block's gradients."""
+
+    def refuse(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    handle = dict(model.named_parameters())["blocks.0.mlp.0.weight"].register_hook(refuse)
+    try:
+        output.backward()
+    except ValueError:
+        handle.remove()
 
 
 def differences(expected: tuple[list[float], dict[str, Tensor]], got: tuple[list[float], dict[str, Tensor]]) -> list[str]:
@@ -112,7 +142,10 @@ def under_schedules(trial: Trial, seeds: Iterable[int], folder: str, check: bool
     found: list[str] = []
     for seed in seeds:
         virtual.reset(seed)
-        got = train(trial, DEVICE, _fresh(folder, str(seed)))
+        from onefold.device import new_stream, use_stream
+
+        with use_stream(new_stream(torch.device(DEVICE, 0)) if "elsewhere" in trial.how else None):  # than the device's own stream
+            got = train(trial, DEVICE, _fresh(folder, str(seed)))
         virtual.drain()
         found += [f"seed {seed}: {text}" for text in differences(expected, got)]
         found += [f"seed {seed}: {violation}" for violation in virtual.violations()[:3]]

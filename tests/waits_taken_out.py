@@ -22,16 +22,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "onefold"
-TESTS = ["tests/device", "tests/invariants/test_waits.py", "tests/comm/test_launching.py"]
+#: By their names, so that every recipe of test_waits runs (tests/conftest.py samples files).
+TESTS = [
+    "tests/device",
+    "tests/invariants/test_waits.py::test_one_rank_has_the_same_bits_under_every_schedule",
+    "tests/invariants/test_waits.py::test_ranks_have_the_same_bits_under_every_schedule",
+    "tests/comm/test_launching.py",
+    "tests/comm/test_pending.py",
+    "tests/train/test_a_step_late.py",
+    "tests/runtime/test_transfers.py",
+    "tests/runtime/test_offload_waits.py",
+]
 #: Calls by the last names of what they are called on and of themselves; "*" is anything.
 WAITS = {
     ("*", "wait_stream"), ("*", "wait_event"), ("*", "synchronize"), ("up", "wait"), ("down", "wait"), ("up", "order"), ("side", "order"),
-    ("self", "order"), ("pending", "wait"), ("gathering", "wait"), ("_moving", "wait"), ("first", "wait"), ("second", "wait"),
-    ("work", "wait"), ("self", "_join"), ("*", "record_stream"),
+    ("self", "order"), ("_copies", "order"), ("pending", "wait"), ("gathering", "wait"), ("_moving", "wait"), ("first", "wait"),
+    ("second", "wait"), ("work", "wait"), ("self", "_join"), ("*", "record_stream"),
 }  # fmt: skip
 #: Calls that say on which stream work goes: replaced by a context that changes nothing.
 CONTEXTS = {"use_stream", "guard"}
-ROOMS = ["device", "comm", "runtime", "optim", "memory/activations.py", "checkpoint/copying.py"]
+ROOMS = ["device", "comm", "runtime", "optim", "memory/activations.py", "checkpoint/copying.py", "train/feed.py"]
 
 
 @dataclass(frozen=True)

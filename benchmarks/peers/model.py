@@ -98,6 +98,14 @@ def count_parameters(name: str) -> int:
         return sum(p.numel() for p in GPT(SHAPES[name]).parameters())
 
 
+def count_at_the_turn(name: str) -> int:
+    """Elements that Onefold keeps from the forward pass to the backward pass at stage 3: of the last block and of what is in no block."""
+    with torch.device("meta"):
+        model = GPT(SHAPES[name])
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    return sum(p.numel() for p in model.parameters()) - sum(blocks[:-1])
+
+
 def micro_batch(name: str, tokens: int, step: int, micro: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Inputs and labels, (tokens / seq, seq) each, a function of where in the run the micro-batch stands and no more.
 

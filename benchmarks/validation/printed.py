@@ -115,7 +115,8 @@ def traffic_in_print() -> Table:
     lines = lines_of("comm_formulas_all", formulas, symbols, "Ψ")
     says = (
         "Elements that a rank sends in a step, before the factor (N−1)/N, at N = W = 64, m = 4, G = Z = 8. Stages 0 to 3 and kept "
-        "parameters are the plan's own bytes for eight blocks; what Onefold does not do (yet) is the formula's."
+        "parameters are the plan's own bytes for eight blocks, the last of which stage 3 keeps from forward to backward; what Onefold does "
+        "not do (yet) is the formula's."
     )
     return Table("Traffic formulas in print", "formula", "as named in the file", ("comm_formulas_all",), says, lines)
 

@@ -55,6 +55,7 @@ class Side:
         between: what the closed form says that a host sends the other in a step, in 16-bit equivalents of Ψ elements where
             parameters and gradients travel in 16 bits, on two hosts of two ranks, with one micro-batch. None: no closed form of ours.
         encoded: the part of `between` that travels encoded, scales left out: as many bytes in any precision.
+        again: the part of `between` that backward passes gather, were all units gathered for them: those at the turn of a pass are not.
         optional: a peer's part that not every machine has: that it cannot run here is a finding, and no failure of the command.
     """
 
@@ -64,6 +65,7 @@ class Side:
     between: float | None = None
     optional: bool = False
     encoded: float = 0.0
+    again: float = 0.0
 
 
 _RELEASED = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
@@ -94,13 +96,14 @@ SIDES: dict[str, Side] = {
     "deepspeed-zeropp": _zeropp("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
     "onefold-1": Side("onefold", "Recipe.zero(1, group='flat')", {"stage": 1, "group": "flat"}, between=2.0),
     "onefold-2": Side("onefold", "Recipe.zero(2, group='flat')", {"stage": 2, "group": "flat"}, between=2.0),
-    "onefold-3": Side("onefold", "Recipe.zero(3, group='flat'): every rank to every other", {"stage": 3, "group": "flat"}, between=3.0),
+    "onefold-3": Side("onefold", "Recipe.zero(3, group='flat'): every rank to every other", {"stage": 3, "group": "flat"}, 3.0, again=1.0),
     # In groups: each byte enters a host once, half of what pairwise moves of two ranks send. `between` has (H - 1) / H = 1/2 in it.
-    "onefold-3-groups": Side("onefold", "Recipe.zero(3), as it is by itself: inside a host, then across", {"stage": 3}, 1.5),
-    "zeropp-qwz": Side("onefold", "stage 3, gathers encoded in int8", {"stage": 3, "gather_codec": "int8"}, 1.0, encoded=0.5),
+    "onefold-3-groups": Side("onefold", "Recipe.zero(3), as it is by itself: inside a host, then across", {"stage": 3}, 1.5, again=0.5),
+    "zeropp-qwz": Side("onefold", "stage 3, gathers encoded in int8", {"stage": 3, "gather_codec": "int8"}, 1.0, encoded=0.5, again=0.25),
     "zeropp-hpz": Side("onefold", "stage 3, a second copy sharded inside the host", {"stage": 3, "second_copy": True}, 1.0),
     "zeropp-qgz": Side(
-        "onefold", "stage 3, gradients encoded in int4, in two hops", {"stage": 3, "reduce_codec": "int4"}, 1.125, encoded=0.125
+        "onefold", "stage 3, gradients encoded in int4, in two hops", {"stage": 3, "reduce_codec": "int4"}, 1.125, encoded=0.125,
+        again=0.5,
     ),
     "zeropp": Side(
         "onefold",

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.peers.model import count_parameters
+from benchmarks.peers.model import count_at_the_turn, count_parameters
 from benchmarks.peers.settings import Setting
 from benchmarks.peers.summary import step_seconds
 from benchmarks.wires.settings import HOSTS, REFERENCE, SIDES, Link
@@ -116,6 +116,9 @@ def expected(side: str, setting: Setting) -> float | None:
     between, encoded = SIDES[side].between, SIDES[side].encoded
     if between is None or setting.accumulation > 1:
         return None
+    found = SIDES[side].again * count_at_the_turn(setting.model) / count_parameters(setting.model)
+    between -= found
+    encoded -= found if "gather_codec" in (SIDES[side].arguments or {}) else 0
     return encoded + (between - encoded) * (1 if setting.precision == "bf16" else 2)
 
 

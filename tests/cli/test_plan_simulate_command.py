@@ -60,3 +60,14 @@ def test_a_rank_without_a_simulation_is_refused() -> None:
     shown = CliRunner().invoke(app, ["plan", "--params", "2e7", "--rank", "3"])
     assert shown.exit_code == 2
     assert "belongs to --simulate" in shown.output
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_where_nothing_fits_the_stage_that_was_asked_for_is_simulated(stage: int) -> None:
+    ask = ["plan", "--params", "7e10", "--gpus", "8", "--stage", str(stage), "--offload", "none", "--simulate"]
+    told = json.loads(CliRunner().invoke(app, [*ask, "--json"]).stdout)
+    assert told["recommended"] is None and f"the nearest is stage {stage}" in told["why_not"]
+    found = told["simulation"]
+    assert found["exact"] and found["scheme"].startswith(f"stage {stage}")
+    assert sorted(found["account"]["wire"]) == (["all-gather", "reduce-scatter"] if stage else ["all-reduce"])
+    assert f"simulated: stage {stage}" in CliRunner().invoke(app, ask).stdout

@@ -12,7 +12,21 @@ from torch import Tensor
 
 import virtual
 from models import TinyGPT, tokens_of
-from onefold.device import CopyStream, HostBuffers, default_device, guard, has_streams, host_empty, memory_figures, with_index
+from onefold.device import (
+    CopyStream,
+    HostBuffers,
+    Reading,
+    default_device,
+    guard,
+    has_streams,
+    host_empty,
+    memory_figures,
+    new_stream,
+    synchronize,
+    use_stream,
+    with_index,
+)
+from onefold.device.streams import clocked
 
 
 def test_what_has_no_streams_copies_at_once() -> None:
@@ -203,3 +217,51 @@ def test_a_thread_of_ours_works_on_the_device_that_it_is_given() -> None:
     thread.start()
     thread.join()
     assert found == [torch.device("virtual:3"), torch.device("virtual:0")]
+
+
+@virtual.alone
+def test_synchronize_waits_for_every_stream_of_the_device() -> None:
+    device = torch.device("virtual:0")
+    for seed in range(5):
+        virtual.reset(seed)
+        beside, a = new_stream(device), torch.zeros(64, device=device)
+        with use_stream(beside):
+            b = torch.ones(64, device=device) * 2
+        a += 1
+        synchronize(device)
+        assert virtual.pending() == "", virtual.pending()
+        assert virtual.cpu_alias(a).sum() == 64 and virtual.cpu_alias(b).sum() == 128
+        assert [waited.name for waited in virtual.synchronizations()], "the wait of the host is not told"
+
+
+def test_synchronize_asks_the_clock_of_a_simulation() -> None:
+    class Asked:
+        times = 0
+
+        def synchronize(self) -> None:
+            self.times += 1
+
+    clock: Any = Asked()
+    with clocked(clock):
+        synchronize(torch.device("cpu"))
+    assert clock.times == 1
+
+
+@virtual.alone
+def test_numbers_are_read_without_waiting_for_what_was_launched_behind_them() -> None:
+    ran: list[str] = []
+    let_go: list[int] = []
+    for seed in range(4):
+        virtual.reset(seed)
+        ran.clear()
+        let_go.clear()
+        first = torch.full((), 3.0, device="virtual")
+        with virtual.no_synchronization():
+            reading = Reading(first, first.square().reshape(1))
+        virtual.enqueue(None, lambda t: ran.append("the next step"), reads=[first], ready=lambda: bool(let_go))
+        assert reading.numbers() == [3.0, 9.0] and not ran
+        let_go.append(1)
+        virtual.drain()
+        assert reading.arrived and ran
+    here = Reading(torch.tensor(3.0), torch.tensor([9.0]))
+    assert here.arrived and here.numbers() == [3.0, 9.0]

@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch
 import torch.distributed as dist
-from wire import formula, train_steps
+from wire import elements_of, formula, train_steps
 
 from models import TinyMLP, features_of
 from ranks import run_ranks
@@ -47,8 +47,8 @@ def carried(stage: int, micro_batches: int) -> dict[str, int]:
     dist.barrier()
     time.sleep(0.2)
     sent = loopback_bytes() - before
-    numel = sum(unit.numel for unit in onefold.engine_of(model).units)
-    return {"sent": sent, "expected": STEPS * 2 * formula(stage, numel, 2, micro_batches), "numel": numel}
+    numel, turn = elements_of(onefold.engine_of(model).units)
+    return {"sent": sent, "expected": STEPS * 2 * formula(stage, numel, 2, micro_batches, turn=turn), "numel": numel}
 
 
 if __name__ == "__main__":

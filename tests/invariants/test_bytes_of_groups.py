@@ -10,6 +10,9 @@ in bytes E and H; encoded intervals are gathered in whole 16 bytes. A step of m 
 | HSDP                  | 2mH             | mH         | –                | 2E         | 2H               |         |
 | optimizer over all    | 2mH             | mH         | E                | E          | 2E               | H       |
 | second copy           | 2mH             | mH         | E                | mE         | 2E               | H       |
+
+Of units at the turn of a pass (the last that the forward pass uses and those around it) a gather is left out in each micro-batch: the
+backward pass finds them gathered.
 """
 
 from __future__ import annotations
@@ -43,8 +46,9 @@ CODECS: list[tuple[dict[str, str], int]] = [
 ]  # fmt: skip
 
 
-def formula(name: str, codecs: dict[str, str], numel: int, m: int) -> dict[str, int]:
-    """By the table of this module, of one flat buffer."""
+def formula(name: str, codecs: dict[str, str], numel: int, m: int, turns: bool = False) -> dict[str, int]:
+    """By the table of this module, of one flat buffer; `turns`: of a unit at the turn."""
+    gathers = m if turns else 2 * m
     gathered, reduced = (codec(codecs[k]) if k in codecs else None for k in ("gather_codec", "reduce_codec"))
     e, h = numel // 4, numel // 2
     interval = 2 * e if gathered is None else round_up(gathered.encoded_bytes(e), 16)
@@ -52,13 +56,13 @@ def formula(name: str, codecs: dict[str, str], numel: int, m: int) -> dict[str, 
     own = 2 * e if name == "HSDP" else 0  # the sums go on to who holds them too, as they are
     once = name in ("HSDP", "optimizer over all")
     out = {
-        "inside": 2 * m * 2 * interval + m * share,
-        "between": {"in groups": 2 * m * interval, "HSDP": 0}.get(name, interval) + (1 if once else m) * sums + own,
+        "inside": gathers * 2 * interval + m * share,
+        "between": {"in groups": gathers * interval, "HSDP": 0}.get(name, interval) + (1 if once else m) * sums + own,
         MASTERS: 4 * (h if name == "HSDP" else e),
         PARAMETERS: 2 * interval if name in ("optimizer over all", "second copy") else 0,
     }
     if name == "all ranks":
-        out |= {"inside": 2 * m * interval + m * sums, "between": 4 * m * interval + 2 * m * sums}
+        out |= {"inside": gathers * interval + m * sums, "between": 2 * gathers * interval + 2 * m * sums}
     if gathered is not None and not out[PARAMETERS]:
         out[PARAMETERS] = interval * (2 if name == "HSDP" else 1)
     return out
@@ -83,8 +87,8 @@ def every_recipe() -> list[tuple[str, dict[str, int], dict[str, int]]]:
             counted = sent.payload + sent.control - engine.traffic.control_bytes
             seen["beside the ledger"] = counted - seen["inside"] - seen["between"] + len(sent.others)
             expected = {"beside the ledger": 0}
-            for flat in (flat for unit in engine.units for flat in unit.flats):
-                for key, nbytes in formula(name, codecs, flat.layout.numel, m).items():
+            for unit, flat in ((each, flat) for each in engine.units for flat in each.flats):
+                for key, nbytes in formula(name, codecs, flat.layout.numel, m, unit.name in ("(root)", "blocks.1")).items():
                     expected[key] = expected.get(key, 0) + nbytes
             found.append((f"{name}, {codecs}, {m} micro-batches", seen, expected))
     return found

@@ -2,6 +2,7 @@
 
 Steps run as rank 0 of several on torch's fake process group, on the virtual device (tests/virtual), where each wait of the host raises at
 its place. What the fake group leaves out is not seen: the waits of a real backend's messages, and codecs.
+Steps of `onefold train` are in tests/train/test_a_step_late.py.
 """
 
 from __future__ import annotations
@@ -113,6 +114,24 @@ def _case(*args: Any, **kwargs: Any) -> Any:
 )
 def test_a_step_never_makes_the_host_wait(args: Any, options: Any) -> None:
     steps_without_a_wait(*args, **options)
+
+
+@virtual.alone
+def a_norm_is_measured_without_a_pass() -> None:
+    dist.destroy_process_group()
+    model = onefold.shard(model_of(False, True), onefold.Recipe.zero(2), device="virtual")
+    model(torch.randn(4, WIDTH).to("virtual")).square().mean().backward()
+    multiplied: list[int] = []
+    torch._foreach_mul_ = lambda tensors, factor: multiplied.append(len(tensors))  # type: ignore[assignment]
+    with virtual.no_synchronization():
+        onefold.clip_grad_norm_(model, float("inf"))
+        assert not multiplied
+        onefold.clip_grad_norm_(model, 1e6)  # the factor is 1, and nobody asks
+    assert len(multiplied) == 1
+
+
+def test_gradients_on_the_device_are_clipped_without_asking_and_measured_without_a_pass() -> None:
+    a_norm_is_measured_without_a_pass()
 
 
 def test_a_scaler_asks_the_host_where_the_optimizer_is_not_fused() -> None:

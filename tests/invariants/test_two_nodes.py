@@ -12,6 +12,7 @@ import torch
 import onefold
 from invariants.test_same_numbers import MICRO_BATCHES, Bits, Run, compare
 from models import TinyGPT, TinyMLP, features_of
+from onefold.comm.topology import inner_of
 from ranks import run_ranks
 from trials import STAGES
 
@@ -135,3 +136,32 @@ def test_a_process_group_that_is_spread_unevenly_over_nodes_is_flat() -> None:
 
 def test_a_process_group_of_one_rank_of_each_node_is_flat() -> None:
     assert run_ranks(4, levels, "2", CASES[:2], (1, 3)) == [[], [(1, []), (1, [])], [], [(1, []), (1, [])]]
+
+
+def what_another_launcher_said() -> list[Any]:
+    """As a program of four ranks finds it that was started by one rank of a launcher's eight, or of one."""
+    found = []
+    for world_size, per_node in (("8", "2"), ("1", "1")):
+        os.environ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": per_node}
+        group = onefold.engine_of(onefold.shard(TinyMLP(), onefold.Recipe.zero(3))).group
+        found.append((group.topology.outer, group.borders))
+    return found
+
+
+def test_what_a_launcher_says_of_another_number_of_ranks_is_not_of_this_run() -> None:
+    assert run_ranks(4, what_another_launcher_said) == [[(1, ""), (1, "")]] * 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "each"),
+    [([0, 1, 4, 5], 2, 2), ([0, 2, 4, 6], 2, 1), ([0, 1, 2, 4], 2, None), ([1, 2, 3, 4], 2, None), ([0, 1, 2, 3, 4, 5, 8, 9], 4, None),
+     ([0, 4, 1, 5], 4, None)],
+)  # fmt: skip
+def test_nodes_are_groups_where_each_has_as_many_neighbouring_ranks(ranks: list[int], per_node: int, each: int | None) -> None:
+    if each is None:
+        assert inner_of(None, ranks, per_node) == len(ranks)
+        with pytest.raises(ValueError, match="unevenly"):
+            inner_of("node", ranks, per_node)
+    else:
+        assert inner_of("node", ranks, per_node) == each
+        assert inner_of(None, ranks, per_node) == (len(ranks) if each == 1 else each)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from wire import counted_sends, formula, formula_over_nodes, train_steps
+from wire import counted_sends, elements_of, formula, formula_over_nodes, train_steps
 
 from models import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import absolute_path, run_ranks
@@ -40,14 +40,15 @@ def sent_bytes(stage: int, micro_batches: int, **options: Any) -> dict[str, Any]
         "ledger": engine.traffic.total() / STEPS,
         "control": sent.control / STEPS,
         "others": sent.others,
-        "numel": sum(unit.numel for unit in engine.units),
+        "elements": elements_of(engine.units),
         "moves": engine.traffic.by_move(),
     }
 
 
 def assert_formula(world_size: int, stage: int, micro_batches: int, **options: Any) -> None:
     for rank, seen in enumerate(run_ranks(world_size, sent_bytes, stage, micro_batches, **options)):
-        expected = formula(stage, seen["numel"], world_size, micro_batches, **options)
+        numel, turn = seen["elements"]
+        expected = formula(stage, numel, world_size, micro_batches, turn=turn, **options)
         told = f"rank {rank} of {world_size}, stage {stage}, {micro_batches} micro-batches, {options}: {seen}, expected {expected}"
         assert seen["others"] == [], f"a collective that this test does not count: {told}"
         assert seen["counted"] == expected, f"bytes given to isend differ from the formula: {told}"
@@ -112,7 +113,7 @@ def sent_over_nodes(stage: int, micro_batches: int, options: dict[str, Any]) -> 
             "between": sum(n for rank, n in sent.to.items() if rank // 2 != here),
         },
         "ledger": engine.traffic.by_link(),
-        "numel": sum(unit.numel for unit in engine.units),
+        "elements": elements_of(engine.units),
     }
 
 
@@ -121,14 +122,16 @@ def sent_over_nodes(stage: int, micro_batches: int, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_between_nodes_a_step_sends_the_bytes_of_the_two_level_formula(stage: int, micro_batches: int, options: dict[str, Any]) -> None:
     for seen in run_ranks(4, sent_over_nodes, stage, micro_batches, options):
-        expected = formula_over_nodes(stage, seen["numel"], 2, 2, micro_batches, **options)
+        numel, turn = seen["elements"]
+        expected = formula_over_nodes(stage, numel, 2, 2, micro_batches, turn=turn, **options)
         assert seen["counted"] == seen["ledger"] == expected, f"stage {stage}, {micro_batches}, {options}: {seen}, expected {expected}"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_flat_sends_over_a_nodes_border_as_many_times_the_bytes_as_the_node_has_ranks(stage: int) -> None:
     for seen in run_ranks(4, sent_over_nodes, stage, 1, {"group": "flat"}):
-        expected = formula_over_nodes(stage, seen["numel"], 2, 2)
+        numel, turn = seen["elements"]
+        expected = formula_over_nodes(stage, numel, 2, 2, turn=turn)
         assert seen["counted"] == seen["ledger"] == {"inside": expected["inside"] // 2, "between": 2 * expected["between"]}, seen
 
 
@@ -143,13 +146,14 @@ def lone_embedding() -> dict[str, Any]:
     train_steps(model, optimizer, batches, 1)
     with counted_sends() as sent:
         train_steps(model, optimizer, batches, 1)
-    return {"counted": sent.payload / STEPS, "units": {u.name: u.numel for u in onefold.engine_of(model).units}}
+    units = onefold.engine_of(model).units
+    return {"counted": sent.payload / STEPS, "units": {u.name: u.numel for u in units}, "elements": elements_of(units)}
 
 
 def test_a_lone_embedding_is_not_gathered_for_its_backward() -> None:
     for seen in run_ranks(2, lone_embedding):
-        units = seen["units"]
-        expected = formula(3, sum(units.values()), 2) - units["0"] * 4 // 2
+        numel, turn = seen["elements"]
+        expected = formula(3, numel, 2, turn=turn) - seen["units"]["0"] * 4 // 2
         assert seen["counted"] == expected, f"{seen}, expected {expected}"
 
 
@@ -166,16 +170,17 @@ def frozen_half(stage: int) -> dict[str, Any]:
     train_steps(model, optimizer, batches, 1)
     with counted_sends() as sent:
         train_steps(model, optimizer, batches, 1)
-    units = {u.name: u.numel for u in onefold.engine_of(model).units}
-    return {"counted": sent.payload / STEPS, "units": units, "frozen": sum(units[name] for name in frozen)}
+    units = onefold.engine_of(model).units
+    sizes = {u.name: u.numel for u in units}
+    return {"counted": sent.payload / STEPS, "frozen": sum(sizes[name] for name in frozen), "elements": elements_of(units)}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_frozen_units_send_no_gradient(stage: int) -> None:
     for seen in run_ranks(2, frozen_half, stage):
-        trained = sum(seen["units"].values()) - seen["frozen"]
+        numel, turn = seen["elements"]
         gathers = 2 * seen["frozen"] * 4 // 2 if stage == 3 else 0
-        expected = formula(stage, trained, 2) + gathers
+        expected = formula(stage, numel - seen["frozen"], 2, turn=turn) + gathers
         assert seen["counted"] == expected, f"stage {stage}: {seen}, expected {expected}"
 
 

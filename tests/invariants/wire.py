@@ -1,16 +1,17 @@
 """Bytes on the wire seen from outside of Onefold, and what the formulas say they are.
 
 Formulas, in bytes a rank sends for one optimizer step of m micro-batches (P: bytes of all units in the wire dtype, padding
-included; N ranks; every term times (N-1)/N):
+included; T: those of the units at the turn, the last that a forward pass uses and the units around it, which stay gathered until the
+backward pass; N ranks; every term times (N-1)/N):
 
     | placement                              | gathers of parameters | reductions of gradients |
     |----------------------------------------|-----------------------|-------------------------|
     | stage 0                                | P (half an all-reduce)| P (the other half)      |
     | stage 1                                | P                     | P                       |
     | stage 2                                | P                     | mP                      |
-    | stage 3                                | 2mP                   | mP                      |
+    | stage 3                                | 2mP - mT              | mP                      |
     | stage 2, reduced at the boundary       | P                     | P                       |
-    | stage 3, reduced at the boundary       | 2mP                   | P                       |
+    | stage 3, reduced at the boundary       | 2mP - mT              | P                       |
     | stage 3, kept from forward to backward | mP                    | mP                      |
 """
 
@@ -79,24 +80,33 @@ def counted_sends() -> Iterator[Sent]:
             setattr(dist, name, original)
 
 
-def formula(stage: int, numel: int, world_size: int, micro_batches: int = 1, **options: Any) -> int:
-    """Payload bytes that a rank sends for one optimizer step, by the table of this module. `numel` counts padding."""
+def elements_of(units: Any) -> tuple[int, int]:
+    """(elements of all units, elements of those at the turn), padding included, of units in the order of their use."""
+    last = units[-1]
+    around = [u for u in units if u is last or u.path == "" or last.path.startswith(u.path + ".")]
+    return sum(u.numel for u in units), sum(u.numel for u in around)
+
+
+def formula(stage: int, numel: int, world_size: int, micro_batches: int = 1, *, turn: int, **options: Any) -> int:
+    """Payload bytes that a rank sends for one optimizer step, by the table of this module. `numel`, and `turn` of them, count padding."""
     m = micro_batches
     compute = torch.float32 if options.get("precision", "fp32") == "fp32" else torch.bfloat16
     gather_bytes = compute.itemsize
     reduce_bytes = (options.get("wire") or compute).itemsize
     reductions = 1 if stage < 2 or options.get("reduce_at") == "boundary" else m
-    gathers = 1 if stage < 3 else m * (2 if options.get("reshard_after_forward", True) else 1)
-    total = numel * (gathers * gather_bytes + reductions * reduce_bytes) * (world_size - 1)
+    gathered = numel if stage < 3 else m * (2 * numel - turn if options.get("reshard_after_forward", True) else numel)
+    total = (gathered * gather_bytes + numel * reductions * reduce_bytes) * (world_size - 1)
     assert total % world_size == 0, "a unit's padded length is a multiple of the number of ranks"
     return total // world_size
 
 
-def formula_over_nodes(stage: int, numel: int, node: int, nodes: int, micro_batches: int = 1, **options: Any) -> dict[str, int]:
+def formula_over_nodes(
+    stage: int, numel: int, node: int, nodes: int, micro_batches: int = 1, *, turn: int, **options: Any
+) -> dict[str, int]:
     """The same over `nodes` nodes of `node` ranks, by link: each of its terms inside a node over the node's ranks, (G-1)/G, and between
     nodes a rank's share of what the node exchanges with the others, (H-1)/HG."""
-    inside = formula(stage, numel, node, micro_batches, **options)
-    between = formula(stage, numel, nodes, micro_batches, **options)
+    inside = formula(stage, numel, node, micro_batches, turn=turn, **options)
+    between = formula(stage, numel, nodes, micro_batches, turn=turn, **options)
     assert between % node == 0, "a unit's padded length is a multiple of the number of ranks"
     return {"inside": inside, "between": between // node}
 

@@ -63,6 +63,30 @@ def test_clipping_is_torchs_on_whole_gradients(norm_type: float, max_norm: float
     assert found == [[], [], []]
 
 
+def passes_over_gradients(max_norm: float) -> int:
+    """How often clipping multiplies a list of gradients."""
+    import onefold
+
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(2), device="cpu")
+    model(MLPCase().batch(0, 0)).square().mean().backward()
+    passes: list[int] = []
+    multiply = torch._foreach_mul_
+
+    def counted(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+        passes.append(len(tensors))
+        multiply(tensors, factor)
+
+    torch._foreach_mul_ = counted  # type: ignore[assignment]
+    onefold.clip_grad_norm_(model, max_norm)
+    torch._foreach_mul_ = multiply
+    return len(passes)
+
+
+def test_clipping_passes_over_gradients_on_the_host_only_to_make_them_smaller() -> None:
+    assert run_ranks(1, passes_over_gradients, 1e6) == [0] == run_ranks(1, passes_over_gradients, math.inf)
+    assert run_ranks(1, passes_over_gradients, 1e-6) == [1]
+
+
 def same_norm_everywhere(stage: int) -> float:
     return norms(stage, 2.0, 0.5)[0]
 

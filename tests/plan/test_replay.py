@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import states
-from models import TinyGPT, TinyMLP, features_of
+from models import Block, TinyGPT, TinyMLP, features_of
 from ranks import run_ranks
 
 MIB = 1 << 20
@@ -23,6 +24,8 @@ def model_of(kind: str) -> nn.Module:
         return TinyMLP(16, 128, 6, 16)
     if kind == "gpt":
         return TinyGPT(vocabulary=301, width=64, heads=4, depth=4, length=16, tied=True)
+    if kind == "headed":
+        return Headed(1001, 64, 4)
     return Routed(256, 5)
 
 
@@ -42,6 +45,23 @@ class Routed(nn.Module):
         return self.norm(x).square().mean()
 
 
+class Headed(nn.Module):
+    """An embedding, blocks and a head, larger than a block: units each. The root has a norm."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class Expert(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,7 +73,7 @@ class Expert(nn.Module):
 
 
 def batch_of(kind: str, seed: int) -> torch.Tensor:
-    if kind == "gpt":
+    if kind in ("gpt", "headed"):
         return torch.randint(0, 301, (2, 16), generator=torch.Generator().manual_seed(seed))
     return features_of(seed, 4, 16)
 
@@ -113,6 +133,7 @@ def observed(kind: str, stage: int, precision: str, micro_batches: int, options:
     ("kind", "ranks", "precision"),
     [
         *((kind, ranks, precision) for kind in ("mlp", "gpt", "routed") for ranks in (1, 2) for precision in ("fp32", "bf16")),
+        *(("headed", 2, "fp32"), ("headed", 2, "bf16")),
         *(("mlp", 3, "bf16"), ("gpt", 3, "fp32"), ("routed", 3, "bf16")),
     ],
 )
@@ -145,3 +166,22 @@ def test_the_options_of_a_recipe_are_in_the_plan(options: dict[str, Any]) -> Non
         assert seen["rest"] == seen["planned rest"], seen
         assert seen["wire"] == seen["planned wire"], seen
         assert sum(seen["peak"].values()) == sum(seen["planned peak"].values()), seen
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"precision": "bf16"}, {"gather_codec": "int8"}], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
+def test_units_at_the_turn_leave_the_engines_peak_as_it_is_and_save_a_gather(name: str, options: dict[str, Any]) -> None:
+    """Every forward pass ends with them, and every backward pass begins with them."""
+    from onefold.plan.architectures import architecture
+    from onefold.plan.replay import Replay
+    from onefold.plan.states import units_of, wire
+    from onefold.recipe import Recipe
+
+    recipe = Recipe.zero(3, **options)
+    units = units_of(architecture(name), recipe, 8)
+    released = [replace(u, turns=False) for u in units]
+    turning = [f for u in units if u.turns for f in u.flats]
+    peak, before = (sum(Replay(some, recipe).run(2).peak.values()) for some in (units, released))
+    assert peak <= before, f"{name}, {options}: {peak} bytes, released {before}"
+    saved = wire(released, recipe, 2)["all-gather"] - wire(units, recipe, 2)["all-gather"]
+    assert saved == 2 * 7 * sum(f.each for f in turning) > 0

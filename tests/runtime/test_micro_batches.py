@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models import ResidualBlock, TinyGPT, TinyMLP
+from onefold.memory.pool import GATHERED, IDLE, REDUCTION
 from ranks import run_ranks
 from trials import Case, GPTCase, MLPCase, differences, fresh, train_reference, train_sharded
 
@@ -358,6 +359,37 @@ def break_then_start_afresh(stage: int, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("mode", ["stage 0", "stage 3", "stage 3 at the boundary"])
 def test_after_a_backward_that_raised_training_goes_on_as_from_a_fresh_start(mode: str) -> None:
     assert run_ranks(2, break_then_start_afresh, *MODES[mode]) == [[], []]
+
+
+def ledgers_around_a_broken_pass() -> list[str]:
+    """Where the device's ledger says something else after passes that raised than before them."""
+    import onefold
+    import standin
+
+    case, rank, found = Accumulates(False, False), torch.distributed.get_rank(), []
+    ways: list[tuple[int, dict[str, Any]]] = [
+        *MODES.values(), (3, {"group": 2}), (3, {"shard_group": 2}), (2, {"reduce_codec": "int4"}), (2, {"precision": "bf16"}),
+        (0, {"reduce": "native"}), (3, {"reduce": "native"}), (3, {"group": 2, "precision": "bf16", "wire": torch.float32}),
+    ]  # fmt: skip
+    for native in (False, True):
+        for stage, options in ways:
+            if "reduce" in options and not native:
+                continue
+            recipe = onefold.Recipe.zero(stage, stall_timeout=60.0, in_flight=3, **options)
+            model = onefold.shard(fresh(case), recipe, units=case.units, group=standin.new_group() if native else None)
+            memory, said = onefold.engine_of(model).memory, []
+            for _ in range(3):
+                case.fail(model, rank)
+                case.loss(model, case.batch(rank, 0)).backward()
+                model.zero_grad()
+                said.append(memory.now())
+            if said[0] != said[-1] or any(name in said[-1] for name in (REDUCTION, GATHERED, IDLE)):
+                found.append(f"stage {stage}, {options}{', native' if native else ''}: {said}")
+    return found
+
+
+def test_a_backward_that_raised_leaves_nothing_in_the_ledger() -> None:
+    assert run_ranks(4, ledgers_around_a_broken_pass) == [[]] * 4
 
 
 def half_a_step_of_one_process(mode: str) -> list[str]:

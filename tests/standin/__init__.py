@@ -206,6 +206,8 @@ class StandIn(_ProcessGroup):
         return part
 
     def shutdown(self) -> None:
+        for stream in self._streams.values():  # as ncclCommFinalize: what was launched is finished first
+            stream.synchronize()
         self.wire.close()
 
     def abort(self) -> None:

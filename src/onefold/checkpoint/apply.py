@@ -85,6 +85,7 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = 
 def fill_model(engine: Engine, fit: Fit, reading: Reading) -> None:
     """Parameters and buffers. Collective; what goes wrong is kept in `reading`."""
     items = reading.source.items()
+    engine.about_to_write()
     with whole_sight(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:

@@ -99,6 +99,7 @@ class _State:
         if self.engine.stack or self.engine.whole_depth:
             where = "a forward pass" if self.engine.stack else "onefold.full_params"
             raise CheckpointError(f"a sharded model was to be saved or loaded inside {where}; do it outside, between steps.")
+        self.engine.beyond.up.wait()  # who loads writes to the very tensors, which copies to the device may still read
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CheckpointError(

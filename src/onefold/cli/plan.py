@@ -208,12 +208,13 @@ def plan_command(
     except (ValueError, OSError) as error:  # the plan stands all the same
         _refuse(error, as_json, found)
     if as_json:
-        print(json.dumps(found.to_json() | ({"simulation": ran.to_json()} if ran is not None else {})))
+        simulation = {"simulation": {"scheme": str(found.shown.scheme)} | ran.to_json()} if ran is not None else {}
+        print(json.dumps(found.to_json() | simulation))
     elif ran is not None:
-        from onefold.cli.plan_simulation import show_simulation, show_timeline, shown_candidate
+        from onefold.cli.plan_simulation import show_simulation, show_timeline
 
-        show_simulation(ran)
-        show_timeline(ran, shown_candidate(found))
+        show_simulation(ran, found.shown.scheme)
+        show_timeline(ran, found.shown)
         if trace is not None:
             print(f"timeline written to {trace}: open it in https://ui.perfetto.dev")
 
@@ -251,7 +252,7 @@ def _simulated(found: Any, wanted: Any, rank: int, trace: Path | None) -> Any:
 
     ran = simulated(found, wanted, rank)
     if trace is not None:
-        write_trace(ran, trace)
+        write_trace(ran, found.shown.scheme, trace)
     return ran
 
 

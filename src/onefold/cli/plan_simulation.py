@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onefold.plan.evaluate import Candidate
+from onefold.plan.job import Scheme
 from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES, MOVES
 from onefold.plan.simulate import Event, Simulation, simulate
@@ -25,13 +26,8 @@ _ENDS = 8
 _UNITS = 5
 
 
-def shown_candidate(plan: Plan) -> Candidate:
-    """What is simulated: the recommendation, or the last that is shown where nothing fits."""
-    return plan.recommended or plan.stages[-1]
-
-
 def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
-    """The recommended scheme of `plan`, or the last shown where nothing fits, as rank `rank`; timed where the machine has streams.
+    """The scheme that `plan` shows in detail as rank `rank`: the recommended one, if anything fits. Timed where the machine has streams.
 
     Args:
         model: what the plan was asked for: its code runs, if it has any.
@@ -39,7 +35,7 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     Raises:
         ValueError: the scheme cannot run, or no code runs without values.
     """
-    candidate = shown_candidate(plan)
+    candidate = plan.shown
     scheme = candidate.scheme
     recipe = scheme.recipe(plan.job)
     if recipe.group in (None, NODE) and plan.machine.nodes > 1:  # nobody launches a simulation on nodes
@@ -63,8 +59,8 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     )
 
 
-def write_trace(found: Simulation, path: Path) -> Path:
-    """The timeline as a file for Perfetto.
+def write_trace(found: Simulation, scheme: Scheme, path: Path) -> Path:
+    """The timeline of `scheme` as a file for Perfetto.
 
     Raises:
         ValueError: there is none.
@@ -73,7 +69,7 @@ def write_trace(found: Simulation, path: Path) -> Path:
 
     if found.timeline is None:
         raise ValueError(f"--trace {path}: there is no timeline of {found.source}; plan for GPUs, and a model whose code runs.")
-    return write_simulated(found.timeline, path, f"Onefold simulated: rank {found.rank} of {found.ranks}, {found.name}")
+    return write_simulated(found.timeline, path, f"Onefold simulated: rank {found.rank} of {found.ranks}, {found.name}, {scheme}")
 
 
 def show_timeline(found: Simulation, candidate: Candidate, console: Console | None = None) -> None:
@@ -110,12 +106,12 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms"
 
 
-def show_simulation(found: Simulation, console: Console | None = None) -> None:
+def show_simulation(found: Simulation, scheme: Scheme, console: Console | None = None) -> None:
     """Print what was planned and what the engine's ledgers said, line by line, and both ends of the step."""
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     batches = f"{found.micro_batches} micro-batch{'es' if found.micro_batches > 1 else ''}"
     out.print(
-        f"[bold]simulated[/bold]: the engine as rank {found.rank} of {found.ranks}, {batches}, {found.source}; "
+        f"[bold]simulated[/bold]: {scheme}, the engine as rank {found.rank} of {found.ranks}, {batches}, {found.source}; "
         f"{len(found.events):,} events in {found.seconds:.1f} s"
     )
     table = Table(title="bytes of a rank in one step", title_justify="left", box=None, padding=(0, 2))

@@ -41,7 +41,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
             out.print(sentence)
     if plan.sums is not None:
         out.print(sums_said(plan.sums))
-    shown = plan.recommended or plan.stages[-1]
+    shown = plan.shown
     placed = tiers_table(shown)
     if placed is not None:
         _print(out, placed)

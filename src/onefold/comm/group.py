@@ -113,7 +113,7 @@ class Group:
         self._inside: Level | None = None
         self._across: Level | None = None
         self.communicators = Communicators(numbers, device, timeout)
-        per_node = ranks_of_a_node()
+        per_node = ranks_of_a_node(world_size=dist.get_world_size() if self.size > 1 else None)
         if isinstance(inner, int):
             Topology(self.size, inner_of(inner, numbers, None))  # refused before anything is made
         if self.size > 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onefold.comm.ledger import TrafficEvent
 from onefold.comm.stall import Place
-from onefold.device import current_stream, use_stream
+from onefold.device import use_stream
 
 if TYPE_CHECKING:
     from onefold.comm.group import Group
@@ -58,7 +58,7 @@ class Chain(Pending):
         self._second: Pending | None = None
         self.place, self.event = first.place, first.event
         if group.relay is not None:  # the relay waits for the first move, the compute stream for the second only
-            group.relay.wait_stream(current_stream(group.device))
+            # And for nothing else: what the second move reads was there, or was on its way, when the first was launched.
             with use_stream(group.relay):
                 self.begin()
         else:

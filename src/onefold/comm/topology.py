@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from onefold.recipe.groups import FLAT, NODE
 
@@ -67,11 +68,16 @@ class Topology:
         return list(range(first, first + self.outer))
 
 
-def ranks_of_a_node(environment: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks each node has, as the launcher says (torchrun and those that set the same variables); None if it does not say."""
+def ranks_of_a_node(environment: Mapping[str, str] = os.environ, world_size: int | None = None) -> int | None:
+    """How many ranks each node has, as the launcher says (torchrun and those that set the same variables); None if it does not say.
+
+    `world_size`: of the run. What a launcher says of another number of ranks is of another run, inside which this one was started.
+    """
     try:
         here, all_of_them = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
     except (KeyError, ValueError):
+        return None
+    if world_size is not None and all_of_them != world_size:
         return None
     return here if 1 <= here <= all_of_them and all_of_them % here == 0 else None
 
@@ -88,7 +94,7 @@ def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None
         return int(group)
     nodes = nodes_of(ranks, per_node)
     each = len(ranks) // len(set(nodes))
-    uneven = [nodes[i // each * each] for i in range(len(ranks))] != nodes or len(ranks) % each != 0
+    uneven = [len(list(neighbours)) for _, neighbours in groupby(nodes)] != [each] * len(set(nodes))
     if group is None:  # nobody asked for groups: none where they are not there, or have one rank
         return len(ranks) if uneven or each == 1 else each
     if uneven:

@@ -5,7 +5,7 @@ parameters and no collectives.
 
     place.py      which device, its index, the guard of a thread, its random state
     streams.py    streams and events; where a device has none, work is done when the call returns
-    copies.py     CopyStream: copies behind the computing stream
+    copies.py     CopyStream: copies behind the computing stream; Reading: numbers that the host reads later
     pinned.py     host memory that a device copies from and to by itself
     facts.py      bytes that are taken and free
 
@@ -13,7 +13,7 @@ CUDA, ROCm and XPU take one path, through torch.accelerator, torch.Stream and to
 says so once), the same calls run synchronously.
 """
 
-from onefold.device.copies import CopyStream, Ticket
+from onefold.device.copies import CopyStream, Reading, Ticket
 from onefold.device.facts import MemoryFigures, device_count, device_names, free_memory, memory_figures
 from onefold.device.pinned import HostBuffers, host_empty, host_pages
 from onefold.device.place import available, backend_name, default_device, guard, rng_state, set_default, set_rng_state, with_index
@@ -37,6 +37,7 @@ __all__ = [
     "CopyStream",
     "HostBuffers",
     "MemoryFigures",
+    "Reading",
     "Stream",
     "Ticket",
     "available",

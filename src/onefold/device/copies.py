@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from onefold.device.pinned import host_empty
 from onefold.device.streams import current_stream, has_streams, new_stream, use_stream
 
 #: Bytes of copies under way whose device memory is held before the computing stream waits for the oldest: some milliseconds of the link.
@@ -154,3 +155,28 @@ class CopyStream:
             self._landing.clear()
         for each in holding:
             each.let_go()
+
+
+class Reading:
+    """Numbers of a device on their way to the host, behind what the current stream has been given so far."""
+
+    def __init__(self, *numbers: torch.Tensor) -> None:
+        """`numbers`: tensors of one element, of one dtype and device. Where that has no streams they are read at once."""
+        here = torch.stack([number.detach().reshape(()) for number in numbers])
+        self._event: Any = None
+        self._host = here
+        if has_streams(here.device):
+            self._host = host_empty(len(numbers), here.dtype, here.device)
+            self._host.copy_(here, non_blocking=True)
+            self._event = current_stream(here.device).record_event()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `numbers` would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def numbers(self) -> list[float]:
+        """The host waits for them, and for nothing that the device was given later."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(number) for number in self._host]

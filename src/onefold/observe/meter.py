@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.device import current_stream, has_streams, host_empty
+from onefold.device import Reading, has_streams
 from onefold.observe.tiers import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
 from onefold.plan.schema import MOMENTS
 from onefold.runtime.parameter import whole_sight
@@ -106,7 +106,6 @@ class Meter:
         held = {tier: sum(ledger.now().values()) for tier, ledger in ledgers_of(self.engine).items()}
         self.steps += 1
         scale = self._scale_of(scaler)
-        rate = tokens / seconds if tokens is not None and seconds > 0 else None
         moments = self._moments_now()
         own = {MOMENTS: moments[DEVICE]} if moments.get(DEVICE) else {}
         row: Row = {
@@ -117,9 +116,7 @@ class Meter:
             "scale": scale,
             "skipped": self.skipped,
             "tokens": tokens,
-            "tokens_per_s": rate,
-            "mfu": self._mfu(rate),
-            "step_ms": 1000 * seconds,
+            **self.rates(seconds, tokens),
             "exposed_ms": 1000 * (traffic.exposed - self._exposed),
             **{name: sent - self._sent[name] for name, sent in self._wire().items()},
             "memory": {"now": {**self.engine.memory.now(), **own}, "peak": {**self.engine.memory.peak(), **own}},
@@ -131,6 +128,11 @@ class Meter:
         self._begun = now
         self._note()
         return row
+
+    def rates(self, seconds: float, tokens: int | None) -> Row:
+        """tokens_per_s, mfu and step_ms of a step that took so long, for who knows better than `step` when it was over."""
+        rate = tokens / seconds if tokens is not None and seconds > 0 else None
+        return {"tokens_per_s": rate, "mfu": self._mfu(rate), "step_ms": 1000 * seconds}
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:
         if tokens_per_s is None or self.flops_per_token is None or self.peak_flops is None:
@@ -173,16 +175,13 @@ class _Late:
     """The last value of a series whose copy from the device has arrived."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[torch.Tensor, Any]] = []
+        self.waiting: list[Reading] = []
         self.last: float | None = None
 
     def show(self, value: torch.Tensor) -> float | None:
-        host = host_empty(1, value.dtype, value.device)
-        host.copy_(value.detach().reshape(1), non_blocking=True)
-        event = current_stream(value.device).record_event()
-        self.waiting.append((host, event))
-        while self.waiting and self.waiting[0][1].query():
-            self.last = float(self.waiting.pop(0)[0])
+        self.waiting.append(Reading(value))
+        while self.waiting and self.waiting[0].arrived:
+            (self.last,) = self.waiting.pop(0).numbers()
         return self.last
 
 

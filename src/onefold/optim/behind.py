@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.device import current_stream, guard, use_stream
+from onefold.device import current_stream, use_stream
 from onefold.optim.offloaded import HALF, let_go, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -113,7 +113,7 @@ class Behind:
             return
         try:
             # Faces are taken off in this thread alone: the main thread goes on seeing them.
-            with guard(engine.device), use_stream(computing), whole_sight(), torch.no_grad():
+            with use_stream(computing), whole_sight(), torch.no_grad():
                 engine.about_to_write()
                 engine.beyond.down.wait()
                 for optimizer in {id(o): o for e in flat.entries if (o := self._owner(e)) is not None}.values():

@@ -52,6 +52,11 @@ class Chosen:
             group[name] = None
 
 
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is one of torch's whose implementations are known here; classes derived from them may do anything."""
+    return type(optimizer) in _KNOWN
+
+
 def supports_scaling(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether each group would be stepped by a fused kernel, which takes a loss scale and skips an overflow without asking the host."""
     return type(optimizer) in _KNOWN and all(_best(group, device) == "fused" for group in optimizer.param_groups)

@@ -57,6 +57,7 @@ class Plan:
         largest_micro_batch: samples that fit, by stage; 0 where none does.
         largest_model: parameters of the deepest model of this width that fits, by stage.
         notes: sentences about what had to be assumed; the first states the bytes per parameter.
+        asked: the stages that might be recommended; () for all.
     """
 
     model: ModelShape
@@ -72,6 +73,12 @@ class Plan:
     notes: tuple[str, ...]
     slow_links: SlowLinks | None = None
     sums: Sums | None = None
+    asked: tuple[int, ...] = ()
+
+    @property
+    def shown(self) -> Candidate:
+        """What is shown in detail: the recommendation; where nothing fits, the last of the stages that were asked for."""
+        return self.recommended or _last_asked(self.stages, self.asked)
 
     @property
     def recipe(self) -> Recipe:
@@ -234,12 +241,18 @@ def plan(
         source=subject.source,
         why_not="" if best is not None else cannot_fit(question, stages),
         notes=(
-            _convention(job), *_slow(job, machine), *subject.notes, *said_of(question, best or shown[-1]), *shown[0].notes,
+            _convention(job), *_slow(job, machine), *subject.notes, *said_of(question, best or _last_asked(shown, stages)), *shown[0].notes,
             *_ends(shape, sizes, models),
         ),
         slow_links=slow,
         sums=sums_of(question, best) if best is not None else None,
+        asked=stages,
     )  # fmt: skip
+
+
+def _last_asked(candidates: tuple[Candidate, ...], stages: tuple[int, ...]) -> Candidate:
+    """The last of `candidates` at one of `stages`; the last of all, if there is none (states that stages cannot have elsewhere)."""
+    return ([c for c in candidates if c.scheme.stage in stages] or candidates)[-1]
 
 
 def _column(stage: int, like: Scheme, job: Job) -> Scheme:

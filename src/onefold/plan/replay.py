@@ -151,7 +151,10 @@ class Replay(Holding):
 
     def _leave(self, unit: _Unit, k: int) -> None:
         self._moment(k, "forward", unit.plan.name)
-        if unit.gathered and self.recipe.reshard_after_forward:
+        if unit.plan.turns:  # it waits for the backward pass, as what is gathered ahead waits for its use
+            unit.claimed = False
+            self.unused.add(unit.index)
+        elif unit.gathered and self.recipe.reshard_after_forward:
             self._release(unit)
 
     def _acquire(self, unit: _Unit) -> None:
@@ -226,7 +229,7 @@ class Replay(Holding):
         self.copies: list[int] = []
         self.renewing = False
         order = _backwards(self.units)
-        self.cursor = [u for u in order if not u.plan.kept and not u.plan.looks_up_only]
+        self.cursor = [u for u in order if not u.plan.kept and not u.plan.looks_up_only and not u.gathered]
         around: list[_Unit] = []
         tail: list[_Unit] = []  # the root where it holds nothing but what follows the blocks: done before them
         for unit in order:

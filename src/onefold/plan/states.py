@@ -7,8 +7,10 @@ With P the bytes of a unit's flat buffer (padding included), N ranks, by placeme
 | 0     | P          | P₃₂ if 16-bit         | 2·P₃₂           | all-reduce 2P                                          |
 | 1     | P          | P₃₂/N if 16-bit       | 2·P₃₂/N         | all-gather P, reduce-scatter P                         |
 | 2     | P          | P₃₂/N if 16-bit       | 2·P₃₂/N         | all-gather P, reduce-scatter m·P                       |
-| 3     | –          | P₃₂/N                 | 2·P₃₂/N         | all-gather 2m·P (units that only look up: m·P), m·P     |
+| 3     | –          | P₃₂/N                 | 2·P₃₂/N         | all-gather 2m·P, m·P                                    |
 
+Units that only look up, and those at the turn (the last one that a forward pass uses, and those around it: they stay gathered until the
+backward pass), are gathered m times at stage 3.
 In fp32 the masters are (a slice of) the parameters themselves at stages 0 to 2. Frozen parameters have neither masters nor moments and
 rest in the compute dtype. The rows are read from the recipe; no stage is asked for.
 
@@ -143,6 +145,7 @@ class UnitPlan:
     path: str
     flats: tuple[FlatPlan, ...]
     looks_up_only: bool
+    turns: bool = False  # it stays gathered between a forward pass and its backward pass: see `_at_the_turn`
 
     @property
     def kept(self) -> bool:
@@ -169,7 +172,17 @@ def units_of(
     away = leaving_of_sizes([sum(p.numel for p in u.parameters if p.trainable) for u in model.units], recipe, ranks)
     topology = topology_of(recipe, ranks, per_node)
     plain = Division(topology, position_of(topology, rank), feedback=recipe.error_feedback, adds=adds_of(recipe, nccl))
-    return [_unit(u, recipe, plain, index in away) for index, u in enumerate(model.units)]
+    units = [_unit(u, recipe, plain, index in away) for index, u in enumerate(model.units)]
+    turning = _at_the_turn(units) if recipe.reshard_after_forward else set()
+    return [replace(u, turns=u.name in turning) for u in units]
+
+
+def _at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
+    """The names of the units that a forward pass uses last and the backward pass first (runtime/unit.py), if it uses them in this order:
+    the last that is gathered, and those around it."""
+    gathered = [u for u in units if not u.kept]
+    around = [u for u in gathered if u is gathered[-1] or u.encloses(gathered[-1])]
+    return {u.name for u in around if not u.looks_up_only and ".tiles." not in u.name}
 
 
 def _unit(unit: UnitShape, recipe: Recipe, plain: Division, away: bool) -> UnitPlan:
@@ -341,7 +354,7 @@ def gathers_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: in
 
 def launches_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, backward: bool = True) -> int:
     """How often a step makes the whole of a buffer that is not kept, over the wire or not; with `backward=False` in forward passes only."""
-    again = backward and recipe.reshard_after_forward and not unit.looks_up_only
+    again = backward and recipe.reshard_after_forward and not (unit.looks_up_only or unit.turns)
     return 0 if flat.kept else micro_batches * (2 if again else 1)
 
 

@@ -98,8 +98,8 @@ class Recipe:
         reduce_at: "micro-batch" reduces gradients in every backward pass; "boundary" keeps them whole under
             `onefold.no_sync` and reduces once an optimizer step (more memory, less traffic). None becomes "boundary" for replicated
             gradients, else "micro-batch".
-        reshard_after_forward: sharded parameters are dropped after the forward pass and gathered again in backward
-            (3Ψ on the wire); False keeps them in between (2Ψ).
+        reshard_after_forward: sharded parameters are dropped after the forward pass and gathered again in backward (3Ψ on the wire, less
+            those of the units at the turn, which the forward pass uses last); False keeps them in between (2Ψ).
         prefetch: units gathered ahead of use, for each level that gathers go over (two where they go across groups, then inside: one
             unit is then on each of the two links); 0 gathers on demand. Unless it is 0, small units do not count up to SMALL_TRAFFIC bytes.
         in_flight: reductions that may be under way behind the backward pass; 0 waits for each at once. Small ones as with prefetch.

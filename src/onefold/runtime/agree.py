@@ -22,6 +22,7 @@ import torch
 from onefold.comm import Place
 from onefold.comm.group import alike, both
 from onefold.memory.nvme import TierError
+from onefold.runtime.unit import at_the_turn
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -87,6 +88,9 @@ def _learn(engine: Engine, gathered: set[int]) -> None:
         gather.backward_order = _with_missing(gather.backward_log, [i for i in gather.backward_order if i not in needless])
         gather.forward_order = _with_missing(gather.forward_log, gather.forward_order)
         gather.learned = True
+        if engine.recipe.reshard_after_forward:
+            first = [gather.units[i] for i in gather.backward_log]
+            gather.turning = frozenset(u.index for u in at_the_turn([gather.units[i] for i in gather.forward_log], first))
     if reduce.log:
         reduce.order = _with_missing(reduce.log, reduce.order)
         reduce.learned = True

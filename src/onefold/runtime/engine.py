@@ -39,7 +39,7 @@ from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
 from onefold.runtime.escaping import copied_out
 from onefold.runtime.flat import Dtypes, Entry, Flat, declared_dtype, grouped_as
 from onefold.runtime.forward_writes import keep_writes
-from onefold.runtime.gather import Gatherer
+from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.gradient_hooks import IN_BACKWARD
 from onefold.runtime.kept import gradient_bytes, show_kept, take_kept
 from onefold.runtime.moved import Moves, Pass
@@ -107,6 +107,7 @@ class Engine:
         self.lent: list[Unit] = []  # whose whole parameters other modules used in this pass
         self.moves = Moves(self)
         self.this_pass = Pass(self.moves)
+        self.recorded: Recorded | None = None  # of the pass under way
         self.is_root_pass = False
         self.graded = False  # the pass under way began with gradients
         self.raised_in: tuple[str, str] | None = None  # (unit, phase) of the last pass that raised
@@ -250,6 +251,7 @@ class Engine:
             recompute = in_autograd()
             outermost = not self.stack and not recompute
             if outermost:
+                self.recorded = Recorded()
                 self._begin_pass(is_root=unit.index == 0 and not part)
             if not self.stack:
                 self.this_pass = Pass(self.moves)
@@ -351,6 +353,9 @@ class Engine:
             self.open_graphs += 1
             self.root_graphs += self.is_root_pass
             self.this_pass.open, self.this_pass.of_root = True, self.is_root_pass
+        recorded, self.recorded = self.recorded, None
+        if recorded is not None:
+            self.gather.expect_backward_of(recorded)
 
     def use(self, entry: Entry) -> nn.Parameter:
         """The whole parameter for code in a forward pass that does not own it. See runtime/parameter.py."""
@@ -405,9 +410,9 @@ class Engine:
         if not root and not early:
             return
 
-        this_pass = self.this_pass
+        this_pass, recorded = self.this_pass, self.recorded
 
-        def backward_reached(_: torch.Tensor) -> None:
+        def backward_reached(_: torch.Tensor, recorded: Recorded | None = recorded) -> None:
             if self.closed:
                 return
             self.gather.reached += 1
@@ -448,6 +453,8 @@ class Engine:
         """Called before an optimizer over these parameters steps."""
         if self.backward_open and in_autograd():
             raise RuntimeError(f"optimizer.step() was called in a gradient hook, but {IN_BACKWARD}")
+        if not self.backward_open:
+            self.gather.let_go_turned()
         self.about_to_write()
         self.beyond.check()
         if self.failure_agreed and self.on_disk and self.world_size > 1:
@@ -470,6 +477,16 @@ class Engine:
         if copying is not None:
             copying()
         self.beyond.up.wait()  # copies up may still read masters on the host
+
+    def before_write(self, flat: Flat, seen: bool = False) -> None:
+        """Code outside a step is going to write to masters of `flat`, or (`seen`) takes a view of them that it may write to: what copies
+        them has to be done. The host waits where masters rest on it, and where a save is copying them."""
+        if self.closed:
+            return
+        if self.copying is not None and not seen:
+            self.about_to_write()
+        elif flat.home is not None and not flat.home.on_disk:
+            self.beyond.up.wait()
 
     def tell_failure(self) -> None:
         """Raise what work behind the training has failed with, if nobody was told yet."""

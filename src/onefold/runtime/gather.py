@@ -1,8 +1,8 @@
 """Gathering and releasing units, ahead of use and on demand.
 
     forward    use 0   use 1   use 2          backward  use 2   use 1   use 0
-    wire       g0 g1   g2      ·              wire      g2 g1   g0      ·        (prefetch = 1)
-    memory     [0 ]1   [1 ]2   [2 ]           memory    [2 ]1   [1 ]0   [0 ]
+    wire       g0 g1   g2      ·              wire      g1      g0      ·        (prefetch = 1)
+    memory     [0 ]1   [1 ]2   [2 ]     2     memory    [2 ]1   [1 ]0   [0 ]
 
 [Note: every rank joins every gather] Both passes walk an agreed order of units: the order in which the model registers them at
 first, then the order seen in the first step, once all ranks have seen the same. A rank that takes another branch and passes over a unit
@@ -14,10 +14,19 @@ and that lies in a gathered buffer is saved as a handle (unit, offset, sizes). U
 unit if it is not here. So a unit is released after its forward pass whatever the model's outputs look like, backward
 finds its parameters however it comes to them, and a unit whose backward reads no parameter (an embedding) is not
 gathered again.
+
+[Note: units at the turn] The unit that a forward pass uses last, and the units around it, are the first that the backward pass comes to.
+They stay gathered in between. Which they are is part of the agreed order (`at_the_turn` in runtime/unit.py), so the first step
+releases them too. A later pass over the whole model that records gradients keeps all of them on every rank, whatever a rank used. They
+are released all together where every rank passes: by the next forward pass, before an optimizer steps, at the end of any backward pass,
+when masters are written to. So no rank has to ask another whether a unit is here, and the order of gathers stays agreed. They are also
+released when nothing is left of what autograd recorded of the pass, since no backward pass can come then. A part of it will not do: ranks
+may drop different outputs.
 """
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,11 +43,18 @@ from onefold.runtime import differentiate
 from onefold.runtime.flat import Flat
 from onefold.runtime.home import Home
 from onefold.runtime.nested import tensors_in
+from onefold.runtime.parameter import written
 from onefold.runtime.route import Beside
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+
+
+class Recorded:
+    """Lives as long as anything that autograd has recorded of one pass: the hooks on the outputs of its units hold it."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Cursor:
@@ -90,6 +106,9 @@ class Gatherer:
         foreseen = [u for u in self.sharded if not u.revisited]
         self.forward_order, self.learned = [u.index for u in foreseen], False
         self.backward_order = _backwards([u for u in foreseen if not u.forward_only])
+        self.turning: frozenset[int] = frozenset()  # see [Note: units at the turn]
+        self.turned: dict[int, int] = {}  # those of them that wait for their backward pass: index -> writes to their masters until then
+        self.turned_for: weakref.ref[Recorded] | None = None  # the pass that left them
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None
@@ -113,6 +132,7 @@ class Gatherer:
 
     def begin_forward(self, is_root: bool) -> None:
         self.let_go = False
+        self.let_go_turned()  # no backward pass came for them, or another forward pass comes first
         if self.resident:
             self.staying = frozenset() if torch.is_grad_enabled() else self.resident
             self.gather_resident() if self.staying else self.let_go_resident()
@@ -132,6 +152,7 @@ class Gatherer:
             self.wait(unit)  # a refreshed copy that this rank did not come to use
         if not self.sharded:
             return
+        turns = self._turns and not aborted and self.engine.group.broken is None
         if self.cursor is not None and not aborted:
             for index in self.cursor.rest():
                 self.join(self.units[index])
@@ -139,6 +160,11 @@ class Gatherer:
         keep = self._keeps and not aborted
         for unit in self.sharded:
             unit.sticky = False
+            if turns and unit.index in self.turning and not unit.away:
+                self.wait(unit)  # it may have been joined and not used
+                unit.claimed = False
+                self.turned[unit.index] = _writes(unit)
+                continue
             if unit.index in self.staying and self.engine.group.broken is None:
                 unit.claimed = False
                 continue
@@ -161,16 +187,38 @@ class Gatherer:
                 self.release(unit)
         self.engine.pool.drain()  # a buffer made under inference_mode is of no use outside
 
+    def let_go_turned(self) -> None:
+        """Release what waits for a backward pass. Called where all ranks pass."""
+        self.turned_for = None
+        if self.turned:
+            for index in sorted(self.turned):
+                self.release(self.units[index])
+            self.engine.pool.drain()
+
+    def expect_backward_of(self, recorded: Recorded) -> None:
+        """Let what waits for a backward pass go when no backward pass can come."""
+        seen = weakref.ref(self)
+
+        def gone(_: weakref.ref[Recorded]) -> None:
+            if (gather := seen()) is not None and not (gather.engine.closed or gather.engine.backward_open):
+                gather.let_go_turned()
+
+        self.turned_for = weakref.ref(recorded, gone) if self.turned else None
+
     def begin_backward(self) -> None:
         self.backward_log = []
         self.backward_cursor = None
+        for index, writes in sorted(self.turned.items()):
+            if _writes(self.units[index]) != writes:  # this backward pass computes with the new values, as with those of other units
+                self.release(self.units[index])
         if not self.engine.differentiating:
             self.foresee_backward()
 
     def foresee_backward(self) -> None:
         """Walk this backward pass along the agreed order."""
         # The order is that of passes over the whole model; after passes over a part of it units are gathered on demand.
-        order = [index for index in self.backward_order if self.units[index].away]  # what all ranks kept nobody gathers
+        # What all ranks kept nobody gathers. What they kept over the turn has its place in the order: passing over it is news.
+        order = [index for index in self.backward_order if self.units[index].away or index in self.turned]
         self.backward_cursor = Cursor(order) if self.engine.root_graphs else None
 
     def join_rest_of_backward(self) -> None:
@@ -192,6 +240,11 @@ class Gatherer:
         """Units stay gathered between this forward pass and its backward pass."""
         return torch.is_grad_enabled() and not self.engine.recipe.reshard_after_forward
 
+    @property
+    def _turns(self) -> bool:
+        """This forward pass keeps the units at the turn. (A re-entrant checkpoint runs its part of the pass without gradients.)"""
+        return self.cursor is not None and self.learned and self.engine.graded and not self.engine.backward_open
+
     # -- one unit --------------------------------------------------------------------------------------------------------------
 
     def acquire(self, unit: Unit, backward: bool) -> None:
@@ -202,11 +255,12 @@ class Gatherer:
         cursor = self.backward_cursor if backward else self.cursor
         if backward and unit.tile and unit.depth and not self.learned:
             cursor = None  # recomputed, in the order of the forward pass, which nobody foresaw: every rank gathers it when it comes to it
-        if unit.away:
+        if unit.away or (backward and unit.index in self.turned):
             passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
             for other in passed:
                 self.join(other)
-            self.launch(unit)
+            if unit.away:
+                self.launch(unit)
             if backward and passed:
                 self.engine.reduce.passed_over([u for u in passed if not u.encloses(unit)])
         self.wait(unit)
@@ -214,6 +268,7 @@ class Gatherer:
             unit.claimed = True
             (self.backward_log if backward else self.forward_log).append(unit.index)
             if backward:
+                self.turned.pop(unit.index, None)
                 self._sweep(unit)
             self._reap(unit if backward else None)
             if cursor and self.learned:
@@ -224,6 +279,9 @@ class Gatherer:
         ahead, nbytes = len(waiting), sum(u.gathered_bytes for u in waiting)
         while self.ahead and (index := cursor.next()) is not None:
             unit = self.units[index]
+            if index in self.turned:  # counted above: it waits to be used
+                cursor.at += 1
+                continue
             nbytes += unit.gathered_bytes
             if ahead >= self.ahead and (nbytes > SMALL_TRAFFIC or unit.tile):
                 break
@@ -240,6 +298,8 @@ class Gatherer:
         if unit.away:
             self.launch(unit)
             self.unwanted.append(unit)
+        elif self.turned.pop(unit.index, None) is not None:  # a backward pass went past it
+            self.unwanted.append(unit)
 
     def pass_by(self, unit: Unit) -> None:
         """This rank does not use the unit in this backward pass and is about to wait for the ranks that do: join their gather first."""
@@ -252,6 +312,8 @@ class Gatherer:
         """Drop what was joined and not used; in a backward pass not what lies around the unit in use: its turn may yet come."""
         if inside is None and self._keeps:
             return
+        if inside is None and self._turns:  # all ranks keep those
+            self.unwanted = [u for u in self.unwanted if u.index not in self.turning]
         around = [u for u in self.unwanted if inside is not None and u.encloses(inside)]
         for unit in self.unwanted:
             if not unit.claimed and not unit.away and unit not in around:
@@ -353,6 +415,7 @@ class Gatherer:
         unit.claimed, unit.replayed = False, None
         unit.move(State.SHARDED, self.engine.step)
         self.here.pop(unit.index, None)
+        self.turned.pop(unit.index, None)
         for flat in unit.flats:
             if flat.home is not None:
                 flat.home.forget()
@@ -365,14 +428,15 @@ class Gatherer:
                 self.engine.pool.give(full)
 
     def after_forward(self, unit: Unit, output: Any) -> None:
-        """The unit's forward pass is over: release it, unless its very next use is announced or its output lies in its buffer."""
+        """The unit's forward pass is over: release it, unless its very next use is announced, its backward pass comes first, or its output
+        lies in its buffer."""
         if unit.kept or unit.state is not State.GATHERED:
             return
         if self.cursor is not None and self.learned and self.cursor.next() == unit.index:
             self.cursor.at += 1
             unit.claimed = False
             return
-        if unit.index in self.staying:
+        if unit.index in self.staying or (self._turns and unit.index in self.turning):
             unit.claimed = False
             return
         if self._keeps:
@@ -428,6 +492,11 @@ class Gatherer:
             return full.as_strided(saved.size, saved.stride, saved.offset)
 
         return saved_tensors_hooks(pack, unpack)
+
+
+def _writes(unit: Unit) -> int:
+    """How often the masters of the unit have been written to, as far as counters tell."""
+    return sum(written(entry.param) for entry in unit.entries)
 
 
 def _backwards(units: list[Unit]) -> list[int]:

@@ -147,7 +147,6 @@ class Home:
                 self.shown.copy_(master)
             self._versions = -1
             self.follow()
-        self.beyond.up.wait()
 
     def part(self, kind: str, start: int, stop: int) -> torch.Tensor:
         """Elements (or items) [start, stop) of what lies on NVMe as `kind`, in host memory of their own."""
@@ -221,7 +220,6 @@ class Home:
         """Make what gathers read anew of masters on NVMe."""
         for a, b in self.chunks() if self.on_disk else ():
             self.stepped(a, b, self.part("master", a, b))
-            self.beyond.up.wait()
         self.beyond.flush()
 
     def fetch(self) -> bool:

@@ -65,6 +65,13 @@ class Owners:
         return engine, flat.route.group_of_owners
 
 
+    def before_write(self) -> None:
+        """See `Engine.before_write`."""
+        engine, flat = self._engine(), self._flat()
+        if engine is not None and flat is not None:
+            engine.before_write(flat)
+
+
 class IntervalSpec:
     """Which elements of a tensor of `shape` this rank holds: [start, stop) of the flattened tensor.
 

@@ -203,7 +203,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = infos(args, kwargs)
         if name not in _OF_HOLLOW and (gone := next((i for i in found if i.on_disk), None)) is not None:
             raise explain(func, f"parameter {gone.name!r}")
-        if name in ("data", "detach") and isinstance(first, ShardedParameter):
+        seen = name in ("data", "detach")
+        if seen or writes_in_place(func, kwargs):
+            _before_write(args, kwargs, seen)
+        if seen and isinstance(first, ShardedParameter):
             if first.__dict__["onefold"].on_disk:
                 return seen_hollow(func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first))
             out = _seen(first) if name == "data" else func(first)
@@ -219,6 +222,17 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not is_about_itself(func) and not writes_in_place(func, kwargs):
             args, kwargs = _as_declared(args), _as_declared(kwargs)
         return func(*args, **kwargs)
+
+
+def _before_write(args: Any, kwargs: Any, seen: bool) -> None:
+    """See `Engine.before_write`."""
+    for t in _flatten((args, kwargs)):
+        if isinstance(t, ShardedParameter):
+            entry = t.__dict__["_onefold_entry"]()
+            if entry is not None and (engine := entry.engine()) is not None:
+                engine.before_write(entry.flat, seen)
+        elif isinstance(t, torch.Tensor) and not seen and (spec := spec_of(t)) is not None:
+            spec.owners.before_write()
 
 
 def _as_declared(value: Any) -> Any:
@@ -314,6 +328,7 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
             "was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device "
             "and the recipe a precision."
         )
+    _before_write((param,), {}, seen=False)
     spec = spec_of(param)
     with torch.no_grad():
         local = value if spec is None else _local_of(value, spec, "`.data`")

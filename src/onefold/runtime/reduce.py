@@ -470,10 +470,9 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget everything that a failed backward pass left."""
+        for r in (*self.flying, *self.crossing):
+            self.summing.drop(r)
         if self.engine.group.broken is None:
-            for r in (*self.flying, *self.crossing):
-                if r.pending is not None:
-                    r.pending.wait()
             for r in self.summed:
                 if r.gathering is not None:
                     r.gathering.wait()

@@ -327,6 +327,22 @@ class Summing:
         pool.give(buffer)
         r.total = total
 
+    def drop(self, r: Reduction) -> None:
+        """Wait for the parts, unless they will never come, and give back what `send` took."""
+        pending, r.pending = r.pending, None
+        if pending is not None and self.engine.group.broken is None:
+            pending.wait()
+        del pending
+        into = None if r.whole or not r.parts else self.summed_into(r)
+        if into is not None:
+            self.engine.memory.add(REDUCTION, -_bytes(r.parts[into]), r.unit.name)
+        r.parts.clear()
+        nothing = r.buffer.new_empty(0)
+        for buffer in (r.buffer, r.sent, r.lent):
+            if buffer is not None:
+                self.engine.pool.give(buffer)
+        r.buffer, r.sent, r.lent = nothing, None, None
+
     def next_hop(self, r: Reduction) -> None:
         """The sums of this hop are what the next one sends."""
         assert r.total is not None

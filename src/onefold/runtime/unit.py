@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -119,3 +120,19 @@ class Unit:
         if (self.state, state) not in _ALLOWED:
             raise AssertionError(f"unit {self.name!r} cannot go from {self.state.value} to {state.value} (step {step})")
         self.state = state
+
+
+def at_the_turn(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[Unit]:
+    """Of the units in the order in which a forward pass used them, and then its backward pass: those that the forward pass uses last and
+    the backward pass first, with nothing else in between.
+
+    That is the last one and the units around it. Not a tile, which is small so that no more than one is held, and no unit that the
+    forward pass uses several times: where a rank stands between its uses is not the same on all of them.
+    """
+    last, found = forward[-1], []
+    for unit in backward:
+        if not (unit is last or unit.encloses(last)):
+            break
+        if not unit.tile and sum(used is unit for used in forward) == 1:
+            found.append(unit)
+    return found

@@ -10,6 +10,18 @@
 
 The engine averages gradients over ranks, as DDP does, hence the factor N: what is summed in the end is the gradient of the
 mean over every token that counts in the global batch, however it was cut.
+
+[Note: a step late] On a device with streams the host does not wait for the step that it has just launched. Loss, norm and loss scale are
+copied to the host behind the step, and read in the next one:
+
+    device   forward, backward, clip, update of step s    │ forward, backward of step s + 1      │ clip, update
+    host     launches forward and backward of step s + 1  │ reads step s, judges and reports it  │ launches clip and update
+
+What may follow from step s must not find the weights of step s + 1. So the device itself leaves an update out where loss or norm are not
+finite (optim/skip.py), and the host judges step s before it launches the update of step s + 1: the weights are then those that step s
+began with. Where the judgement changed anything, the gradients of step s + 1 are dropped and computed again.
+A step is read in itself where somebody needs to know: the run evaluates, saves, records or ends behind it. So is every step on a device
+without streams, and where the device cannot leave an update out (shards off the device, packed moments).
 """
 
 from __future__ import annotations
@@ -25,11 +37,13 @@ import numpy as np
 import torch
 
 import onefold
-from onefold.device import has_streams, memory_figures
+from onefold.device import Reading, has_streams, memory_figures
 from onefold.observe.meter import Meter
 from onefold.observe.process import resident_memory
+from onefold.optim.skip import skips_on_device, step_unless
 from onefold.train.data import IGNORE, Batch, Samples
 from onefold.train.errors import TrainError
+from onefold.train.feed import Feed
 from onefold.train.locate import Generators, locate
 from onefold.train.nonfinite import NonFinite, Verdict
 from onefold.train.order import eval_batches
@@ -56,7 +70,7 @@ def train(
 
     Args:
         stop_requested: what this rank was asked, as a `Stop`; why the steps ended stands in `run.stopped` afterwards.
-        report: gets one row of metrics a step, on every rank.
+        report: gets one row of metrics a step, on every rank, in the order of the steps; see [Note: a step late] for when.
         window: what records steps; None records the one for the report.
         keeper: writes the checkpoints; None writes none.
         alert: tells the user of something that needs an eye.
@@ -65,17 +79,21 @@ def train(
     Raises:
         TrainError: loss or gradients are not finite, and the run is not to go on (see `onefold.train.nonfinite`).
     """
-    loop = _Loop(run, stop_requested, report, window or Window(run), keeper, alert, forget)
+    late = skips_on_device(run.optimizer, onefold.engine_of(run.model))
+    loop = (_StepLate if late else _InTime)(run, stop_requested, report, window or Window(run), keeper, alert, forget)
     run.model.train()
     step = run.start
-    while step < run.steps and not run.stopped:
-        step = loop.step(step)
+    try:
+        while step < run.steps and not run.stopped:
+            step = loop.step(step)
+    finally:
+        loop.feed.close()
     return step
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What the ranks told each other after a backward pass: the loss, why to stop, whether this rank was asked, seconds of each rank."""
+    """What the ranks told each other: the loss of a step, the seconds of each rank in it, and why to stop."""
 
     loss: float
     stopping: Stop
@@ -101,54 +119,41 @@ class _Loop:
         self.meter = Meter(run.model, run.optimizer, run.choice.flops_per_token, run.choice.peak_flops)
         self.pace = Pace(run.config.slow_factor)
         self.nonfinite = NonFinite(run, alert)
+        self.feed = Feed(run.data.train, run.ranks.device)
         self.skipped_before = int(run.earlier.get("skipped", 0))
+        self._scale: float | None = None
+        self._overflowed = 0
         self._update_s = 0.0
 
     @property
     def skipped(self) -> int:
         """Steps whose update was left out, earlier starts counted in."""
-        return self.skipped_before + self.meter.skipped + self.nonfinite.total
+        return self.skipped_before + self._overflowed + self.nonfinite.total
 
     def step(self, step: int) -> int:
         """Do step number `step` (from 0); returns the number of the next."""
-        run = self.run
-        for group in run.optimizer.param_groups:
-            group["lr"] = run.config.lr * run.factor(step)
-        generators = Generators.of(run.ranks.device)
+        raise NotImplementedError
+
+    def _begin(self, step: int) -> Generators:
+        """Returns the random generators' states before the step."""
+        for group in self.run.optimizer.param_groups:
+            group["lr"] = self.run.config.lr * self.run.factor(step)
+        generators = Generators.of(self.run.ranks.device)
         self.meter.start()
         self.window.begin(step)
-        begun, waited = time.perf_counter(), self.engine.traffic.exposed
-        loss, tokens = _forward_backward(run, step)
-        norm = _measure_gradients(run)
-        told = self._tell(loss, time.perf_counter() - begun - (self.engine.traffic.exposed - waited) + self._update_s)
+        self._begun, self._waited = time.perf_counter(), self.engine.traffic.exposed
+        return generators
 
-        verdict = self.nonfinite.judge(step, told.loss, norm, lambda: self._where(step, generators))
-        if verdict is Verdict.ROLLBACK:
-            return self._roll_back(step)
-        if verdict is Verdict.SKIP:
-            self.engine.reduce.summing.forget()  # finding out where went through the bad step once more
-        begun = time.perf_counter()
-        _update(run, apply=verdict is Verdict.APPLY)
-        self._update_s = time.perf_counter() - begun
+    def _own_seconds(self) -> float:
+        """What this rank has computed by itself: since the step began, and in the last update."""
+        waited = self.engine.traffic.exposed - self._waited
+        return max(0.0, time.perf_counter() - self._begun - waited + self._update_s)
 
-        row = self._row(step, told, tokens, norm, applied=verdict is Verdict.APPLY)
-        self.window.end(step, over=bool(told.stopping), whole=verdict is Verdict.APPLY)
-        over = step + 1 == run.steps
-        if self._evaluates(step, told.stopping, over):
-            sent = self.engine.traffic.total()
-            row["eval_loss"] = held_out_loss(run)
-            row["eval_wire_bytes"] = self.engine.traffic.total() - sent
-        self.report(row)
-        if self.keeper is not None:
-            self.keeper.after(step + 1, told.stopping, over, self.skipped)
-        run.stopped = told.stopping
-        return step + 1
-
-    def _tell(self, loss: float, own: float) -> _Told:
-        """Collective."""
+    def _tell(self, loss: float, own: float, asking: bool = True) -> _Told:
+        """Collective. `asking`: whether ranks may say now that the run is to stop behind this step."""
         ranks = self.run.ranks
-        asked = Stop(int(self.stop_requested()))
-        if self.keeper is not None and ranks.is_first and self.keeper.time_is_up():
+        asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
+        if asking and self.keeper is not None and ranks.is_first and self.keeper.time_is_up():
             asked |= Stop.TIME
         kinds = (Stop.INTERRUPT, Stop.PREEMPT, Stop.TIME)
         seconds = [own if rank == ranks.rank else 0.0 for rank in range(ranks.world_size)]
@@ -160,7 +165,7 @@ class _Loop:
         return _Told(total, stopping, said[len(kinds) :])
 
     def _where(self, step: int, before: Generators) -> str:
-        return locate(self.run, lambda each: _forward_backward(self.run, step, each), before)
+        return locate(self.run, lambda each: _forward_backward(self.run, self.feed, step, each), before)
 
     def _roll_back(self, step: int) -> int:
         self.run.optimizer.zero_grad()
@@ -171,36 +176,181 @@ class _Loop:
         self.forget(target)
         return target
 
-    def _evaluates(self, step: int, stopping: Stop, over: bool) -> bool:
-        every = self.run.config.eval_every
+    def _evaluates(self, step: int, stopping: Stop) -> bool:
+        every, over = self.run.config.eval_every, step + 1 == self.run.steps
         return bool(every and len(self.run.data.held_out) and ((step + 1) % every == 0 or over) and not stopping)
 
-    def _row(self, step: int, told: _Told, tokens: int, norm: float, applied: bool) -> Row:
-        """The figures of a step as this run keeps them: `memory` of the process, `held` of the engine by category."""
-        run = self.run
-        figures = self.meter.step(
-            told.loss if math.isfinite(told.loss) else None, tokens, norm if math.isfinite(norm) else None, run.scaler
-        )
+    def _figures(self, step: int, tokens: int) -> Row:
+        """The figures of a step as this run keeps them: `memory` of the process, `held` of the engine by category. Nothing is read yet."""
+        figures = self.meter.step(tokens=tokens)
         held = figures.pop("memory")
-        row: Row = {**figures, "step": step + 1, **memory(run), "held": held}
-        row |= totals(run)
-        row["skipped"] = self.skipped
-        if run.scaler is None:
+        row: Row = {**figures, "step": step + 1, **memory(self.run), "held": held}
+        row |= totals(self.run)
+        if self.run.scaler is None:
             del row["scale"]
+        return row
+
+    def _complete(self, row: Row, told: _Told, norm: float, scale: float | None, applied: bool) -> None:
+        """Put into `row` what was read from the device and told by the ranks. `scale`: the loss scale behind the step."""
+        row["loss"] = told.loss if math.isfinite(told.loss) else None
+        row["grad_norm"] = norm if math.isfinite(norm) else None
+        if scale is not None:
+            row["scale"] = scale
+            self._overflowed += self._scale is not None and scale < self._scale
+            self._scale = scale
+        row["skipped"] = self.skipped
         if not applied:
             row["left_out"] = True
-        if run.ranks.world_size > 1:
+        if self.run.ranks.world_size > 1:
             row["own_ms"] = [1000 * seconds for seconds in told.own]
             said = self.pace.look(told.own)
             if self.pace.slow is not None:
                 row["slow_rank"] = self.pace.slow
             if said is not None:
                 self.alert(said)
-        return row
+
+    def _end(self, step: int, stopping: Stop, row: Row | None) -> int:
+        """What comes behind a step. Returns the number of the next. `row`: complete; None where the step is read in the next one."""
+        if row is not None:
+            if self._evaluates(step, stopping):
+                sent = self.engine.traffic.total()
+                row["eval_loss"] = held_out_loss(self.run)
+                row["eval_wire_bytes"] = self.engine.traffic.total() - sent
+            self.report(row)
+        if self.keeper is not None:
+            self.keeper.after(step + 1, stopping, step + 1 == self.run.steps, self.skipped)
+        self.run.stopped = stopping
+        return step + 1
 
 
-def _forward_backward(run: Run, step: int, each: Callable[[], None] = lambda: None) -> tuple[float, int]:
-    """(this rank's part of the loss, tokens of the whole global batch) of one step; gradients are left in the model.
+class _InTime(_Loop):
+    """Each step is read and judged before its update."""
+
+    def step(self, step: int) -> int:
+        run = self.run
+        generators = self._begin(step)
+        loss, tokens = _forward_backward(run, self.feed, step)
+        read = float(loss)
+        norm = float(_measure_gradients(run))
+        told = self._tell(read, self._own_seconds())
+        verdict = self.nonfinite.judge(step, told.loss, norm, lambda: self._where(step, generators))
+        if verdict is Verdict.ROLLBACK:
+            return self._roll_back(step)
+        applied = verdict is Verdict.APPLY
+        if not applied:
+            self.engine.reduce.summing.forget()  # finding out where went through the bad step once more
+        begun = time.perf_counter()
+        _update(run, apply=applied)
+        self._update_s = time.perf_counter() - begun
+
+        row = self._figures(step, tokens)
+        self._complete(row, told, norm, None if run.scaler is None else run.scaler.get_scale(), applied)
+        self.window.end(step, over=bool(told.stopping), whole=applied)
+        return self._end(step, told.stopping, row)
+
+
+@dataclass
+class _Launched:
+    """A step that the device was given.
+
+    Attributes:
+        generators: the states before it. begun: seconds of `time.perf_counter`. own: seconds of this rank by itself.
+        reading: this rank's part of the loss, the gradient norm and, where there is one, the loss scale behind the step.
+        row: its figures, once they were taken.
+    """
+
+    step: int
+    generators: Generators
+    tokens: int
+    begun: float
+    own: float
+    reading: Reading
+    row: Row | None = None
+
+
+class _StepLate(_Loop):
+    """Steps are read and judged in the next one. See [Note: a step late]."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._launched: _Launched | None = None  # the step before, where it was not read yet
+        self._arrived = 0.0
+        self._draw = 0  # `Summing.draw` as the step began
+
+    def step(self, step: int) -> int:
+        run = self.run
+        generators = self._begin(step)
+        begun, self._draw = self._begun, self.engine.reduce.summing.draw
+        loss, tokens = _forward_backward(run, self.feed, step)
+        before, self._launched = self._launched, None
+        read = self._read(before) if before is not None else [0.0]
+        own = self._own_seconds()
+        told = self._tell(read[0], before.own if before is not None else 0.0)
+        if before is not None:
+            verdict = self._judge(before, told, read, overtaken=True)
+            if verdict is Verdict.ROLLBACK:
+                return self._roll_back(before.step)
+            assert before.row is not None
+            self.report(before.row)
+            if verdict is Verdict.SKIP:  # its place was looked for, and with it went the gradients of this step
+                generators.restore(run.ranks.device)
+                loss, tokens = _forward_backward(run, self.feed, step)
+        norm = _measure_gradients(run)
+        update_began = time.perf_counter()
+        _update_unless_bad(run, loss, norm)
+        self._update_s = time.perf_counter() - update_began
+        scale = [run.scaler._scale] if run.scaler is not None else []
+        launched = _Launched(step, generators, tokens, begun, own, Reading(loss, norm, *scale))
+
+        if not self._is_needed(step, told.stopping):
+            launched.row = self._figures(step, tokens)
+            self._launched = launched
+            return self._end(step, told.stopping, None)
+        read = self._read(launched)
+        launched.row = self._figures(step, tokens)
+        verdict = self._judge(launched, self._tell(read[0], own, asking=False), read, overtaken=False)
+        if verdict is Verdict.ROLLBACK:
+            return self._roll_back(step)
+        self.window.end(step, over=bool(told.stopping), whole=verdict is Verdict.APPLY)
+        return self._end(step, told.stopping, launched.row)
+
+    def _is_needed(self, step: int, stopping: Stop) -> bool:
+        """Whether somebody needs to know of the step before the next one begins. The same on every rank."""
+        over = step + 1 == self.run.steps
+        saves = self.keeper is not None and self.keeper.saves(step + 1, stopping, over)
+        return over or bool(stopping) or saves or self._evaluates(step, stopping) or self.window.is_near(step)
+
+    def _read(self, launched: _Launched) -> list[float]:
+        """Waits for that step, and for nothing that was launched behind it. A step's time is that between its numbers and those before."""
+        read = launched.reading.numbers()
+        self._seconds = time.perf_counter() - max(launched.begun, self._arrived)
+        self._arrived = time.perf_counter()
+        return read
+
+    def _judge(self, launched: _Launched, told: _Told, read: list[float], overtaken: bool) -> Verdict:
+        """Judge a step that was read, and complete its row. Collective where it was not finite.
+
+        `overtaken`: forward and backward pass of the next step were launched.
+        """
+        summing, (_, norm, *scale) = self.engine.reduce.summing, read
+
+        def where() -> str:
+            if overtaken:
+                summing.draw = self._draw  # that pass is made once more, with the random bits that it would have had
+            return self._where(launched.step, launched.generators)
+
+        verdict = self.nonfinite.judge(launched.step, told.loss, norm, where, self._scale)
+        if verdict is Verdict.SKIP:
+            summing.forget()
+        if verdict is not Verdict.ROLLBACK:
+            assert launched.row is not None
+            launched.row |= self.meter.rates(self._seconds, launched.tokens)
+            self._complete(launched.row, told, norm, scale[0] if scale else None, verdict is Verdict.APPLY)
+        return verdict
+
+
+def _forward_backward(run: Run, feed: Feed, step: int, each: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, int]:
+    """(this rank's part of the loss, in fp32 on the device, tokens of the whole global batch) of one step; gradients are left in the model.
 
     `each` is called after every micro-batch.
     """
@@ -212,8 +362,12 @@ def _forward_backward(run: Run, step: int, each: Callable[[], None] = lambda: No
     loss_sum: torch.Tensor | None = None
     for number, chosen in enumerate(mine):
         last = number + 1 == len(mine)
-        batch = samples.batch(chosen)
+        batch = feed.take(chosen)
         tokens += batch["input_ids"].numel()
+        if not last:
+            feed.send_ahead(mine[number + 1])
+        elif feed.is_ahead and step + 1 < run.steps:
+            feed.send_ahead(run.order.micro_batches(step + 1, ranks.rank, ranks.world_size, run.choice.micro_batch)[0])
         with contextlib.nullcontext() if last else onefold.no_sync(run.model):
             loss = loss_of(run.model, batch, ranks.device)
             part = loss * (samples.counts(chosen) / counted)
@@ -222,19 +376,19 @@ def _forward_backward(run: Run, step: int, each: Callable[[], None] = lambda: No
         loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
         each()
     assert loss_sum is not None
-    return float(loss_sum), tokens * ranks.world_size
+    return loss_sum, tokens * ranks.world_size
 
 
-def _measure_gradients(run: Run) -> float:
-    """Unscale and clip; the gradient norm before clipping, the same on every rank; not finite where fp16 overflowed. Collective.
+def _measure_gradients(run: Run) -> torch.Tensor:
+    """Unscale and clip; the gradient norm before clipping, in fp32 on the device, the same on every rank; not finite where fp16 overflowed.
 
-    NaN where units were stepped behind the backward pass: it is never known.
+    Collective. NaN where units were stepped behind the backward pass: it is never known.
     """
     if run.recipe.step_in_backward:
-        return math.nan
+        return torch.tensor(math.nan)
     if run.scaler is not None:
         run.scaler.unscale_(run.optimizer)
-    return float(onefold.clip_grad_norm_(run.model, run.config.clip or math.inf))
+    return onefold.clip_grad_norm_(run.model, run.config.clip or math.inf)
 
 
 def _update(run: Run, apply: bool) -> None:
@@ -243,6 +397,21 @@ def _update(run: Run, apply: bool) -> None:
         run.scaler.step(run.optimizer)
     elif apply:
         run.optimizer.step()
+    if run.scaler is not None:
+        run.scaler.update()
+    run.optimizer.zero_grad()
+
+
+def _update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    """Step, unless the device finds that the step is to be left out, and drop the gradients. Collective; the host does not wait.
+
+    It is left out where a rank's `loss` is not finite, or else the gradients are not: by their norm, or by what the loss scaler found.
+    """
+    bad = loss.isfinite().logical_not().to(torch.float32)
+    onefold.engine_of(run.model).agree_on_overflow(bad)
+    if run.scaler is None:
+        bad = torch.maximum(bad, norm.isfinite().logical_not().to(torch.float32))
+    step_unless(run.optimizer, bad, run.scaler)
     if run.scaler is not None:
         run.scaler.update()
     run.optimizer.zero_grad()
@@ -267,6 +436,8 @@ def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` on its way to `device`: from pinned memory, so that the host does not wait for what the device has to do first."""
+    if tensor.device.type == device.type:
+        return tensor
     # torch's own pinned memory: it is not used again before the copy has read it.
     return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
 

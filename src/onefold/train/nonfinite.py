@@ -11,6 +11,9 @@ same weights, and to the same bad step or the next one. From the second time in 
 
 In fp16 gradients that overflow are the loss scaler's business: it skips the step and lowers the scale, up to `SCALER_LIMIT` times in a
 row. A loss that is not finite was so before any scaling, and is handled as in the table.
+
+On a device with streams a step is judged while the next one is under way, and the device has left the update out by itself by then: see
+[Note: a step late] in loop.py. What is said and done, and of which step, is the same.
 """
 
 from __future__ import annotations
@@ -48,17 +51,18 @@ class NonFinite:
     _scaler_in_a_row: int = 0
     _worst: int = -1
 
-    def judge(self, step: int, loss: float, norm: float, where: Callable[[], str]) -> Verdict:
+    def judge(self, step: int, loss: float, norm: float, where: Callable[[], str], scale: float | None = None) -> Verdict:
         """What to do with a step (from 0) of that loss and gradient norm. Collective where they are not finite.
 
         Args:
             where: finds out where it came from, a sentence. Collective.
+            scale: the loss scale of that step; None: it is the scaler's still.
 
         Raises:
             TrainError: the run ends here.
         """
         if math.isfinite(loss) and self.run.scaler is not None:
-            return self._of_scaler(step, norm)
+            return self._of_scaler(step, norm, scale)
         if math.isfinite(loss) and (math.isfinite(norm) or self.run.recipe.step_in_backward):
             if step > self._worst:
                 self.in_a_row = 0
@@ -80,12 +84,12 @@ class NonFinite:
         self.alert(f"{text}. " + ("The step is left out." if how == "skip" else "Going back to the last checkpoint."))
         return Verdict.SKIP if how == "skip" else Verdict.ROLLBACK
 
-    def _of_scaler(self, step: int, norm: float) -> Verdict:
+    def _of_scaler(self, step: int, norm: float, scale: float | None) -> Verdict:
         self._scaler_in_a_row = 0 if math.isfinite(norm) else self._scaler_in_a_row + 1
         if self._scaler_in_a_row >= SCALER_LIMIT:
             raise TrainError(
                 f"the gradients overflowed in fp16 for {SCALER_LIMIT} steps in a row, up to step {step + 1}; the loss scale is "
-                f"{self.run.scaler.get_scale():g}. Use --precision bf16 or fp32, or a lower --lr."
+                f"{self.run.scaler.get_scale() if scale is None else scale:g}. Use --precision bf16 or fp32, or a lower --lr."
             )
         if math.isfinite(norm) and step > self._worst:
             self.in_a_row = 0

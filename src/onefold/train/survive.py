@@ -84,16 +84,20 @@ class Keeper:
             CheckpointError: this save failed, or one that was under way.
         """
         self.look()
-        every = self.run.config.save_every
-        urgent = bool(stopping & (Stop.PREEMPT | Stop.TIME))
-        due = bool(every) and (over or step % (every or 1) == 0)
-        if (urgent or due or (self.on and stopping)) and self.saved != step:
+        if self.saves(step, stopping, over):
             self._save(step, skipped)
         if stopping or over:
             self.wait()
         now = time.perf_counter()
         self._steps.append(now - self._last)
         self._last = now
+
+    def saves(self, step: int, stopping: Stop, over: bool) -> bool:
+        """Whether `after` saves, if it is given these. The same on every rank."""
+        every = self.run.config.save_every
+        urgent = bool(stopping & (Stop.PREEMPT | Stop.TIME))
+        due = bool(every) and (over or step % (every or 1) == 0)
+        return (urgent or due or (self.on and bool(stopping))) and self.saved != step
 
     def look(self) -> None:
         """Take note of a save that has ended behind the training. Raises: CheckpointError: it failed."""

@@ -23,6 +23,10 @@ class Window:
         self._recording: Recording | None = None
         self._whole = 0
 
+    def is_near(self, step: int) -> bool:
+        """Whether `step` is recorded, or the next one is the first that will be: both are to begin and end by themselves."""
+        return self._recording is not None or step + 1 == self.first
+
     def begin(self, step: int) -> None:
         """A step is about to begin."""
         if step == self.first:

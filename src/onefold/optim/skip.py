@@ -1,0 +1,48 @@
+"""Leaving a step out where only the device knows yet whether it must be.
+
+A fused kernel of torch's takes a number that lies on the device, `found_inf`. Where it is 1 the kernel writes neither weights nor moments,
+and the counts of steps, on which bias correction rests, are taken back by one: all is as if `step()` had not been called.
+
+| the step is made                                        | who decides                                         |
+|---------------------------------------------------------|-----------------------------------------------------|
+| by a fused kernel, on a device with streams             | the device                                          |
+| on the host (offloaded shards)                          | the host, which waits for the gradients anyway      |
+| piece by piece (packed moments, stochastic rounding)    | the host: packing the pieces anew would change them |
+| by a loop or foreach, or an optimizer that is not known | the host: there is no such number                   |
+| on a device without streams                             | the host: there is nothing to wait for              |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onefold.device import has_streams
+from onefold.optim.implementations import is_known
+from onefold.runtime.engine import Engine
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
+    """Whether `step_unless` can take its number from the device. See the table above."""
+    in_one_piece = not engine.at_home and engine.recipe.moments is None and not engine.recipe.stochastic_rounding
+    fused = is_known(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
+    return has_streams(engine.device) and in_one_piece and fused
+
+
+def step_unless(optimizer: Any, skip: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
+    """`optimizer.step()`, of which nothing remains where `skip` is 1. The host does not ask.
+
+    Args:
+        optimizer: one for which `skips_on_device` says yes.
+        skip: 0 or 1 in fp32, 0-dim, on the device, the same on every rank.
+        scaler: has unscaled the gradients. Where it found an overflow the step is left out too; its `update` is the caller's to call.
+    """
+    if scaler is not None:
+        for found in scaler._found_inf_per_device(optimizer).values():
+            skip = torch.maximum(skip, (found > 0).to(skip))
+    optimizer.grad_scale, optimizer.found_inf = None, skip
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf

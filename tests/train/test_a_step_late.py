@@ -1,0 +1,471 @@
+"""On a device with streams the loop reads each step in the next one; all else is as on a device without: rows, weights, words, checkpoints.
+
+The device is tests/virtual, whose kernels are the CPU's: what differs from a run on the CPU differs for a reason of ours.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onefold
+from onefold.optim.skip import skips_on_device
+from onefold.train import loop, resume
+from onefold.train.config import resolve
+from onefold.train.data import Packed
+from onefold.train.errors import TrainError
+from onefold.train.feed import Feed
+from onefold.train.loop import Row, train
+from onefold.train.prepare import Run, prepare
+from onefold.train.ranks import Ranks
+from onefold.train.report import Reporter
+from onefold.train.stop import Stop
+from onefold.train.survive import Keeper
+from ranks import run_ranks
+
+virtual = pytest.importorskip("virtual")
+
+TEXT = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz ", k=3000))
+HERE = "virtual:0"
+#: What goes wrong with which micro-batch (see `mark_of`).
+FAULTS: dict[int, str] = {}
+#: Of a row, what does not depend on how long things take or on where they lie.
+EQUAL = ("step", "loss", "grad_norm", "lr", "scale", "skipped", "left_out", "tokens", "wire_bytes_total", "eval_loss")
+
+
+def mark_of(ids: torch.Tensor) -> torch.Tensor:
+    """A number that tells one micro-batch from another, where the micro-batch is."""
+    return (ids.reshape(-1) * torch.arange(1, ids.numel() + 1, device=ids.device)).sum()
+
+
+class _Times(torch.autograd.Function):
+    """Passes its gradient on times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0].to(gradient), None
+
+
+class Faulty(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(dropout)
+        self.fault: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.dropout(self.linear(x)))
+        if self.fault:
+            y = _Times.apply(y * self.fault["output"].to(y), self.fault["gradient"])
+        return x + y
+
+
+class Model(nn.Module):
+    """What is wrong with a micro-batch is found on the device."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(257, 16)
+        self.blocks = nn.ModuleList(Faulty(dropout) for _ in range(3))
+        self.out = nn.Linear(16, 257)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        mark = mark_of(input_ids)
+        factors = {kind: torch.ones((), device=mark.device) for kind in ("output", "gradient", "loss")}
+        for number, kind in FAULTS.items():
+            factors[kind] = torch.where(mark == number, float("inf"), factors[kind])
+        self.blocks[1].fault = factors
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.cross_entropy(self.out(x)[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1))
+        return loss + (factors["loss"] - 1)  # its gradients stay finite
+
+
+def dropping() -> nn.Module:
+    return Model(0.2)
+
+
+def plain() -> nn.Module:
+    """Draws nothing at random, which devices do not do alike."""
+    return Model(0.0)
+
+
+def start(device: str, folder: Path, ranks: Ranks | None = None, **options: Any) -> tuple[Run, Keeper]:
+    """A start of the run as the command makes it."""
+    text = folder / "text.txt"
+    text.write_text(TEXT)
+    given = {
+        "model": f"{__name__}:dropping", "tokenizer": "bytes", "data": str(text), "seq": 32, "steps": 8, "eval_every": 0, "units": "Faulty",
+        "global_batch": 4, "micro_batch": 2, "output": str(folder / device),
+    }  # fmt: skip
+    config = resolve({**given, **options})
+    point = resume.find(config, restarted=False)
+    where = torch.device(HERE if device == "virtual" else "cpu")
+    run = prepare(config, ranks or Ranks(0, 1, 0, 1, where, "gloo", None), lambda line: None, point)
+    if point is not None:
+        resume.load(run, point)
+    return run, Keeper(run, folder / device, Reporter(), begun=0.0)
+
+
+def break_at(run: Run, batch: int, fault: str, micro_batch: int = 0, rank: int = 0) -> None:
+    chosen = run.order.micro_batches(batch, rank, run.ranks.world_size, run.choice.micro_batch)[micro_batch]
+    FAULTS[int(mark_of(run.data.train.batch(chosen)["input_ids"]))] = fault
+
+
+class Told:
+    """What came of a run: its rows, its words, why it broke off, its weights and the counts of its optimizer."""
+
+    def __init__(self, run: Run, keeper: Keeper | None, stop_in: int = -1) -> None:
+        self.rows: list[Row] = []
+        self.said: list[str] = []
+        self.error = ""
+        asked: list[int] = []
+
+        def stopping() -> int:
+            asked.append(0)
+            return Stop.PREEMPT if len(asked) - 1 == stop_in else Stop.NONE
+
+        def forget(step: int) -> None:
+            self.rows[:] = [row for row in self.rows if row["step"] <= step]
+
+        try:
+            self.done = train(run, stopping, self.rows.append, keeper=keeper, alert=self.said.append, forget=forget)
+        except TrainError as error:
+            self.error = str(error)
+        if keeper is not None:
+            keeper.close()
+        self.weights = {name: t.cpu().clone() for name, t in onefold.full_state_dict(run.model).items()}
+        states = run.optimizer.state_dict()["state"].values()
+        self.counts = {float(state["step"]) for state in states}
+        self.skipped = run.order.skipped
+
+    def unlike(self, other: Told, again: bool = False) -> list[str]:
+        """What is not as in `other`, to the bit. `again`: passes were made again, whose bytes count."""
+        keys = [key for key in EQUAL if not again or key != "wire_bytes_total"]
+        mine, its = ([{key: row.get(key) for key in keys} for row in told.rows] for told in (self, other))
+        found = [f"{a} for {b}" for a, b in zip(mine, its, strict=False) if a != b]
+        for name in ("said", "error", "counts", "skipped"):
+            if getattr(self, name) != getattr(other, name):
+                found.append(f"{name}: {getattr(self, name)!r} for {getattr(other, name)!r}")
+        found += [f"{len(mine)} rows for {len(its)}"] if len(mine) != len(its) else []
+        return found + [name for name, t in other.weights.items() if not torch.equal(t, self.weights[name])]
+
+
+def in_both_ways(faults: tuple[tuple[Any, ...], ...] = (), **options: Any) -> tuple[Told, Told]:
+    """On the virtual device, (each step read in time, each read in the next). Random numbers are the same in both."""
+    found, asked = [], loop.skips_on_device
+    for late in (False, True):
+        loop.skips_on_device = lambda *args, late=late: late and asked(*args)
+        FAULTS.clear()
+        with tempfile.TemporaryDirectory() as folder:
+            run, keeper = start("virtual", Path(folder), **options)
+            for fault in faults:
+                break_at(run, *fault)
+            assert skips_on_device(run.optimizer, onefold.engine_of(run.model))
+            found.append(Told(run, keeper))
+    loop.skips_on_device = asked
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"precision": "bf16", "schedule": "cosine", "warmup": 3},
+        {"eval_every": 3, "save_every": 4, "async_save": False},
+        {"save_every": 3, "stage": 0},
+        {"clip": 0.0, "trace": "2:5"},
+        {"precision": "fp16"},
+    ],
+    ids=str,
+)
+@virtual.alone
+def test_rows_and_weights_are_those_of_steps_that_are_read_at_once(options: dict[str, Any]) -> None:
+    there, here = in_both_ways(**options)
+    assert not here.unlike(there), here.unlike(there)
+    assert [row["step"] for row in here.rows] == list(range(1, 9)) and not here.error
+    assert all(row["step_ms"] > 0 and row["tokens_per_s"] > 0 for row in here.rows)
+
+
+# -- waiting -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"micro_batch": 1, "clip": 0.0}], ids=str)
+@virtual.alone
+def test_in_a_step_the_host_waits_for_nothing_but_the_numbers_of_the_step_before(options: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run, keeper = start("virtual", Path(folder), steps=14, eval_every=12, save_every=9, **options)
+        waits: dict[int, list[Any]] = {}
+        read: list[tuple[int, int]] = []
+        now, factor, numbers = [-1], run.factor, loop._StepLate._read
+
+        def begins(step: int) -> float:
+            if step != now[0]:
+                waits[now[0]] = virtual.synchronizations()
+                now[0] = step
+            return factor(step)
+
+        def reads(self: Any, launched: Any) -> list[float]:
+            read.append((now[0], launched.step))
+            return numbers(self, launched)
+
+        run.factor = begins
+        loop._StepLate._read = reads  # type: ignore[method-assign]
+        train(run, lambda: 0, lambda row: None, keeper=keeper)
+        keeper.close()
+    # Step 3 (from 0) is recorded for the report, the 9th and the last are saved, evaluation comes behind the 12th and the last.
+    at_once = {2, 3, 8, 11, 13}
+    assert {step for step, of in read if step == of} == at_once
+    assert [of for _, of in read] == list(range(14)) and all(step - of in (0, 1) for step, of in read)
+    for step in range(4, 13):  # the first ones learn
+        if step not in at_once:
+            found = [w for w in waits[step][len(waits[step - 1]) :] if w.backward or w.thread == threading.get_native_id()]  # not of saves
+            assert len(found) <= 1 and all(wait.name == "event.synchronize" and "numbers" in str(wait) for wait in found), (step, found)
+
+
+@virtual.alone
+def test_batches_are_copied_ahead_on_a_stream_of_their_own() -> None:
+    rows = np.arange(60, dtype=np.int32).reshape(-1, 5)
+    feed = Feed(Packed(rows), torch.device(HERE))
+    first, second, third = (np.array(indices) for indices in ([0, 1], [2, 3], [4, 5]))
+    with virtual.no_synchronization():
+        batches = [feed.take(first)]
+        feed.send_ahead(second)
+        begun = feed._ahead
+        batches.append(feed.take(second))
+        feed.send_ahead(second)  # the run goes back: another batch is asked for than was sent
+        batches.append(feed.take(third))
+    assert begun is not None and begun.batch["labels"] is batches[1]["labels"]
+    assert feed._copies.stream != torch.accelerator.current_stream()
+    for batch, indices in zip(batches, (first, second, third), strict=True):
+        for name, expected in Packed(rows).batch(indices).items():
+            assert batch[name].device == torch.device(HERE) and torch.equal(batch[name].cpu(), expected)
+
+
+@virtual.alone
+def test_the_next_batch_is_on_its_way_before_a_micro_batch_is_computed() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run, _ = start("virtual", Path(folder), global_batch=4, micro_batch=2, steps=3)
+        ahead: list[bool] = []
+        feeds: list[Feed] = []
+        made = loop.Feed
+        loop.Feed = lambda *args: feeds.append(made(*args)) or feeds[-1]  # type: ignore[assignment,misc,func-returns-value]
+        run.model.register_forward_pre_hook(lambda *_: ahead.append(feeds[-1]._ahead is not None))
+        train(run, lambda: 0, lambda row: None)
+    assert ahead == [True] * 5 + [False]
+
+
+# -- steps that are left out ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["gradient", "loss"])
+@virtual.alone
+def test_the_device_leaves_a_bad_step_out_before_anybody_has_read_it(fault: str) -> None:
+    """Weights, moments and the counts of steps are to the bit what they were; no answer of the device was waited for."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, _ = start("virtual", Path(folder), on_nonfinite="skip")
+        break_at(run, 5, fault, micro_batch=1)
+        update, held = loop._update_unless_bad, []
+
+        def states() -> list[torch.Tensor]:
+            params = [p for group in run.optimizer.param_groups for p in group["params"]]
+            return [t.detach().clone() for p in params for t in (p, *run.optimizer.state[p].values())]
+
+        def watched(*args: Any) -> None:
+            before = states()
+            with virtual.no_synchronization():
+                update(*args)
+            held.append((before, states()))
+
+        loop._update_unless_bad = watched
+        train(run, lambda: 0, lambda row: None)
+    same = [len(a) == len(b) and all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True)) for a, b in held]
+    assert same == [False] * 5 + [True] + [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [
+        ((4,), {}),
+        ((0,), {}),  # the optimizer has no states yet
+        ((4, 5), {"nonfinite_limit": 3}),
+        ((1, 3, 7), {"eval_every": 2}),
+        ((5, 6), {"save_every": 3, "precision": "bf16"}),
+    ],
+    ids=str,
+)
+@virtual.alone
+def test_what_is_said_counted_and_learned_when_steps_are_left_out_is_the_same(steps: Any, options: dict[str, Any]) -> None:
+    for fault in ("output", "gradient", "loss"):
+        there, here = in_both_ways(tuple((step, fault, 1) for step in steps), on_nonfinite="skip", **options)
+        assert not here.unlike(there, again=True), (fault, here.unlike(there, again=True))
+        assert [row["step"] for row in here.rows if row.get("left_out")] == [step + 1 for step in steps]
+        assert here.rows[-1]["skipped"] == len(steps) == len(here.said) and here.counts == {8.0 - len(steps)}
+        for step, said in zip(steps, here.said, strict=True):
+            assert f"at step {step + 1} is" in said and "left out" in said, said
+
+
+@pytest.mark.parametrize(("steps", "options"), [((4,), {}), ((3, 4), {"on_nonfinite": "skip", "nonfinite_limit": 2}), ((7,), {})], ids=str)
+@virtual.alone
+def test_a_run_that_ends_at_a_bad_step_names_it_and_keeps_the_weights_before_it(steps: Any, options: dict[str, Any]) -> None:
+    there, here = in_both_ways(tuple((step, "gradient", 1) for step in steps), **options)
+    assert not here.unlike(there, again=True), here.unlike(there, again=True)
+    assert f"at step {steps[-1] + 1} is" in here.error and "unit 'blocks.1'" in here.error and "in micro-batch 2" in here.error
+    assert len(here.rows) == steps[-1]
+
+
+@pytest.mark.parametrize("steps", [(3,), (4,), (4, 5)], ids=str)
+@virtual.alone
+def test_going_back_is_the_same(steps: Any) -> None:
+    there, here = in_both_ways(tuple((step, "output") for step in steps), on_nonfinite="rollback", save_every=2, nonfinite_limit=4)
+    assert not here.unlike(there, again=True), here.unlike(there, again=True)
+    assert here.skipped and len(here.said) == len(steps) and [row["step"] for row in here.rows] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("first", [2.0**40, 2.0**60])
+@virtual.alone
+def test_overflows_in_fp16_and_losses_that_are_not_finite_are_told_apart(first: float) -> None:
+    make = onefold.GradScaler.__init__
+
+    def large(self: Any, module: Any, **options: Any) -> None:
+        make(self, module, init_scale=first, **options)  # the first steps overflow
+
+    onefold.GradScaler.__init__ = large  # type: ignore[method-assign]
+    there, here = in_both_ways(((40, "loss", 0),), precision="fp16", on_nonfinite="skip", steps=45)
+    assert not here.unlike(there, again=True), here.unlike(there, again=True)
+    if first == 2.0**60:
+        assert "for 40 steps in a row, up to step 40; the loss scale is 2.09715e+06" in here.error and len(here.rows) == 39
+        return
+    assert here.rows[-1]["skipped"] > 5 and here.rows[-1]["scale"] < first
+    assert [row["step"] for row in here.rows if row["loss"] is None] == [41] and "the loss at step 41 is" in here.said[0]
+
+
+@virtual.alone
+def test_a_bad_step_that_weights_of_an_earlier_update_have_made_is_told_so() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run, _ = start("virtual", Path(folder))
+
+        def report(row: Row) -> None:
+            if row["step"] == 5:  # while step 6 is under way
+                with torch.no_grad():
+                    next(p for n, p in run.model.named_parameters() if n == "blocks.2.linear.bias").fill_(float("nan"))
+
+        with pytest.raises(TrainError, match=r"step 7 is nan; weights of unit 'blocks\.2' are not finite themselves"):
+            train(run, lambda: 0, report)
+
+
+# -- stopping and going on -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "fp16"}], ids=str)
+@virtual.alone
+def test_a_run_that_was_stopped_goes_on_to_the_bit(options: dict[str, Any]) -> None:
+    FAULTS.clear()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = Told(*start("virtual", folder, **options))
+        (folder / "cut").mkdir()
+        first = Told(*start("virtual", folder / "cut", save_every=3, **options), stop_in=4)
+        assert [row["step"] for row in first.rows] == [1, 2, 3, 4, 5] and first.done == 5
+        run, keeper = start("virtual", folder / "cut", resume="auto", **options)
+        assert run.start == 5
+        second = Told(run, keeper)
+        second.rows[:0] = first.rows
+        assert not second.unlike(whole), second.unlike(whole)
+
+
+# -- where the device does not decide ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"offload_optimizer": "cpu"}, {"offload_optimizer": "0.5"}, {"moments": "bf16"}], ids=str)
+@virtual.alone
+def test_where_steps_are_not_made_by_one_kernel_the_host_reads_them_in_time(options: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run, keeper = start("virtual", Path(folder), on_nonfinite="skip", stage=2, **options)
+        assert not skips_on_device(run.optimizer, onefold.engine_of(run.model))
+        break_at(run, 4, "gradient")
+        told = Told(run, keeper)
+    assert [row["step"] for row in told.rows if row.get("left_out")] == [5] and "at step 5 is" in told.said[0]
+    assert not any(t.isnan().any() for t in told.weights.values())
+
+
+@virtual.alone
+def test_an_optimizer_without_a_fused_kernel_is_not_asked_to_leave_a_step_out() -> None:
+    model = onefold.shard(nn.Linear(4, 4), onefold.Recipe.zero(2), device="virtual")
+    engine = onefold.engine_of(model)
+    assert skips_on_device(torch.optim.AdamW(model.parameters(), fused=True), engine)
+    for optimizer in (torch.optim.AdamW(model.parameters(), foreach=True), torch.optim.RMSprop(model.parameters())):
+        assert not skips_on_device(optimizer, engine)
+
+
+# -- several ranks -------------------------------------------------------------------------------------------------------------
+
+
+def in_ranks(stage: int, fault: str, on_nonfinite: str, wires: dict[str, Any]) -> list[str]:
+    import standin
+
+    virtual.start(seed=stage)
+    standin.register("cpu", "virtual")
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    store = dist.distributed_c10d._get_default_store()
+    control = dist.new_group(backend="gloo")
+    for device in ("cpu", "virtual"):
+        FAULTS.clear()
+        if device == "virtual":
+            dist.destroy_process_group()
+            dist.init_process_group("cpu:gloo,virtual:standin", store=dist.PrefixStore("late", store), rank=rank, world_size=world)
+            control = dist.new_group(backend="gloo")
+        where = torch.device(HERE if device == "virtual" else "cpu")
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = Ranks(rank, world, rank, world, where, "gloo" if device == "cpu" else "standin", control)
+            options = {"model": f"{__name__}:plain", "stage": stage, "micro_batch": 1, "on_nonfinite": on_nonfinite, **wires}
+            run, _ = start(device, Path(folder), ranks, **options)
+            if fault:
+                break_at(run, 5, fault, micro_batch=1, rank=1)
+            found.append(Told(run, None))
+            torch.accelerator.synchronize()
+    there, here = found
+    wrong = here.unlike(there, again=True)
+    if fault and f"at step 6 is {'nan' if fault == 'output' else 'inf'}" not in here.error + "".join(here.said):
+        wrong.append(f"{here.error} {here.said}")
+    virtual.drain()
+    dist.barrier()
+    return wrong + [str(violation) for violation in virtual.violations()[:3]]
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault", "on_nonfinite", "wires"),
+    [
+        (2, "", "stop", {}),
+        (3, "loss", "skip", {}),
+        (1, "loss", "stop", {}),
+        (2, "loss", "skip", {"reduce_codec": "int8", "error_feedback": True, "wire_rounding": "stochastic"}),
+    ],
+)
+def test_ranks_agree_on_the_device_and_have_the_rows_of_gloo(stage: int, fault: str, on_nonfinite: str, wires: dict[str, Any]) -> None:
+    if not virtual.available():
+        pytest.skip(virtual.why_not())
+    assert run_ranks(2, in_ranks, stage, fault, on_nonfinite, wires) == [[], []]
+
+
+@pytest.fixture(autouse=True)
+def no_faults() -> Iterator[None]:
+    FAULTS.clear()
+    yield
+    FAULTS.clear()
