@@ -56,6 +56,7 @@ SLOW_FILES = {
                 "test_transformers_architectures.py", "test_unsharded.py"],
     "train": ["test_claim.py", "test_early.py", "test_examples.py", "test_machines.py", "test_run.py", "test_starts.py",
               "test_survival.py"],
+    "recording": ["test_recording.py"],
     "virtual": ["test_virtual_device.py"],
 }  # fmt: skip
 
@@ -96,6 +97,7 @@ SAMPLED = {
     "plan/test_timeline.py": 9,
     "plan/test_trace.py": 2,
     "plan/test_trace_shortcuts.py": 2,
+    "recording/test_recording.py": 29,
     "runtime/test_activation_offload.py": 6,
     "runtime/test_differentiate.py": 2,
     "runtime/test_gradient_hooks.py": 2,
