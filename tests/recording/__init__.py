@@ -1,1 +1,3 @@
-"""What Onefold's runs and plans come to, recorded: a change that is meant to leave every number as it is compares against it."""
+"""What Onefold's runs and plans come to, recorded: a change that is meant to leave every number as
+it is compares against it.
+"""

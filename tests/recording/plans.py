@@ -1,4 +1,6 @@
-"""The questions about plans whose answers are recorded: what `onefold plan` is asked, and what `onefold.plan(...)` is."""
+"""The questions about plans whose answers are recorded: what `onefold plan` is asked, and what
+`onefold.plan(...)` is.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,6 @@ COMMANDS = (
 )  # fmt: skip
 
 
-
 def _mean_square(out: Any) -> Any:
     return out.square().mean()
 
@@ -78,7 +79,9 @@ def _mlp(**job: Any) -> Callable[[], Any]:
         def batch(samples: int) -> Any:
             return features_of(0, samples, 16)
 
-        return onefold.plan(TinyMLP(16, 512, 6, 16), batch=batch, loss=_mean_square, gpus=4, gpu="h100-80", **job).to_json()
+        return onefold.plan(
+            TinyMLP(16, 512, 6, 16), batch=batch, loss=_mean_square, gpus=4, gpu="h100-80", **job
+        ).to_json()
 
     return asked
 
@@ -105,10 +108,19 @@ def record_plans(wanted: list[str]) -> list[dict[str, Any]]:
     for name in wanted:
         question = name.removeprefix("plan ")
         try:
-            printed = json.dumps(CALLS[question]()) if question in CALLS else seen.command(["plan", *question.split(), "--json"])
+            printed = (
+                json.dumps(CALLS[question]())
+                if question in CALLS
+                else seen.command(["plan", *question.split(), "--json"])
+            )
             found.append({"plan": _without_words(seen.answer(printed))})
         except Exception as error:
-            found.append({"raised": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(limit=-6)})
+            found.append(
+                {
+                    "raised": f"{type(error).__name__}: {error}",
+                    "trace": traceback.format_exc(limit=-6),
+                }
+            )
     return found
 
 

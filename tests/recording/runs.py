@@ -1,4 +1,6 @@
-"""One run of the table on this rank, by the public surface: shard, some steps of a plain loop, save, load elsewhere, a step there."""
+"""One run of the table on this rank, by the public surface: shard, some steps of a plain loop,
+save, load elsewhere, a step there.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,17 @@ def _adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def _two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    matrices, vectors = [p for p in _trained(model) if p.dim() >= 2], [p for p in _trained(model) if p.dim() < 2]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.2}, {"params": vectors, "lr": 2e-3, "weight_decay": 0.0}], lr=0.01)
+    matrices, vectors = (
+        [p for p in _trained(model) if p.dim() >= 2],
+        [p for p in _trained(model) if p.dim() < 2],
+    )
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": 0.2},
+            {"params": vectors, "lr": 2e-3, "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -43,8 +54,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(_trained(model), lr=0.1, momentum=0.9, weight_decay=0.01),
     "adagrad": lambda model: torch.optim.Adagrad(_trained(model), lr=0.02),
     "rmsprop": lambda model: torch.optim.RMSprop(_trained(model), lr=0.01),
-    # Products with these are exact, so that it is one whether a processor rounds them before it adds.
-    "powers of two": lambda model: torch.optim.SGD(_trained(model), lr=0.125, momentum=0.5, weight_decay=2**-5),
+    # Products with these are exact, so that it is one whether a processor rounds them before it
+    # adds.
+    "powers of two": lambda model: torch.optim.SGD(
+        _trained(model), lr=0.125, momentum=0.5, weight_decay=2**-5
+    ),
 }
 
 
@@ -53,12 +67,18 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def record_runs(runs: list[Run]) -> list[Record]:
-    """What each run of `runs` is, on this rank of as many as are there. Collective. A run that raises is recorded as what it raised."""
+    """What each run of `runs` is, on this rank of as many as are there. Collective. A run that
+    raises is recorded as what it raised.
+    """
     seen.quiet()
     groups: dict[int, Any] = {}
     found = []
     for run in runs:
-        for ranks in {run.ranks, run.load[1] if run.load else run.ranks} - {dist.get_world_size()} - set(groups):
+        for ranks in (
+            {run.ranks, run.load[1] if run.load else run.ranks}
+            - {dist.get_world_size()}
+            - set(groups)
+        ):
             groups[ranks] = dist.new_group(list(range(ranks)))
         with tempfile.TemporaryDirectory(prefix="onefold-recording-") as own:
             folder = [own]
@@ -66,7 +86,12 @@ def record_runs(runs: list[Run]) -> list[Record]:
             try:
                 found.append(_record(run, groups, Path(folder[0])))
             except Exception as error:
-                found.append({"raised": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(limit=-6)})
+                found.append(
+                    {
+                        "raised": f"{type(error).__name__}: {error}",
+                        "trace": traceback.format_exc(limit=-6),
+                    }
+                )
             gc.collect()
             dist.barrier()  # nobody takes the folder away from under another
     return found
@@ -95,7 +120,11 @@ def options_of(given: Options, folder: Path) -> Options:
     """A recipe's options, folders and dtypes in their places."""
     if "deepspeed" in given:
         return dict(given)
-    dtypes = {name: getattr(torch, given[name]) for name in ("master_dtype", "accumulate_dtype", "wire") if name in given}
+    dtypes = {
+        name: getattr(torch, given[name])
+        for name in ("master_dtype", "accumulate_dtype", "wire")
+        if name in given
+    }
     folders = {"nvme": str(folder)} if given.get("nvme") == FOLDER else {}
     return {"stall_timeout": STALL_TIMEOUT, **given, **dtypes, **folders}
 
@@ -108,7 +137,9 @@ class _Trained:
         self.subject: Subject = SUBJECTS[run.subject]
         torch.manual_seed(seed)
         module = self.subject.make()
-        self.model = onefold.shard(module, seen.recipe_of(run.stage, options_of(run.options, folder)), group=group)
+        self.model = onefold.shard(
+            module, seen.recipe_of(run.stage, options_of(run.options, folder)), group=group
+        )
         self.optimizer = OPTIMIZERS[run.optimizer](self.model)
         self.scaler = onefold.GradScaler(self.model, init_scale=run.scaled) if run.scaled else None
         torch.manual_seed(100 + dist.get_rank())  # dropout
@@ -138,7 +169,13 @@ class _Trained:
         record["bits"] = {"losses": losses, **self.bits()}
         if run.load is not None:
             seen.watch(self.model)
-            onefold.save(self.folder / "saved", model=self.model, optimizer=self.optimizer, scaler=self.scaler, step=STEPS)
+            onefold.save(
+                self.folder / "saved",
+                model=self.model,
+                optimizer=self.optimizer,
+                scaler=self.scaler,
+                step=STEPS,
+            )
             record["wire of a save"] = seen.wire(self.model)
             if dist.get_rank() == 0:
                 record["saved"] = seen.saved_files(self.folder / "saved")
@@ -169,7 +206,9 @@ class _Trained:
 
     def evaluate(self) -> list[str]:
         with torch.no_grad():
-            return [_figure(self.subject.loss(self.model, self.subject.batch(7000 + dist.get_rank())))]
+            return [
+                _figure(self.subject.loss(self.model, self.subject.batch(7000 + dist.get_rank())))
+            ]
 
     def bits(self) -> Record:
         """Whole weights and whole optimizer states, on the first rank. Collective."""
@@ -185,11 +224,22 @@ def _loaded(run: Run, group: Any, folder: Path) -> Record:
     stage, ranks, options = run.load
     where = folder / "loader"
     where.mkdir(exist_ok=True)
-    other = Run(run.name, stage, options, ranks, subject=run.subject, optimizer=run.optimizer, clip=run.clip, scaled=run.scaled)
+    other = Run(
+        run.name,
+        stage,
+        options,
+        ranks,
+        subject=run.subject,
+        optimizer=run.optimizer,
+        clip=run.clip,
+        scaled=run.scaled,
+    )
     record: Record = {}
     its = _Trained(other, group, where, record, seed=5)
     seen.watch(its.model)
-    back = onefold.load(folder / "saved", model=its.model, optimizer=its.optimizer, scaler=its.scaler)
+    back = onefold.load(
+        folder / "saved", model=its.model, optimizer=its.optimizer, scaler=its.scaler
+    )
     record["wire of a load"] = seen.wire(its.model)
     bits = its.bits()
     seen.watch(its.model)
@@ -210,7 +260,7 @@ def _once(steps: list[Any]) -> Any:
     return steps[0] if all(step == steps[0] for step in steps) else steps
 
 
-# -- what else may happen behind the steps -----------------------------------------------------------------------------------------
+# -- what else may happen behind the steps ---------------------------------------------------------
 
 
 def _whole_parameters(its: _Trained) -> list[str]:

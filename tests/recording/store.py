@@ -1,9 +1,11 @@
-"""Records as files: what is committed of them, how they are written so that a difference reads well, and what differs.
+"""Records as files: what is committed of them, how they are written so that a difference reads
+well, and what differs.
 
     {"shared": {"@3f0c...": [what several records hold in common]},
      "records": {"stages: 3 on 2, bf16": {"wire": {...}, "moves": "@3f0c...", ...}}}
 
-What stands in more than one place is written once and named by its hash. Whatever fits stands on one line.
+What stands in more than one place is written once and named by its hash. Whatever fits stands on
+one line.
 """
 
 from __future__ import annotations
@@ -17,16 +19,23 @@ from typing import Any
 from recording.seen import digest
 
 Record = dict[str, Any]
-#: Characters of a value from which it is worth a name of its own, and of a line that a value may fill.
+#: Characters of a value from which it is worth a name of its own, and of a line that a value may
+#: fill.
 WORTH_SHARING, LINE = 120, 138
 
 
-# -- of several ranks ----------------------------------------------------------------------------------------------------------------
+# -- of several ranks ------------------------------------------------------------------------------
 
 
 def merged(ranks: list[Record]) -> Record:
-    """One record of all ranks: a value once where all that have it agree. Of the moves of others only their hash."""
-    if (raised := [f"rank {n}: {one['raised']}\n{one.get('trace', '')}" for n, one in enumerate(ranks) if "raised" in one]):
+    """One record of all ranks: a value once where all that have it agree. Of the moves of others
+    only their hash.
+    """
+    if raised := [
+        f"rank {n}: {one['raised']}\n{one.get('trace', '')}"
+        for n, one in enumerate(ranks)
+        if "raised" in one
+    ]:
         return {"raised": "\n".join(raised)}
     out: Record = {}
     for key in {key: None for one in ranks for key in one}:
@@ -37,7 +46,10 @@ def merged(ranks: list[Record]) -> Record:
         elif key in ("loaded", "bits"):
             out[key] = merged([values.get(n, {}) for n in range(len(ranks))])
         elif key == "moves":
-            out[key] = {"rank 0": first, "others": [digest(value) for n, value in values.items() if n]}
+            out[key] = {
+                "rank 0": first,
+                "others": [digest(value) for n, value in values.items() if n],
+            }
         else:
             out[key] = {f"rank {n}": value for n, value in values.items()}
     return out
@@ -62,7 +74,7 @@ def _rounded(value: Any) -> Any:
     return [_rounded(v) for v in value] if isinstance(value, list) else value
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> dict[str, Record]:
@@ -79,7 +91,9 @@ def write(path: Path, records: dict[str, Record]) -> None:
     for record in records.values():
         counts.update(_large(record))
     shared: dict[str, Any] = {}
-    folded = {name: _folded(record, counts, shared, itself=True) for name, record in records.items()}
+    folded = {
+        name: _folded(record, counts, shared, itself=True) for name, record in records.items()
+    }
     path.write_text("".join(_lines({"records": folded, "shared": shared})) + "\n")
 
 
@@ -123,7 +137,11 @@ def _lines(value: Any, depth: int = 0) -> Iterator[str]:
     if not isinstance(value, (dict, list)) or len(plain) + depth <= LINE or not value:
         yield plain
         return
-    items = [(f"{_plain(k)}: ", value[k]) for k in sorted(value)] if isinstance(value, dict) else [("", v) for v in value]
+    items = (
+        [(f"{_plain(k)}: ", value[k]) for k in sorted(value)]
+        if isinstance(value, dict)
+        else [("", v) for v in value]
+    )
     opens, closes = ("{", "}") if isinstance(value, dict) else ("[", "]")
     yield f"{opens}\n"
     for number, (label, inner) in enumerate(items):
@@ -133,7 +151,7 @@ def _lines(value: Any, depth: int = 0) -> Iterator[str]:
     yield " " * depth + closes
 
 
-# -- comparison ----------------------------------------------------------------------------------------------------------------------
+# -- comparison ------------------------------------------------------------------------------------
 
 
 def differences(name: str, recorded: Any, now: Any) -> list[str]:
@@ -149,11 +167,28 @@ def differences(name: str, recorded: Any, now: Any) -> list[str]:
         return found
     if isinstance(recorded, list) and isinstance(now, list) and recorded != now:
         if len(recorded) == len(now):
-            return [s for i, (a, b) in enumerate(zip(recorded, now, strict=True)) for s in differences(f"{name} / {i}", a, b)]
-        at = next((i for i, (a, b) in enumerate(zip(recorded, now, strict=False)) if a != b), min(len(recorded), len(now)))
-        was, comes = recorded[at] if at < len(recorded) else "the end", now[at] if at < len(now) else "the end"
-        return [f"{name}: {len(now)} entries, recorded {len(recorded)}; entry {at} is {_short(comes)}, recorded {_short(was)}"]
-    return [] if recorded == now and type(recorded) is type(now) else [f"{name}: {_short(now)}, recorded {_short(recorded)}"]
+            return [
+                s
+                for i, (a, b) in enumerate(zip(recorded, now, strict=True))
+                for s in differences(f"{name} / {i}", a, b)
+            ]
+        at = next(
+            (i for i, (a, b) in enumerate(zip(recorded, now, strict=False)) if a != b),
+            min(len(recorded), len(now)),
+        )
+        was, comes = (
+            recorded[at] if at < len(recorded) else "the end",
+            (now[at] if at < len(now) else "the end"),
+        )
+        return [
+            f"{name}: {len(now)} entries, recorded {len(recorded)}; entry {at} is {_short(comes)},"
+            f" recorded {_short(was)}"
+        ]
+    return (
+        []
+        if recorded == now and type(recorded) is type(now)
+        else [f"{name}: {_short(now)}, recorded {_short(recorded)}"]
+    )
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""The models that the recording trains, by name: how to make one, a batch of a rank, and the loss."""
+"""The models that the recording trains, by name: how to make one, a batch of a rank, and the
+loss.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ class AdaptedBlock(Block):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
-        self.adapter_down, self.adapter_up = nn.Linear(width, 3, bias=False), nn.Linear(3, width, bias=False)
+        self.adapter_down, self.adapter_up = (
+            nn.Linear(width, 3, bias=False),
+            nn.Linear(3, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -37,19 +42,33 @@ class Adapted(TinyGPT):
 
 
 class OddPart(nn.Module):
-    """x (batch, 5) -> the same; a tie inside, a frozen matrix, a scalar, a parameter smaller than the ranks, a buffer that counts."""
+    """x (batch, 5) -> the same; a tie inside, a frozen matrix, a scalar, a parameter smaller than
+    the ranks, a buffer that counts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.again, self.down, self.fixed = nn.Linear(5, 7), nn.Linear(5, 7, bias=False), nn.Linear(7, 5), nn.Linear(5, 5)
+        self.up, self.again, self.down, self.fixed = (
+            nn.Linear(5, 7),
+            nn.Linear(5, 7, bias=False),
+            nn.Linear(7, 5),
+            nn.Linear(5, 5),
+        )
         self.again.weight = self.up.weight
         self.fixed.requires_grad_(False)
-        self.gain, self.pair = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([0.5, -0.5]))
+        self.gain, self.pair = (
+            nn.Parameter(torch.tensor(1.5)),
+            nn.Parameter(torch.tensor([0.5, -0.5])),
+        )
         self.register_buffer("calls", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1.0
-        return self.fixed(x) + self.down(torch.tanh(self.up(x) + self.again(x))) * self.gain + self.pair.sum()
+        return (
+            self.fixed(x)
+            + self.down(torch.tanh(self.up(x) + self.again(x))) * self.gain
+            + self.pair.sum()
+        )
 
 
 class Odd(nn.Module):
@@ -70,7 +89,10 @@ class Odd(nn.Module):
 class ConvBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv, self.norm = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.relu(self.norm(self.conv(x)))
@@ -93,7 +115,9 @@ class Conv(nn.Module):
 
 
 class Skipping(nn.Module):
-    """x (batch, 6) -> (batch, 6): one block computes in every second call only, the last one never."""
+    """x (batch, 6) -> (batch, 6): one block computes in every second call only, the last one
+    never.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,12 +133,17 @@ class Skipping(nn.Module):
 
 
 class Mixed(nn.Module):
-    """x (batch, 6) -> (batch, 6): blocks in bf16 between layers in fp32, each block with a norm in fp32."""
+    """x (batch, 6) -> (batch, 6): blocks in bf16 between layers in fp32, each block with a norm in
+    fp32.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.enter, self.leave = nn.Linear(6, 10), nn.Linear(10, 6)
-        self.blocks = nn.ModuleList(nn.ModuleDict({"linear": nn.Linear(10, 10).bfloat16(), "norm": nn.LayerNorm(10)}) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"linear": nn.Linear(10, 10).bfloat16(), "norm": nn.LayerNorm(10)})
+            for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
@@ -126,14 +155,19 @@ class Mixed(nn.Module):
 class ScaleAndShift(nn.Module):
     def __init__(self, numel: int, seed: int) -> None:
         super().__init__()
-        self.scale, self.shift = nn.Parameter(sixteenths(seed, numel)), nn.Parameter(sixteenths(seed + 1, numel))
+        self.scale, self.shift = (
+            nn.Parameter(sixteenths(seed, numel)),
+            nn.Parameter(sixteenths(seed + 1, numel)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x * self.scale + self.shift
 
 
 class Elementwise(nn.Module):
-    """x (n,) -> (n,), element by element: every operation rounds once and nothing is summed, so bits are those of any processor."""
+    """x (n,) -> (n,), element by element: every operation rounds once and nothing is summed, so
+    bits are those of any processor.
+    """
 
     def __init__(self, numel: int = 301) -> None:
         super().__init__()
@@ -147,15 +181,23 @@ class Elementwise(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """As transformers' models are called: input_ids and labels -> an object with a loss. For plans that trace and simulate it."""
+    """As transformers' models are called: input_ids and labels -> an object with a loss. For plans
+    that trace and simulate it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = TinyGPT(vocabulary=512, width=128, heads=4, depth=4, length=64)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, **_: Any
+    ) -> dict[str, Tensor]:
         scores = self.inner.logits(input_ids)
-        return {"loss": F.cross_entropy(scores.float().flatten(0, 1), (input_ids if labels is None else labels).flatten())}
+        return {
+            "loss": F.cross_entropy(
+                scores.float().flatten(0, 1), (input_ids if labels is None else labels).flatten()
+            )
+        }
 
 
 def sixteenths(seed: int, numel: int) -> Tensor:
@@ -180,7 +222,8 @@ def _elementwise(model: nn.Module, batch: Any) -> Tensor:
 @dataclass(frozen=True)
 class Subject:
     """Attributes:
-    make: the model. batch: of a number. loss: of a model and a batch; a vector is summed, and recorded element by element.
+    make: the model. batch: of a number. loss: of a model and a batch; a vector is summed, and
+        recorded element by element.
     portable: the bits are those of any processor.
     """
 
@@ -192,20 +235,27 @@ class Subject:
 
 def gpt(batch: int = 2, **options: Any) -> Subject:
     length, vocabulary = options.get("length", 12), options.get("vocabulary", 61)
-    return Subject(lambda: TinyGPT(**options), lambda seed: tokens_of(seed, batch, length, vocabulary), _call)
+    return Subject(
+        lambda: TinyGPT(**options), lambda seed: tokens_of(seed, batch, length, vocabulary), _call
+    )
 
 
 SUBJECTS: dict[str, Subject] = {
     "gpt": gpt(),
     "tied gpt": gpt(tied=True),
     "wide gpt": gpt(width=68, depth=2, vocabulary=101),
-    "big gpt": gpt(batch=1, width=128, depth=4, length=8),  # units large enough to be gathered one ahead
-    "big gpt, recomputed": gpt(batch=1, width=128, depth=4, length=8, checkpointing="non-reentrant"),
+    # Units large enough to be gathered one ahead
+    "big gpt": gpt(batch=1, width=128, depth=4, length=8),
+    "big gpt, recomputed": gpt(
+        batch=1, width=128, depth=4, length=8, checkpointing="non-reentrant"
+    ),
     "recomputed gpt": gpt(checkpointing="non-reentrant"),
     "gpt recomputed in another way": gpt(checkpointing="reentrant"),
     "gpt with dropout": gpt(dropout=0.1),
     "long gpt": gpt(batch=32, width=64, depth=2, length=128),
-    "long gpt, recomputed": gpt(batch=32, width=64, depth=2, length=128, checkpointing="non-reentrant"),
+    "long gpt, recomputed": gpt(
+        batch=32, width=64, depth=2, length=128, checkpointing="non-reentrant"
+    ),
     "adapted gpt": Subject(Adapted, tokens_of, _call),
     "wide adapted gpt": Subject(lambda: Adapted(64), tokens_of, _call),
     "mlp": Subject(TinyMLP, lambda seed: features_of(seed, 4, 7), _square),
@@ -213,8 +263,15 @@ SUBJECTS: dict[str, Subject] = {
     "conv": Subject(Conv, lambda seed: features_of(seed, 4, 3, 6, 6), _square),
     "skipping": Subject(Skipping, lambda seed: features_of(seed, 4, 6), _square),
     "mixed": Subject(Mixed, lambda seed: features_of(seed, 4, 6), _square),
-    "elementwise": Subject(Elementwise, lambda seed: sixteenths(1000 + seed, 301), _elementwise, portable=True),
-    "wide elementwise": Subject(lambda: Elementwise(5003), lambda seed: sixteenths(1000 + seed, 5003), _elementwise, portable=True),
+    "elementwise": Subject(
+        Elementwise, lambda seed: sixteenths(1000 + seed, 301), _elementwise, portable=True
+    ),
+    "wide elementwise": Subject(
+        lambda: Elementwise(5003),
+        lambda seed: sixteenths(1000 + seed, 5003),
+        _elementwise,
+        portable=True,
+    ),
 }
 
 

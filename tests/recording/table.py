@@ -1,4 +1,5 @@
-"""The table of runs that are recorded: what each of them trains, by which recipe, on how many ranks, and where it is loaded again.
+"""The table of runs that are recorded: what each of them trains, by which recipe, on how many
+ranks, and where it is loaded again.
 
 | group          | what varies                                                                                          |
 |----------------|------------------------------------------------------------------------------------------------------|
@@ -33,9 +34,12 @@ class Run:
 
     Attributes:
         name: what it is recorded under.
-        stage, options: of the recipe. ranks: how many train. per_node: how many of them the launcher says are on a node; 0: nothing.
-        subject: which model (subjects.py). optimizer: which optimizer (runs.py). clip: the largest norm, or None.
-        micro_batches: of a step, under no_sync but for the last. scaled: the initial scale of a GradScaler; 0: none.
+        stage, options: of the recipe. ranks: how many train. per_node: how many of them the
+            launcher says are on a node; 0: nothing.
+        subject: which model (subjects.py). optimizer: which optimizer (runs.py). clip: the largest
+            norm, or None.
+        micro_batches: of a step, under no_sync but for the last. scaled: the initial scale of a
+            GradScaler; 0: none.
         load: stage, ranks and options of who loads the checkpoint; None: nothing is saved.
         then: something that happens behind the steps (runs.py).
     """
@@ -87,29 +91,73 @@ def stages() -> Iterable[Run]:
     for ranks in (3, 8):
         for stage in (0, 1, 2, 3):
             if ranks == 3 or stage in (1, 3):
-                yield Run(f"stages: {stage} on {ranks}", stage, {}, ranks, clip=0.5, load=((stage + 1) % 4, 2, {}))
+                yield Run(
+                    f"stages: {stage} on {ranks}",
+                    stage,
+                    {},
+                    ranks,
+                    clip=0.5,
+                    load=((stage + 1) % 4, 2, {}),
+                )
     for stage in (0, 1, 2, 3):
         yield Run(f"stages: {stage} on 2, fp32", stage, {"precision": "fp32"}, load=_loader(stage))
         yield Run(f"stages: {stage} on 2, fp16 and a scaler", stage, {"precision": "fp16"}, scaled=1024.0, clip=0.5,
                   load=_loader(stage + 5, precision="fp16"))  # fmt: skip
     for stage in (1, 3):
-        yield Run(f"stages: {stage} on 2, fp16 that overflows at first", stage, {"precision": "fp16"}, scaled=2.0**24)
-        yield Run(f"stages: {stage} on 2, masters in bf16", stage, {"precision": "bf16", "master_dtype": "bfloat16"}, load=_loader(stage))
+        yield Run(
+            f"stages: {stage} on 2, fp16 that overflows at first",
+            stage,
+            {"precision": "fp16"},
+            scaled=2.0**24,
+        )
+        yield Run(
+            f"stages: {stage} on 2, masters in bf16",
+            stage,
+            {"precision": "bf16", "master_dtype": "bfloat16"},
+            load=_loader(stage),
+        )
 
 
 def accumulation() -> Iterable[Run]:
     for ranks in (2, 4):
         for stage in (0, 1, 2, 3):
-            yield Run(f"accumulation: {stage} on {ranks}", stage, {}, ranks, micro_batches=3, clip=0.5, load=_loader(stage + ranks))
+            yield Run(
+                f"accumulation: {stage} on {ranks}",
+                stage,
+                {},
+                ranks,
+                micro_batches=3,
+                clip=0.5,
+                load=_loader(stage + ranks),
+            )
             if stage >= 2:
-                yield Run(f"accumulation: {stage} on {ranks}, at the boundary", stage, {"reduce_at": "boundary"}, ranks, micro_batches=3)
+                yield Run(
+                    f"accumulation: {stage} on {ranks}, at the boundary",
+                    stage,
+                    {"reduce_at": "boundary"},
+                    ranks,
+                    micro_batches=3,
+                )
     for stage in (2, 3):
         for where in ("micro-batch", "boundary"):
             load = _loader(stage, precision="bf16")
-            yield Run(f"accumulation: {stage}, bf16, {where}", stage, {"precision": "bf16", "reduce_at": where}, micro_batches=3, load=load)
+            yield Run(
+                f"accumulation: {stage}, bf16, {where}",
+                stage,
+                {"precision": "bf16", "reduce_at": where},
+                micro_batches=3,
+                load=load,
+            )
     for stage in (1, 2, 3):
-        yield Run(f"accumulation: {stage}, sums in bf16", stage, {"precision": "bf16", "accumulate_dtype": "bfloat16"}, micro_batches=3)
-        yield Run(f"accumulation: {stage}, the wire in bf16", stage, {"wire": "bfloat16"}, micro_batches=2)
+        yield Run(
+            f"accumulation: {stage}, sums in bf16",
+            stage,
+            {"precision": "bf16", "accumulate_dtype": "bfloat16"},
+            micro_batches=3,
+        )
+        yield Run(
+            f"accumulation: {stage}, the wire in bf16", stage, {"wire": "bfloat16"}, micro_batches=2
+        )
     yield Run("accumulation: 3 on 1", 3, {}, 1, micro_batches=3)
 
 
@@ -121,35 +169,83 @@ def schedule() -> Iterable[Run]:
         {"prefetch": 0}, {"prefetch": 3}, {"prefetch": 0, "in_flight": 0}, {"reshard_after_forward": False}, {"units": ()},
         {"units": ("blocks.0", "head")}, {"reshard_after_forward": False, "reduce_at": "boundary"},
     ):  # fmt: skip
-        yield Run(f"schedule: 3, {options}", 3, options, subject="big gpt", micro_batches=2, load=_loader(len(options)))
+        yield Run(
+            f"schedule: 3, {options}",
+            3,
+            options,
+            subject="big gpt",
+            micro_batches=2,
+            load=_loader(len(options)),
+        )
     for stage in (0, 1, 2, 3):
         yield Run(f"schedule: {stage} on 4, large units", stage, {}, 4, subject="big gpt", clip=0.5)
     yield Run("schedule: 3, large units recomputed", 3, {}, subject="big gpt, recomputed")
-    yield Run("schedule: 3, large units, bf16", 3, {"precision": "bf16", "prefetch": 2}, subject="big gpt")
-    yield Run("schedule: 3, bf16, inputs as they come", 3, {"precision": "bf16", "cast_inputs": False})
+    yield Run(
+        "schedule: 3, large units, bf16", 3, {"precision": "bf16", "prefetch": 2}, subject="big gpt"
+    )
+    yield Run(
+        "schedule: 3, bf16, inputs as they come", 3, {"precision": "bf16", "cast_inputs": False}
+    )
 
 
 def optimizers() -> Iterable[Run]:
     for stage in (0, 1, 2, 3):
-        yield Run(f"optimizers: {stage}, SGD with momentum", stage, optimizer="sgd", clip=0.5, load=_loader(stage))
-        yield Run(f"optimizers: {stage}, fused AdamW", stage, optimizer="fused adamw", load=_loader(stage + 3))
-    for stage, optimizer in ((3, "adagrad"), (2, "amsgrad"), (3, "two groups"), (1, "two groups"), (3, "foreach adamw"), (3, "rmsprop")):
-        yield Run(f"optimizers: {stage}, {optimizer}", stage, optimizer=optimizer, load=_loader(stage + 1))
-    yield Run("optimizers: 3 on 4, the largest gradient clipped", 3, {}, 4, optimizer="sgd", clip=0.05)
+        yield Run(
+            f"optimizers: {stage}, SGD with momentum",
+            stage,
+            optimizer="sgd",
+            clip=0.5,
+            load=_loader(stage),
+        )
+        yield Run(
+            f"optimizers: {stage}, fused AdamW",
+            stage,
+            optimizer="fused adamw",
+            load=_loader(stage + 3),
+        )
+    for stage, optimizer in (
+        (3, "adagrad"),
+        (2, "amsgrad"),
+        (3, "two groups"),
+        (1, "two groups"),
+        (3, "foreach adamw"),
+        (3, "rmsprop"),
+    ):
+        yield Run(
+            f"optimizers: {stage}, {optimizer}", stage, optimizer=optimizer, load=_loader(stage + 1)
+        )
+    yield Run(
+        "optimizers: 3 on 4, the largest gradient clipped", 3, {}, 4, optimizer="sgd", clip=0.05
+    )
 
 
 def models() -> Iterable[Run]:
     for stage in (0, 1, 2, 3):
         yield Run(f"models: tied, {stage}", stage, subject="tied gpt", load=_loader(stage))
-        yield Run(f"models: half frozen, {stage}", stage, subject="half-frozen gpt", load=_loader(stage + 2))
+        yield Run(
+            f"models: half frozen, {stage}",
+            stage,
+            subject="half-frozen gpt",
+            load=_loader(stage + 2),
+        )
         yield Run(f"models: odd, {stage} on 2", stage, subject="odd", load=_loader(stage + 4))
         yield Run(f"models: odd, {stage} on 3", stage, {}, 3, subject="odd", optimizer="sgd")
-        yield Run(f"models: convolutions and norms, {stage}", stage, subject="conv", load=_loader(stage + 6))
+        yield Run(
+            f"models: convolutions and norms, {stage}",
+            stage,
+            subject="conv",
+            load=_loader(stage + 6),
+        )
     for stage in (0, 2, 3):
         yield Run(f"models: adapters, {stage}", stage, subject="adapted gpt", load=_loader(stage))
         yield Run(f"models: a skipped part, {stage}", stage, subject="skipping", micro_batches=3)
     for sync in ("norms", False):
-        yield Run(f"models: convolutions and norms, sync_buffers={sync}", 3, {"sync_buffers": sync}, subject="conv")
+        yield Run(
+            f"models: convolutions and norms, sync_buffers={sync}",
+            3,
+            {"sync_buffers": sync},
+            subject="conv",
+        )
     for stage in (0, 1, 3):
         yield Run(f"models: two dtypes, {stage}", stage, subject="mixed", load=_loader(stage))
     yield Run("models: dropout, 3", 3, subject="gpt with dropout")
@@ -159,12 +255,38 @@ def models() -> Iterable[Run]:
 def activations() -> Iterable[Run]:
     for stage in (0, 2, 3):
         yield Run(f"activations: {stage}, recomputed", stage, subject="recomputed gpt")
-        yield Run(f"activations: {stage}, recomputed in another way", stage, subject="gpt recomputed in another way")
-        yield Run(f"activations: {stage}, on the host", stage, {"offload_activations": True}, subject="long gpt")
-    yield Run("activations: 3, recomputed, three micro-batches", 3, subject="recomputed gpt", micro_batches=3)
-    yield Run("activations: 3, up to 6 MB on the host", 3, {"offload_activations": "6MB"}, subject="long gpt")
-    yield Run("activations: 3, recomputed and on the host", 3, {"offload_activations": True}, subject="long gpt, recomputed")
-    yield Run("activations: 3 on 1, on the host", 3, {"offload_activations": True}, 1, subject="long gpt")
+        yield Run(
+            f"activations: {stage}, recomputed in another way",
+            stage,
+            subject="gpt recomputed in another way",
+        )
+        yield Run(
+            f"activations: {stage}, on the host",
+            stage,
+            {"offload_activations": True},
+            subject="long gpt",
+        )
+    yield Run(
+        "activations: 3, recomputed, three micro-batches",
+        3,
+        subject="recomputed gpt",
+        micro_batches=3,
+    )
+    yield Run(
+        "activations: 3, up to 6 MB on the host",
+        3,
+        {"offload_activations": "6MB"},
+        subject="long gpt",
+    )
+    yield Run(
+        "activations: 3, recomputed and on the host",
+        3,
+        {"offload_activations": True},
+        subject="long gpt, recomputed",
+    )
+    yield Run(
+        "activations: 3 on 1, on the host", 3, {"offload_activations": True}, 1, subject="long gpt"
+    )
 
 
 NVME: Options = {"nvme": FOLDER, "chunk": 65536}
@@ -178,12 +300,31 @@ def tiers() -> Iterable[Run]:
         yield Run(f"tiers: {stage}, states on NVMe", stage, disk, clip=0.5, load=_loader(stage + 1))
     for stage in (2, 3):
         bf16: Options = {"precision": "bf16"}
-        for name, options, load in (("the host", host, _loader(stage, **bf16)), ("NVMe", disk, _loader(stage + 3, **bf16))):
-            yield Run(f"tiers: {stage}, bf16, states on {name}, accumulating", stage, options | bf16, micro_batches=3, load=load)
+        for name, options, load in (
+            ("the host", host, _loader(stage, **bf16)),
+            ("NVMe", disk, _loader(stage + 3, **bf16)),
+        ):
+            yield Run(
+                f"tiers: {stage}, bf16, states on {name}, accumulating",
+                stage,
+                options | bf16,
+                micro_batches=3,
+                load=load,
+            )
             behind = {**options, "step_in_backward": True}
-            yield Run(f"tiers: {stage}, states on {name}, stepped behind", stage, behind, load=_loader(stage))
+            yield Run(
+                f"tiers: {stage}, states on {name}, stepped behind",
+                stage,
+                behind,
+                load=_loader(stage),
+            )
             yield Run(f"tiers: {stage}, states on {name}, SGD", stage, options, optimizer="sgd")
-        yield Run(f"tiers: {stage}, a share on the host", stage, {"offload_optimizer": 0.6}, load=_loader(stage, offload_optimizer="cpu"))
+        yield Run(
+            f"tiers: {stage}, a share on the host",
+            stage,
+            {"offload_optimizer": 0.6},
+            load=_loader(stage, offload_optimizer="cpu"),
+        )
         yield Run(f"tiers: {stage}, a budget on the host", stage, {"offload_optimizer": 60_000})
         yield Run(f"tiers: {stage}, a share on NVMe, gradients on the host", stage,
                   {"offload_optimizer": ("nvme", 0.6), "offload_gradients": "cpu", **NVME})  # fmt: skip
@@ -197,28 +338,70 @@ def tiers() -> Iterable[Run]:
         ("half of all on NVMe, further ahead", {"offload_optimizer": ("nvme", 0.5), "offload_param": "nvme", "prefetch": 2, **NVME}),
         ("all on NVMe, stepped behind", {"offload_optimizer": "nvme", "offload_param": "nvme", "step_in_backward": True, **NVME}),
     ):  # fmt: skip
-        yield Run(f"tiers: 3, {name}", 3, options, micro_batches=2 if "bf16" in options else 1, load=_loader(len(name)))
-    yield Run("tiers: 3, frozen weights on the host", 3, {"offload_param": "cpu"}, subject="adapted gpt")
-    yield Run("tiers: 3, adapters, all on NVMe", 3, {"offload_optimizer": "nvme", "offload_param": "nvme", **NVME}, subject="adapted gpt")
+        yield Run(
+            f"tiers: 3, {name}",
+            3,
+            options,
+            micro_batches=2 if "bf16" in options else 1,
+            load=_loader(len(name)),
+        )
+    yield Run(
+        "tiers: 3, frozen weights on the host", 3, {"offload_param": "cpu"}, subject="adapted gpt"
+    )
+    yield Run(
+        "tiers: 3, adapters, all on NVMe",
+        3,
+        {"offload_optimizer": "nvme", "offload_param": "nvme", **NVME},
+        subject="adapted gpt",
+    )
     for name, options in (
         ("states on the host", host), ("states on NVMe", disk), ("all on the host", both),
         ("all on NVMe", {"offload_optimizer": "nvme", "offload_param": "nvme", **NVME}),
         ("a share on NVMe, stepped behind", {"offload_optimizer": ("nvme", 0.5), "step_in_backward": True, **NVME}),
     ):  # fmt: skip
-        yield Run(f"tiers: 3, large units, {name}", 3, options, subject="big gpt", micro_batches=2 if "states" in name else 1)
+        yield Run(
+            f"tiers: 3, large units, {name}",
+            3,
+            options,
+            subject="big gpt",
+            micro_batches=2 if "states" in name else 1,
+        )
     yield Run("tiers: 3 on 1, all on the host", 3, both, 1, load=(3, 2, dict(both)))
     yield Run("tiers: 1 on 1, states on NVMe", 1, disk, 1, load=(1, 2, dict(disk)))
-    yield Run("tiers: 3 on 3, odd, states on the host", 3, host, 3, subject="odd", load=(3, 2, dict(host)))
+    yield Run(
+        "tiers: 3 on 3, odd, states on the host", 3, host, 3, subject="odd", load=(3, 2, dict(host))
+    )
     yield Run("tiers: 3, states on the host, fp16", 3, host | {"precision": "fp16"}, scaled=1024.0)
     for name, options in (("the host", both), ("NVMe", disk)):
         yield Run(f"tiers: 3 on 4, groups of 2, on {name}", 3, {**options, "group": 2}, 4)
-        yield Run(f"tiers: HSDP on 4, groups of 2, on {name}", 3, {**options, "shard_group": 2}, 4, micro_batches=2)
+        yield Run(
+            f"tiers: HSDP on 4, groups of 2, on {name}",
+            3,
+            {**options, "shard_group": 2},
+            4,
+            micro_batches=2,
+        )
 
 
 def groups() -> Iterable[Run]:
     for stage in (0, 1, 2, 3):
-        yield Run(f"groups: {stage} on 4, groups of 2", stage, {"group": 2}, 4, clip=0.5, load=_loader(stage))
-        yield Run(f"groups: {stage} on 4, two nodes", stage, {}, 4, per_node=2, micro_batches=2, load=_loader(stage + 1))
+        yield Run(
+            f"groups: {stage} on 4, groups of 2",
+            stage,
+            {"group": 2},
+            4,
+            clip=0.5,
+            load=_loader(stage),
+        )
+        yield Run(
+            f"groups: {stage} on 4, two nodes",
+            stage,
+            {},
+            4,
+            per_node=2,
+            micro_batches=2,
+            load=_loader(stage + 1),
+        )
         yield Run(f"groups: {stage} on 4, two nodes, flat", stage, {"group": "flat"}, 4, per_node=2)
     kinds: list[tuple[str, int, Options]] = [
         ("HSDP", 3, {"shard_group": 2}),
@@ -232,16 +415,45 @@ def groups() -> Iterable[Run]:
         yield Run(f"groups: {name} on 4, bf16, accumulating", stage, options | {"precision": "bf16"}, 4, micro_batches=3,
                   load=(stage, 4, {**options, "precision": "bf16"}))  # fmt: skip
     for name, stage, options in (kinds[0], kinds[3], kinds[4]):
-        yield Run(f"groups: {name} on 4, at the boundary", stage, options | {"reduce_at": "boundary"}, 4, micro_batches=3)
-        yield Run(f"groups: {name} on 4, not gathered again", stage, options | {"reshard_after_forward": False}, 4)
+        yield Run(
+            f"groups: {name} on 4, at the boundary",
+            stage,
+            options | {"reduce_at": "boundary"},
+            4,
+            micro_batches=3,
+        )
+        yield Run(
+            f"groups: {name} on 4, not gathered again",
+            stage,
+            options | {"reshard_after_forward": False},
+            4,
+        )
         yield Run(f"groups: {name} on 4, recomputed", stage, options, 4, subject="recomputed gpt")
-        yield Run(f"groups: {name} on 4, large units", stage, options, 4, subject="big gpt", micro_batches=2)
+        yield Run(
+            f"groups: {name} on 4, large units",
+            stage,
+            options,
+            4,
+            subject="big gpt",
+            micro_batches=2,
+        )
     yield Run("groups: 3 on 4, groups of 2, large units", 3, {"group": 2}, 4, subject="big gpt")
-    for name, options in (("HSDP", {"shard_group": "node"}), ("second copy", {"second_copy": True})):
+    for name, options in (
+        ("HSDP", {"shard_group": "node"}),
+        ("second copy", {"second_copy": True}),
+    ):
         yield Run(f"groups: {name} of nodes on 4", 3, options, 4, per_node=2, load=_loader(3))
     yield Run("groups: 3 on 8, groups of 4", 3, {"group": 4}, 8)
-    yield Run("groups: HSDP on 8, groups of 2", 3, {"shard_group": 2}, 8, load=(3, 8, {"shard_group": 4}))
-    yield Run("groups: odd, optimizer over all", 3, {"shard_group": 2, "optimizer_over": "all"}, 4, subject="odd")
+    yield Run(
+        "groups: HSDP on 8, groups of 2", 3, {"shard_group": 2}, 8, load=(3, 8, {"shard_group": 4})
+    )
+    yield Run(
+        "groups: odd, optimizer over all",
+        3,
+        {"shard_group": 2, "optimizer_over": "all"},
+        4,
+        subject="odd",
+    )
 
 
 def codecs() -> Iterable[Run]:
@@ -254,30 +466,99 @@ def codecs() -> Iterable[Run]:
         fed_back: Options = {"reduce_codec": "int4", "error_feedback": True}
         yield Run(f"codecs: {stage}, int4 with error feedback", stage, fed_back, micro_batches=micro_batches,
                   load=(stage, 2, dict(fed_back)))  # fmt: skip
-    yield Run("codecs: 3, int4 rounded stochastically", 3, {"reduce_codec": "int4", "wire_rounding": "stochastic"})
-    yield Run("codecs: 3, int8 on odd shapes", 3, {"gather_codec": "int8", "reduce_codec": "int8"}, 3, subject="odd")
-    zero_pp: Options = {"second_copy": True, "group": 2, "gather_codec": "int8", "reduce_codec": "int4"}
+    yield Run(
+        "codecs: 3, int4 rounded stochastically",
+        3,
+        {"reduce_codec": "int4", "wire_rounding": "stochastic"},
+    )
+    yield Run(
+        "codecs: 3, int8 on odd shapes",
+        3,
+        {"gather_codec": "int8", "reduce_codec": "int8"},
+        3,
+        subject="odd",
+    )
+    zero_pp: Options = {
+        "second_copy": True,
+        "group": 2,
+        "gather_codec": "int8",
+        "reduce_codec": "int4",
+    }
     for micro_batches in (1, 3):
-        yield Run(f"codecs: ZeRO++ on 4, {micro_batches} micro-batches", 3, zero_pp, 4, micro_batches=micro_batches)
-    yield Run("codecs: ZeRO++ on 4, bf16, error feedback", 3, {**zero_pp, "precision": "bf16", "error_feedback": True}, 4, micro_batches=2)
-    yield Run("codecs: HSDP on 4, int8 both ways", 3, {"shard_group": 2, "gather_codec": "int8", "reduce_codec": "int8"}, 4)
+        yield Run(
+            f"codecs: ZeRO++ on 4, {micro_batches} micro-batches",
+            3,
+            zero_pp,
+            4,
+            micro_batches=micro_batches,
+        )
+    yield Run(
+        "codecs: ZeRO++ on 4, bf16, error feedback",
+        3,
+        {**zero_pp, "precision": "bf16", "error_feedback": True},
+        4,
+        micro_batches=2,
+    )
+    yield Run(
+        "codecs: HSDP on 4, int8 both ways",
+        3,
+        {"shard_group": 2, "gather_codec": "int8", "reduce_codec": "int8"},
+        4,
+    )
     yield Run("codecs: optimizer over all on 4, int8", 3,
               {"shard_group": 2, "optimizer_over": "all", "gather_codec": "int8", "reduce_codec": "int8"}, 4, micro_batches=2)  # fmt: skip
-    yield Run("codecs: 3, gathers in int8, states on the host", 3, {"gather_codec": "int8", "offload_optimizer": "cpu"})
+    yield Run(
+        "codecs: 3, gathers in int8, states on the host",
+        3,
+        {"gather_codec": "int8", "offload_optimizer": "cpu"},
+    )
     for frozen in ("int8", "nf4", "int4", "fp8"):
-        yield Run(f"codecs: 3, frozen in {frozen}", 3, {"frozen": frozen}, subject="wide adapted gpt", load=(3, 1, {"frozen": frozen}))
-    yield Run("codecs: 3, frozen in nf4, bf16", 3, {"frozen": "nf4", "precision": "bf16"}, subject="wide adapted gpt", micro_batches=2)
-    yield Run("codecs: 3 on 4, frozen in nf4, second copy", 3, {"frozen": "nf4", "group": 2, "second_copy": True}, 4, subject="adapted gpt")
+        yield Run(
+            f"codecs: 3, frozen in {frozen}",
+            3,
+            {"frozen": frozen},
+            subject="wide adapted gpt",
+            load=(3, 1, {"frozen": frozen}),
+        )
+    yield Run(
+        "codecs: 3, frozen in nf4, bf16",
+        3,
+        {"frozen": "nf4", "precision": "bf16"},
+        subject="wide adapted gpt",
+        micro_batches=2,
+    )
+    yield Run(
+        "codecs: 3 on 4, frozen in nf4, second copy",
+        3,
+        {"frozen": "nf4", "group": 2, "second_copy": True},
+        4,
+        subject="adapted gpt",
+    )
     yield Run("codecs: 3 on 1, frozen in nf4", 3, {"frozen": "nf4"}, 1, subject="adapted gpt")
-    yield Run("codecs: 3, frozen in int8, states on the host", 3, {"frozen": "int8", "offload_optimizer": "cpu"}, subject="adapted gpt")
+    yield Run(
+        "codecs: 3, frozen in int8, states on the host",
+        3,
+        {"frozen": "int8", "offload_optimizer": "cpu"},
+        subject="adapted gpt",
+    )
 
 
 def tiles() -> Iterable[Run]:
     for name, stage, options, load in (
         ("3", 3, {}, (3, 1, {})),
         ("3, bf16", 3, {"precision": "bf16"}, None),
-        ("3, all on the host", 3, {"offload_optimizer": "cpu", "offload_param": "cpu"}, (3, 2, {"tile": 20_000})),
-        ("3, all on NVMe", 3, {"offload_optimizer": "nvme", "offload_param": "nvme", **NVME}, (2, 2, {})),
+        (
+            "3, all on the host",
+            3,
+            {"offload_optimizer": "cpu", "offload_param": "cpu"},
+            (3, 2, {"tile": 20_000}),
+        ),
+        (
+            "3, all on NVMe",
+            3,
+            {"offload_optimizer": "nvme", "offload_param": "nvme", **NVME},
+            (2, 2, {}),
+        ),
         ("2", 2, {}, (3, 2, {})),
         ("HSDP", 3, {"shard_group": 2}, None),
     ):
@@ -289,14 +570,50 @@ def moments() -> Iterable[Run]:
     for kind in ("bf16", "int8", "fp8", "int4"):
         wide: Options = {"moments": kind}
         for stage in (1, 3):
-            yield Run(f"moments: {stage}, {kind}", stage, wide, subject="wide gpt", load=(3 if stage == 1 else 1, 1, dict(wide)))
-        yield Run(f"moments: 3, {kind}, on the host", 3, {**wide, "offload_optimizer": "cpu"}, subject="wide gpt", load=(3, 2, dict(wide)))
+            yield Run(
+                f"moments: {stage}, {kind}",
+                stage,
+                wide,
+                subject="wide gpt",
+                load=(3 if stage == 1 else 1, 1, dict(wide)),
+            )
+        yield Run(
+            f"moments: 3, {kind}, on the host",
+            3,
+            {**wide, "offload_optimizer": "cpu"},
+            subject="wide gpt",
+            load=(3, 2, dict(wide)),
+        )
     for kind in ("bf16", "int8"):
-        options: Options = {"moments": kind, "offload_optimizer": "nvme", "nvme": FOLDER, "chunk": 262144}
-        yield Run(f"moments: 3, {kind}, on NVMe", 3, options, subject="wide gpt", load=(3, 2, {"moments": kind}))
-    chance: Options = {"moments": "bf16", "stochastic_rounding": True, "master_dtype": "bfloat16", "precision": "bf16"}
-    yield Run("moments: 3, bf16, all rounded by chance", 3, chance, subject="wide gpt", load=(2, 2, dict(chance)))
-    yield Run("moments: HSDP, int8", 3, {"moments": "int8", "shard_group": 2}, 4, subject="wide gpt")
+        options: Options = {
+            "moments": kind,
+            "offload_optimizer": "nvme",
+            "nvme": FOLDER,
+            "chunk": 262144,
+        }
+        yield Run(
+            f"moments: 3, {kind}, on NVMe",
+            3,
+            options,
+            subject="wide gpt",
+            load=(3, 2, {"moments": kind}),
+        )
+    chance: Options = {
+        "moments": "bf16",
+        "stochastic_rounding": True,
+        "master_dtype": "bfloat16",
+        "precision": "bf16",
+    }
+    yield Run(
+        "moments: 3, bf16, all rounded by chance",
+        3,
+        chance,
+        subject="wide gpt",
+        load=(2, 2, dict(chance)),
+    )
+    yield Run(
+        "moments: HSDP, int8", 3, {"moments": "int8", "shard_group": 2}, 4, subject="wide gpt"
+    )
     yield Run("moments: 3, fp32, by name", 3, {"moments": "fp32"}, subject="wide gpt")
 
 
@@ -304,12 +621,26 @@ def any_processor() -> Iterable[Run]:
     for stage in (0, 1, 2, 3):
         for ranks in (1, 2, 4):
             yield _portable(f"{stage} on {ranks}", stage, {}, ranks, load=_loader(stage + ranks))
-        yield _portable(f"{stage}, bf16, accumulating", stage, {"precision": "bf16"}, micro_batches=3)
+        yield _portable(
+            f"{stage}, bf16, accumulating", stage, {"precision": "bf16"}, micro_batches=3
+        )
         yield _portable(f"{stage}, groups of 2", stage, {"group": 2}, 4, micro_batches=2)
     for stage in (2, 3):
-        yield _portable(f"{stage}, states on the host", stage, {"offload_optimizer": "cpu"}, load=_loader(stage))
-        yield _portable(f"{stage}, states on NVMe", stage, {"offload_optimizer": "nvme", **NVME}, load=_loader(stage + 4))
-        yield _portable(f"{stage}, int4 with error feedback", stage, {"reduce_codec": "int4", "error_feedback": True}, micro_batches=2)
+        yield _portable(
+            f"{stage}, states on the host", stage, {"offload_optimizer": "cpu"}, load=_loader(stage)
+        )
+        yield _portable(
+            f"{stage}, states on NVMe",
+            stage,
+            {"offload_optimizer": "nvme", **NVME},
+            load=_loader(stage + 4),
+        )
+        yield _portable(
+            f"{stage}, int4 with error feedback",
+            stage,
+            {"reduce_codec": "int4", "error_feedback": True},
+            micro_batches=2,
+        )
         yield _portable(f"{stage}, reductions in int8", stage, {"reduce_codec": "int8"})
         yield _portable(f"{stage}, reductions in fp8", stage, {"reduce_codec": "fp8"})
     for codec in ("int8", "fp8", "int4"):
@@ -317,10 +648,17 @@ def any_processor() -> Iterable[Run]:
     for name, options in (
         ("HSDP", {"shard_group": 2}),
         ("optimizer over all", {"shard_group": 2, "optimizer_over": "all"}),
-        ("ZeRO++", {"group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}),
+        (
+            "ZeRO++",
+            {"group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"},
+        ),
     ):
         yield _portable(f"{name} on 4", 3, options, 4, micro_batches=2)
-    yield _portable("3, all on the host, bf16", 3, {"offload_optimizer": "cpu", "offload_param": "cpu", "precision": "bf16"})
+    yield _portable(
+        "3, all on the host, bf16",
+        3,
+        {"offload_optimizer": "cpu", "offload_param": "cpu", "precision": "bf16"},
+    )
     yield _portable("3, at the boundary", 3, {"reduce_at": "boundary"}, micro_batches=3)
     yield _portable("3 on 3", 3, {}, 3)
     yield _portable("3, wire of 16 bits", 3, {"wire": "bfloat16"})
@@ -329,19 +667,37 @@ def any_processor() -> Iterable[Run]:
 def _portable(name: str, stage: int, options: Options, ranks: int = 2, **more: Any) -> Run:
     wide = "codec" in str(options)
     subject = "wide elementwise" if wide else "elementwise"
-    return Run(f"any processor: {name}", stage, options, ranks, subject=subject, optimizer="powers of two", **more)
+    return Run(
+        f"any processor: {name}",
+        stage,
+        options,
+        ranks,
+        subject=subject,
+        optimizer="powers of two",
+        **more,
+    )
 
 
 def other_ways() -> Iterable[Run]:
     zero: Options = {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}
-    for stage, more in ((2, {"zero_optimization": zero, "bf16": {"enabled": True}}), (3, {"zero_optimization": {"stage": 3}})):
+    for stage, more in (
+        (2, {"zero_optimization": zero, "bf16": {"enabled": True}}),
+        (3, {"zero_optimization": {"stage": 3}}),
+    ):
         yield Run(f"other ways: DeepSpeed's JSON, stage {stage}", stage, {"deepspeed": more})
     for stage in (0, 1, 3):
         yield Run(f"other ways: {stage}, averages", stage, then="averages")
         yield Run(f"other ways: {stage}, whole parameters", stage, then="whole parameters")
     yield Run("other ways: 3, kept gathered", 3, then="kept gathered")
-    yield Run("other ways: 3 on 4, groups of 2, kept gathered", 3, {"group": 2}, 4, then="kept gathered")
-    yield Run("other ways: 3, states on NVMe, averages", 3, {"offload_optimizer": "nvme", **NVME}, then="averages")
+    yield Run(
+        "other ways: 3 on 4, groups of 2, kept gathered", 3, {"group": 2}, 4, then="kept gathered"
+    )
+    yield Run(
+        "other ways: 3, states on NVMe, averages",
+        3,
+        {"offload_optimizer": "nvme", **NVME},
+        then="averages",
+    )
     for stage in (1, 3):
         yield Run(f"other ways: {stage}, another structure", stage, then="another structure")
 

@@ -1,6 +1,7 @@
 """Runs and plans come to what is recorded of them, and the check would notice a byte.
 
-A part is some runs of every kind. `make test` takes a few parts; --all, or `python tests/recording/record.py`, takes everything.
+A part is some runs of every kind. `make test` takes a few parts; --all, or
+`python tests/recording/record.py`, takes everything.
 """
 
 from __future__ import annotations
@@ -46,12 +47,18 @@ def test_the_recording_holds_every_run_and_plan_and_no_other() -> None:
 
 
 def test_stages_that_promise_equal_bits_are_recorded_with_the_same() -> None:
-    """Which also says that the recorded hashes are of weights: on the same ranks they differ from those after other steps."""
+    """Which also says that the recorded hashes are of weights: on the same ranks they differ from
+    those after other steps.
+    """
     known = record.recording()
     for ranks in (1, 2, 4):
-        weights = {known[f"any processor: {stage} on {ranks}"]["bits"]["weights"] for stage in (0, 1, 2, 3)}
+        weights = {
+            known[f"any processor: {stage} on {ranks}"]["bits"]["weights"] for stage in (0, 1, 2, 3)
+        }
         assert len(weights) == 1, ranks
-    assert len({known[f"any processor: 3 on {ranks}"]["bits"]["weights"] for ranks in (1, 2, 4)}) == 3
+    assert (
+        len({known[f"any processor: 3 on {ranks}"]["bits"]["weights"] for ranks in (1, 2, 4)}) == 3
+    )
 
 
 def changed(value: Any) -> Iterator[Any]:
@@ -90,11 +97,17 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     runs = {name: one for name, one in known.items() if not name.startswith("plan ")}
     store.write(tmp_path / "runs.json", runs)
     assert store.read(tmp_path / "runs.json") == runs
-    assert (tmp_path / "runs.json").read_text() == (record.HERE / record.RUNS).read_text(), "it was written by hand, or in another way"
-    assert sum((record.HERE / name).stat().st_size for name in (record.RUNS, record.PLANS)) < 1_500_000
+    assert (tmp_path / "runs.json").read_text() == (record.HERE / record.RUNS).read_text(), (
+        "it was written by hand, or in another way"
+    )
+    assert (
+        sum((record.HERE / name).stat().st_size for name in (record.RUNS, record.PLANS)) < 1_500_000
+    )
 
 
-def test_the_command_checks_writes_and_compares_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_writes_and_compares_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, only = "stages: 3 on 2, fp32", ["--only", "^stages: 3 on 2, fp32$"]
 
     def asked(*arguments: object) -> tuple[int, str]:
@@ -118,7 +131,9 @@ def test_the_command_checks_writes_and_compares_bits(tmp_path: Path, capsys: pyt
     weights["head.weight"] = weights["head.weight"][::-1]
     (tmp_path / "other.json").write_text(json.dumps(kept))
     code, said = asked("--against", tmp_path / "other.json")
-    assert code == 1 and f"{one} / bits / weights / head.weight" in said and "1 differences" in said, said
+    assert (
+        code == 1 and f"{one} / bits / weights / head.weight" in said and "1 differences" in said
+    ), said
     kept["machine"]["processor"] = "another"
     (tmp_path / "other.json").write_text(json.dumps(kept))
     with pytest.raises(SystemExit, match="another machine"):
@@ -128,14 +143,22 @@ def test_the_command_checks_writes_and_compares_bits(tmp_path: Path, capsys: pyt
 
 
 def test_a_tree_is_compared_with_another_by_its_own_recorder(tmp_path: Path) -> None:
-    """A copy whose loss is a hair's breadth from ours: its recorder says other losses, weights and states, and the same bytes."""
+    """A copy whose loss is a hair's breadth from ours: its recorder says other losses, weights and
+    states, and the same bytes.
+    """
     unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(record.TREE / "src" / "onefold", tmp_path / "src" / "onefold", ignore=unwanted)
     shutil.copytree(record.HERE, tmp_path / "tests" / "recording", ignore=unwanted)
     for helper in record.TESTS.glob("*.py"):
         shutil.copy(helper, tmp_path / "tests")
     subjects = tmp_path / "tests" / "recording" / "subjects.py"
-    subjects.write_text(subjects.read_text().replace("out * out.detach() / 16", "out * out.detach() / 16.001"))
+    subjects.write_text(
+        subjects.read_text().replace("out * out.detach() / 16", "out * out.detach() / 16.001")
+    )
     wrong = record.against(tmp_path, "^any processor: 3, at the boundary$", 1)
     assert {sentence.split(" / ")[1] for sentence in wrong} == {"bits"}, wrong
-    assert {sentence.split(" / ")[2] for sentence in wrong} == {"losses", "weights", "states"}, wrong
+    assert {sentence.split(" / ")[2] for sentence in wrong} == {
+        "losses",
+        "weights",
+        "states",
+    }, wrong
