@@ -32,7 +32,7 @@ TESTS = [
     "tests/comm/test_pending.py",
     "tests/train/test_a_step_late.py",
     "tests/runtime/test_transfers.py",
-    "tests/runtime/test_offload_waits.py",
+    "tests/offload/test_offload_waits.py",
 ]
 #: Calls by the last names of what they are called on and of themselves; "*" is anything.
 WAITS = {

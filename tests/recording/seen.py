@@ -27,7 +27,7 @@ import onefold
 PRELOADED = (
     "onefold.checkpoint", "onefold.checkpoint.saving", "onefold.checkpoint.loading", "onefold.ema", "onefold.observe", "onefold.plan.api",
     "onefold.cli.app", "onefold.offload.nvme", "onefold.integrations.deepspeed.config", "onefold.unsharded", "recording.runs", "recording.plans",
-)  # fmt: skip
+)
 
 
 def quiet() -> None:

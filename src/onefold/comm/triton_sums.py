@@ -13,7 +13,7 @@ What would change bits on a GPU, and what is done about it:
 | a sum that begins with +0 turns a first part of -0 into +0         | it begins with -0: -0 + x is x, for every x                       |
 | `tl.full(-0.0)` is +0 where a builder compares with 0              | -0 is made of its bits                                            |
 | 2**31 elements and more, and rows that far apart                   | offsets are int64; rows are reached by adding to pointers         |
-| subnormals flushed to 0                                            | Triton asks for none of it (tests/comm/test_kernels_compiled.py)  |
+| subnormals flushed to 0                                            | Triton asks for none of it (tests/quant/test_kernels_compiled.py)  |
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ranks import run_ranks
 from runtime.test_offload import train
+
+from ranks import run_ranks
 
 OVER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "HSDP": ({"shard_group": 2}, ("parameters and states on the host", "everything on NVMe")),
