@@ -118,10 +118,10 @@ def test_the_command_checks_writes_and_compares_bits(
         shutil.copy(record.HERE / name, tmp_path)
     path = tmp_path / record.RUNS
     runs = store.read(path)
-    runs[one]["wire"]["reduce-scatter"][0] += 1
+    runs[one]["layout"][0][1] += 1
     store.write(path, runs)
     code, said = asked("--check", "--folder", tmp_path)
-    assert code == 1 and f"{one} / wire / reduce-scatter / 0" in said, said
+    assert code == 1 and f"{one} / layout / 0 / 1" in said, said
     code, said = asked("--write", "--folder", tmp_path)
     assert code == 0 and path.read_text() == (record.HERE / record.RUNS).read_text(), said
     code, said = asked("--bits", tmp_path / "bits.json")
