@@ -25,8 +25,18 @@ import onefold
 
 #: Imported once for all processes, as tests/ranks.py says.
 PRELOADED = (
-    "onefold.checkpoint", "onefold.checkpoint.saving", "onefold.checkpoint.loading", "onefold.ema", "onefold.observe", "onefold.plan.api",
-    "onefold.cli.app", "onefold.offload.nvme", "onefold.integrations.deepspeed.config", "onefold.unsharded", "recording.runs", "recording.plans",
+    "onefold.checkpoint",
+    "onefold.checkpoint.saving",
+    "onefold.checkpoint.loading",
+    "onefold.ema",
+    "onefold.observe",
+    "onefold.plan.api",
+    "onefold.cli.app",
+    "onefold.offload.nvme",
+    "onefold.integrations.deepspeed.config",
+    "onefold.unsharded",
+    "recording.runs",
+    "recording.plans",
 )
 
 
