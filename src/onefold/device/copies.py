@@ -69,7 +69,7 @@ class CopyStream:
     and its ticket is None.
 
     Attributes:
-        behind: whether copies run behind the computing stream.
+        asynchronous: whether copies run behind the computing stream.
         stream: theirs; None without streams.
     """
 
