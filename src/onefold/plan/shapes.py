@@ -4,7 +4,6 @@ one. No tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -115,12 +114,3 @@ class ModelShape:
             for i in range(depth)
         ]
         return cls(name or f"{numel:,} parameters", tuple(units))
-
-
-def of_module_parameters(
-    found: Iterable[tuple[str, tuple[int, ...], bool, str]],
-) -> tuple[Parameter, ...]:
-    """`(name, shape, trainable, dtype)` as parameters."""
-    return tuple(
-        Parameter(name, tuple(shape), trainable, dtype) for name, shape, trainable, dtype in found
-    )

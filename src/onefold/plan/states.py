@@ -148,10 +148,6 @@ class FlatPlan:
         """Elements that this rank owns, padding included."""
         return self.owned[1] - self.owned[0]
 
-    @property
-    def is_its_master(self) -> bool:
-        return self.whole_master and self.shared
-
     def local(self, slot: Slot) -> int:
         """Elements of `slot` that this rank's optimizer steps."""
         a, b = overlap((slot.start, slot.end), self.owned)

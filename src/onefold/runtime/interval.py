@@ -109,10 +109,6 @@ class IntervalSpec:
             and (mine is theirs or mine.bounds == theirs.bounds)
         )
 
-    def reshaped(self, shape: Any) -> IntervalSpec:
-        """The same elements in another shape."""
-        return IntervalSpec(self.owners, self.name, self.first, shape, self.unreduced)
-
     def within(self, offset: int, shape: Any) -> IntervalSpec:
         """The elements from `offset` on that a tensor of `shape` has."""
         return IntervalSpec(self.owners, self.name, self.first + offset, shape, self.unreduced)

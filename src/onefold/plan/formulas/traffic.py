@@ -71,18 +71,6 @@ def between_groups(numel: float, group: int, ranks: int, element_bytes: float = 
     return 2 * (numel / group) * (1 - group / ranks) * element_bytes
 
 
-def hybrid_bytes(
-    numel: float, group: int, ranks: int, element_bytes: float = 2, micro_batches: int = 1
-) -> dict[str, float]:
-    """Bytes by link of stage 3 inside groups of `group` ranks and replicas across: {"inside",
-    "between"} (a group is a node).
-    """
-    return {
-        "inside": wire_bytes(numel, "zero-3", group, element_bytes, micro_batches),
-        "between": between_groups(numel, group, ranks, element_bytes),
-    }
-
-
 def zeropp_bytes(
     numel: float,
     micro_batches: int = 1,
@@ -216,12 +204,3 @@ def pipeline_elements(batch: int, seq: int, hidden: int, degree: int = 1) -> flo
     (Narayanan et al. 2021, section 4.1).
     """
     return batch * seq * hidden / degree
-
-
-def distributed_muon_ratio(
-    gradient_bytes: float = 4, parameter_bytes: float = 4, gathered_bytes: float = 2
-) -> float:
-    """Upper bound of the traffic of whole-matrix updates over that of stage 1 with AdamW: 1.25 (Liu
-    et al. 2025, section 2.3).
-    """
-    return (gradient_bytes + gathered_bytes + parameter_bytes) / (gradient_bytes + parameter_bytes)
