@@ -16,6 +16,7 @@ from onefold.memory.pool import (
     MemoryLedger,
     Pool,
     empty,
+    nbytes_of,
     storage_of,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "MemoryLedger",
     "Pool",
     "empty",
+    "nbytes_of",
     "storage_of",
 ]

@@ -147,12 +147,12 @@ class Pool:
         free = self._free[numel, dtype]
         try:
             buffer = free.pop()  # another thread may have taken the last one
-            self.ledger.add(IDLE, -_bytes(buffer))
+            self.ledger.add(IDLE, -nbytes_of(buffer))
         except IndexError:
             self.drain()  # new memory is asked for only when no idle memory is left
             buffer = empty(numel, dtype, self.device, self.paged, self.pinned)
         self._taken[id(buffer)] = category, unit
-        self.ledger.add(category, _bytes(buffer), unit)
+        self.ledger.add(category, nbytes_of(buffer), unit)
         return buffer
 
     def fresh(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -166,10 +166,10 @@ class Pool:
         it alive.
         """
         category, unit = self._taken.pop(id(buffer))
-        self.ledger.add(category, -_bytes(buffer), unit)
+        self.ledger.add(category, -nbytes_of(buffer), unit)
         if _owners(buffer) <= 1:
             self._free[buffer.numel(), buffer.dtype].append(buffer)
-            self.ledger.add(IDLE, _bytes(buffer))
+            self.ledger.add(IDLE, nbytes_of(buffer))
 
     def drain(self) -> None:
         """Let go of every buffer that is not in use."""
@@ -184,7 +184,8 @@ def storage_of(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def _bytes(t: torch.Tensor) -> int:
+def nbytes_of(t: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
     return t.numel() * t.element_size()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from onefold.memory import nbytes_of
 from onefold.plan.costs import Kernels
 
 _aten = torch.ops.aten
@@ -43,11 +44,11 @@ def kernels_of(
         return None
     inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
     outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
-    written = sum(map(_bytes, outputs))
+    written = sum(map(nbytes_of, outputs))
     read = (
-        written + sum(map(_bytes, inputs[1:]))
+        written + sum(map(nbytes_of, inputs[1:]))
         if _name(func) in _PICKING
-        else sum(map(_bytes, inputs))
+        else sum(map(nbytes_of, inputs))
     )
     formula = formulas.get(func.overloadpacket)
     if formula is None:
@@ -62,10 +63,6 @@ def _groups(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) 
     if "grouped" not in _name(func):
         return 1
     return max((t.shape[0] for t in (*inputs, *outputs) if t.dim() == 3), default=1)
-
-
-def _bytes(t: torch.Tensor) -> int:
-    return t.numel() * t.element_size()
 
 
 def _name(func: Any) -> str:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger
+from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
@@ -284,7 +284,7 @@ class Reducer:
         them).
         """
         buffer = self.engine.pool.take(run[1] - run[0], dtype, self._category, flat.unit_name)
-        if _bytes(buffer) <= ASIDE:  # one call costs more than the bytes
+        if nbytes_of(buffer) <= ASIDE:  # one call costs more than the bytes
             return buffer.zero_()
         end = run[0]
         for slot in flat.layout.slots:
@@ -321,7 +321,9 @@ class Reducer:
         and another unit has been sent since.
         """
         if len(self.flying) > self.in_flight:
-            return not self.in_flight or sum(_bytes(r.buffer) for r in self.flying) > SMALL_TRAFFIC
+            return (
+                not self.in_flight or sum(nbytes_of(r.buffer) for r in self.flying) > SMALL_TRAFFIC
+            )
         return (
             bool(self.flying)
             and not self.flying[0].is_last
@@ -375,7 +377,7 @@ class Reducer:
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             # It was added to gradients that are there
-            self._ledger(flat).add(GRADIENTS, -_bytes(total))
+            self._ledger(flat).add(GRADIENTS, -nbytes_of(total))
         if r.gathering is None and not _all_of(r, r.filled):
             self.summed.append(r)  # another rank may have used the others
 
@@ -439,7 +441,7 @@ class Reducer:
                 kept = True
             else:  # a copy in another dtype
                 set_grad(param, grad.to(flat.dtypes.master))
-                self._ledger(flat).add(GRADIENTS, _bytes(get_grad(param)))
+                self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
                 kept = kept or offloaded is None
         if behind:
             self.engine.in_backward_stepper.landed(flat)
@@ -469,9 +471,9 @@ class Reducer:
         assert r.total is not None
         if not r.down:
             r.down = True
-            self.engine.memory.add(GRADIENTS, -_bytes(r.total))
+            self.engine.memory.add(GRADIENTS, -nbytes_of(r.total))
             r.total = offloaded.bring_down(r.total)
-            self.engine.transfers.host.add(GRADIENTS, _bytes(r.total))
+            self.engine.transfers.host.add(GRADIENTS, nbytes_of(r.total))
         if (
             offloaded.gradients_on_disk
             or r.total.dtype != r.flat.dtypes.master
@@ -511,7 +513,7 @@ class Reducer:
                 and r.gathering is not None
                 and r.total is not None
             ):
-                self._ledger(r.flat).add(GRADIENTS, -_bytes(r.total))
+                self._ledger(r.flat).add(GRADIENTS, -nbytes_of(r.total))
 
     def launch_rest(self) -> None:
         """At the end of a backward pass: the units whose gradients did not all come take part with
@@ -580,7 +582,3 @@ class Reducer:
 def _all_of(r: Reduction, which: list[bool]) -> bool:
     """Whether `which`, by entry, names all that travel with `r`."""
     return all(which) or all(which[e.index] for e in r.flat.entries if r.flat.in_run(e, r.run))
-
-
-def _bytes(t: torch.Tensor) -> int:
-    return t.numel() * t.element_size()

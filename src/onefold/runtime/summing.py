@@ -39,7 +39,7 @@ from onefold.comm.group import Cut
 from onefold.comm.sums import sum_parts
 from onefold.device import has_streams
 from onefold.layout import overlap, round_up
-from onefold.memory import GRADIENTS, REDUCTION, RESIDUALS
+from onefold.memory import GRADIENTS, REDUCTION, RESIDUALS, nbytes_of
 from onefold.recipe.groups import NATIVE
 from onefold.runtime.flat import Flat
 from onefold.runtime.route import Hop
@@ -196,7 +196,7 @@ class Summing:
         # On however many levels the backend likes
         sent, r.whole, r.at = self._on_the_wire(r), True, len(r.flat.hops) - 1
         r.total = self.engine.pool.fresh(sent.numel(), sent.dtype).copy_(sent)
-        self.engine.memory.add(GRADIENTS, _bytes(r.total))
+        self.engine.memory.add(GRADIENTS, nbytes_of(r.total))
         r.pending = self.engine.group.all_reduce(
             r.total, place, r.flat.index, self.early_scale(r.flat) == 1
         )
@@ -227,7 +227,7 @@ class Summing:
         places = {group.rank: mine}
         if into is not None:
             places[into] = self.engine.pool.fresh(mine.numel(), dtype)
-            self.engine.memory.add(REDUCTION, _bytes(places[into]), r.unit.name)
+            self.engine.memory.add(REDUCTION, nbytes_of(places[into]), r.unit.name)
         rows = group.size - len(places)
         r.receive_buffer = (
             self.engine.pool.take(rows * mine.numel(), dtype, REDUCTION, r.unit.name)
@@ -296,9 +296,9 @@ class Summing:
             if known is not None:
                 both = min(numel, known.numel())
                 found[:both] = known[:both]
-                self.engine.memory.add(RESIDUALS, -_bytes(known))
+                self.engine.memory.add(RESIDUALS, -nbytes_of(known))
             self.residuals[key] = known = found
-            self.engine.memory.add(RESIDUALS, _bytes(known))
+            self.engine.memory.add(RESIDUALS, nbytes_of(known))
         return known
 
     def spans(self) -> dict[tuple[int, int, int], int]:
@@ -317,7 +317,7 @@ class Summing:
     def forget(self) -> None:
         """Nothing was lost."""
         for lost in self.residuals.values():
-            self.engine.memory.add(RESIDUALS, -_bytes(lost))
+            self.engine.memory.add(RESIDUALS, -nbytes_of(lost))
         self.residuals.clear()
 
     def forget_if(self, bad: torch.Tensor) -> None:
@@ -387,7 +387,7 @@ class Summing:
         del pending
         into = None if r.whole or not r.parts else self.summed_into(r)
         if into is not None:
-            self.engine.memory.add(REDUCTION, -_bytes(r.parts[into]), r.unit.name)
+            self.engine.memory.add(REDUCTION, -nbytes_of(r.parts[into]), r.unit.name)
         r.parts.clear()
         nothing = r.buffer.new_empty(0)
         for buffer in (r.buffer, r.sent, r.receive_buffer):
@@ -419,8 +419,8 @@ class Summing:
     def _sum_in_place(self, r: Reduction, into: int) -> torch.Tensor:
         total = r.parts[into]
         r.result_range = r.own
-        self.engine.memory.add(REDUCTION, -_bytes(total), r.unit.name)
-        self.engine.memory.add(GRADIENTS, _bytes(total))
+        self.engine.memory.add(REDUCTION, -nbytes_of(total), r.unit.name)
+        self.engine.memory.add(GRADIENTS, nbytes_of(total))
         # Rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
         for rank, part in r.parts.items():
             if rank != into:
@@ -444,7 +444,7 @@ class Summing:
                 r.result_range[1] - r.result_range[0], flat.dtypes.wire if sent_on else sums_dtype
             )
             target = total[r.own[0] - r.result_range[0] : r.own[1] - r.result_range[0]]
-            self.engine.memory.add(GRADIENTS, _bytes(total))
+            self.engine.memory.add(GRADIENTS, nbytes_of(total))
         scale = (
             1.0 / r.hop.group.size if r.hop.group.size > 1 and self.early_scale(flat) == 1 else 1.0
         )
@@ -571,7 +571,3 @@ def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch
     """The ranks' pieces of a buffer over `span`, by position in the hop's group."""
     cuts = [overlap(span, there) for there in hop.ranges]
     return buffer.split([b - a for a, b in cuts])
-
-
-def _bytes(t: torch.Tensor) -> int:
-    return t.numel() * t.element_size()
