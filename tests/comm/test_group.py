@@ -90,7 +90,11 @@ def every_move(inner: int | None, native: bool) -> dict[str, torch.Tensor]:
     """What each move gives this rank, on a group of `inner` and on both of its levels."""
     whole = Group(standin.new_group() if native else None, CPU, 20.0, inner)
     out: dict[str, torch.Tensor] = {"position": torch.tensor(whole.rank)}
-    for name, group in (("all", whole), ("inside", whole.inside), ("across", whole.across)):
+    for name, group in (
+        ("all", whole),
+        ("inside", whole.intra_group),
+        ("across", whole.inter_group),
+    ):
         n, me = group.size, whole.number
         out[f"{name}: values"] = group.gather_values(torch.tensor([me, me * me]), HERE)
         payload = torch.tensor([me, 7], dtype=torch.uint8)
@@ -195,7 +199,7 @@ def communicators(folder: str, inner: int | None) -> list[Any]:
     dist.distributed_c10d._get_default_group().bound_device_id = GPU
     before = dict(standin.made)
     split = Group(None, CPU, 20.0, inner)
-    values = split.inside.gather_values(torch.tensor([rank]), HERE).flatten().tolist()
+    values = split.intra_group.gather_values(torch.tensor([rank]), HERE).flatten().tolist()
     more = {
         how: n - before.get(how, 0) for how, n in standin.made.items() if n - before.get(how, 0)
     }

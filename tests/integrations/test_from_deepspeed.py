@@ -24,7 +24,7 @@ from onefold.checkpoint.source import Item
 from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
 from ranks import run_ranks
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "checkpoint" / "data"
 sys.path.insert(0, str(DATA))
 from make_deepspeed import BEFORE, CASES, SAMPLES, TAG, Case, Tiny, digest
 

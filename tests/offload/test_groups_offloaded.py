@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runtime.test_offload import train
+from test_offload import train
 
 from ranks import run_ranks
 

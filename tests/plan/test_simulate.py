@@ -253,7 +253,7 @@ def test_the_module_and_the_process_are_as_they_were() -> None:
     )
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert (
-        sum(e.nbytes for e in found.events if e.last_write)
+        sum(e.nbytes for e in found.events if e.moved)
         == found.account.wire_bytes
         == sum(u.sent for u in found.units.values())
     )

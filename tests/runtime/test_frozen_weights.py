@@ -73,7 +73,7 @@ def against_decoded(name: str, more: dict[str, Any]) -> dict[str, Any]:
     return {
         "equal": trained(model) == trained(plain),
         "far": far,
-        "bytes": sum(f.route.second.numel() for f in stored),
+        "bytes": sum(f.route.secondary.numel() for f in stored),
         "wanted": sum(f.route.each for f in stored) * (2 if "shard_group" in more else 1),
         "elements": sum(f.owned[1] - f.owned[0] for f in stored),
         "content": sum(f.layout.content for f in stored) / engine.world_size,
@@ -117,7 +117,7 @@ def codes(model: nn.Module) -> Codes:
     for flat in (f for u in onefold.engine_of(model).units for f in u.flats if f.route.stored):
         by, each = flat.route.codec, flat.layout.shard_numel
         for index in range((flat.owned[1] - flat.owned[0]) // each):
-            payload, kept = by.split(flat.route._bytes_of(flat.route.second, index), each)
+            payload, kept = by.split(flat.route._bytes_of(flat.route.secondary, index), each)
             first = flat.owned[0] + index * each
             for slot in flat.layout.slots:
                 a, b = (

@@ -64,6 +64,9 @@ class TwoRanks:
     def meet(self, subject: str) -> Any:
         return self.engine, self.engine.group
 
+    def before_write(self) -> None:
+        """Nothing is copying the addresses."""
+
 
 def part_of(x: torch.Tensor, owners: Any) -> Interval:
     """This rank's half of `x`."""
