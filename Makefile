@@ -1,5 +1,5 @@
 # make train   an environment of its own, then `onefold train`      make test       the tests (all)
-# make check   ruff, imports and mypy                                      make test-fast  the tests that take seconds
+# make check   ruff, imports and mypy                               make test-fast  the tests that take seconds
 # make bench   Onefold beside its peers                             make habits     writes docs/habits.md from what its tests find
 # make clean   removes the environment                              make record  compares every recorded run and plan; ARGS="--write" records anew
 #

@@ -264,7 +264,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def capabilities() -> Capabilities:
-    """What the engine may be given beyond the core. What a recipe does not need is not imported."""
+    """What the engine may be given beyond the core. Each is imported when it is asked for."""
 
     def storage(flat: Flat, tiers: Tiers, engine: Engine) -> Offloaded:
         from onefold.offload.storage import OffloadStorage

@@ -3,12 +3,12 @@ part of what is computed with.
 
     parameters  optimizer   `rest`: the interval that gathers read                 masters
     device      host        a device tensor (of the whole, where that is kept)     a host tensor, [owned]
-    device      NVMe        the same                                               a region; the parameters are hollow
+    device      NVMe        the same                                               a region; the parameters are storageless
     host        host        the masters, or a host copy in the compute dtype       a host tensor
     host        NVMe        a host copy                                            a region
     NVMe        NVMe        the masters' region, or one in the compute dtype       a region
 
-Hollow (runtime/storageless.py): of a shape and a dtype, without memory. What an optimizer's
+Storageless (runtime/storageless.py): of a shape and a dtype, without memory. What an optimizer's
 parameter on NVMe is between steps.
 
 [Note: who moves what] Down: the reducer brings a unit's summed gradient down as soon as it has it.
@@ -73,7 +73,7 @@ class OffloadStorage:
     Attributes:
         rest: this rank's interval in the compute dtype, [owned], on the device or the host; None if
             it is on NVMe.
-        shown: what the optimizer's parameters are views of, [owned]: the host masters, or a hollow
+        shown: what the optimizer's parameters are views of, [owned]: the host masters, or a storageless
             tensor.
         regions: what lies on NVMe: "master", "parameter", "gradient", and those of `state_kind`.
         scale: what gradients on NVMe are multiplied with when they are read; None is 1.
@@ -360,7 +360,7 @@ class OffloadStorage:
         """Host sums over the addresses `span`, of which the entries `wanted` are meant: to NVMe,
         added to what is there of them.
 
-        Their `.grad` becomes hollow.
+        Their `.grad` becomes storageless.
         """
         region, base = self.region("gradient", self.flat.dtypes.master), self.flat.owned[0]
         if all(e.param.grad is None for e in self.flat.entries):

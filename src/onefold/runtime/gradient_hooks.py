@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
 _T: Any = torch.Tensor
-_whole_sight = torch._C.DisableTorchFunctionSubclass
+_disable_torch_function = torch._C.DisableTorchFunctionSubclass
 _GRAD, _SET_GRAD, _DELETE_GRAD, _DATA = (
     _T.grad.__get__,
     _T.grad.__set__,
@@ -83,7 +83,7 @@ def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
             " one by one: no hook would see the whole. Put the hook on a module's output, or give"
             " the recipe a larger tile."
         )
-    with _whole_sight():
+    with _disable_torch_function():
         if func == _T.register_hook and param.requires_grad:
             entry.compute.requires_grad_(True)  # the engine follows at the next pass
             return func(entry.compute, *args[1:], **kwargs)
@@ -97,7 +97,7 @@ def answered(func: Any, args: Any, kwargs: Any) -> Any:
     their parameters.
     """
     entry = showing.get(id(args[0])) if args else None
-    with _whole_sight():
+    with _disable_torch_function():
         if entry is not None and func == _GRAD:
             return entry.compute.grad
         if entry is not None and func == _SET_GRAD:

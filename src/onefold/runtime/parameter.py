@@ -227,7 +227,7 @@ class ShardedParameter(nn.Parameter):
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What is done with `func` where a sharded parameter or an interval is among its arguments."""
-    # Not under whole_sight: what is recomputed inside needs to see parameters as they are
+    # Not under disable_torch_function: what is recomputed inside needs to see parameters as they are
     if func in differentiate.CALLS:
         return differentiate.call(func, args, kwargs)
     if (

@@ -37,7 +37,7 @@ def scatter_masters(
     with torch.no_grad():
         if group.rank == 0:
             assert full is not None
-            sends = []  # an imagined group has nobody to send to
+            sends = []  # a fake group has nobody to send to
             if not group.fake:
                 sends = [(p, full[slice(*flat.owned_by(p))]) for p in range(1, group.size)]
             group.exchange(sends, [], place, flat.index, move="state").wait()

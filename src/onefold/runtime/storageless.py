@@ -20,7 +20,7 @@ class HollowError(RuntimeError):
 
 
 def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
-    """A hollow tensor of the shape, dtype and device of `like`; `what` is its subject in a
+    """A storageless tensor of the shape, dtype and device of `like`; `what` is its subject in a
     sentence.
     """
     out = torch.empty_like(like.detach())
@@ -29,7 +29,7 @@ def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> torch.Tensor:
-    """The hollow tensor `t` as code outside the engine may see it; of the shape that `spec` is a
+    """The storageless tensor `t` as code outside the engine may see it; of the shape that `spec` is a
     part of.
     """
     seen = t.as_subclass(Storageless)
@@ -43,7 +43,7 @@ def is_storageless(t: torch.Tensor) -> bool:
 
 
 def explain(func: Any, what: str) -> HollowError:
-    """What to say to code that wants to compute with something hollow."""
+    """What to say to code that wants to compute with something storageless."""
     return HollowError(
         f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe or"
         " encoded. Read a parameter with `parameter.onefold.gather()` (on every rank), write with"

@@ -1,10 +1,9 @@
 """Host memory that the disk reads and writes directly.
 
 [Note: buffers and fork] A child that is forked (a data loader that starts its workers) shares its
-parent's private memory until one of the
-two writes: each page of the parent's buffers would then exist twice as long as the child lives,
-huge pages would fall apart, and open(2) asks that no direct transfer is under way meanwhile. The
-system is therefore told to give children empty pages in place of buffers (MADV_WIPEONFORK, Linux
+parent's private memory until one of the two writes: each page of the parent's buffers would then
+exist twice as long as the child lives, huge pages would fall apart, and open(2) asks that no direct
+transfer is under way meanwhile. The system is therefore told to give children empty pages in place of buffers (MADV_WIPEONFORK, Linux
 4.14), so that the parent keeps its own; where it cannot, the mapping is a shared one, which a fork
 leaves alone too. The former can have huge pages, which take less than half the processor time in a
 transfer.
