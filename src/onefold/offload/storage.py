@@ -41,7 +41,7 @@ from onefold.memory import (
 from onefold.memory.tier_error import TierError
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe.options import SECTOR
 from onefold.runtime.capabilities import Region, Transfer
 from onefold.runtime.parameter import written
 from onefold.runtime.placement import Tiers

@@ -27,8 +27,8 @@ from torch import nn
 from onefold.layout import FlatLayout, Slot, overlap
 from onefold.memory import MASTERS, PARAMETERS, storage_of
 from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.groups import GROUP
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe.options import SECTOR
+from onefold.recipe.rows import GROUP
 from onefold.runtime import gradient_hooks
 from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.interval import IntervalSpec, Owners, dispatches, over

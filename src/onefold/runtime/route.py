@@ -26,7 +26,7 @@ from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.comm.codec import Codec
 from onefold.layout import round_up
 from onefold.memory import GATHERED, PARAMETERS
-from onefold.recipe.groups import FLAT, GROUP, NATIVE
+from onefold.recipe.rows import FLAT, GROUP, NATIVE
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe

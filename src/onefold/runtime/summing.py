@@ -40,7 +40,7 @@ from onefold.comm.sums import sum_parts
 from onefold.device import has_streams
 from onefold.layout import overlap, round_up
 from onefold.memory import GRADIENTS, REDUCTION, RESIDUALS, nbytes_of
-from onefold.recipe.groups import NATIVE
+from onefold.recipe.rows import NATIVE
 from onefold.runtime.flat import Flat
 from onefold.runtime.route import Hop
 from onefold.runtime.unit import Unit
