@@ -10,7 +10,7 @@ from onefold.plan.formulas.states import Convention
 from onefold.plan.wires import WIRES, given
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.moments import bytes_an_element
-from onefold.recipe.options import OPTIONS, refuse_unknown
+from onefold.recipe.options import OPTIONS, Dtype, Precision, refuse_unknown
 
 CHECKPOINTING = ("none", "selective", "full")
 #: Where the plan may put states besides the device, as arguments of `Recipe.zero`, in the order of
@@ -67,8 +67,8 @@ class Job:
     seq: int = 1024
     micro_batch: int = 1
     global_batch: int = 0
-    precision: str | None = "bf16"
-    accumulate_dtype: str = "fp32"
+    precision: Precision | None = "bf16"
+    accumulate_dtype: Dtype = "fp32"
     checkpointing: str = ""
     optimizer: str = "adamw"
     lora_rank: int = 0

@@ -3,10 +3,10 @@
     row ─► the check of the value            `Recipe.zero`, a recipe made row by row, `Recipe.replace`
         ─► --option, with its help           `onefold train`, `onefold plan` (cli/options.py)
         ─► key of a configuration file       `onefold train --config` (train/config.py)
-        ─► the table in docs/guide.md        `python -m onefold.recipe.options docs/guide.md`
+        ─► the table in docs/guide.md        `make options` (tests/recipe/test_options.py)
 
-What a type and a default are stands in the signature of `Recipe.zero` too, so that an editor knows
-them; a test holds the two together. What can be told of one value is told here, what of several in
+Type and default stand in the signature of `Recipe.zero` too, so that an editor knows them; a test
+holds the two together. What can be told of one value is told here, what of several in
 recipe/checks.py. Imports no torch: a misspelt option is told before that.
 """
 
