@@ -135,7 +135,7 @@ def offloaded_step_does_not_wait() -> None:
     real = offloaded.step_flat
 
     def step_flat(optimizer: Any, engine: Any, flat: Any, entries: Any) -> None:
-        for entry in entries if flat.offloaded is not None and engine.rank == 1 else ():
+        for entry in entries if flat.storage.offloaded and engine.rank == 1 else ():
             if entry.param.grad is not None:
                 grad = entry.param.grad.view(-1)
                 grad[grad.numel() // 2 :] = 0

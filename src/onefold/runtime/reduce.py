@@ -31,7 +31,6 @@ from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
-from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.summing import Reduction, Summing
@@ -407,18 +406,17 @@ class Reducer:
         True if some `.grad` lies in them now, or may come to.
         """
         assert r.total is not None
-        offloaded = r.flat.offloaded
-        if offloaded is not None:
-            self._bring_down(r, offloaded)
-        flat, kept = r.flat, not _all_of(r, which)
-        behind = self._steps_behind(flat, which)
+        flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
+        self._bring_down(r)
+        stepper = self.engine.in_backward_stepper
+        behind = stepper is not None and stepper.takes(flat, which)
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         meant = [entry for entry in shares.here if which[entry.index]]
-        if offloaded is not None and offloaded.gradients_on_disk and not behind:
+        if storage.gradients_on_disk and not behind:
             try:
-                offloaded.take_gradient(r.total, r.result_range, meant)
+                storage.take_gradient(r.total, r.result_range, meant)
             except TierError as error:
                 # The other ranks are waiting: all raise before the optimizer steps
                 self.engine.failure = self.engine.failure or error
@@ -442,47 +440,24 @@ class Reducer:
             else:  # a copy in another dtype
                 set_grad(param, grad.to(flat.dtypes.master))
                 self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
-                kept = kept or offloaded is None
+                kept = kept or not storage.offloaded
         if behind:
-            self.engine.in_backward_stepper.landed(flat)
+            stepper.landed(flat)
         return kept
 
-    def _steps_behind(self, flat: Flat, which: list[bool]) -> bool:
-        """Whether the flat buffer is stepped as soon as these gradients are there: they are all of
-        its own, in memory.
-        """
-        behind, offloaded = self.engine.in_backward_stepper, flat.offloaded
-        if (
-            behind is None
-            or offloaded is None
-            or len(flat.runs) != 1
-            or not all(which[e.index] for e in flat.entries if e.active)
-        ):
-            return False
-        if offloaded.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):
-            return False
-        offloaded.stepped_in = (
-            self.engine.step if (takes := bool(behind.takes(flat))) else offloaded.stepped_in
-        )
-        return takes
-
-    def _bring_down(self, r: Reduction, offloaded: Offloaded) -> None:
-        """The sums leave the device, once."""
+    def _bring_down(self, r: Reduction) -> None:
+        """The sums leave the device, once, if their optimizer is not there."""
         assert r.total is not None
+        storage = r.flat.storage
         if not r.down:
             r.down = True
             self.engine.memory.add(GRADIENTS, -nbytes_of(r.total))
-            r.total = offloaded.bring_down(r.total)
-            self.engine.transfers.host.add(GRADIENTS, nbytes_of(r.total))
-        if (
-            offloaded.gradients_on_disk
-            or r.total.dtype != r.flat.dtypes.master
-            or any(e.param.grad is not None for e in r.flat.entries)
-        ):
-            self.engine.transfers.down.wait()  # the host is about to read them
+            r.total = storage.bring_down(r.total)
+            self._ledger(r.flat).add(GRADIENTS, nbytes_of(r.total))
+        storage.settle_gradient(r.total)
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
-        return self.engine.memory if flat.offloaded is None else self.engine.transfers.host
+        return flat.storage.gradient_ledger(self.engine)
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over what other ranks used."""
@@ -509,7 +484,7 @@ class Reducer:
                 ]
             if (
                 not self._hand_over(r, which)
-                and r.flat.offloaded is not None
+                and r.flat.storage.offloaded
                 and r.gathering is not None
                 and r.total is not None
             ):
@@ -539,10 +514,8 @@ class Reducer:
         module): reduce them too.
         """
         for index in late:
-            if any(
-                f.offloaded is not None and f.offloaded.stepped_in == self.engine.step
-                for f in self.units[index].flats
-            ):
+            stepper = self.engine.in_backward_stepper
+            if stepper is not None and stepper.has_stepped(self.units[index]):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped"
                     " behind the backward pass: this model uses it in more than one part of the"

@@ -42,7 +42,7 @@ from onefold.layout import overlap, round_up
 from onefold.memory import GRADIENTS, REDUCTION, RESIDUALS, nbytes_of
 from onefold.recipe.groups import NATIVE
 from onefold.runtime.flat import Flat
-from onefold.runtime.route import Hop
+from onefold.runtime.hops import Hop
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
