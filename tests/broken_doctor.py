@@ -61,15 +61,15 @@ def sums(change: Callable[[Any, torch.Tensor, Any], None]) -> Callable[[], None]
     """
 
     def breaking() -> None:
-        from onefold.runtime.summing import Summing
+        from onefold.runtime.reductions import Sending
 
-        real = Summing.land
+        real = Sending.land
 
-        def land(self: Any, r: Any) -> None:
-            real(self, r)
-            change(r, r.total, self.engine)
+        def land(self: Any) -> None:
+            real(self)
+            change(self.r, self.r.total, self.r.flat.entries[0].engine())
 
-        Summing.land = land
+        Sending.land = land
 
     return breaking
 

@@ -22,7 +22,7 @@ from onefold.optim import clip_grad_norm, held_elsewhere, unwatch, watch
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
-from onefold.recipe.groups import GROUP
+from onefold.recipe.groups import GROUP, NATIVE
 from onefold.recipe.tiers import bytes_of
 from onefold.runtime import keep_gathered as kept_gathered
 from onefold.runtime import state
@@ -33,9 +33,11 @@ from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import FlatGather, Gather, LocalGather, SecondaryGather
 from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
 from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
+from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, RowsReduce
 from onefold.runtime.notes import idle_notes, precision_notes
 from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.placement import LOW, Tiers, offload_notes
+from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.units import UnitSpec, find_units
@@ -306,6 +308,19 @@ def capabilities() -> Capabilities:
             return SecondaryGather(flat)
         return LocalGather(flat) if flat.whole_master else FlatGather(flat)
 
+    def reduce(flat: Flat, at: int, engine: Engine) -> Reduce:
+        group, codec = flat.hops[at].group, engine.residuals.codec
+        encodes = flat.dtypes.sums == torch.float32 and group.size > 1 and not group.fake
+        if codec is not None and encodes:
+            from onefold.quant.reductions import EncodedReduce
+
+            return EncodedReduce(flat, at, engine, codec)
+        if engine.recipe.reduce == NATIVE and group.size > 1:
+            return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, engine)
+        if group.native:
+            return RowsReduce(flat, at, engine)
+        return (SimulatedReduce if group.fake else PairwiseReduce)(flat, at, engine)
+
     def activations(engine: Engine) -> Activations:
         from onefold.offload.engine_activations import HostActivations
 
@@ -325,7 +340,7 @@ def capabilities() -> Capabilities:
             give_large_blocks_back()
         return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
 
-    return Capabilities(storage, gather, activations, named, store)
+    return Capabilities(storage, gather, reduce, activations, named, store)
 
 
 def _open(

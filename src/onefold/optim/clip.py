@@ -67,7 +67,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
     with disable_torch_function(), torch.no_grad():
         engine.optimizer_is_stepping()
         total = _total_norm(engine, own_gradients(engine), p)
-        engine.reduce.summing.forget_if(~torch.isfinite(total))
+        engine.residuals.forget_if(~torch.isfinite(total))
         if limit == math.inf:  # the factor is 1, which nobody has to be asked for
             return total.to(torch.float32)
         scale = (limit / (total + 1e-6)).clamp(max=1.0)

@@ -45,6 +45,7 @@ from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import ForwardDepth, disable_torch_function
 from onefold.runtime.placement import Tiers, leaving, rests_encoded
 from onefold.runtime.reduce import Reducer
+from onefold.runtime.residuals import Residuals
 from onefold.runtime.spans import Span, Spans
 from onefold.runtime.stale import all_written, look_at, look_for_writes
 from onefold.runtime.transfers import Transfers
@@ -109,6 +110,7 @@ class Engine:
             self.memory,
             paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier),
         )
+        self.residuals = Residuals(self)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
         self.step = 0
@@ -245,6 +247,7 @@ class Engine:
                 flat.grads.clear()
                 flat.held.clear()
                 flat.full, flat.hops, flat.broadcast_back = None, (), None
+                flat.reduces = ()
                 del flat.storage, flat.gather
                 flat.forget()
             unit.flats.clear()
@@ -478,7 +481,7 @@ class Engine:
             CollectiveContext("control", "(overflow check)", self.step, "optimizer"),
         )
         found.fill_(values.max().to(found.device))
-        self.reduce.summing.forget_if(found)
+        self.residuals.forget_if(found)
 
     def _watch(self, unit: Unit, output: Any, root: bool) -> None:
         """Ask autograd to say when the backward pass comes to this unit's output (in time to gather

@@ -10,8 +10,8 @@ together:
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 
 What differs between recipes is what a flat buffer is made of, chosen once in `shard()`: its `storage`
-(runtime/storage.py), its `gather` (runtime/gathers.py) and the hops of its gradient
-(runtime/hops.py).
+(runtime/storage.py), its `gather` (runtime/gathers.py) and its `reduces`, one for each hop
+of its gradient (runtime/reductions.py).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+    from onefold.runtime.reductions import Reduce
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,9 @@ class Flat:
         # What this rank has among those of its group; all of it without groups
         self.shard = self.shard_of(group.rank)
         self.hops = hops_of(self.layout, group)
+        # The mean's factor where each rank applies it to its own gradient; see [Note: the mean over
+        # ranks] in runtime/reductions.py
+        self.early_scale = 1.0 / group.size if dtypes.wire == dtypes.sums else 1.0
         divided = self.shard if recipe.optimizer.over == GROUP else self.interval
         self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
         # Sums go on to who holds them too
@@ -244,6 +248,9 @@ class Flat:
         )
         self.storage: Storage = engine.capabilities.storage(self, tiers, encoded, engine)
         self.gather: Gather = engine.capabilities.gather(self, engine)
+        self.reduces: tuple[Reduce, ...] = tuple(
+            engine.capabilities.reduce(self, at, engine) for at in range(len(self.hops))
+        )
         # Who has which part of what parameters show; None where every rank has the whole.
         self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
         # Sums inside the group that wait for the boundary, by run

@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.comm import CollectiveContext
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.interval import disable_torch_function, get_grad, set_grad
-from onefold.runtime.summing import Reduction, Summing
+from onefold.runtime.reductions import Reduction, broadcast_back
 from onefold.runtime.unit import Unit
 from onefold.runtime.unreduced import take_unreduced
 
@@ -56,7 +57,6 @@ class Reducer:
         self.turn = 0
         self.log: list[int] = []
         self.learned = False
-        self.summing = Summing(engine)
         self.flying: list[Reduction] = []
         self.crossing: list[Reduction] = []  # on a further hop
         # Entries with gradients among the sums that are held, on any rank
@@ -160,7 +160,7 @@ class Reducer:
             for grad in grads
         ):
             return False
-        scale, views = self.summing.early_scale(flat), flat.views(buffer)
+        scale, views = flat.early_scale, flat.views(buffer)
         if len(entries) < len(views) or any(
             entry is not own for entry, own in zip(entries, flat.entries, strict=True)
         ):
@@ -225,7 +225,7 @@ class Reducer:
                 earlier = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]].view(
                     entry.slot.shape
                 )
-                earlier = earlier / self.summing.early_scale(flat)
+                earlier = earlier / flat.early_scale
         changed = gradient_hooks.run(entry, hooks, earlier)
         if changed or (earlier is not None and entry.compute.grad is None):
             entry.filled = False  # what is on the parameter now is all of it
@@ -256,7 +256,7 @@ class Reducer:
             self.engine.pool.give(buffer)
             buffer = flat.grads[run] = wide
         view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
-        scale = self.summing.early_scale(flat)
+        scale = flat.early_scale
         if entry.filled:
             view.add_(grad, alpha=scale)
         elif scale != 1:
@@ -354,25 +354,37 @@ class Reducer:
                 self._send(Reduction(unit, flat, run, filled, buffer, run))
 
     def _send(self, r: Reduction) -> None:
-        self.summing.send(r)
+        self._start(r)
         self.flying.append(r)
+
+    def _start(self, r: Reduction) -> None:
+        """The hop that `r` stands before."""
+        move = "all-reduce" if r.flat.whole_master else "reduce-scatter"
+        place = CollectiveContext(move, r.unit.name, self.engine.step, self.engine.phase)
+        r.sending = r.flat.reduces[r.at].start(r, place)
 
     def _land(self, r: Reduction) -> None:
         """Wait for the parts, add them up in rank order; on to the next hop, or hand over what can
         be handed over.
         """
-        self.summing.land(r)
-        flat, total = r.flat, r.total
+        sending, r.sending, flat = r.sending, None, r.flat
+        assert sending is not None
+        sending.land()
+        total = r.total
         assert total is not None
         if not r.is_last:
             if self._hold(r):
                 return
-            self.summing.next_hop(r)
-            self.summing.send(r)
+            r.next_hop()
+            self._start(r)
             self.crossing.append(r)
             return
         if flat.broadcast_back is not None:
-            self.summing.broadcast_back(r)
+            if r.gathering is None:  # else the backend has done it
+                place = CollectiveContext(
+                    "all-reduce", r.unit.name, self.engine.step, self.engine.phase
+                )
+                r.gathering = broadcast_back(r, place)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             # It was added to gradients that are there
@@ -527,7 +539,8 @@ class Reducer:
     def drop(self) -> None:
         """Forget everything that a failed backward pass left."""
         for r in (*self.flying, *self.crossing):
-            self.summing.drop(r)
+            if r.sending is not None:
+                r.sending.drop(wait=self.engine.group.broken is None)
         if self.engine.group.broken is None:
             for r in self.summed:
                 if r.gathering is not None:
