@@ -420,8 +420,7 @@ class Reducer:
         assert r.total is not None
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
         self._bring_down(r)
-        stepper = self.engine.in_backward_stepper
-        behind = stepper is not None and stepper.takes(flat, which)
+        behind = self.engine.steps.takes(flat, which)
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
@@ -454,7 +453,7 @@ class Reducer:
                 self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
                 kept = kept or not storage.offloaded
         if behind:
-            stepper.landed(flat)
+            self.engine.steps.landed(flat)
         return kept
 
     def _bring_down(self, r: Reduction) -> None:
@@ -526,8 +525,7 @@ class Reducer:
         module): reduce them too.
         """
         for index in late:
-            stepper = self.engine.in_backward_stepper
-            if stepper is not None and stepper.has_stepped(self.units[index]):
+            if self.engine.steps.has_stepped(self.units[index]):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped"
                     " behind the backward pass: this model uses it in more than one part of the"
