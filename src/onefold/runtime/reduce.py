@@ -462,9 +462,11 @@ class Reducer:
         storage = r.flat.storage
         if not r.down:
             r.down = True
-            self.engine.memory.add(GRADIENTS, -nbytes_of(r.total))
+            here, there, nbytes = self.engine.memory, self._ledger(r.flat), nbytes_of(r.total)
             r.total = storage.bring_down(r.total)
-            self._ledger(r.flat).add(GRADIENTS, nbytes_of(r.total))
+            if there is not here:
+                here.add(GRADIENTS, -nbytes)
+                there.add(GRADIENTS, nbytes)
         storage.settle_gradient(r.total)
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
