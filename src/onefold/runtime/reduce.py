@@ -463,9 +463,9 @@ class Reducer:
         if not r.down:
             r.down = True
             here, there, nbytes = self.engine.memory, self._ledger(r.flat), nbytes_of(r.total)
-            r.total = storage.bring_down(r.total)
             if there is not here:
                 here.add(GRADIENTS, -nbytes)
+                r.total = storage.bring_down(r.total)
                 there.add(GRADIENTS, nbytes)
         storage.settle_gradient(r.total)
 
