@@ -27,7 +27,7 @@ from onefold.runtime.interval import (
     local_part,
     spec_of,
 )
-from onefold.runtime.operators import names as tables
+from onefold.runtime.operators import names as known
 from onefold.runtime.operators import refusals
 from ranks import run_ranks
 
@@ -238,16 +238,16 @@ def test_the_table_has_every_elementwise_operator_that_torch_marks() -> None:
             torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
         ]
         if all(marked) and marked and name not in others:
-            assert name in tables.ELEMENTWISE, name
+            assert name in known.ELEMENTWISE, name
 
 
 def test_every_name_that_can_be_overridden_has_one_place() -> None:
     """A name in two tables would be taken for whichever comes first."""
     tables = {
-        "element-wise": tables.ELEMENTWISE, "drawn": tables.DRAWN, "like": tables.LIKE | tables.DRAWN_LIKE,
-        "fresh": tables.FRESH, "reduced": tables.REDUCED, "views": tables.VIEWS | tables.READ_VIEWS,
-        "numbers": tables.NUMBERS,
-        "refused": tables.REFUSED, "local": tables.LOCAL, "asked": frozenset(operators.META),
+        "element-wise": known.ELEMENTWISE, "drawn": known.DRAWN, "like": known.LIKE | known.DRAWN_LIKE,
+        "fresh": known.FRESH, "reduced": known.REDUCED, "views": known.VIEWS | known.READ_VIEWS,
+        "numbers": known.NUMBERS,
+        "refused": known.REFUSED, "local": known.LOCAL, "asked": frozenset(operators.META),
     }  # fmt: skip
     seen: dict[str, str] = {}
     twice = []
