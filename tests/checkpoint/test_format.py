@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.checkpoint.crc import combine, joined
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.manifest import (
     FileRecord,
@@ -29,7 +28,14 @@ from onefold.checkpoint.manifest import (
     write_manifest,
 )
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import DTYPES, Planned, TensorFile, write_tensors
+from onefold.checkpoint.tensorfile import (
+    DTYPES,
+    Planned,
+    TensorFile,
+    combine,
+    joined,
+    write_tensors,
+)
 from onefold.checkpoint.values import decode, encode
 
 

@@ -25,7 +25,7 @@ from onefold.checkpoint.diff import Difference, Tolerance, differences
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
 from onefold.checkpoint.reshard import reshard
-from onefold.checkpoint.source import Item, Stored
+from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.verify import verify
 from onefold.runtime.parameter import disable_torch_function
 from ranks import run_ranks
@@ -250,7 +250,7 @@ def test_a_checkpoint_without_what_the_other_has_differs(saved: Path, tmp_path: 
     assert "scheduler" in {v.where for v in found.values}
 
 
-class Held:
+class Held(Source):
     """Tensors in memory as a source of weights."""
 
     describe = "memory"
@@ -271,14 +271,6 @@ class Held:
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         out.copy_(self._tensors[item].reshape(-1)[start:stop])
-
-    def scalars(self, name: str) -> dict[str, Any]:
-        return {}
-
-    def groups(self) -> None:
-        return None
-
-    def close(self) -> None: ...
 
 
 def held(a: Any, b: Any, **options: Any) -> Difference:

@@ -19,7 +19,6 @@ from saved import Run, Tokenizer, copied
 
 import onefold
 from onefold.checkpoint import CheckpointError
-from onefold.checkpoint.crc import combine, crc32
 from onefold.checkpoint.inspect import glance
 from onefold.checkpoint.manifest import (
     CHECKSUM,
@@ -35,7 +34,7 @@ from onefold.checkpoint.manifest import (
 )
 from onefold.checkpoint.reshard import reshard
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import TensorFile, header_of
+from onefold.checkpoint.tensorfile import TensorFile, combine, crc32, header_of
 from onefold.checkpoint.verify import Problem, examine, verify
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.moments import Recoded
 from onefold.checkpoint.on_disk import read_to_disk
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.together import Together
+from onefold.checkpoint.views import Recoded
 from onefold.comm import CollectiveContext
 from onefold.layout import overlap
 from onefold.offload.step import stepped_apart
@@ -171,7 +171,7 @@ def _match(
     # Tiles say the same of their parameter
     wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))
     # What fits nowhere is no item of a source that was cut to fit
-    unexpected += getattr(source, "unexpected", ())
+    unexpected += source.unexpected
     complaint = (
         f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
         if wrong

@@ -25,7 +25,6 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Outline
 from onefold.checkpoint.folder import flush_file, in_words
-from onefold.checkpoint.folder_source import FolderSource, compare
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
 from onefold.checkpoint.huggingface import each_rank
 from onefold.checkpoint.manifest import MANIFEST, path_in
@@ -142,7 +141,7 @@ def export_folder(
     """
     _check_arguments(dtype, max_shard_bytes)
     target = Path(folder)
-    near = Path(beside) if beside is not None else getattr(source, "folder", None)
+    near = Path(beside) if beside is not None else source.folder
     outline = _outline_of(source)
     sheet = plan(
         outline,
@@ -171,8 +170,7 @@ def export_folder(
             _say_dtype(made.folder / "config.json", dtype or _first_dtype(outline))
         total = sheet.nbytes_of((name, 0, numel_of(outline.tensors[name][1])) for name in items)
         sheet.write(made.folder, pieces(), total, progress)
-        if isinstance(source, FolderSource):
-            compare(source, source.checks)
+        source.compare()
         _finish(made, overwrite)
     except OSError as error:
         made.discard()

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.crc import joined
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.manifest import STATE, Manifest, Record, key_of, path_in, read_manifest
-from onefold.checkpoint.source import Item, Stored
-from onefold.checkpoint.tensorfile import DTYPES, TensorFile
+from onefold.checkpoint.source import Item, Source, Stored
+from onefold.checkpoint.tensorfile import DTYPES, TensorFile, joined
 from onefold.checkpoint.values import decode
 
 #: Files held open at a time.
@@ -24,7 +23,7 @@ OPEN = 64
 
 
 @dataclass(frozen=True, order=True)
-class Check:
+class RangeRead:
     """Elements `[start, stop)` of a tensor were read, all of one piece, and their bytes have this
     CRC-32.
     """
@@ -35,21 +34,24 @@ class Check:
     crc: int
 
 
-class FolderSource:
-    """See `onefold.checkpoint.source.Source`.
+class FolderSource(Source):
+    """See `Source`.
 
     Attributes:
-        checks: what was read, for `verify_read`.
+        checks: what was read and not compared yet.
 
     Raises:
         CheckpointError: the folder is no checkpoint, damaged, or of a later version.
     """
 
+    folder: Path
+
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.manifest: Manifest = read_manifest(self.folder)
+        self.step, self.saved_by = self.manifest.step, self.manifest.saved_by
         self.records: dict[Item, Record] = {r.item: r for r in self.manifest.records}
-        self.checks: list[Check] = []
+        self.checks: list[RangeRead] = []
         self._files: dict[str, TensorFile] = {}
         self._state: dict[str, Any] | None = None
 
@@ -91,7 +93,7 @@ class FolderSource:
         out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         before = len(self.checks)
         self.read(item, 0, out.numel(), out.reshape(-1))
-        compare(self, self.checks[before:])
+        self.compare_with(self.checks[before:])
         return out
 
     def stored(self, item: Item) -> Stored:
@@ -127,7 +129,7 @@ class FolderSource:
                     " checkpoint, or is damaged."
                 )
             crc = file.read(key, a - piece.start, b - piece.start, out[a - start : b - start])
-            self.checks.append(Check(item, a, b, crc))
+            self.checks.append(RangeRead(item, a, b, crc))
 
     def _open(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -157,41 +159,44 @@ class FolderSource:
             [[decode(group) for group in o["groups"]] for o in optimizers] if optimizers else None
         )
 
+    def compare(self) -> None:
+        checks, self.checks = self.checks, []
+        self.compare_with(checks)
+
+    def compare_with(self, checks: list[RangeRead]) -> None:
+        """Compare what was read, also by other ranks, with the manifest, piece by piece. What
+        several ranks have read of a piece is put together.
+
+        Pieces that were not read wholly are passed over.
+
+        Raises:
+            CheckpointError: bytes have changed since they were written; it names file and tensor.
+        """
+        by_item: dict[Item, list[RangeRead]] = {}
+        for check in sorted(set(checks)):
+            by_item.setdefault(check.item, []).append(check)
+        bad = []
+        for item, parts in by_item.items():
+            size = DTYPES[self.records[item].dtype].itemsize
+            for piece in self.records[item].pieces:
+                inside = [c for c in parts if piece.start <= c.start and c.stop <= piece.stop]
+                ends = [piece.start, *(c.stop for c in inside)]
+                if ends[-1] != piece.stop or any(
+                    c.start != end for c, end in zip(inside, ends, strict=False)
+                ):
+                    continue
+                if joined((c.crc, (c.stop - c.start) * size) for c in inside) != piece.crc:
+                    bad.append(
+                        f"{self.folder / piece.file}: {item}, elements {piece.start} to {piece.stop}"
+                    )
+        if bad:
+            more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+            raise DamagedCheckpoint(
+                f"bytes have changed since they were written: {'; '.join(bad[:3])}{more}. Load an"
+                " earlier checkpoint; `onefold checkpoint verify` lists all that is damaged."
+            )
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-
-def compare(source: FolderSource, checks: list[Check]) -> None:
-    """Compare what was read with the manifest, piece by piece; ranks' parts of a piece are put
-    together.
-
-    Pieces that were not read wholly are passed over.
-
-    Raises:
-        CheckpointError: bytes have changed since they were written; it names file and tensor.
-    """
-    by_item: dict[Item, list[Check]] = {}
-    for check in sorted(set(checks)):
-        by_item.setdefault(check.item, []).append(check)
-    bad = []
-    for item, parts in by_item.items():
-        size = DTYPES[source.records[item].dtype].itemsize
-        for piece in source.records[item].pieces:
-            inside = [c for c in parts if piece.start <= c.start and c.stop <= piece.stop]
-            ends = [piece.start, *(c.stop for c in inside)]
-            if ends[-1] != piece.stop or any(
-                c.start != end for c, end in zip(inside, ends, strict=False)
-            ):
-                continue
-            if joined((c.crc, (c.stop - c.start) * size) for c in inside) != piece.crc:
-                bad.append(
-                    f"{source.folder / piece.file}: {item}, elements {piece.start} to {piece.stop}"
-                )
-    if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        raise DamagedCheckpoint(
-            f"bytes have changed since they were written: {'; '.join(bad[:3])}{more}. Load an"
-            " earlier checkpoint; `onefold checkpoint verify` lists all that is damaged."
-        )

@@ -98,7 +98,7 @@ def summarize(source: Source, path: Path) -> Summary:
         CheckpointError: its values cannot be read.
     """
     own = source if isinstance(source, FolderSource) else None
-    folder = own.folder if own else Path(getattr(source, "folder", path))
+    folder = source.folder or path
     manifest = own.manifest if own else None
     tensors = tuple(_tensors(source, own))
     return Summary(
@@ -110,9 +110,9 @@ def summarize(source: Source, path: Path) -> Summary:
             if "DeepSpeed" in type(source).__name__
             else "Hugging Face"
         ),
-        step=manifest.step if manifest else getattr(source, "step", None),
+        step=source.step,
         created=manifest.created if manifest else "",
-        saved_by=manifest.saved_by if manifest else {},
+        saved_by=source.saved_by,
         sorts=tuple(_sorts(tensors)),
         tensors=tensors,
         groups=tuple(
@@ -189,7 +189,7 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
         out["optimizer"] = ", ".join(states) if states else "groups alone: it has not stepped"
     state = own.state if own is not None else {}
     for name in ("scheduler", "scaler"):
-        value = state.get(name) if own is not None else getattr(source, name, None)
+        value = state.get(name) if own is not None else source.value(name)
         if value is not None:
             out[name] = _in_short(value)
     if own is None:

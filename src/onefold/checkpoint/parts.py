@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-import onefold.checkpoint.residuals as residuals
-import onefold.checkpoint.rng as rng
+import onefold.checkpoint.per_rank as residuals
+import onefold.checkpoint.per_rank as rng
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import Piece, Record, code, key_of, rank_file
 from onefold.checkpoint.on_disk import OnDisk, held

@@ -25,7 +25,7 @@ import torch
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Unfinished, flush_file, in_words
-from onefold.checkpoint.folder_source import FolderSource, compare
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
@@ -119,7 +119,7 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
         files[name] = FileRecord(written.nbytes, written.head, head_only=True)
         for r, a, b in blocks:
             pieces[r.item].append(Piece(name, a, b, written.crcs[key_of(r.item, a)]))
-    compare(source, source.checks)
+    source.compare()
     for name, recorded in manifest.files.items():
         if not recorded.head_only:
             files[name] = _copy(source.folder, folder, name, recorded)

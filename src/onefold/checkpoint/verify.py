@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onefold.checkpoint.crc import crc32, joined
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import OWNER, in_words
 from onefold.checkpoint.manifest import (
@@ -36,7 +35,15 @@ from onefold.checkpoint.manifest import (
     key_of,
     path_in,
 )
-from onefold.checkpoint.tensorfile import CHUNK, DTYPES, LARGEST_HEADER, Entry, numel_of
+from onefold.checkpoint.tensorfile import (
+    CHUNK,
+    DTYPES,
+    LARGEST_HEADER,
+    Entry,
+    crc32,
+    joined,
+    numel_of,
+)
 
 #: Bytes of a tensor that one thread checks at a time.
 SEGMENT = 64 << 20
