@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.on_disk import OnDisk
 from onefold.checkpoint.parts import Part, Parts
 from onefold.device import current_stream, guard, has_streams, new_stream, use_stream
 from onefold.memory import empty
+from onefold.optim.held import OnDisk
 from onefold.runtime.engine import Engine
 
 _buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()

@@ -28,17 +28,17 @@ from onefold.checkpoint.folder import flush_file, in_words
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
 from onefold.checkpoint.huggingface import each_rank
 from onefold.checkpoint.manifest import MANIFEST, path_in
-from onefold.checkpoint.on_disk import OnDisk, held
-from onefold.checkpoint.pieces import shares
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
 from onefold.checkpoint.streams import Export, Progress, Sheet, in_chunks
 from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together, meet
+from onefold.optim.held import OnDisk, elements, outside
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import beside_parameters
+from onefold.runtime.stream import interval_of
 
 #: Bytes of tensors in one file, unless asked otherwise.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -282,9 +282,11 @@ def masters(engine: Engine) -> dict[str, torch.dtype]:
 
 def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor | OnDisk]]:
     """What this rank writes: its share of every parameter, and on the first rank the buffers."""
-    for share in shares(engine):
-        if share.stop > share.start:
-            yield share.name, share.interval[0], held(share, "master", share.entry.param)
+    for entry in engine.entries:
+        start, stop = interval_of(entry)
+        if stop > start:
+            _, first, _ = outside(entry, start, stop)
+            yield entry.part.names[0], first, elements(entry, "master", entry.param, start, stop)
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
 

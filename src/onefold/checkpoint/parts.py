@@ -3,6 +3,14 @@ of all ranks' reports.
 
     every rank   parts ─► planned tensors ─► its file ─► report: (item, dtype, shape, start, stop, crc) of each piece
     first rank   reports ─► records ─► manifest;  values ─► state.json
+
+What is divided is written by its owner. What every rank holds whole (stage 0) is divided for
+writing by the same layout, so that each element is written once over all ranks and a checkpoint
+does not show which stage it came from.
+
+    parameter 'h.0.weight'      0 ......................... 768
+    stage 3, rank 1 holds                 [300 ... 768)             writes 300 .. 768
+    stage 0, rank 1 holds       [0 ....................... 768)     writes 300 .. 768
 """
 
 from __future__ import annotations
@@ -21,15 +29,17 @@ import onefold.checkpoint.per_rank as residuals
 import onefold.checkpoint.per_rank as rng
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import Piece, Record, code, key_of, rank_file
-from onefold.checkpoint.on_disk import OnDisk, held
-from onefold.checkpoint.pieces import States, shares
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
 from onefold.checkpoint.values import encode
 from onefold.offload.storage import state_kind
+from onefold.optim.held import OnDisk, divided, elements, outside
+from onefold.recipe.moments import packed
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
+from onefold.runtime.stream import interval_of
 
 
 @dataclass(frozen=True)
@@ -74,25 +84,21 @@ def collect(
     """
     out, first = Parts(), engine.rank == 0
     with disable_torch_function(), torch.no_grad():
-        for share in shares(engine):
-            part, ours = share.entry.part, held(share, "master", share.entry.param)
-            _add(
-                out,
-                Item("parameter", share.name),
-                part.shape,
-                *share.interval,
-                ours,
-                first,
-                part.names[1:],
-            )
+        for entry in engine.entries:
+            start, stop = interval_of(entry)
+            ours = elements(entry, "master", entry.param, start, stop)
+            name, *aliases = entry.part.names
+            _add(out, Item("parameter", name), *outside(entry, start, stop), ours, first, aliases)
         states = States(engine, optimizers)
-        for share, key, value in states.tensors:
-            ours = held(share, state_kind(key, value.dtype), value)
-            _add(out, Item("state", share.name, key), *share.stored(key), ours, first)
+        for entry, key, value in states.tensors:
+            start, stop = interval_of(entry)
+            ours = elements(entry, state_kind(key, value.dtype), value, start, stop)
+            item = Item("state", entry.part.names[0], key)
+            _add(out, item, *outside(entry, start, stop, key), ours, first)
         own = _Own(out)
         if first:
-            for share, key, value in states.wholes:
-                own.add(Item("state", share.name, key), value)
+            for entry, key, value in states.wholes:
+                own.add(Item("state", entry.part.names[0], key), value)
             _collect_first(out, own, engine, module, scheduler, scaler, extra)
             out.values["optimizers"] = [
                 {
@@ -171,6 +177,92 @@ def _add(
     # The first rank also says what is there where nobody holds an element
     if stop > start or first:
         out.tensors.append(Part(item, tuple(shape), start, stop, tensor, tuple(aliases)))
+
+
+class States:
+    """What optimizers hold for the parameters of an engine.
+
+    Attributes:
+        tensors: (entry, key, tensor) of element-wise state, and of codes and scales. wholes: the
+            same of state with a shape of its own.
+        scalars: {parameter: {key: value}} of the rest.
+        groups: for each optimizer its groups as plain values, "params" being names.
+    """
+
+    def __init__(self, engine: Engine, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.tensors: list[tuple[Entry, str, torch.Tensor]] = []
+        self.wholes: list[tuple[Entry, str, torch.Tensor]] = []
+        self.scalars: dict[str, dict[str, Any]] = {}
+        self.groups: list[list[dict[str, Any]]] = []
+        known = {id(entry.param): entry for entry in engine.entries}
+        for optimizer in optimizers:
+            self.groups.append([])
+            for number, group in enumerate(optimizer.param_groups):
+                found = [known.get(id(p)) for p in group["params"]]
+                if None in found:
+                    raise CheckpointError(
+                        f"parameter {found.index(None)} in group {number} of"
+                        f" {type(optimizer).__name__} belongs to another model than the one given:"
+                        " make the optimizer of model.parameters() after shard(), and give both to"
+                        " one save or load."
+                    )
+                # The tiles of a parameter have one name
+                names = list(
+                    dict.fromkeys(entry.part.names[0] for entry in found if entry is not None)
+                )
+                self.groups[-1].append(
+                    {**{k: v for k, v in group.items() if k != "params"}, "params": names}
+                )
+            self._sort(optimizer, known)
+
+    def _sort(self, optimizer: torch.optim.Optimizer, known: dict[int, Entry]) -> None:
+        foreign = [key for key, state in optimizer.state.items() if id(key) not in known and state]
+        if foreign:
+            what = (
+                f"a tensor of shape {tuple(foreign[0].shape)}"
+                if isinstance(foreign[0], torch.Tensor)
+                else repr(foreign[0])
+            )
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps state under {what}, which is no parameter of the"
+                " model, and nothing could give it back. Keep it in a parameter group, or save it"
+                " with extra=."
+            )
+        held = [
+            (known[id(p)], p, key, v)
+            for p, state in optimizer.state.items()
+            if id(p) in known
+            for key, v in state.items()
+        ]
+        # By key over all parameters: a parameter of no dimensions looks like a step count, but its
+        # neighbours tell them apart.
+        odd = {
+            key
+            for _, p, key, v in held
+            if isinstance(v, torch.Tensor) and (v.shape != p.shape or key == "step")
+        }
+        for entry, p, key, value in held:
+            name = entry.part.names[0]
+            if packed(key) is not None:
+                self.tensors.append((entry, key, value))
+            elif not isinstance(value, torch.Tensor) or (
+                key in odd and value.numel() == 1 and (value.ndim == 0 or value.shape != p.shape)
+            ):
+                # Every rank has it; the one that holds the parameter's elements says it, the first
+                # one for parameters without any.
+                start, stop = interval_of(entry)
+                if stop > start or entry.slot.numel == 0:
+                    self.scalars.setdefault(name, {})[key] = value
+            elif value.shape == p.shape:
+                self.tensors.append((entry, key, value))
+            elif not (divided(entry.flat) or entry.flat.tiled):
+                self.wholes.append((entry, key, value))
+            else:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for"
+                    f" parameter {name!r}: neither one number nor one for each element, so it"
+                    " cannot be cut for another number of ranks."
+                )
 
 
 def state_of(thing: Any, name: str) -> Any:

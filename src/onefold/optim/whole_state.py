@@ -43,11 +43,11 @@ from torch.optim.optimizer import Optimizer
 import onefold.optim.faced_states as faced_states
 import onefold.quant.moments as moments
 from onefold.offload.storage import state_kind
-from onefold.recipe.moments import SIGNED, grain_of, items_of, packed
+from onefold.optim.held import OnDisk, divided, elements, new_state, on_disk
+from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function, leaf_asked_by
-from onefold.runtime.storageless import StatePlace
 from onefold.runtime.stream import dist_rank, from_first, held_by, interval_of, tell_all, to_first
 
 #: A top-level key of `local_state_dict`, by which the other loader knows it.
@@ -244,7 +244,7 @@ class _Outline:
         self.engines = list(engines.values())
         self.engine = self.engines[0] if engines else None
         entries = [e for param in self.params for e in param.entries]
-        self.divided = any(not (e.flat.unsharded or e.flat.whole_master) for e in entries)
+        self.divided = any(divided(e.flat) for e in entries)
         self.special = self.divided or any(_special(optimizer, e, e.engine()) for e in entries)
         if any(sorted(e.group.ranks) != sorted(self.engines[0].group.ranks) for e in self.engines):
             raise ValueError(
@@ -255,8 +255,8 @@ class _Outline:
 
 
 def _special(optimizer: Optimizer, entry: Entry, engine: Any) -> bool:
-    on_disk = entry.flat.offloaded is not None and entry.flat.offloaded.on_disk
-    return on_disk or entry.flat.tiled or _rests(optimizer, entry, engine) is not None
+    tiled = entry.flat.tiled
+    return on_disk(entry.flat) or tiled or _rests(optimizer, entry, engine) is not None
 
 
 def _rests(optimizer: Optimizer, entry: Entry, engine: Engine) -> moments.MomentPolicy | None:
@@ -267,9 +267,9 @@ def _rests(optimizer: Optimizer, entry: Entry, engine: Engine) -> moments.Moment
 
 def _held_shape(entry: Entry) -> tuple[int, ...]:
     """The shape of what the optimizer has of a parameter."""
-    if entry.flat.unsharded or entry.flat.whole_master:
+    if not divided(entry.flat):
         return tuple(entry.slot.shape)
-    a, b = entry.flat.local(entry)
+    a, b = held_by(entry, entry.flat.rank)
     return (b - a,)
 
 
@@ -476,11 +476,9 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
     """Elements [x, y) of `entry`, counted from its first, of the state `key`; they begin with a
     block where there are blocks.
     """
-    state, flat = optimizer.state.get(entry.param, {}), entry.flat
-    base, _ = held_by(entry, flat.rank)  # what the optimizer's object begins with
     found = {
         name: value
-        for name, value in state.items()
+        for name, value in optimizer.state.get(entry.param, {}).items()
         if name == key or ((part := packed(name)) is not None and part.key == key)
     }
     if not found:
@@ -488,16 +486,8 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
         return torch.zeros(y - x)
     parts: dict[str, torch.Tensor] = {}
     for name, value in found.items():
-        grain = grain_of(name)
-        if value.device.type == "meta":
-            offloaded = flat.offloaded
-            assert offloaded is not None
-            at = entry.slot.start - flat.owned[0]
-            parts[name] = offloaded.part(
-                state_kind(name, value.dtype), *items_of(at + x, at + y, grain)
-            )
-        else:
-            parts[name] = value.detach().reshape(-1)[slice(*items_of(x - base, y - base, grain))]
+        held = elements(entry, state_kind(name, value.dtype), value, x, y)
+        parts[name] = held.read() if isinstance(held, OnDisk) else held
     if key in parts:
         return parts[key]
     how = _rests(optimizer, entry, _engine(entry))
@@ -704,12 +694,8 @@ def _cannot_be_cut(outline: _Outline, param: _Param, value: Any) -> bool:
     return (
         outline.divided
         or param.entries[0].flat.tiled
-        or (value.numel() > 1 and any(_on_disk(e) for e in param.entries))
+        or (value.numel() > 1 and any(on_disk(e.flat) for e in param.entries))
     )
-
-
-def _on_disk(entry: Entry) -> bool:
-    return entry.flat.offloaded is not None and entry.flat.offloaded.on_disk
 
 
 @dataclass(frozen=True)
@@ -848,30 +834,17 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
     packed.
     """
     flat, device = entry.flat, entry.param.device
-    base, stop = held_by(entry, flat.rank)
     how = _rests(optimizer, entry, _engine(entry)) if key in SIGNED else None
     if entry.flat.dtypes.master.is_floating_point:
         dtype = flat.dtypes.master  # as torch's own load has it
     format = how.of(entry) if how is not None else None
     dtypes = {key: dtype} if format is None else {key: format.dtype}
     if format is not None and format.packed:
-        dtypes = {}
-        for name in format.keys(key):
-            part = packed(name)
-            assert part is not None
-            dtypes[name] = part.dtype
-    away = _on_disk(entry) and not (how.small(entry) if how is not None else not entry.slot.shape)
-    parts: dict[str, torch.Tensor] = {}
-    for name, kind in dtypes.items():
-        shape = (
-            _held_shape(entry) if packed(name) is None else (-(-(stop - base) // grain_of(name)),)
-        )
-        if away:
-            assert flat.offloaded is not None
-            flat.offloaded.region(state_kind(name, kind), kind)
-        parts[name] = (
-            StatePlace.of(shape, kind) if away else torch.zeros(shape, dtype=kind, device=device)
-        )
+        dtypes = {
+            name: part.dtype for name in format.keys(key) if (part := packed(name)) is not None
+        }
+    disk = on_disk(flat) and not (how.small(entry) if how is not None else not entry.slot.shape)
+    parts = {name: new_state(entry, name, kind, disk) for name, kind in dtypes.items()}
 
     def put(x: int, y: int, values: torch.Tensor) -> None:
         new = {key: values}
@@ -884,13 +857,8 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
             piece = moments.Piece(entry, entry.part.first + x, values, values, new, {}, False)
             moments.pack(replace(how, seed=None), piece, key, values, torch.zeros(()), again=True)
         for name, value in new.items():
-            grain, kind = grain_of(name), dtypes[name]
-            if away:
-                assert flat.offloaded is not None
-                at, _ = items_of(entry.slot.start - flat.owned[0] + x, 0, grain)
-                flat.offloaded.write_part(state_kind(name, kind), at, value.to("cpu", kind))
-            else:
-                parts[name].view(-1)[slice(*items_of(x - base, y - base, grain))].copy_(value)
+            into = elements(entry, state_kind(name, dtypes[name]), parts[name], x, y)
+            into.write(0, value) if isinstance(into, OnDisk) else into.copy_(value)
 
     return _Landing(entry, key, parts, put)
 
