@@ -24,7 +24,7 @@ from typing import Any
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import CODES, DTYPES, numel_of
+from onefold.checkpoint.tensorfile import DTYPES, numel_of
 
 VERSION = 1
 MANIFEST, CHECKSUM, STATE = "manifest.json", "manifest.sha256", "state.json"
@@ -251,8 +251,3 @@ def read_manifest(folder: Path) -> Manifest:
             f" {said}."
         )
     return Manifest.from_text(text.decode(), path)
-
-
-def code(dtype: Any) -> str:
-    """A dtype's name in the manifest and in safetensors."""
-    return CODES[dtype]

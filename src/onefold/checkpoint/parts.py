@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-import onefold.checkpoint.per_rank as residuals
-import onefold.checkpoint.per_rank as rng
+import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.manifest import Piece, Record, code, key_of, rank_file
+from onefold.checkpoint.manifest import FileRecord, Piece, Record, key_of
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
+from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, write_tensors
 from onefold.checkpoint.values import encode
 from onefold.offload.storage import state_kind
 from onefold.optim.held import OnDisk, divided, elements, outside
@@ -72,12 +72,10 @@ def collect(
     engine: Engine,
     module: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    scheduler: Any,
-    scaler: Any,
-    data: Any,
-    extra: Any,
+    things: Mapping[str, Any],
 ) -> Parts:
-    """This rank's part of everything. Local; nothing is copied but what is not contiguous.
+    """This rank's part of everything; `things`: what else there is (scheduler, scaler, data,
+    extra), or None. Local; nothing is copied but what is not contiguous.
 
     Raises:
         CheckpointError: something that cannot be stored.
@@ -99,7 +97,7 @@ def collect(
         if first:
             for entry, key, value in states.wholes:
                 own.add(Item("state", entry.part.names[0], key), value)
-            _collect_first(out, own, engine, module, scheduler, scaler, extra)
+            _collect_first(out, own, engine, module, things)
             out.values["optimizers"] = [
                 {
                     "class": type(o).__name__,
@@ -114,13 +112,13 @@ def collect(
             for name, scalars in states.scalars.items()
         }
         if optimizers:
-            for item, lost in residuals.kept(engine).items():
+            for item, lost in per_rank.lost_here(engine).items():
                 own.add(item, lost)
-            if first and (said := residuals.value(engine)) is not None:
+            if first and (said := per_rank.wire_values(engine)) is not None:
                 out.values["wire"] = said
-        if data is not None:
-            out.values["data"] = encode(state_of(data, "data"), "data")
-        text = json.dumps(encode(rng.capture(), "the random state")).encode()
+        if things["data"] is not None:
+            out.values["data"] = encode(state_of(things["data"], "data"), "data")
+        text = json.dumps(encode(per_rank.capture(), "the random state")).encode()
         own.add(
             Item("rng", str(engine.rank)),
             torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()),
@@ -133,9 +131,7 @@ def _collect_first(
     own: _Own,
     engine: Engine,
     module: nn.Module,
-    scheduler: Any,
-    scaler: Any,
-    extra: Any,
+    things: Mapping[str, Any],
 ) -> None:
     """What only the first rank stores: buffers, and values that are the same on every rank."""
     buffers, odd = beside_parameters(engine, module)
@@ -146,11 +142,11 @@ def _collect_first(
             name: encode(value, f"the extra state {name!r} of the model", own.keep)
             for name, value in odd.items()
         }
-    for name, thing in (("scheduler", scheduler), ("scaler", scaler)):
-        if thing is not None:
-            out.values[name] = encode(state_of(thing, name), name)
-    if extra is not None:
-        out.values["extra"] = encode(extra, "extra", own.keep)
+    for name in ("scheduler", "scaler"):
+        if things[name] is not None:
+            out.values[name] = encode(state_of(things[name], name), name)
+    if things["extra"] is not None:
+        out.values["extra"] = encode(things["extra"], "extra", own.keep)
 
 
 class _Own:
@@ -278,66 +274,57 @@ def state_of(thing: Any, name: str) -> Any:
     return thing.state_dict()
 
 
-def planned(parts: Parts) -> Iterator[Planned]:
-    """The tensors of this rank's file, each fetched to the host when its turn comes."""
-    for part in parts.tensors:
-        if part.stop > part.start:
-            fetch = (
-                part.tensor.pieces
-                if isinstance(part.tensor, OnDisk)
-                else lambda t=part.tensor: t.contiguous().cpu()
-            )
-            yield Planned(
-                key_of(part.item, part.start), part.tensor.dtype, (part.stop - part.start,), fetch
-            )
+#: A piece that a rank has written, of which tensor: item, dtype, shape, its other names.
+Report = tuple[Item, str, tuple[int, ...], tuple[str, ...], Piece]
 
 
-Report = list[tuple[Item, str, tuple[int, ...], int, int, int, tuple[str, ...]]]
-
-
-def report(parts: Parts, crcs: dict[str, int]) -> Report:
-    """What this rank has written, for the first rank."""
-    return [
-        (
-            p.item,
-            code(p.tensor.dtype),
-            p.shape,
-            p.start,
-            p.stop,
-            crcs.get(key_of(p.item, p.start), 0),
-            p.aliases,
-        )
+def write_parts(folder: Path, name: str, parts: Parts) -> tuple[FileRecord, list[Report]]:
+    """Write this rank's file, each tensor fetched to the host when its turn comes. Returns what the
+    first rank needs to know of it.
+    """
+    planned = [
+        Planned(key_of(p.item, p.start), p.tensor.dtype, (p.stop - p.start,), _fetch(p.tensor))
         for p in parts.tensors
+        if p.stop > p.start
     ]
+    written = write_tensors(folder / name, planned)
+    reports = []
+    for p in parts.tensors:
+        piece = Piece(name, p.start, p.stop, written.crcs.get(key_of(p.item, p.start), 0))
+        reports.append((p.item, CODES[p.tensor.dtype], p.shape, p.aliases, piece))
+    return FileRecord(written.nbytes, written.head, head_only=True), reports
 
 
-def records(reports: list[Report]) -> tuple[Record, ...]:
+def _fetch(tensor: torch.Tensor | OnDisk) -> Callable[[], torch.Tensor | Iterable[torch.Tensor]]:
+    return tensor.pieces if isinstance(tensor, OnDisk) else lambda: tensor.contiguous().cpu()
+
+
+def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
     """All ranks' reports as the tensors of a manifest.
 
     Raises:
         CheckpointError: they do not fit together.
     """
-    found: dict[Item, tuple[str, tuple[int, ...], list[Piece], tuple[str, ...]]] = {}
+    found: dict[Item, tuple[str, tuple[int, ...], tuple[str, ...], list[Piece]]] = {}
     for rank, said in enumerate(reports):
-        for item, dtype, shape, start, stop, crc, aliases in said:
-            known = found.setdefault(item, (dtype, shape, [], aliases))
+        for item, dtype, shape, aliases, piece in said:
+            known = found.setdefault(item, (dtype, shape, aliases, []))
             if known[:2] != (dtype, shape):
                 raise CheckpointError(
                     f"{item} is {DTYPES[dtype]} {shape} on rank {rank} and {DTYPES[known[0]]}"
                     f" {known[1]} on another."
                 )
-            if stop > start:
-                known[2].append(Piece(rank_file(rank), start, stop, crc))
+            if piece.stop > piece.start:
+                known[3].append(piece)
     made = []
-    for item, (dtype, shape, parts, aliases) in found.items():
-        if sum(p.stop - p.start for p in parts) != numel_of(shape) and item.kind == "state":
+    for item, (dtype, shape, aliases, pieces) in found.items():
+        if sum(p.stop - p.start for p in pieces) != numel_of(shape) and item.kind == "state":
             raise CheckpointError(
                 f"{item}: only some of the ranks have it. An optimizer must have stepped on all"
                 " ranks alike."
             )
-        made.append(
-            Record(item, dtype, shape, tuple(sorted(parts, key=lambda p: p.start)), aliases)
-        )
+        in_order = tuple(sorted(pieces, key=lambda p: p.start))
+        made.append(Record(item, dtype, shape, in_order, aliases))
     return tuple(made)
 
 

@@ -70,13 +70,13 @@ ANEW, LEFT_OUT = (
 )
 
 
-def kept(engine: Engine) -> dict[Item, torch.Tensor]:
+def lost_here(engine: Engine) -> dict[Item, torch.Tensor]:
     """What encoding has lost on this rank."""
     found = engine.reduce.summing.residuals
     return {_item(engine, key): lost for key, lost in found.items() if lost.numel()}
 
 
-def value(engine: Engine) -> dict[str, Any] | None:
+def wire_values(engine: Engine) -> dict[str, Any] | None:
     """What the first rank says about it; None where there is nothing to carry on."""
     summing, group = engine.reduce.summing, engine.group
     out: dict[str, Any] = {}
