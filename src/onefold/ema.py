@@ -31,16 +31,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import CollectiveContext
 from onefold.layout import overlap
 from onefold.offload.storage import state_kind
+from onefold.optim.held import encoded, holders, new_masters, on_disk, shared
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state import plain_state_dict
-from onefold.runtime.stream import from_first, tell_all, to_first
+from onefold.runtime.state import ReadEntry, whole_state_dict
+from onefold.runtime.stream import from_first, tell_all
 from onefold.runtime.unit import Unit
+from onefold.runtime.whole import state_context
 
 #: What the averages are called in memory ledgers.
 AVERAGES = "averages"
@@ -91,7 +92,7 @@ class EMA:
         held: dict[str, int] = {}
         with disable_torch_function(), torch.no_grad():
             for unit, flat in _flats(engine):
-                if not flat.route.stored and any(e.param.requires_grad for e in flat.entries):
+                if not encoded(flat) and any(e.param.requires_grad for e in flat.entries):
                     share = self._shares[flat.index] = self._made(flat)
                     held[unit.name] = held.get(unit.name, 0) + sum(
                         t.numel() * t.element_size() for t in share.values
@@ -152,47 +153,27 @@ class EMA:
         """
         model, engine = self._module(), self._engine()
         tell_all(engine, _STATE_DICT, None)
-        first = engine.rank == 0
-        joint: dict[str, torch.Tensor] = {}
-        out: dict[Any, torch.Tensor] = {}
-        with disable_torch_function(), torch.no_grad():
-            for _, flat in _flats(engine):
-                share = self._shares.get(flat.index)
-                # Else the masters have it
-                averaged = (
-                    share
-                    if share is not None and not (self._inside and share.aside is None)
-                    else None
-                )
-                masters = flat.load_master() if averaged is None and not flat.unsharded else None
-                for entry in flat.entries:
-                    dtype = self._dtype(flat) if share is not None else flat.dtypes.master
-                    into = None
-                    if first:
-                        part = entry.part
-                        whole = joint.setdefault(
-                            part.names[0], torch.empty(part.shape, dtype=dtype, device="cpu")
-                        )
-                        out |= dict.fromkeys((id(entry.param), *part.names), whole)
-                        into = whole.view(-1)[part.first : part.first + entry.slot.numel]
+        found = whole_state_dict(engine, model, self._values)
+        if engine.rank != 0:
+            return {}
+        return {"n_averaged": torch.tensor(self.updates)} | {
+            f"module.{name}": value for name, value in found.items()
+        }
 
-                    read = partial(self._read, averaged, masters, entry, dtype)
-                    to_first(engine, entry, dtype, read, into, alone=share is not None)
-            if not first:
-                return {}
-            order = {
-                name: value
-                for name, value in plain_state_dict(engine, model).items()
-                if isinstance(value, torch.Tensor)
-            }
-            keys = {name: id(value) if id(value) in out else name for name, value in order.items()}
-            found = {
-                name: out[keys[name]] if keys[name] in out else value.detach().cpu().clone()
-                for name, value in order.items()
-            }
-            return {"n_averaged": torch.tensor(self.updates)} | {
-                f"module.{name}": value for name, value in found.items()
-            }
+    def _values(self, flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
+        """What `state_dict` says of a flat buffer: the averages, or the masters where these are the
+        averages (inside `applied`) or nothing else is.
+        """
+        share = self._shares.get(flat.index)
+        swapped = share is not None and self._inside and share.aside is None
+        averaged = None if swapped else share
+        masters = flat.load_master() if averaged is None and not flat.unsharded else None
+        dtype = self._dtype(flat) if share is not None else flat.dtypes.master
+
+        def read(entry: Entry, x: int, y: int) -> torch.Tensor:
+            return self._read(averaged, masters, entry, dtype, x, y)
+
+        return dtype, read, share is not None
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Load rank 0's whole dict, of `state_dict()` or of torch's `AveragedModel` (other ranks
@@ -245,8 +226,9 @@ class EMA:
                 [torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries]
             )
         numel = flat.interval[1] - flat.interval[0]
-        if flat.offloaded is not None and flat.offloaded.on_disk:
+        if on_disk(flat):
             kind = state_kind(f"average {id(self)}", dtype)
+            assert flat.offloaded is not None
             flat.offloaded.region(kind, dtype)
             return _Share(kind=kind)
         return _Share([torch.empty(numel, dtype=dtype, device=flat.master.device)])
@@ -361,9 +343,7 @@ class EMA:
                         self._change(entry.param.data, average, share)
                         torch.autograd.graph.increment_version(entry.param)
                     continue
-                masters = flat.landing(engine.device)
-                if masters is not flat.master:
-                    masters.copy_(flat.load_master())
+                masters = new_masters(flat, engine.device)
                 a, b = _interval(flat)
                 if share.kind:
                     assert flat.offloaded is not None
@@ -372,11 +352,10 @@ class EMA:
                     flat.offloaded.write_part(share.kind, a, average)
                 else:
                     self._change(masters[a:b], share.values[0], share)
-                if flat.owned != flat.interval and engine.group.size > 1:
-                    holders = engine.group if flat.whole_master else engine.group.inter_group
-                    holders.all_gather(
-                        masters, _place(engine, unit), flat.index, move="state"
-                    ).wait()
+                if shared(flat):
+                    place = state_context(engine, unit.name)
+                    same = holders(engine, flat)
+                    same.all_gather(masters, place, flat.index, move="state").wait()
                 flat.store_master(masters)
             if any(share.kind for share in self._shares.values()):
                 engine.transfers.flush()
@@ -458,7 +437,3 @@ def _flats(engine: Engine) -> list[tuple[Unit, Flat]]:
 def _interval(flat: Flat) -> tuple[int, int]:
     """This rank's interval, counted from the first element that it owns."""
     return flat.interval[0] - flat.owned[0], flat.interval[1] - flat.owned[0]
-
-
-def _place(engine: Engine, unit: Unit) -> CollectiveContext:
-    return CollectiveContext("state", unit.name, engine.step, "state")

@@ -22,7 +22,6 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
-from onefold.comm import CollectiveContext
 from onefold.layout import overlap
 from onefold.offload.step import stepped_apart
 from onefold.offload.storage import state_kind
@@ -45,6 +44,7 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
 from onefold.runtime.stream import held_by
+from onefold.runtime.whole import state_context
 
 #: Elements read at a time where they cannot go to their place directly.
 BUFFER = 4 << 20
@@ -260,7 +260,7 @@ class Reading:
         if shared(flat):
             # The wire may not know float8
             wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
-            place = CollectiveContext("state", flat.unit_name, self.engine.step, "state")
+            place = state_context(self.engine, flat.unit_name)
             gather = holders(self.engine, flat).all_gather(wire, place, flat.index, move="state")
             gather.wait()
 
@@ -269,9 +269,7 @@ class Reading:
         if self.engine.rank == 0:
             for item, tensor in wanted.items():
                 self.read(item, 0, tensor.numel(), tensor)
-        self.engine.group.broadcast(
-            list(wanted.values()), CollectiveContext("state", "buffers", self.engine.step, "state")
-        )
+        self.engine.group.broadcast(list(wanted.values()), state_context(self.engine, "buffers"))
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
         """Elements [start, stop) into `out`, of any layout and on any device; nothing after the

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.whole import gather_whole
 
 #: Optimizers that have stepped sharded parameters.
 seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -155,8 +155,7 @@ def _wholes(
         part = known.get(entry.number, {}).get(key)
         if part is not None and b > a:
             full[a:b].copy_(part)
-    place = CollectiveContext("state", flat.unit_name, engine.step, "state")
-    flat.route.group_of_owners.all_gather(full, place, flat.index, move="state").wait()
+    gather_whole(engine, flat, full)
     return [(entry, flat.view(full, entry).clone()) for entry in entries]
 
 

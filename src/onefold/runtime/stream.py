@@ -1,8 +1,8 @@
 """One parameter's elements between the ranks that hold them and rank 0's host, some at a time, and
 what the ranks say around that.
 
-    to_first     each rank's interval ──► rank 0: a host tensor of the whole
-    from_first   rank 0's whole ──► each rank: the elements that it holds
+    to_first     each rank's interval ──► rank 0: a host tensor of the whole     full_state_dict, states of optimizers, averages
+    from_first   rank 0's whole ──► each rank: the elements that it holds        what loads them
 
 On the device there are never more than `CHUNK` elements of it, on other hosts than rank 0's no more
 than the rank's own. Where rank 0 holds all itself (stage 0, one rank) `to_first` moves nothing.
@@ -23,6 +23,7 @@ from onefold.layout import overlap
 from onefold.recipe.moments import BLOCK
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.whole import state_context
 
 #: Elements moved at a time; a multiple of BLOCK, so that blocks of packed moments stay whole.
 CHUNK = 8 << 20
@@ -74,10 +75,6 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
 def dist_rank(engine: Engine) -> int:
     """This rank among all of the run, for people."""
     return engine.group.ranks[engine.group.rank]
-
-
-def place_of(engine: Engine, entry: Entry) -> CollectiveContext:
-    return CollectiveContext("state", entry.flat.unit_name, engine.step, "state")
 
 
 def interval_of(entry: Entry) -> tuple[int, int]:
@@ -134,7 +131,9 @@ def to_first(
                 landing.append((a, b))
             elif group.rank == peer:
                 sends.append((0, read(a, b).to(engine.device).contiguous()))
-        group.exchange(sends, recvs, place_of(engine, entry), flat.index, move="state").wait()
+        group.exchange(
+            sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
+        ).wait()
         for (a, b), (_, part) in zip(landing, recvs, strict=True):
             assert out is not None
             out[a:b].copy_(part)
@@ -170,10 +169,12 @@ def from_first(
                     if i < j:
                         sends.append((peer, chunk[i - x : j - x]))
             part = whole[a:b]
-        elif a < b:
+        elif a < b and not group.fake:
             part = torch.empty(b - a, dtype=dtype, device=engine.device)
             recvs.append((0, part))
-        group.exchange(sends, recvs, place_of(engine, entry), flat.index, move="state").wait()
+        group.exchange(
+            sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
+        ).wait()
         if a < b and part is not None:
             put(a, b, part.to(dtype))
 
