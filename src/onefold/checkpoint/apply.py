@@ -62,7 +62,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Fit:
+class ModelFit:
     """How a source and a model go together.
 
     Attributes:
@@ -77,7 +77,7 @@ class Fit:
     unexpected: list[str]
 
 
-def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> Fit:
+def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> ModelFit:
     """Local; changes nothing.
 
     Raises:
@@ -93,10 +93,10 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = 
         )
     if complaint:
         raise CheckpointError(complaint)
-    return Fit(found, buffers, missing, unexpected)
+    return ModelFit(found, buffers, missing, unexpected)
 
 
-def fill_model(engine: Engine, fit: Fit, reading: Reading) -> None:
+def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
     """Parameters and buffers. Collective; what goes wrong is kept in `reading`."""
     items = reading.source.items()
     engine.about_to_write()
@@ -138,7 +138,7 @@ def load_model(
         error = failure
     together.agree(error)
     assert fit is not None
-    reading = Reading(engine, source)
+    reading = StateReader(engine, source)
     fill_model(engine, fit, reading)
     together.agree(reading.error)
     return fit.missing, fit.unexpected
@@ -196,7 +196,7 @@ def _find(
     return None
 
 
-class Reading:
+class StateReader:
     """Reads for one engine; keeps the first error for the end."""
 
     def __init__(self, engine: Engine, source: Source) -> None:
@@ -307,7 +307,7 @@ class Reading:
 
 
 def fill_optimizers(
-    engine: Engine, optimizers: list[torch.optim.Optimizer], reading: Reading
+    engine: Engine, optimizers: list[torch.optim.Optimizer], reading: StateReader
 ) -> None:
     """States and parameter groups, once `fit_groups` has found that they go together. Collective;
     what goes wrong is kept in `reading`.
@@ -428,7 +428,7 @@ def _set_groups(
 
 
 def _load_flat_states(
-    reading: Reading, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
+    reading: StateReader, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
     states: Mapping[str, list[Item]], known: Mapping[Item, Stored], aliases: Mapping[str, str],
 ) -> None:  # fmt: skip
     """The optimizer's states of the parameters of one flat buffer."""

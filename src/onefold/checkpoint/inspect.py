@@ -18,7 +18,7 @@ from onefold.checkpoint.verify import is_like_a_checkpoint
 
 
 @dataclass(frozen=True)
-class Sort:
+class SortSummary:
     """All tensors of one kind, state and dtype: how many, their elements, their bytes."""
 
     kind: str
@@ -30,7 +30,7 @@ class Sort:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSummary:
     """One tensor. `files`: where its pieces lie."""
 
     item: Item
@@ -42,7 +42,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupSummary:
     """A parameter group: the optimizer's class and number, its own number, the names in it, their
     elements, its options.
     """
@@ -70,9 +70,9 @@ class Summary:
     step: int | None
     created: str
     saved_by: Mapping[str, Any]
-    sorts: tuple[Sort, ...]
-    tensors: tuple[Tensor, ...]
-    groups: tuple[Group, ...]
+    sorts: tuple[SortSummary, ...]
+    tensors: tuple[TensorSummary, ...]
+    groups: tuple[GroupSummary, ...]
     resumes: Mapping[str, str]
     files: Mapping[str, int]
 
@@ -131,7 +131,7 @@ def summarize(source: Source, path: Path) -> Summary:
     )
 
 
-def _tensors(source: Source, own: FolderSource | None) -> Iterator[Tensor]:
+def _tensors(source: Source, own: FolderSource | None) -> Iterator[TensorSummary]:
     names: dict[str, list[str]] = {}
     for alias, name in source.aliases().items():
         names.setdefault(name, []).append(alias)
@@ -141,7 +141,7 @@ def _tensors(source: Source, own: FolderSource | None) -> Iterator[Tensor]:
             tuple(dict.fromkeys(piece.file for piece in own.records[item].pieces)) if own else ()
         )
         code = CODES.get(stored.dtype, str(stored.dtype).removeprefix("torch."))
-        yield Tensor(
+        yield TensorSummary(
             item,
             code,
             tuple(stored.shape),
@@ -151,7 +151,7 @@ def _tensors(source: Source, own: FolderSource | None) -> Iterator[Tensor]:
         )
 
 
-def _sorts(tensors: Iterable[Tensor]) -> list[Sort]:
+def _sorts(tensors: Iterable[TensorSummary]) -> list[SortSummary]:
     counts: dict[tuple[str, str, str], list[int]] = {}
     for t in tensors:
         count = counts.setdefault((t.item.kind, t.item.state, t.dtype), [0, 0, 0])
@@ -159,12 +159,14 @@ def _sorts(tensors: Iterable[Tensor]) -> list[Sort]:
             count[i] += n
     order = {kind: i for i, kind in enumerate(KINDS)}
     return [
-        Sort(*key, *counts[key])
+        SortSummary(*key, *counts[key])
         for key in sorted(counts, key=lambda k: (order.get(k[0], len(order)), *k[1:]))
     ]
 
 
-def _groups(source: Source, own: FolderSource | None, numels: Mapping[str, int]) -> Iterator[Group]:
+def _groups(
+    source: Source, own: FolderSource | None, numels: Mapping[str, int]
+) -> Iterator[GroupSummary]:
     stored = source.groups() or []
     classes = [o.get("class", "") for o in own.state.get("optimizers", [])] if own else []
     for number, groups in enumerate(stored):
@@ -172,7 +174,7 @@ def _groups(source: Source, own: FolderSource | None, numels: Mapping[str, int])
             names = tuple(group["params"])
             options = {key: value for key, value in group.items() if key != "params"}
             name = classes[number] if number < len(classes) else ""
-            yield Group(
+            yield GroupSummary(
                 name or "optimizer",
                 number,
                 index,

@@ -15,8 +15,8 @@ from torch import nn
 
 import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.apply import (
-    Fit,
-    Reading,
+    ModelFit,
+    StateReader,
     fill_model,
     fill_optimizers,
     fit_groups,
@@ -266,7 +266,7 @@ def _apply(
     error: Exception | None = None
     values: dict[str, Any] = {}
     reader: Source = source if ahead is None else ahead
-    fit: Fit | None = None
+    fit: ModelFit | None = None
     try:  # everything that can be wrong, before anything is changed
         values = _values(source, together, things)
         check_moment(engine, "load", optimizer)
@@ -281,7 +281,7 @@ def _apply(
         error = failure
     together.agree(error)
     assert fit is not None
-    reading = Reading(engine, reader)
+    reading = StateReader(engine, reader)
     fill_model(engine, fit, reading)
     if optimizers:
         fill_optimizers(engine, optimizers, reading)
@@ -392,7 +392,7 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
 
 
 def _fit_extra_state(
-    engine: Engine, model: nn.Module, source: FolderSource, fit: Fit, strict: bool
+    engine: Engine, model: nn.Module, source: FolderSource, fit: ModelFit, strict: bool
 ) -> None:
     """Compare the modules with extra state (get_extra_state), and enter differences in `fit`.
     Raises: CheckpointError: under `strict`.

@@ -31,7 +31,7 @@ MANIFEST, CHECKSUM, STATE = "manifest.json", "manifest.sha256", "state.json"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """Elements `[start, stop)` of a flattened tensor: in `file`, with the CRC-32 of their bytes."""
 
     file: str
@@ -87,7 +87,7 @@ class Record:
     item: Item
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -195,7 +195,7 @@ class Manifest:
                     Item(t["kind"], t["name"], t.get("state", "")),
                     t["dtype"],
                     tuple(t["shape"]),
-                    tuple(Piece(names[n], a, b, crc) for n, a, b, crc in t["pieces"]),
+                    tuple(StoredPiece(names[n], a, b, crc) for n, a, b, crc in t["pieces"]),
                     tuple(t.get("aliases", ())),
                 )
                 for t in body["tensors"]

@@ -28,7 +28,7 @@ from torch import nn
 
 import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.manifest import FileRecord, Piece, Record, key_of
+from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, write_tensors
 from onefold.checkpoint.values import encode
@@ -43,7 +43,7 @@ from onefold.runtime.stream import interval_of
 
 
 @dataclass(frozen=True)
-class Part:
+class PieceToWrite:
     """A piece that this rank writes: `tensor` is [stop - start], wherever it rests."""
 
     item: Item
@@ -55,12 +55,12 @@ class Part:
 
 
 @dataclass
-class Parts:
+class RankState:
     """What this rank has to say: `tensors` to its file, `values` (already JSON) to the first
     rank.
     """
 
-    tensors: list[Part] = field(default_factory=list)
+    tensors: list[PieceToWrite] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -73,14 +73,14 @@ def collect(
     module: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     things: Mapping[str, Any],
-) -> Parts:
+) -> RankState:
     """This rank's part of everything; `things`: what else there is (scheduler, scaler, data,
     extra), or None. Local; nothing is copied but what is not contiguous.
 
     Raises:
         CheckpointError: something that cannot be stored.
     """
-    out, first = Parts(), engine.rank == 0
+    out, first = RankState(), engine.rank == 0
     with disable_torch_function(), torch.no_grad():
         for entry in engine.entries:
             start, stop = interval_of(entry)
@@ -127,7 +127,7 @@ def collect(
 
 
 def _collect_first(
-    out: Parts,
+    out: RankState,
     own: _Own,
     engine: Engine,
     module: nn.Module,
@@ -152,7 +152,7 @@ def _collect_first(
 class _Own:
     """Tensors that this rank stores whole."""
 
-    def __init__(self, out: Parts) -> None:
+    def __init__(self, out: RankState) -> None:
         self._out, self._kept = out, 0
 
     def add(self, item: Item, value: torch.Tensor) -> None:
@@ -167,12 +167,12 @@ class _Own:
 
 
 def _add(
-    out: Parts, item: Item, shape: Iterable[int], start: int, stop: int, tensor: torch.Tensor | OnDisk, first: bool,
+    out: RankState, item: Item, shape: Iterable[int], start: int, stop: int, tensor: torch.Tensor | OnDisk, first: bool,
     aliases: Iterable[str] = (),
 ) -> None:  # fmt: skip
     # The first rank also says what is there where nobody holds an element
     if stop > start or first:
-        out.tensors.append(Part(item, tuple(shape), start, stop, tensor, tuple(aliases)))
+        out.tensors.append(PieceToWrite(item, tuple(shape), start, stop, tensor, tuple(aliases)))
 
 
 class States:
@@ -275,10 +275,10 @@ def state_of(thing: Any, name: str) -> Any:
 
 
 #: A piece that a rank has written, of which tensor: item, dtype, shape, its other names.
-Report = tuple[Item, str, tuple[int, ...], tuple[str, ...], Piece]
+Report = tuple[Item, str, tuple[int, ...], tuple[str, ...], StoredPiece]
 
 
-def write_parts(folder: Path, name: str, parts: Parts) -> tuple[FileRecord, list[Report]]:
+def write_parts(folder: Path, name: str, parts: RankState) -> tuple[FileRecord, list[Report]]:
     """Write this rank's file, each tensor fetched to the host when its turn comes. Returns what the
     first rank needs to know of it.
     """
@@ -290,7 +290,7 @@ def write_parts(folder: Path, name: str, parts: Parts) -> tuple[FileRecord, list
     written = write_tensors(folder / name, planned)
     reports = []
     for p in parts.tensors:
-        piece = Piece(name, p.start, p.stop, written.crcs.get(key_of(p.item, p.start), 0))
+        piece = StoredPiece(name, p.start, p.stop, written.crcs.get(key_of(p.item, p.start), 0))
         reports.append((p.item, CODES[p.tensor.dtype], p.shape, p.aliases, piece))
     return FileRecord(written.nbytes, written.head, head_only=True), reports
 
@@ -305,7 +305,7 @@ def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
     Raises:
         CheckpointError: they do not fit together.
     """
-    found: dict[Item, tuple[str, tuple[int, ...], tuple[str, ...], list[Piece]]] = {}
+    found: dict[Item, tuple[str, tuple[int, ...], tuple[str, ...], list[StoredPiece]]] = {}
     for rank, said in enumerate(reports):
         for item, dtype, shape, aliases, piece in said:
             known = found.setdefault(item, (dtype, shape, aliases, []))

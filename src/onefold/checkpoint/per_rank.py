@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.checkpoint.apply import Reading
+from onefold.checkpoint.apply import StateReader
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.together import Together
@@ -103,7 +103,7 @@ class Lost:
 
     @classmethod
     def read(
-        cls, engine: Engine, source: FolderSource, together: Together, reading: Reading
+        cls, engine: Engine, source: FolderSource, together: Together, reading: StateReader
     ) -> Lost:
         """Collective. What goes wrong is kept in `reading`."""
         lost, items = cls(engine), None

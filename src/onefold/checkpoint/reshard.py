@@ -31,8 +31,8 @@ from onefold.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
-    Piece,
     Record,
+    StoredPiece,
     key_of,
     path_in,
     rank_file,
@@ -102,7 +102,7 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
     """All files but the manifest, which is returned."""
     manifest = source.manifest
     files: dict[str, FileRecord] = {}
-    pieces: dict[Item, list[Piece]] = {record.item: [] for record in manifest.records}
+    pieces: dict[Item, list[StoredPiece]] = {record.item: [] for record in manifest.records}
     for rank, cuts in enumerate(_cuts(manifest, ranks)):
         name = rank_file(rank)
         blocks = [block for cut in cuts for block in _blocks(*cut)]
@@ -118,7 +118,7 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
         written = write_tensors(folder / name, planned)
         files[name] = FileRecord(written.nbytes, written.head, head_only=True)
         for r, a, b in blocks:
-            pieces[r.item].append(Piece(name, a, b, written.crcs[key_of(r.item, a)]))
+            pieces[r.item].append(StoredPiece(name, a, b, written.crcs[key_of(r.item, a)]))
     source.compare()
     for name, recorded in manifest.files.items():
         if not recorded.head_only:

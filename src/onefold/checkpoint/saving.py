@@ -35,7 +35,7 @@ from onefold.checkpoint.manifest import (
     write_manifest,
 )
 from onefold.checkpoint.parts import (
-    Parts,
+    RankState,
     Report,
     collect,
     records,
@@ -144,7 +144,7 @@ def _begin(
     together, target = Together.of(engine), Path(path).absolute()
     given = optimizers_of(optimizer)
     error: Exception | None = None
-    parts, place, copying = Parts(), None, None
+    parts, place, copying = RankState(), None, None
     engine.unset.look(engine)
     try:
         step = step_of(step)
@@ -239,7 +239,7 @@ class _Writing:
     """
 
     together: Together
-    parts: Parts
+    parts: RankState
     copying: Copying | None
     folder: Path
     place: Unfinished | None

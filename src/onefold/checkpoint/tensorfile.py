@@ -60,7 +60,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorSpan:
     """Where a tensor lies in a file: bytes `[begin, end)` from the start of the file."""
 
     dtype: torch.dtype
@@ -83,7 +83,7 @@ def numel_of(shape: Sequence[int]) -> int:
 
 def header_of(
     planned: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
+) -> tuple[bytes, dict[str, TensorSpan]]:
     """The first bytes of a file with these tensors in this order, and where each lies.
 
     Raises:
@@ -111,7 +111,7 @@ def header_of(
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return head, {
-        key: Entry(dtype, shape, len(head) + a, len(head) + b)
+        key: TensorSpan(dtype, shape, len(head) + a, len(head) + b)
         for key, (dtype, shape, a, b) in places.items()
     }
 
@@ -215,13 +215,13 @@ class TensorFile:
             )
         return os.pread(self._file, 8 + length, 0)
 
-    def _parse(self) -> tuple[dict[str, str], dict[str, Entry]]:
+    def _parse(self) -> tuple[dict[str, str], dict[str, TensorSpan]]:
         try:
             table = json.loads(self.head[8:])
             metadata = table.pop("__metadata__", {})
             base = len(self.head)
             header = {
-                key: Entry(
+                key: TensorSpan(
                     DTYPES[t["dtype"]],
                     tuple(t["shape"]),
                     base + t["data_offsets"][0],

@@ -29,8 +29,8 @@ from onefold.checkpoint.manifest import (
     VERSION,
     FileRecord,
     Manifest,
-    Piece,
     Record,
+    StoredPiece,
     checksum_line,
     key_of,
     path_in,
@@ -39,7 +39,7 @@ from onefold.checkpoint.tensorfile import (
     CHUNK,
     DTYPES,
     LARGEST_HEADER,
-    Entry,
+    TensorSpan,
     crc32,
     joined,
     numel_of,
@@ -69,7 +69,7 @@ class Problem:
 
 
 @dataclass
-class Verdict:
+class Examination:
     """What came of reading a checkpoint: its problems, what is no problem but worth a word, and how
     much was read.
     """
@@ -90,7 +90,7 @@ def verify(folder: Path | str, advance: Advance | None = None) -> list[Problem]:
     return examine(folder, advance).problems
 
 
-def examine(folder: Path | str, advance: Advance | None = None) -> Verdict:
+def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
     """Read every byte of the checkpoint in `folder`.
 
     Args:
@@ -102,7 +102,7 @@ def examine(folder: Path | str, advance: Advance | None = None) -> Verdict:
             version.
     """
     folder = Path(folder)
-    verdict = Verdict(folder)
+    verdict = Examination(folder)
     manifest = _manifest(verdict)
     if manifest is None:
         return verdict
@@ -122,10 +122,10 @@ def examine(folder: Path | str, advance: Advance | None = None) -> Verdict:
     return verdict
 
 
-def _check_files(verdict: Verdict, manifest: Manifest, advance: Advance | None) -> None:
+def _check_files(verdict: Examination, manifest: Manifest, advance: Advance | None) -> None:
     """Everything but the manifest itself."""
     verdict.tensors = len(manifest.records)
-    inside: dict[str, list[tuple[Record, Piece]]] = {}
+    inside: dict[str, list[tuple[Record, StoredPiece]]] = {}
     for record in manifest.records:
         for piece in record.pieces:
             if piece.file not in manifest.files:
@@ -135,7 +135,7 @@ def _check_files(verdict: Verdict, manifest: Manifest, advance: Advance | None) 
                     f"a piece of it lies in {piece.file}, which the manifest does not list.",
                 )
             inside.setdefault(piece.file, []).append((record, piece))
-    with _Reader(advance) as reader:
+    with _ChecksumThreads(advance) as reader:
         for name, recorded in manifest.files.items():
             _check_file(verdict, name, recorded, inside.get(name, []), reader)
     _note_others(verdict, manifest)
@@ -155,7 +155,7 @@ def is_like_a_checkpoint(folder: Path) -> bool:
 # -- the manifest ----------------------------------------------------------------------------------
 
 
-def _manifest(verdict: Verdict) -> Manifest | None:
+def _manifest(verdict: Examination) -> Manifest | None:
     """The manifest as far as it can be read; problems go into the verdict."""
     folder = verdict.folder
     if not folder.is_dir():
@@ -183,7 +183,7 @@ def _manifest(verdict: Verdict) -> Manifest | None:
     return None
 
 
-def _small(verdict: Verdict, name: str) -> bytes | None:
+def _small(verdict: Examination, name: str) -> bytes | None:
     try:
         data = path_in(verdict.folder, name).read_bytes()
     except CheckpointError as error:
@@ -199,7 +199,7 @@ def _small(verdict: Verdict, name: str) -> bytes | None:
     return data
 
 
-def _blame(verdict: Verdict, text: bytes, line: bytes) -> None:
+def _blame(verdict: Examination, text: bytes, line: bytes) -> None:
     """The two do not agree: which one is damaged?
 
     A checksum that lost some digits still has the others in common with the right one. A manifest
@@ -220,7 +220,7 @@ def _blame(verdict: Verdict, text: bytes, line: bytes) -> None:
         )
 
 
-def _shake(verdict: Verdict) -> None:
+def _shake(verdict: Examination) -> None:
     """The manifest does not agree with its checksum. Say what that means for all that was found by
     it.
     """
@@ -260,11 +260,11 @@ def _is_later(text: bytes) -> bool:
 
 
 def _check_file(
-    verdict: Verdict,
+    verdict: Examination,
     name: str,
     recorded: FileRecord,
-    inside: list[tuple[Record, Piece]],
-    reader: _Reader,
+    inside: list[tuple[Record, StoredPiece]],
+    reader: _ChecksumThreads,
 ) -> None:
     try:
         path = path_in(verdict.folder, name)
@@ -301,7 +301,7 @@ def _check_file(
         verdict.add(name, "", f"it cannot be read: {in_words(error)}.")
 
 
-def _check_whole(verdict: Verdict, name: str, recorded: FileRecord, named: bool) -> None:
+def _check_whole(verdict: Examination, name: str, recorded: FileRecord, named: bool) -> None:
     """A file with one checksum. `named`: say so if it is wrong; otherwise that is clear already."""
     digest = hashlib.sha256()
     with (verdict.folder / name).open("rb") as file:
@@ -324,11 +324,11 @@ def _check_whole(verdict: Verdict, name: str, recorded: FileRecord, named: bool)
 
 
 def _check_tensors(
-    verdict: Verdict,
+    verdict: Examination,
     name: str,
     recorded: FileRecord,
-    inside: list[tuple[Record, Piece]],
-    reader: _Reader,
+    inside: list[tuple[Record, StoredPiece]],
+    reader: _ChecksumThreads,
 ) -> None:
     """A tensor file: its head, then every piece."""
     path = verdict.folder / name
@@ -370,12 +370,12 @@ def _check_tensors(
     verdict.nbytes += reader.taken()
 
 
-def _entries(head: bytes) -> dict[str, Entry]:
+def _entries(head: bytes) -> dict[str, TensorSpan]:
     """The tensors that a sound head names; the file behind it may be shorter than it says."""
     table = json.loads(head[8:])
     table.pop("__metadata__", None)
     return {
-        key: Entry(
+        key: TensorSpan(
             DTYPES[t["dtype"]],
             tuple(t["shape"]),
             len(head) + t["data_offsets"][0],
@@ -385,7 +385,7 @@ def _entries(head: bytes) -> dict[str, Entry]:
     }
 
 
-def _note_others(verdict: Verdict, manifest: Manifest) -> None:
+def _note_others(verdict: Examination, manifest: Manifest) -> None:
     # A kill right after the commit leaves the owner
     known = {MANIFEST, CHECKSUM, OWNER, *manifest.files}
     for path in sorted(verdict.folder.rglob("*")):
@@ -399,7 +399,7 @@ def _note_others(verdict: Verdict, manifest: Manifest) -> None:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _ChecksumThreads:
     """Threads that take checksums, each with a buffer of its own."""
 
     def __init__(self, advance: Advance | None) -> None:
@@ -409,7 +409,7 @@ class _Reader:
         self._local, self._lock = threading.local(), threading.Lock()
         self._advance, self._bytes = advance, 0
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _ChecksumThreads:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -422,8 +422,8 @@ class _Reader:
         return taken
 
     def wrong(
-        self, path: Path, pieces: Iterable[tuple[Record, Piece, Entry]]
-    ) -> Iterator[tuple[Record, Piece, str]]:
+        self, path: Path, pieces: Iterable[tuple[Record, StoredPiece, TensorSpan]]
+    ) -> Iterator[tuple[Record, StoredPiece, str]]:
         """The pieces whose bytes are not those that were saved, and what is wrong with them."""
         file = os.open(path, os.O_RDONLY)
         try:
@@ -469,6 +469,6 @@ class _Reader:
         return crc, end - begin
 
 
-def _segments(entry: Entry) -> Iterator[tuple[int, int]]:
+def _segments(entry: TensorSpan) -> Iterator[tuple[int, int]]:
     for begin in range(entry.begin, entry.end, SEGMENT):
         yield begin, min(begin + SEGMENT, entry.end)

@@ -433,7 +433,7 @@ def _bring(
     anything did.
     """
     state: dict[int, Any] = {}
-    reader = _Reader(optimizer)
+    reader = _PartReader(optimizer)
     for number, (param, said) in enumerate(zip(outline.params, plan, strict=True)):
         if said is None:
             continue
@@ -452,7 +452,7 @@ def _bring(
     return state, reader.error
 
 
-class _Reader:
+class _PartReader:
     """Reads this rank's parts; keeps the first error for the end, so that no other rank is left
     waiting.
     """
