@@ -116,6 +116,19 @@ def header_of(
     }
 
 
+def parse_header(head: bytes) -> tuple[dict[str, str], dict[str, TensorSpan]]:
+    """The metadata in a file's first bytes, and where each tensor lies. What is damaged raises
+    whatever it comes to.
+    """
+    table = json.loads(head[8:])
+    metadata = table.pop("__metadata__", {})
+    spans = {}
+    for key, t in table.items():
+        begin, end = (len(head) + t["data_offsets"][i] for i in (0, 1))
+        spans[key] = TensorSpan(DTYPES[t["dtype"]], tuple(t["shape"]), begin, end)
+    return metadata, spans
+
+
 @dataclass(frozen=True)
 class Written:
     """What a file has become: its size, the SHA-256 of its head (length and header), each tensor's
@@ -217,18 +230,7 @@ class TensorFile:
 
     def _parse(self) -> tuple[dict[str, str], dict[str, TensorSpan]]:
         try:
-            table = json.loads(self.head[8:])
-            metadata = table.pop("__metadata__", {})
-            base = len(self.head)
-            header = {
-                key: TensorSpan(
-                    DTYPES[t["dtype"]],
-                    tuple(t["shape"]),
-                    base + t["data_offsets"][0],
-                    base + t["data_offsets"][1],
-                )
-                for key, t in table.items()
-            }
+            metadata, header = parse_header(self.head)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DamagedCheckpoint(
                 f"{self.path} has a header that is none of the safetensors format"
