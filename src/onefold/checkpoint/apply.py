@@ -10,7 +10,6 @@ nobody is left waiting.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,15 +83,42 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = 
         CheckpointError: shapes differ; or names do, under `strict`.
     """
     buffers, _ = beside_parameters(engine, module)
-    found, missing, unexpected, complaint = _match(engine, source, source.items(), buffers)
-    if not complaint and strict and (missing or unexpected):
-        complaint = (
+    items, aliases = source.items(), source.aliases()
+    found: dict[str, Item] = {}
+    missing, wrong = [], []
+    for entry in engine.entries:
+        name, shape = entry.part.names[0], entry.part.shape
+        item = _find(entry.part.names, items, aliases)
+        if item is None:
+            missing.append(name)
+        elif items[item].shape != shape:
+            wrong.append(f"{name}: {items[item].shape} in it, {shape} in the model")
+        else:
+            found[entry.names[0]] = item
+    for name, tensor in buffers.items():
+        stored = items.get(Item("buffer", name))
+        if stored is None:
+            missing.append(name)
+        elif stored.shape != tuple(tensor.shape):
+            wrong.append(f"{name}: {stored.shape} in it, {tuple(tensor.shape)} in the model")
+    taken = set(found.values()) | {Item("buffer", name) for name in buffers}
+    unexpected = sorted(
+        item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken
+    )
+    # Tiles say the same of their parameter
+    wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))
+    # What fits nowhere is no item of a source that was cut to fit
+    unexpected += source.unexpected
+    if wrong:
+        raise CheckpointError(
+            f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
+        )
+    if strict and (missing or unexpected):
+        raise CheckpointError(
             f"{source.describe} is of another model: {len(missing)} names are missing in it"
             f" ({', '.join(missing[:5])}), {len(unexpected)} are unknown to this model"
             f" ({', '.join(unexpected[:5])}). Give strict=False to load what fits."
         )
-    if complaint:
-        raise CheckpointError(complaint)
     return ModelFit(found, buffers, missing, unexpected)
 
 
@@ -130,60 +156,14 @@ def load_model(
         CheckpointError: on every rank: shapes differ; or names do, under `strict`; or reading
             failed (the model is then undefined).
     """
-    together = Together.of(engine)
-    fit, error = None, None
-    try:
+    together, fit = Together.of(engine), None
+    with together.each_rank():
         fit = fit_model(engine, module, source, strict)
-    except CheckpointError as failure:
-        error = failure
-    together.agree(error)
     assert fit is not None
     reading = StateReader(engine, source)
     fill_model(engine, fit, reading)
     together.agree(reading.error)
     return fit.missing, fit.unexpected
-
-
-def _match(
-    engine: Engine,
-    source: Source,
-    items: Mapping[Item, Stored],
-    buffers: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, Item], list[str], list[str], str]:
-    """({parameter: what it is in the source}, missing, unexpected, what is wrong with the
-    shapes).
-    """
-    aliases, found, missing, wrong = source.aliases(), {}, [], []
-    for entry in engine.entries:
-        item = _find(entry.part.names, items, aliases)
-        if item is None:
-            missing.append(entry.part.names[0])
-        elif items[item].shape != entry.part.shape:
-            wrong.append(
-                f"{entry.part.names[0]}: {items[item].shape} in it, {entry.part.shape} in the model"
-            )
-        else:
-            found[entry.names[0]] = item
-    for name, tensor in buffers.items():
-        stored = items.get(Item("buffer", name))
-        if stored is None:
-            missing.append(name)
-        elif stored.shape != tuple(tensor.shape):
-            wrong.append(f"{name}: {stored.shape} in it, {tuple(tensor.shape)} in the model")
-    taken = set(found.values()) | {Item("buffer", name) for name in buffers}
-    unexpected = sorted(
-        item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken
-    )
-    # Tiles say the same of their parameter
-    wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))
-    # What fits nowhere is no item of a source that was cut to fit
-    unexpected += source.unexpected
-    complaint = (
-        f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
-        if wrong
-        else ""
-    )
-    return found, missing, unexpected, complaint
 
 
 def _find(
@@ -199,18 +179,8 @@ def _find(
 class StateReader:
     """Reads for one engine; keeps the first error for the end."""
 
-    def __init__(self, engine: Engine, source: Source) -> None:
-        self.engine, self.source = engine, source
-        self.error: Exception | None = None
-
-    @contextlib.contextmanager
-    def through(self, source: Source) -> Iterator[None]:
-        """Inside, what is read comes through `source`."""
-        before, self.source = self.source, source
-        try:
-            yield
-        finally:
-            self.source = before
+    def __init__(self, engine: Engine, source: Source, error: Exception | None = None) -> None:
+        self.engine, self.source, self.error = engine, source, error
 
     def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
         """Into the master weights of a flat buffer. What `found` does not name stays."""
@@ -322,15 +292,12 @@ def fill_optimizers(
     for item in known:
         if item.kind == "state":
             states.setdefault(item.name, []).append(item)
-    with (
-        reading.through(source),
-        disable_torch_function(),
-        torch.no_grad(),
-        torch.inference_mode(False),
-    ):
+    recoded = StateReader(engine, source, reading.error)
+    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
-                _load_flat_states(reading, flat, owner, states, known, aliases)
+                _load_flat_states(recoded, flat, owner, states, known, aliases)
+    reading.error = recoded.error
 
 
 def _recoded(

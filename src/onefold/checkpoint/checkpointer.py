@@ -71,13 +71,9 @@ class Checkpointer:
         self._saving: Background | None = None
         self._lock: Lock | None = None
         self.skipped = 0
-        error: Exception | None = None
-        if self._together.rank == 0:
-            try:
+        with self._together.each_rank():
+            if self._together.rank == 0:
                 self._take()
-            except Exception as failure:
-                error = failure
-        self._together.agree(error)
 
     def _take(self) -> None:
         """The folder for this run alone, without what dead runs have left in it."""

@@ -26,7 +26,6 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Outline
 from onefold.checkpoint.folder import flush_file, in_words
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
-from onefold.checkpoint.huggingface import each_rank
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
@@ -205,7 +204,7 @@ def stream(
     made: Export | None = None
     planned: Sheet | None = None
     try:
-        with each_rank(together):
+        with together.each_rank():
             planned = sheet()
             if engine.rank == 0:
                 made = Export(target, overwrite)
@@ -213,7 +212,7 @@ def stream(
                 beside(made.folder)
         assert planned is not None
         there = Path(together.from_first(str(made.folder.resolve()) if made is not None else ""))
-        with each_rank(together), disable_torch_function(), torch.no_grad():
+        with together.each_rank(), disable_torch_function(), torch.no_grad():
             if not there.is_dir():
                 raise CheckpointError(
                     f"{there}, made by the first rank, is not there: export to a folder that all"
@@ -224,7 +223,7 @@ def stream(
                 (name, start, start + data.numel()) for name, start, data in mine
             )
             planned.write(there, _in_memory(mine), total, progress)
-        with each_rank(together):
+        with together.each_rank():
             if made is not None:
                 _finish(made, overwrite)
     except BaseException:

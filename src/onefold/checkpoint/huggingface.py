@@ -11,12 +11,11 @@ Nothing is unpickled, nothing is held whole, and nobody makes up a value that a 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +175,33 @@ def load_pretrained(
         CheckpointError: on every rank: the folder cannot be read, shapes differ, or names do under
             `strict`.
     """
+
+    def fitted() -> Fitted:
+        found = opened(folder, module)
+        if strict:
+            try:
+                refuse_differences(found)
+            except CheckpointError:
+                found.close()
+                raise
+        return found
+
+    return load_fitted(module, "load_pretrained", fitted)
+
+
+def load_fitted(
+    module: nn.Module, call: str, fit: Callable[[], Fitted]
+) -> tuple[list[str], list[str]]:
+    """Load what `fit` opens, on every rank the same, in the call `call`. Collective. Returns the
+    names that are missing in it and those that fit nowhere.
+    """
     engine = engine_of(module)
-    meet(engine, "load_pretrained")
+    meet(engine, call)
     together = Together.of(engine)
     fitted: Fitted | None = None
     try:
-        with each_rank(together):
-            fitted = opened(folder, module)
-            if strict:
-                refuse_differences(fitted)
+        with together.each_rank():
+            fitted = fit()
         assert fitted is not None
         same_everywhere(together, fitted)
         return load_shards(engine, module, fitted)
@@ -289,7 +306,7 @@ class Weights:
         try:
             meet(engine, "shard(weights=...)")
             together = Together.of(engine)
-            with each_rank(together):
+            with together.each_rank():
                 if self.error is not None:
                     raise self.error
             assert self._fitted is not None
@@ -312,22 +329,6 @@ class Weights:
     def close(self) -> None:
         if self._fitted is not None:
             self._fitted.close()
-
-
-@contextlib.contextmanager
-def each_rank(together: Together) -> Iterator[None]:
-    """Around work that every rank does by itself, without collectives: what goes wrong on one
-    raises on all. Collective.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    try:
-        together.agree(error)
-    except CheckpointError as told:
-        raise told from error
 
 
 def is_hugging_face(path: Path) -> bool:

@@ -162,13 +162,9 @@ def load_async(
     meet(engine, "load_async")
     settle(engine)
     source = _open(engine, Path(path))
-    error: Exception | None = None
     try:
-        ahead = Prefetched(engine, _named_as(model, source), optimizer is not None)
-    except Exception as failure:
-        error = failure
-    try:
-        Together.of(engine).agree(error)
+        with Together.of(engine).each_rank():
+            ahead = Prefetched(engine, _named_as(model, source), optimizer is not None)
     except CheckpointError:
         source.close()
         raise
@@ -222,28 +218,20 @@ def _open(engine: Engine, path: Path) -> Source:
     """Collective: all ranks read the same checkpoint, and all raise if one cannot."""
     together = Together.of(engine)
     source: Source | None = None
-    error: Exception | None = None
     try:
-        source = source_of(path)
-    except (CheckpointError, OSError) as failure:
-        error = failure
-    said = together.all_gather(
-        (None if error is None else worded(error), source.describe if source is not None else "")
-    )
-    try:
-        raise_first([e for e, _ in said])
-    except CheckpointError:
+        with together.each_rank():
+            source = source_of(path)
+        assert source is not None
+        seen = sorted(set(together.all_gather(source.describe)))
+        if len(seen) > 1:
+            raise CheckpointError(
+                f"{path}: ranks see different checkpoints ({', '.join(seen)}). It must be on a file"
+                " system that all share."
+            )
+    except BaseException:
         if source is not None:
             source.close()
         raise
-    assert source is not None
-    seen = [name for _, name in said]
-    if len(set(seen)) > 1:
-        source.close()
-        raise CheckpointError(
-            f"{path}: ranks see different checkpoints ({', '.join(sorted(set(seen)))}). It must be"
-            " on a file system that all share."
-        )
     return source
 
 
@@ -263,11 +251,10 @@ def _apply(
     own = (
         source if isinstance(source, FolderSource) else None
     )  # it has more than weights and states
-    error: Exception | None = None
     values: dict[str, Any] = {}
     reader: Source = source if ahead is None else ahead
     fit: ModelFit | None = None
-    try:  # everything that can be wrong, before anything is changed
+    with together.each_rank():  # everything that can be wrong, before anything is changed
         values = _values(source, together, things)
         check_moment(engine, "load", optimizer)
         if ahead is None:
@@ -277,9 +264,6 @@ def _apply(
             _fit_extra_state(engine, model, own, fit, strict)
         if optimizers:
             fit_groups(engine, optimizers, reader)
-    except Exception as failure:
-        error = failure
-    together.agree(error)
     assert fit is not None
     reading = StateReader(engine, reader)
     fill_model(engine, fit, reading)
@@ -304,12 +288,9 @@ def _apply(
         engine.reduce.summing.forget()
     if beside.random is not None:
         per_rank.restore(beside.random, together.rank, beside.streams)
-    try:
+    with together.each_rank():
         for name, value in values.items():
             things[name].load_state_dict(value)
-    except Exception as failure:
-        error = failure
-    together.agree(error)
     return Loaded(
         Path(source.folder or ""),
         source.step,
