@@ -24,13 +24,13 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Outline
-from onefold.checkpoint.folder import flush_file, in_words
+from onefold.checkpoint.folder import Export, flush_file, in_words
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
-from onefold.checkpoint.streams import Export, Progress, Sheet, in_chunks
-from onefold.checkpoint.tensorfile import numel_of
+from onefold.checkpoint.streams import Progress, Sheet
+from onefold.checkpoint.tensorfile import CHUNK, numel_of
 from onefold.checkpoint.together import Together, meet
 from onefold.optim.held import OnDisk, elements, outside
 from onefold.runtime.engine import Engine
@@ -153,13 +153,13 @@ def export_folder(
 
     def pieces() -> Iterator[tuple[str, int, torch.Tensor]]:
         for name, item in items.items():
-            count = numel_of(outline.tensors[name][1])
-            yield from in_chunks(
-                name,
-                count,
-                outline.dtypes[name],
-                lambda a, b, out, item=item: source.read(item, a, b, out),  # type: ignore[misc]
-            )
+            count, dtype = numel_of(outline.tensors[name][1]), outline.dtypes[name]
+            step = CHUNK // dtype.itemsize
+            buffer = torch.empty(min(step, count), dtype=dtype)
+            for start in range(0, count, step):
+                part = buffer[: min(step, count - start)]
+                source.read(item, start, start + part.numel(), part)
+                yield name, start, part
 
     made = Export(target, overwrite)
     try:

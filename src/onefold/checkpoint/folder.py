@@ -152,6 +152,29 @@ class Unfinished:
         self._lock.release()
 
 
+class Export(Unfinished):
+    """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier
+    export.
+    """
+
+    what = "nothing can be exported to"
+
+    @staticmethod
+    def check(target: Path, overwrite: bool) -> None:
+        """Raises: CheckpointError: something is there that an export must not replace."""
+        check_place(target)
+        if target.is_dir() and any(target.iterdir()):
+            known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
+            if not (overwrite and known):
+                hint = (
+                    "give overwrite=True to replace it, or name another folder"
+                    if known
+                    else "name another folder"
+                )
+                what = "a model" if known else "something else than a model"
+                raise CheckpointError(f"{target} is there already and holds {what}: {hint}.")
+
+
 def check_place(target: Path) -> None:
     """Raises: CheckpointError: no folder can have this name."""
     if not target.name:

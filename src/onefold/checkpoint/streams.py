@@ -13,18 +13,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import Unfinished, check_place
 from onefold.checkpoint.hf_names import ElementRun, Layout, Shape, overlapping
-from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.tensorfile import CHUNK, TensorSpan, bytes_of, header_of, numel_of
 
 #: (bytes done, bytes to do) of what this rank writes.
@@ -218,38 +215,3 @@ class _Writer:
             for file in self._open.values():
                 os.close(file)
             self._open.clear()
-
-
-class Export(Unfinished):
-    """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier
-    export.
-    """
-
-    what = "nothing can be exported to"
-
-    @staticmethod
-    def check(target: Path, overwrite: bool) -> None:
-        """Raises: CheckpointError: something is there that an export must not replace."""
-        check_place(target)
-        if target.is_dir() and any(target.iterdir()):
-            known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
-            if not (overwrite and known):
-                hint = (
-                    "give overwrite=True to replace it, or name another folder"
-                    if known
-                    else "name another folder"
-                )
-                what = "a model" if known else "something else than a model"
-                raise CheckpointError(f"{target} is there already and holds {what}: {hint}.")
-
-
-def in_chunks(
-    name: str, count: int, dtype: torch.dtype, read: Callable[[int, int, torch.Tensor], Any]
-) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """A tensor of `count` elements as pieces of at most 4 MiB, each read into the same buffer."""
-    step = CHUNK // dtype.itemsize
-    buffer = torch.empty(min(step, count), dtype=dtype)
-    for start in range(0, count, step):
-        part = buffer[: min(step, count - start)]
-        read(start, start + part.numel(), part)
-        yield name, start, part

@@ -48,7 +48,16 @@ from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function, leaf_asked_by
-from onefold.runtime.stream import dist_rank, from_first, held_by, interval_of, tell_all, to_first
+from onefold.runtime.stream import (
+    Put,
+    Read,
+    dist_rank,
+    from_first,
+    held_by,
+    interval_of,
+    tell_all,
+    to_first,
+)
 
 #: A top-level key of `local_state_dict`, by which the other loader knows it.
 LOCAL = "onefold_local"
@@ -294,14 +303,7 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         first = engine.rank == 0 or not outline.divided
         state, error = _bring(optimizer, outline, plan, first)
         if outline.divided:
-            error = next(
-                (
-                    f"rank {rank}: {told}"
-                    for rank, told in enumerate(tell_all(engine, _STATE_DICT, error))
-                    if told
-                ),
-                None,
-            )
+            error = _first_of(tell_all(engine, _STATE_DICT, error))
         if error is not None:
             raise RuntimeError(f"{_STATE_DICT}: the states could not be read. {error}")
         others = {
@@ -317,6 +319,11 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
             "param_groups": _whole_groups(optimizer, outline),
             **others,
         }
+
+
+def _first_of(errors: list[str | None]) -> str | None:
+    """The first error of the ranks, with who met it."""
+    return next((f"rank {rank}: {told}" for rank, told in enumerate(errors) if told), None)
 
 
 def _check_moment(engine: Engine, call: str) -> None:
@@ -461,7 +468,7 @@ class _PartReader:
         self.optimizer = optimizer
         self.error: str | None = None
 
-    def of(self, entry: Entry, key: str, dtype: torch.dtype) -> Callable[[int, int], torch.Tensor]:
+    def of(self, entry: Entry, key: str, dtype: torch.dtype) -> Read:
         def read(x: int, y: int) -> torch.Tensor:
             try:
                 return _part(self.optimizer, entry, key, x, y).to(dtype)
@@ -523,14 +530,21 @@ def _engine(entry: Entry) -> Engine:
 
 @dataclass
 class _Landing:
-    """A state on its way into the optimizer: `put` is given elements [x, y) of `entry`, in
-    order.
+    """A state on its way into the optimizer: given elements [x, y) of `entry`, in order. An error
+    is kept for the end, so that no other rank is left waiting.
     """
 
     entry: Entry
-    key: str
     parts: dict[str, torch.Tensor]
-    put: Callable[[int, int, torch.Tensor], None]
+    put: Put
+    error: str | None = None
+
+    def __call__(self, x: int, y: int, values: torch.Tensor) -> None:
+        if self.error is None:
+            try:
+                self.put(x, y, values)
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -775,7 +789,8 @@ def _take(
                     flat = whole.detach().reshape(-1)[
                         entry.part.first : entry.part.first + entry.slot.numel
                     ]
-                put = _Guarded(_landing(optimizer, entry, key, value.dtype), landing)
+                put = _landing(optimizer, entry, key, value.dtype)
+                landing.append(put)
                 if scattered:
                     from_first(_engine(entry), entry, value.dtype, flat, put)
                 elif flat is not None:
@@ -787,14 +802,7 @@ def _take(
             each.transfers.flush() if each.on_disk else None
     engine = outline.engine
     assert engine is not None
-    wrong = next(
-        (
-            f"rank {rank}: {told}"
-            for rank, told in enumerate(tell_all(engine, _LOAD, error))
-            if told
-        ),
-        None,
-    )
+    wrong = _first_of(tell_all(engine, _LOAD, error))
     if wrong is not None:
         _landed.pop(optimizer, None)
         raise RuntimeError(f"{_LOAD}: the states could not be put in their places. {wrong}")
@@ -811,22 +819,6 @@ def _local_names(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     for group, ours in zip(groups, optimizer.param_groups, strict=True):
         if "param_names" in group and len(group["param_names"]) != len(group["params"]):
             group["param_names"] = ours.get("param_names", group["param_names"])
-
-
-class _Guarded:
-    """Calls a landing; an error is kept for the end, so that no other rank is left waiting."""
-
-    def __init__(self, landing: _Landing, done: list[_Landing]) -> None:
-        self.landing = landing
-        self.error: str | None = None
-        done.append(landing)
-
-    def __call__(self, x: int, y: int, values: torch.Tensor) -> None:
-        if self.error is None:
-            try:
-                self.landing.put(x, y, values)
-            except Exception as error:
-                self.error = f"{type(error).__name__}: {error}"
 
 
 def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -> _Landing:
@@ -860,7 +852,7 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
             into = elements(entry, state_kind(name, dtypes[name]), parts[name], x, y)
             into.write(0, value) if isinstance(into, OnDisk) else into.copy_(value)
 
-    return _Landing(entry, key, parts, put)
+    return _Landing(entry, parts, put)
 
 
 def _after_load(optimizer: Optimizer) -> None:
