@@ -33,7 +33,7 @@ from torch import nn
 
 from onefold.layout import overlap
 from onefold.offload.storage import state_kind
-from onefold.optim.held import encoded, holders, new_masters, on_disk, shared
+from onefold.optim.held import encoded, holders, on_disk, shared
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
@@ -41,7 +41,7 @@ from onefold.runtime.registry import engine_of
 from onefold.runtime.state import ReadEntry, whole_state_dict
 from onefold.runtime.stream import from_first, tell_all
 from onefold.runtime.unit import Unit
-from onefold.runtime.whole import state_context
+from onefold.runtime.whole import new_masters, state_context
 
 #: What the averages are called in memory ledgers.
 AVERAGES = "averages"

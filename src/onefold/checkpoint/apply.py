@@ -29,8 +29,8 @@ from onefold.optim.held import (
     divided,
     elements,
     encoded,
+    follow_masters,
     holders,
-    new_masters,
     new_state,
     on_disk,
     outside,
@@ -43,7 +43,7 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
 from onefold.runtime.stream import held_by
-from onefold.runtime.whole import state_context
+from onefold.runtime.whole import new_masters, state_context
 
 #: Elements read at a time where they cannot go to their place directly.
 BUFFER = 4 << 20
@@ -194,8 +194,8 @@ class StateReader:
             if on_disk(flat):
                 into = elements(entry, "master", entry.param, *held_by(entry, flat.rank))
             self._held(entry, item, into)
-        if flat.offloaded is not None and on_disk(flat):
-            flat.offloaded.renew()
+        if on_disk(flat):
+            follow_masters(flat)
 
     def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
         """Into the states `key` of parameters of a flat buffer."""

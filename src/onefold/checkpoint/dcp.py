@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.optim.held import divided, encoded
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
@@ -99,7 +100,7 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.engine = model, engine_of(model)
-        if self.engine.on_disk or any(f.route.stored for u in self.engine.units for f in u.flats):
+        if self.engine.on_disk or any(encoded(e.flat) for e in self.engine.entries):
             raise CheckpointError(
                 "torch.distributed.checkpoint reads and writes tensors in memory, and this model's"
                 " state rests on NVMe, or encoded: use onefold.save, then load that checkpoint"
@@ -111,16 +112,7 @@ class _State:
                 " torch.distributed.checkpoint: use onefold.save; a recipe without moments= loads"
                 " that checkpoint, and dcp_state_dict writes it."
             )
-        tiled = next(
-            (
-                e.part.names[0]
-                for u in self.engine.units
-                for f in u.flats
-                if f.tiled
-                for e in f.entries
-            ),
-            None,
-        )
+        tiled = next((e.part.names[0] for e in self.engine.entries if e.flat.tiled), None)
         if tiled is not None:
             raise CheckpointError(
                 f"parameter {tiled!r} is computed in tiles, which torch.distributed.checkpoint"
@@ -336,7 +328,7 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
         CheckpointError: on this rank it is a part of something, but not of a tensor of the
             parameter's shape.
     """
-    slot, replicated = entry.slot, entry.flat.whole_master
+    slot, replicated = entry.slot, not divided(entry.flat)
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if replicated or value.dim() == 0:

@@ -45,14 +45,14 @@ def encoded(flat: Flat) -> bool:
 
 def divided(flat: Flat) -> bool:
     """Optimizers of different ranks hold different elements."""
-    return not (flat.unsharded or flat.whole_master)
+    return not flat.whole_master
 
 
 def shared(flat: Flat) -> bool:
     """Optimizers of several ranks hold the same elements, of which each accounts for an
     interval.
     """
-    return not flat.unsharded and flat.owned != flat.interval
+    return flat.owned != flat.interval
 
 
 def holders(engine: Engine, flat: Flat) -> Group:
@@ -60,12 +60,10 @@ def holders(engine: Engine, flat: Flat) -> Group:
     return engine.group if flat.whole_master else engine.group.inter_group
 
 
-def new_masters(flat: Flat, device: torch.device) -> torch.Tensor:
-    """All masters of this rank, [owned], to be changed in part; to be given to
-    `flat.store_master`.
-    """
-    masters = flat.landing(device)
-    return masters if masters is flat.master else masters.copy_(flat.load_master())
+def follow_masters(flat: Flat) -> None:
+    """Masters on NVMe were written to by elements: bring what gathers read up to date."""
+    if flat.offloaded is not None:
+        flat.offloaded.renew()
 
 
 @dataclass(frozen=True)

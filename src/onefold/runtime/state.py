@@ -25,7 +25,7 @@ from onefold.runtime.stream import from_first, to_first
 from onefold.runtime.tile import first_tiles
 from onefold.runtime.unit import Unit
 from onefold.runtime.unset import value_of
-from onefold.runtime.whole import state_context, whole_masters
+from onefold.runtime.whole import new_masters, state_context, whole_masters
 
 
 def scatter_masters(
@@ -397,11 +397,7 @@ def _load_flat(
     """What is `coming`, by the first name of the parameter; the rest stays. `state`: rank 0's whole
     tensors by that name.
     """
-    masters = None
-    if not flat.unsharded:
-        masters = flat.landing(engine.device)
-        if masters is not flat.master:
-            masters.copy_(flat.load_master())
+    masters = None if flat.unsharded else new_masters(flat, engine.device)
     for entry in flat.entries:
         part, whole = entry.part, None
         if part.names[0] not in coming:

@@ -19,6 +19,14 @@ def state_context(engine: Engine, unit_name: str) -> CollectiveContext:
     return CollectiveContext("state", unit_name, engine.step, "state")
 
 
+def new_masters(flat: Flat, device: torch.device) -> torch.Tensor:
+    """All masters of this rank, [owned], as they are: to be changed in part, and given to
+    `flat.store_master` then.
+    """
+    masters = flat.landing(device)
+    return masters if masters is flat.master else masters.copy_(flat.load_master())
+
+
 def gather_whole(engine: Engine, flat: Flat, full: torch.Tensor) -> torch.Tensor:
     """`full` ([numel], with this rank's [owned] in place) with those of all ranks. Collective."""
     owners, place = flat.route.group_of_owners, state_context(engine, flat.unit_name)
