@@ -24,7 +24,7 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Outline
-from onefold.checkpoint.folder import Export, flush_file, in_words
+from onefold.checkpoint.folder import Export, flush, in_words
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
@@ -306,7 +306,7 @@ def _in_memory(
 def _finish(made: Export, overwrite: bool) -> None:
     for file in made.folder.rglob("*"):
         if file.is_file() and file.suffix != ".safetensors":
-            flush_file(file)
+            flush(file)
     made.commit(overwrite)
 
 

@@ -126,7 +126,8 @@ class Unfinished:
             CheckpointError: somebody else put something there meanwhile.
             OSError: as the system says it.
         """
-        flush_folder(self.folder)
+        # The names of its files, then its own: what is seen under its name is whole after a crash
+        flush(self.folder)
         replaced = False
         try:
             os.rename(self.folder, self.target)
@@ -141,7 +142,7 @@ class Unfinished:
             exchange(self.folder, self.target)
             replaced = True
         (self.target / OWNER).unlink(missing_ok=True)
-        flush_folder(self.target.parent)
+        flush(self.target.parent)
         if replaced:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
@@ -206,16 +207,8 @@ def exchange(a: Path, b: Path) -> None:
     os.rename(aside, a)
 
 
-def flush_folder(folder: Path) -> None:
-    """Have the disk know the names in `folder`."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def flush_file(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have the disk know the contents of a file, or the names in a folder."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import Unfinished, flush_file, in_words
+from onefold.checkpoint.folder import Unfinished, flush, in_words
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import (
     CHECKSUM,
@@ -86,7 +86,7 @@ def reshard(
             unfinished.folder, _write(opened, unfinished.folder, ranks, advance or (lambda n: None))
         )
         for name in (MANIFEST, CHECKSUM):
-            flush_file(unfinished.folder / name)
+            flush(unfinished.folder / name)
         unfinished.commit(overwrite)
     except BaseException as error:
         unfinished.discard()
@@ -193,5 +193,5 @@ def _copy(source: Path, folder: Path, name: str, recorded: FileRecord) -> FileRe
             f"{source / name} is damaged. Run `onefold checkpoint verify {source}` to see what"
             " else is."
         )
-    flush_file(folder / name)
+    flush(folder / name)
     return recorded

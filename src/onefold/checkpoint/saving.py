@@ -25,7 +25,7 @@ from torch import nn
 from onefold.checkpoint.background import Background, settle
 from onefold.checkpoint.copying import Copying
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import OWNER, Unfinished, flush_file, flush_folder
+from onefold.checkpoint.folder import OWNER, Unfinished, flush
 from onefold.checkpoint.manifest import (
     STATE,
     FileRecord,
@@ -311,10 +311,8 @@ class _Writing:
         write_manifest(self.folder, Manifest(found, files, self.step, created, self.saver))
         # Before the folder gets its name: a name must not reach the disk ahead of what it stands for
         for path in self.folder.rglob("*"):
-            if path.is_dir():
-                flush_folder(path)
-            elif not path.name.startswith("rank-"):  # those were flushed by who wrote them
-                flush_file(path)
+            if not path.name.startswith("rank-"):  # those were flushed by who wrote them
+                flush(path)
 
     def _look(self, files: Mapping[str, FileRecord]) -> None:
         """Every rank's file is here, whole, before the folder gets its name."""
