@@ -16,6 +16,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.hf_names import Runs, Shape, overlapping
 from onefold.checkpoint.source import Item, Source, Stored, View
+from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of, is_sharded
 from onefold.runtime.state import plain_state_dict
@@ -42,41 +43,30 @@ class Outline:
     def of(cls, module: nn.Module) -> Outline:
         out = cls()
         engine = engine_of(module) if is_sharded(module) else None
-        entries: dict[Any, Any] = (
-            {id(e.param): e for e in engine.entries} if engine is not None else {}
-        )
-        entries |= (
-            {name: e for e in engine.entries for name in e.part.names} if engine is not None else {}
-        )
-        known: dict[int, list[str]] = {}
+        entries: dict[Any, Entry] = {}
+        for e in engine.entries if engine is not None else ():
+            entries |= dict.fromkeys((id(e.param), *e.part.names), e)
+        ties: dict[int, list[str]] = {}
         with disable_torch_function():
-            found = (
-                module.state_dict(keep_vars=True)
-                if engine is None
-                else plain_state_dict(engine, module)
-            )
+            plain = engine is None
+            found = module.state_dict(keep_vars=True) if plain else plain_state_dict(engine, module)
             for name, value in found.items():
                 if not isinstance(value, torch.Tensor):
                     continue
                 entry = entries.get(id(value), entries.get(name))
-                # A hook of the module has renamed it
-                if entry is not None and name not in entry.part.names:
-                    name = entry.part.names[0]
-                kind = (
-                    "parameter"
-                    if isinstance(value, nn.Parameter) or entry is not None
-                    else "buffer"
-                )
-                out.tensors[name] = (
-                    kind,
-                    tuple(value.shape if entry is None else entry.part.shape),
-                )
-                out.dtypes[name] = value.dtype if entry is None else entry.flat.dtypes.compute
-                if kind == "parameter" and id(value) in known:
-                    known[id(value)].append(name)
+                kind, shape, dtype = "buffer", value.shape, value.dtype
+                if entry is not None:
+                    shape, dtype = torch.Size(entry.part.shape), entry.flat.dtypes.compute
+                    if name not in entry.part.names:  # a hook of the module has renamed it
+                        name = entry.part.names[0]
+                if entry is not None or isinstance(value, nn.Parameter):
+                    kind = "parameter"
+                out.tensors[name], out.dtypes[name] = (kind, tuple(shape)), dtype
+                if kind == "parameter" and id(value) in ties:
+                    ties[id(value)].append(name)
                 else:
-                    known[id(value)] = [name]
-                    out.ties.append(known[id(value)])
+                    ties[id(value)] = [name]
+                    out.ties.append(ties[id(value)])
         return out
 
 

@@ -44,12 +44,14 @@ class FolderSource(Source):
         CheckpointError: the folder is no checkpoint, damaged, or of a later version.
     """
 
+    form = "Onefold"
     folder: Path
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.manifest: Manifest = read_manifest(self.folder)
-        self.step, self.saved_by = self.manifest.step, self.manifest.saved_by
+        self.step, self.created = self.manifest.step, self.manifest.created
+        self.saved_by = self.manifest.saved_by
         self.records: dict[Item, Record] = {r.item: r for r in self.manifest.records}
         self.checks: list[RangeRead] = []
         self._files: dict[str, TensorFile] = {}

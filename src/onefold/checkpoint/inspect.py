@@ -98,36 +98,20 @@ def summarize(source: Source, path: Path) -> Summary:
         CheckpointError: its values cannot be read.
     """
     own = source if isinstance(source, FolderSource) else None
-    folder = source.folder or path
-    manifest = own.manifest if own else None
-    tensors = tuple(_tensors(source, own))
+    folder, tensors = source.folder or path, tuple(_tensors(source, own))
+    numels = {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"}
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
     return Summary(
         path=folder,
-        form=(
-            "Onefold"
-            if own
-            else "DeepSpeed"
-            if "DeepSpeed" in type(source).__name__
-            else "Hugging Face"
-        ),
+        form=source.form,
         step=source.step,
-        created=manifest.created if manifest else "",
+        created=source.created,
         saved_by=source.saved_by,
         sorts=tuple(_sorts(tensors)),
         tensors=tensors,
-        groups=tuple(
-            _groups(
-                source,
-                own,
-                {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"},
-            )
-        ),
+        groups=tuple(_groups(source, own, numels)),
         resumes=_resumes(own, source),
-        files={
-            p.relative_to(folder).as_posix(): p.stat().st_size
-            for p in sorted(folder.rglob("*"))
-            if p.is_file()
-        },
+        files={p.relative_to(folder).as_posix(): p.stat().st_size for p in files},
     )
 
 
@@ -137,18 +121,11 @@ def _tensors(source: Source, own: FolderSource | None) -> Iterator[TensorSummary
         names.setdefault(name, []).append(alias)
     for item, stored in source.items().items():
         aliases = tuple(names.get(item.name, ())) if item.kind == "parameter" else ()
-        files = (
-            tuple(dict.fromkeys(piece.file for piece in own.records[item].pieces)) if own else ()
-        )
+        pieces = own.records[item].pieces if own else ()
+        files = tuple(dict.fromkeys(piece.file for piece in pieces))
         code = CODES.get(stored.dtype, str(stored.dtype).removeprefix("torch."))
-        yield TensorSummary(
-            item,
-            code,
-            tuple(stored.shape),
-            numel_of(stored.shape) * stored.dtype.itemsize,
-            aliases,
-            files,
-        )
+        nbytes = numel_of(stored.shape) * stored.dtype.itemsize
+        yield TensorSummary(item, code, tuple(stored.shape), nbytes, aliases, files)
 
 
 def _sorts(tensors: Iterable[TensorSummary]) -> list[SortSummary]:
@@ -174,14 +151,8 @@ def _groups(
             names = tuple(group["params"])
             options = {key: value for key, value in group.items() if key != "params"}
             name = classes[number] if number < len(classes) else ""
-            yield GroupSummary(
-                name or "optimizer",
-                number,
-                index,
-                names,
-                sum(numels.get(n, 0) for n in names),
-                options,
-            )
+            numel = sum(numels.get(n, 0) for n in names)
+            yield GroupSummary(name or "optimizer", number, index, names, numel, options)
 
 
 def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
@@ -191,6 +162,7 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
         out["optimizer"] = ", ".join(states) if states else "groups alone: it has not stepped"
     state = own.state if own is not None else {}
     for name in ("scheduler", "scaler"):
+        # As it stands in the file: its tensors are not fetched
         value = state.get(name) if own is not None else source.value(name)
         if value is not None:
             out[name] = _in_short(value)

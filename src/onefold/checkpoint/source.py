@@ -49,12 +49,15 @@ class Source:
     has. Everything raises CheckpointError.
 
     Attributes:
-        folder: where it lies. step, extra, saved_by: see `Loaded`.
+        form: whose it is, for people. folder: where it lies. created: ISO date and time, UTC; ""
+            if it is not known. step, extra, saved_by: see `Loaded`.
         unexpected: tensors that fit nowhere in the model, of a source that was cut to fit one.
         rules: transformers' rules that its names went through, if any.
     """
 
+    form: str = "Hugging Face"
     folder: Path | None = None
+    created: str = ""
     step: int | None = None
     extra: Any = None
     saved_by: Mapping[str, Any] = {}

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from onefold.memory import GATHERED
@@ -21,7 +20,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.interval import Interval
 from onefold.runtime.parameter import disable_torch_function
-from onefold.runtime.stream import from_first, to_first
+from onefold.runtime.stream import from_first, tell_all, to_first
 from onefold.runtime.tile import first_tiles
 from onefold.runtime.unit import Unit
 from onefold.runtime.unset import value_of
@@ -288,14 +287,8 @@ def load_full_state_dict(
         n: e for n, v in expected.items() if (e := known.get(id(v), by_name.get(n))) is not None
     }
     shapes = {n: e.part.shape for n, e in named.items()}
-    verdict: list[Any] = [None]
-    if engine.rank == 0:
-        verdict = [_compare(expected, shapes, state, strict)]
-    if engine.world_size > 1:
-        dist.broadcast_object_list(
-            verdict, src=engine.group.ranks[0], group=engine.group.control_group
-        )
-    missing, unexpected, complaint = verdict[0]
+    verdict = _compare(expected, shapes, state, strict) if engine.rank == 0 else None
+    missing, unexpected, complaint = tell_all(engine, "load_full_state_dict()", verdict)[0]
     if complaint:
         raise ValueError(complaint)
     coming = {e.part.names[0] for n, e in named.items() if n not in missing}

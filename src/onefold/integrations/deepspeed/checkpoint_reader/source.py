@@ -85,6 +85,8 @@ class DeepSpeedSource(Source):
             not safe to read.
     """
 
+    form = "DeepSpeed"
+
     def __init__(self, path: Path | str, tag: str | None = None) -> None:
         self.files = find(path, tag)
         self.folder = self.files.tag
