@@ -48,9 +48,8 @@ class Outline:
             entries |= dict.fromkeys((id(e.param), *e.part.names), e)
         ties: dict[int, list[str]] = {}
         with disable_torch_function():
-            plain = engine is None
-            found = module.state_dict(keep_vars=True) if plain else plain_state_dict(engine, module)
-            for name, value in found.items():
+            held = plain_state_dict(engine, module) if engine else module.state_dict(keep_vars=True)
+            for name, value in held.items():
                 if not isinstance(value, torch.Tensor):
                     continue
                 entry = entries.get(id(value), entries.get(name))
