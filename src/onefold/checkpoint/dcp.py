@@ -280,11 +280,11 @@ class OptimizerState(_State):
         """Each group's options from the loaded group that has its parameters, wherever that
         stands.
         """
-        offloaded = {name: at for at, group in enumerate(loaded) for name in group["params"]}
+        group_of = {name: at for at, group in enumerate(loaded) for name in group["params"]}
         names = self._names()
         for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
             here = [names[id(p)] for p in group["params"]]
-            found = sorted({offloaded[name] for name in here if name in offloaded})
+            found = sorted({group_of[name] for name in here if name in group_of})
             if here and len(found) != 1:
                 where = f"in its groups {found}" if found else "in none of its groups"
                 raise CheckpointError(
