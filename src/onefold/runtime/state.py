@@ -165,9 +165,7 @@ def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
 
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See
-    `onefold.full_state_dict`.
-    """
+    """Whole tensors on the host of rank 0; {} on other ranks. See `onefold.full_state_dict`."""
     if not engine.unsharded:
         refuse_changes(engine, "full_state_dict")
         for name, buffer in module.named_buffers():

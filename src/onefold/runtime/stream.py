@@ -77,13 +77,12 @@ def dist_rank(engine: Engine) -> int:
     return engine.group.ranks[engine.group.rank]
 
 
-def interval_of(entry: Entry) -> tuple[int, int]:
-    """The elements of `entry` that this rank answers for, counted from its first: each element on
-    exactly one rank.
+def interval_of(entry: Entry, position: int | None = None) -> tuple[int, int]:
+    """The elements of `entry` that this rank (or that at `position`) accounts for, counted from its
+    first: each element on exactly one rank.
     """
-    if entry.flat.unsharded:
-        return 0, entry.slot.numel
-    a, b = entry.flat.layout.local(entry.slot, entry.flat.rank)
+    rank = entry.flat.rank if position is None else position
+    a, b = entry.flat.layout.local(entry.slot, rank)
     return a - entry.slot.start, b - entry.slot.start
 
 
@@ -91,8 +90,6 @@ def held_by(entry: Entry, position: int) -> tuple[int, int]:
     """The elements of `entry` that the optimizer of a rank holds, counted from its first; also what
     other ranks hold as well.
     """
-    if entry.flat.unsharded:
-        return 0, entry.slot.numel
     a, b = overlap((entry.slot.start, entry.slot.end), entry.flat.owned_by(position))
     return a - entry.slot.start, b - entry.slot.start
 
@@ -113,7 +110,7 @@ def to_first(
         alone: `read` gives nothing but this rank's interval, also where the optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
-    here = held_by(entry, 0) if not alone else _interval_at(entry, 0)
+    here = interval_of(entry, 0) if alone else held_by(entry, 0)
     for x in range(0, slot.numel, CHUNK):
         y = min(x + CHUNK, slot.numel)
         mine = overlap(here, (x, y))
@@ -123,7 +120,7 @@ def to_first(
             continue
         sends, recvs, landing = [], [], []
         for peer in _owners(entry, x, y):
-            a, b = overlap(_interval_at(entry, peer), (x, y))
+            a, b = overlap(interval_of(entry, peer), (x, y))
             if a == b or peer == 0 or overlap((a, b), here) == (a, b):
                 continue
             if group.rank == 0:
@@ -154,7 +151,7 @@ def from_first(
         alone: each rank is given nothing but its interval, also where its optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
-    held = _interval_at if alone else held_by
+    held = interval_of if alone else held_by
     for x in range(0, slot.numel, CHUNK):
         y = min(x + CHUNK, slot.numel)
         a, b = overlap(held(entry, group.rank), (x, y))
@@ -177,13 +174,6 @@ def from_first(
         ).wait()
         if a < b and part is not None:
             put(a, b, part.to(dtype))
-
-
-def _interval_at(entry: Entry, position: int) -> tuple[int, int]:
-    if entry.flat.unsharded:
-        return 0, entry.slot.numel
-    a, b = entry.flat.layout.local(entry.slot, position)
-    return a - entry.slot.start, b - entry.slot.start
 
 
 def _owners(entry: Entry, x: int, y: int) -> range:
