@@ -103,9 +103,8 @@ class Copying:
                 " it, so the copy is of two moments. Write to parameters before save_async or"
                 " after its wait(), or use save()."
             )
-        parts = RankState(
-            [self._copies[i] for i in range(len(self._parts.tensors))], self._parts.values
-        )
+        copies = [self._copies[i] for i in range(len(self._parts.tensors))]
+        parts = replace(self._parts, tensors=copies)
         self._parts = parts  # lets go of what was copied
         return parts
 

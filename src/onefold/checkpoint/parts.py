@@ -57,15 +57,27 @@ class PieceToWrite:
 @dataclass
 class RankState:
     """What this rank has to say: `tensors` to its file, `values` (already JSON) to the first
-    rank.
+    rank. `extras`: large tensors that `values` refer to by number.
     """
 
     tensors: list[PieceToWrite] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
+    extras: int = 0
 
     @property
     def nbytes(self) -> int:
         return sum(part.tensor.numel() * part.tensor.element_size() for part in self.tensors)
+
+    def add_own(self, item: Item, value: torch.Tensor) -> None:
+        """A tensor that this rank stores whole."""
+        flat = value.detach().reshape(-1)
+        self.tensors.append(PieceToWrite(item, tuple(value.shape), 0, value.numel(), flat))
+
+    def keep(self, value: torch.Tensor) -> int:
+        """A large tensor among the values. Returns its number."""
+        self.add_own(Item("extra", str(self.extras)), value)
+        self.extras += 1
+        return self.extras - 1
 
 
 def collect(
@@ -82,22 +94,22 @@ def collect(
     """
     out, first = RankState(), engine.rank == 0
     with disable_torch_function(), torch.no_grad():
-        for entry in engine.entries:
-            start, stop = interval_of(entry)
-            ours = elements(entry, "master", entry.param, start, stop)
-            name, *aliases = entry.part.names
-            _add(out, Item("parameter", name), *outside(entry, start, stop), ours, first, aliases)
         states = States(engine, optimizers)
-        for entry, key, value in states.tensors:
+        held = [(entry, "", entry.param) for entry in engine.entries]
+        for entry, key, value in [*held, *states.tensors]:
             start, stop = interval_of(entry)
-            ours = elements(entry, state_kind(key, value.dtype), value, start, stop)
-            item = Item("state", entry.part.names[0], key)
-            _add(out, item, *outside(entry, start, stop, key), ours, first)
-        own = _Own(out)
+            if stop > start or first:  # who also says what is there where nobody holds an element
+                names = entry.part.names
+                item = Item("state", names[0], key) if key else Item("parameter", names[0])
+                kind = state_kind(key, value.dtype) if key else "master"
+                shape, a, b = outside(entry, start, stop, key)
+                ours = elements(entry, kind, value, start, stop)
+                aliases = () if key else names[1:]
+                out.tensors.append(PieceToWrite(item, shape, a, b, ours, aliases))
         if first:
             for entry, key, value in states.wholes:
-                own.add(Item("state", entry.part.names[0], key), value)
-            _collect_first(out, own, engine, module, things)
+                out.add_own(Item("state", entry.part.names[0], key), value)
+            _collect_first(out, engine, module, things)
             out.values["optimizers"] = [
                 {
                     "class": type(o).__name__,
@@ -113,13 +125,13 @@ def collect(
         }
         if optimizers:
             for item, lost in per_rank.lost_here(engine).items():
-                own.add(item, lost)
+                out.add_own(item, lost)
             if first and (said := per_rank.wire_values(engine)) is not None:
                 out.values["wire"] = said
         if things["data"] is not None:
             out.values["data"] = encode(state_of(things["data"], "data"), "data")
         text = json.dumps(encode(per_rank.capture(), "the random state")).encode()
-        own.add(
+        out.add_own(
             Item("rng", str(engine.rank)),
             torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()),
         )
@@ -128,7 +140,6 @@ def collect(
 
 def _collect_first(
     out: RankState,
-    own: _Own,
     engine: Engine,
     module: nn.Module,
     things: Mapping[str, Any],
@@ -136,43 +147,17 @@ def _collect_first(
     """What only the first rank stores: buffers, and values that are the same on every rank."""
     buffers, odd = beside_parameters(engine, module)
     for name, buffer in buffers.items():
-        own.add(Item("buffer", name), buffer)
+        out.add_own(Item("buffer", name), buffer)
     if odd:
         out.values["extra_state"] = {
-            name: encode(value, f"the extra state {name!r} of the model", own.keep)
+            name: encode(value, f"the extra state {name!r} of the model", out.keep)
             for name, value in odd.items()
         }
     for name in ("scheduler", "scaler"):
         if things[name] is not None:
             out.values[name] = encode(state_of(things[name], name), name)
     if things["extra"] is not None:
-        out.values["extra"] = encode(things["extra"], "extra", own.keep)
-
-
-class _Own:
-    """Tensors that this rank stores whole."""
-
-    def __init__(self, out: RankState) -> None:
-        self._out, self._kept = out, 0
-
-    def add(self, item: Item, value: torch.Tensor) -> None:
-        _add(
-            self._out, item, tuple(value.shape), 0, value.numel(), value.detach().reshape(-1), True
-        )
-
-    def keep(self, value: torch.Tensor) -> int:
-        self._kept += 1
-        self.add(Item("extra", str(self._kept - 1)), value)
-        return self._kept - 1
-
-
-def _add(
-    out: RankState, item: Item, shape: Iterable[int], start: int, stop: int, tensor: torch.Tensor | OnDisk, first: bool,
-    aliases: Iterable[str] = (),
-) -> None:  # fmt: skip
-    # The first rank also says what is there where nobody holds an element
-    if stop > start or first:
-        out.tensors.append(PieceToWrite(item, tuple(shape), start, stop, tensor, tuple(aliases)))
+        out.values["extra"] = encode(things["extra"], "extra", out.keep)
 
 
 class States:
