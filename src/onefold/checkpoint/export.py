@@ -24,7 +24,7 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Outline
-from onefold.checkpoint.folder import Export, flush, in_words
+from onefold.checkpoint.folder import Export, flush
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
@@ -161,8 +161,7 @@ def export_folder(
                 source.read(item, start, start + part.numel(), part)
                 yield name, start, part
 
-    made = Export(target, overwrite)
-    try:
+    with Export(target, overwrite) as made:
         sheet.files.create(made.folder)
         if near is not None:
             _copy(near, (*CONFIGURATION, *TOKENIZER), made.folder)
@@ -171,12 +170,6 @@ def export_folder(
         sheet.write(made.folder, pieces(), total, progress)
         source.compare()
         _finish(made, overwrite)
-    except OSError as error:
-        made.discard()
-        raise CheckpointError(f"nothing was exported to {target}: {in_words(error)}.") from error
-    except BaseException:
-        made.discard()
-        raise
     return target
 
 

@@ -25,6 +25,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
@@ -151,6 +152,18 @@ class Unfinished:
         """Leave nothing."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
+
+    def __enter__(self) -> Self:
+        """Inside, whatever goes wrong leaves nothing."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if error is not None:
+            self.discard()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{self.what} {self.target}: {in_words(error)}.") from None
 
 
 class Export(Unfinished):

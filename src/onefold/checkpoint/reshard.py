@@ -16,6 +16,7 @@ and sound.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import Unfinished, flush, in_words
+from onefold.checkpoint.folder import Unfinished, flush
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import (
     CHECKSUM,
@@ -76,25 +77,11 @@ def reshard(
     if ranks < 1:
         raise CheckpointError(f"a checkpoint for {ranks} ranks was asked for; expected 1 or more.")
     target, opened = Path(target), FolderSource(Path(source))
-    try:
-        unfinished = Unfinished(target, overwrite)
-    except CheckpointError:
-        opened.close()
-        raise
-    try:
-        write_manifest(
-            unfinished.folder, _write(opened, unfinished.folder, ranks, advance or (lambda n: None))
-        )
+    with contextlib.closing(opened), Unfinished(target, overwrite) as made:
+        write_manifest(made.folder, _write(opened, made.folder, ranks, advance or (lambda n: None)))
         for name in (MANIFEST, CHECKSUM):
-            flush(unfinished.folder / name)
-        unfinished.commit(overwrite)
-    except BaseException as error:
-        unfinished.discard()
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{target} cannot be written: {in_words(error)}.") from None
-        raise
-    finally:
-        opened.close()
+            flush(made.folder / name)
+        made.commit(overwrite)
     return target
 
 
