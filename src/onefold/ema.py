@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch import nn
 
 from onefold.layout import overlap
 from onefold.offload.storage import state_kind
-from onefold.optim.held import encoded, holders, on_disk, shared
+from onefold.optim.held import OnDisk, encoded, holders, on_disk, shared
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
@@ -55,12 +55,12 @@ class _Share:
     Attributes:
         values: the average of this rank's interval, or (where nothing is divided or cast) of each
             parameter; [] on NVMe.
-        kind: of the region that holds them on NVMe.
+        disk: where they are on NVMe.
         aside: masters of another dtype that the averages have taken the place of.
     """
 
     values: list[torch.Tensor] = field(default_factory=list)
-    kind: str = ""
+    disk: OnDisk | None = None
     aside: torch.Tensor | None = None
 
 
@@ -213,7 +213,7 @@ class EMA:
                         partial(self._write, share, entry),
                         alone=True,
                     )
-                if share.kind:
+                if share.disk is not None:
                     engine.transfers.flush()
         self.updates = updates
 
@@ -230,7 +230,7 @@ class EMA:
             kind = state_kind(f"average {id(self)}", dtype)
             assert flat.offloaded is not None
             flat.offloaded.region(kind, dtype)
-            return _Share(kind=kind)
+            return _Share(disk=OnDisk(flat.offloaded, kind, *_interval(flat)))
         return _Share([torch.empty(numel, dtype=dtype, device=flat.master.device)])
 
     @staticmethod
@@ -244,8 +244,8 @@ class EMA:
         for _, flat in _flats(engine):
             if (share := self._shares.get(flat.index)) is None:
                 continue
-            if share.kind:
-                self._follow_on_disk(flat, share, copy, weight)
+            if share.disk is not None:
+                self._follow_on_disk(share.disk, copy, weight)
                 continue
             now = (
                 [e.param.detach() for e in flat.entries]
@@ -268,20 +268,18 @@ class EMA:
                     if (a.device, a.dtype) == kind
                 ]
                 torch._foreach_lerp_([a for a, _ in pairs], [w for _, w in pairs], weight)
-        if any(share.kind for share in self._shares.values()):
+        if any(share.disk for share in self._shares.values()):
             engine.transfers.flush()
 
-    def _follow_on_disk(self, flat: Flat, share: _Share, copy: bool, weight: float) -> None:
-        offloaded, dtype = flat.offloaded, self._dtype(flat)
-        assert offloaded is not None
-        for chunk in offloaded.chunks():
-            a, b = overlap(_interval(flat), chunk)
-            if a == b:
-                continue
-            value = offloaded.part("master", a, b).to(dtype)
-            if not copy:
-                value = offloaded.part(share.kind, a, b).lerp_(value, weight)
-            offloaded.write_part(share.kind, a, value)
+    @staticmethod
+    def _follow_on_disk(average: OnDisk, copy: bool, weight: float) -> None:
+        masters = replace(average, kind="master")
+        for chunk in average.offloaded.chunks():
+            a, b = overlap((average.start, average.stop), chunk)
+            if a < b:
+                a, b = a - average.start, b - average.start
+                value = masters.read(a, b).to(average.dtype)
+                average.write(a, value if copy else average.read(a, b).lerp_(value, weight))
 
     @staticmethod
     def _read(
@@ -306,10 +304,8 @@ class EMA:
                 .to(dtype)
             )
         at = entry.slot.start - flat.interval[0]
-        if share.kind:
-            assert flat.offloaded is not None
-            first = entry.slot.start - flat.owned[0]
-            return flat.offloaded.part(share.kind, first + x, first + y)
+        if share.disk is not None:
+            return share.disk.read(at + x, at + y)
         return share.values[0][at + x : at + y]
 
     @staticmethod
@@ -321,13 +317,11 @@ class EMA:
             whole[x:y].copy_(values)
             if whole.data_ptr() != into.data_ptr():  # its elements lie in another order
                 into.copy_(whole.view(into.shape))
-        elif share.kind:
-            assert flat.offloaded is not None
-            flat.offloaded.write_part(
-                share.kind, entry.slot.start - flat.owned[0] + x, values.cpu()
-            )
+            return
+        at = entry.slot.start - flat.interval[0]
+        if share.disk is not None:
+            share.disk.write(at + x, values)
         else:
-            at = entry.slot.start - flat.interval[0]
             share.values[0][at + x : at + y].copy_(values)
 
     # -- masters and averages change places --------------------------------------------------------
@@ -345,11 +339,10 @@ class EMA:
                     continue
                 masters = new_masters(flat, engine.device)
                 a, b = _interval(flat)
-                if share.kind:
-                    assert flat.offloaded is not None
-                    average = flat.offloaded.part(share.kind, a, b)
+                if share.disk is not None:
+                    average = share.disk.read()
                     self._change(masters[a:b], average, share)
-                    flat.offloaded.write_part(share.kind, a, average)
+                    share.disk.write(0, average)
                 else:
                     self._change(masters[a:b], share.values[0], share)
                 if shared(flat):
@@ -357,7 +350,7 @@ class EMA:
                     same = holders(engine, flat)
                     same.all_gather(masters, place, flat.index, move="state").wait()
                 flat.store_master(masters)
-            if any(share.kind for share in self._shares.values()):
+            if any(share.disk for share in self._shares.values()):
                 engine.transfers.flush()
             engine.make_stale()
 

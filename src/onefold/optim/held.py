@@ -92,9 +92,10 @@ class OnDisk:
         for a in range(self.start, self.stop, CHUNK):
             yield self.offloaded.part(self.kind, a, min(self.stop, a + CHUNK))
 
-    def read(self) -> torch.Tensor:
-        """All of them."""
-        return self.offloaded.part(self.kind, self.start, self.stop)
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Those in [start, stop), counted from the first of these, in host memory of their own."""
+        end = self.stop if stop is None else self.start + stop
+        return self.offloaded.part(self.kind, self.start + start, end)
 
     def write(self, start: int, values: torch.Tensor) -> None:
         """Overwrite those from `start` on, counted from the first of these."""
