@@ -32,8 +32,9 @@ import torch
 from torch import nn
 
 from onefold.layout import overlap
+from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import state_kind
-from onefold.optim.held import OnDisk, encoded, holders, on_disk, shared
+from onefold.optim.held import OnDisk, encoded, holders, shared
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
@@ -167,7 +168,7 @@ class EMA:
         share = self._shares.get(flat.index)
         swapped = share is not None and self._inside and share.aside is None
         averaged = None if swapped else share
-        masters = flat.load_master() if averaged is None and not flat.unsharded else None
+        masters = flat.storage.load() if averaged is None and not flat.unsharded else None
         dtype = self._dtype(flat) if share is not None else flat.dtypes.master
 
         def read(entry: Entry, x: int, y: int) -> torch.Tensor:
@@ -226,11 +227,10 @@ class EMA:
                 [torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries]
             )
         numel = flat.interval[1] - flat.interval[0]
-        if on_disk(flat):
+        if isinstance(flat.storage, NvmeStorage):
             kind = state_kind(f"average {id(self)}", dtype)
-            assert flat.offloaded is not None
-            flat.offloaded.region(kind, dtype)
-            return _Share(disk=OnDisk(flat.offloaded, kind, *_interval(flat)))
+            flat.storage.region(kind, dtype)
+            return _Share(disk=OnDisk(flat.storage, kind, *_interval(flat)))
         return _Share([torch.empty(numel, dtype=dtype, device=flat.master.device)])
 
     @staticmethod
@@ -274,7 +274,7 @@ class EMA:
     @staticmethod
     def _follow_on_disk(average: OnDisk, copy: bool, weight: float) -> None:
         masters = replace(average, kind="master")
-        for chunk in average.offloaded.chunks():
+        for chunk in average.storage.chunks():
             a, b = overlap((average.start, average.stop), chunk)
             if a < b:
                 a, b = a - average.start, b - average.start
@@ -349,7 +349,7 @@ class EMA:
                     place = state_context(engine, unit.name)
                     same = holders(engine, flat)
                     same.all_gather(masters, place, flat.index, move="state").wait()
-                flat.store_master(masters)
+                flat.storage.store(masters)
             if any(share.disk for share in self._shares.values()):
                 engine.transfers.flush()
             engine.make_stale()

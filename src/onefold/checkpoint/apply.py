@@ -187,7 +187,7 @@ class StateReader:
         if shared(flat) or encoded(flat):
             masters = new_masters(flat, self.engine.device)
             self._own_interval(flat, found, masters)
-            flat.store_master(masters)
+            flat.storage.store(masters)
             return
         for entry, item in found:
             into: torch.Tensor | OnDisk = entry.param.data

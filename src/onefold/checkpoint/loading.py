@@ -285,7 +285,7 @@ def _apply(
     if lost is not None:
         lost.apply()
     else:
-        engine.reduce.summing.forget()
+        engine.residuals.forget()
     if beside.random is not None:
         per_rank.restore(beside.random, together.rank, beside.streams)
     with together.each_rank():

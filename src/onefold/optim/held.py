@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from onefold.comm import Group
+from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import grain_of_kind, state_kind
 from onefold.recipe.moments import grain_of, items_of, packed
-from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.storageless import StatePlace
@@ -35,12 +35,12 @@ CHUNK = 4 << 20
 
 def on_disk(flat: Flat) -> bool:
     """Masters and states lie on NVMe."""
-    return flat.offloaded is not None and flat.offloaded.on_disk
+    return flat.storage.on_disk
 
 
 def encoded(flat: Flat) -> bool:
     """Masters rest encoded."""
-    return flat.route.stored
+    return flat.storage.encoded
 
 
 def divided(flat: Flat) -> bool:
@@ -62,24 +62,24 @@ def holders(engine: Engine, flat: Flat) -> Group:
 
 def follow_masters(flat: Flat) -> None:
     """Masters on NVMe were written to by elements: bring what gathers read up to date."""
-    if flat.offloaded is not None:
-        flat.offloaded.renew()
+    if isinstance(flat.storage, NvmeStorage):
+        flat.storage.renew()
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Elements [start, stop) of what `offloaded` has on NVMe as `kind`, or items for some elements
+    """Elements [start, stop) of what `storage` has on NVMe as `kind`, or items for some elements
     each: stands for a one-dimensional tensor, and is never whole in memory.
     """
 
-    offloaded: Offloaded
+    storage: NvmeStorage
     kind: str
     start: int
     stop: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.offloaded.regions[self.kind].dtype
+        return self.storage.regions[self.kind].dtype
 
     def numel(self) -> int:
         return self.stop - self.start
@@ -90,16 +90,16 @@ class OnDisk:
     def pieces(self) -> Iterator[torch.Tensor]:
         """The elements in order, in host tensors."""
         for a in range(self.start, self.stop, CHUNK):
-            yield self.offloaded.part(self.kind, a, min(self.stop, a + CHUNK))
+            yield self.storage.part(self.kind, a, min(self.stop, a + CHUNK))
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Those in [start, stop), counted from the first of these, in host memory of their own."""
         end = self.stop if stop is None else self.start + stop
-        return self.offloaded.part(self.kind, self.start + start, end)
+        return self.storage.part(self.kind, self.start + start, end)
 
     def write(self, start: int, values: torch.Tensor) -> None:
         """Overwrite those from `start` on, counted from the first of these."""
-        self.offloaded.write_part(self.kind, self.start + start, values.to("cpu", self.dtype))
+        self.storage.write_part(self.kind, self.start + start, values.to("cpu", self.dtype))
 
 
 def elements(entry: Entry, kind: str, value: torch.Tensor, x: int, y: int) -> torch.Tensor | OnDisk:
@@ -111,13 +111,12 @@ def elements(entry: Entry, kind: str, value: torch.Tensor, x: int, y: int) -> to
             in memory.
     """
     flat, grain = entry.flat, grain_of_kind(kind)
-    if on_disk(flat) and (kind == "master" or value.device.type == "meta"):
-        assert flat.offloaded is not None
+    if isinstance(flat.storage, NvmeStorage) and (kind == "master" or value.device.type == "meta"):
         first = entry.slot.start - flat.owned[0]
-        return OnDisk(flat.offloaded, kind, *items_of(first + x, first + y, grain))
+        return OnDisk(flat.storage, kind, *items_of(first + x, first + y, grain))
     if kind == "master" and encoded(flat):
         first = entry.slot.start - flat.owned[0]
-        return flat.load_master()[first + x : first + y]
+        return flat.storage.load()[first + x : first + y]
     first, _ = held_by(entry, flat.rank)
     return value.detach().reshape(-1)[slice(*items_of(x - first, y - first, grain))]
 
@@ -129,8 +128,8 @@ def new_state(entry: Entry, key: str, dtype: torch.dtype, disk: bool) -> torch.T
         shape = (-(-entry.param.numel() // grain_of(key)),)
     if not disk:
         return torch.zeros(shape, dtype=dtype, device=entry.param.device)
-    assert entry.flat.offloaded is not None
-    entry.flat.offloaded.region(state_kind(key, dtype), dtype)
+    assert isinstance(entry.flat.storage, NvmeStorage)
+    entry.flat.storage.region(state_kind(key, dtype), dtype)
     return StatePlace.of(shape, dtype)
 
 

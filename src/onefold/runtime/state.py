@@ -46,9 +46,9 @@ def scatter_masters(
 
 def _rewrite(engine: Engine, flat: Flat, full: torch.Tensor | None) -> None:
     """Rank 0's `full` becomes everybody's masters, wherever these rest."""
-    landing = flat.landing(engine.device)
+    landing = flat.storage.landing(engine.device)
     scatter_masters(engine, flat, full, landing)
-    flat.store_master(landing)
+    flat.storage.store(landing)
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ def whole_state_dict(
 
 
 def _masters_of(flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
-    masters = None if flat.unsharded else flat.load_master()
+    masters = None if flat.unsharded else flat.storage.load()
 
     def read(entry: Entry, x: int, y: int) -> torch.Tensor:
         if masters is None:
@@ -402,7 +402,7 @@ def _load_flat(
             put = partial(_put, masters, entry)
             from_first(engine, entry, flat.dtypes.master, whole, put)
     if masters is not None:
-        flat.store_master(masters)
+        flat.storage.store(masters)
 
 
 def _put(masters: torch.Tensor, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
@@ -436,7 +436,7 @@ def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
                         whole = _source(entry).detach().reshape(-1) if engine.rank == 0 else None
                         put = partial(_put, master, entry)
                         from_first(engine, entry, flat.dtypes.master, whole, put)
-                    elif master.is_floating_point() and not flat.route.stored:
+                    elif master.is_floating_point() and not flat.storage.encoded:
                         # See [Note: marks of what is unset] in runtime/unset.py
                         a, b = flat.local(entry)
                         master[a - flat.owned[0] : b - flat.owned[0]].fill_(math.nan)

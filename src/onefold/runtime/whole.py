@@ -21,15 +21,15 @@ def state_context(engine: Engine, unit_name: str) -> CollectiveContext:
 
 def new_masters(flat: Flat, device: torch.device) -> torch.Tensor:
     """All masters of this rank, [owned], as they are: to be changed in part, and given to
-    `flat.store_master` then.
+    `flat.storage.store` then.
     """
-    masters = flat.landing(device)
-    return masters if masters is flat.master else masters.copy_(flat.load_master())
+    masters = flat.storage.landing(device)
+    return masters if masters is flat.master else masters.copy_(flat.storage.load())
 
 
 def gather_whole(engine: Engine, flat: Flat, full: torch.Tensor) -> torch.Tensor:
     """`full` ([numel], with this rank's [owned] in place) with those of all ranks. Collective."""
-    owners, place = flat.route.group_of_owners, state_context(engine, flat.unit_name)
+    owners, place = flat.owners_group, state_context(engine, flat.unit_name)
     owners.all_gather(full, place, flat.index, move="state").wait()
     return full
 
@@ -39,6 +39,6 @@ def whole_masters(engine: Engine, flat: Flat) -> torch.Tensor:
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
     with disable_torch_function(), torch.no_grad():
         if flat.whole_master:
-            return full.copy_(flat.load_master())
-        full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())
+            return full.copy_(flat.storage.load())
+        full[flat.owned[0] : flat.owned[1]].copy_(flat.storage.load())
         return gather_whole(engine, flat, full)
