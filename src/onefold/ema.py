@@ -34,7 +34,7 @@ from torch import nn
 from onefold.layout import overlap
 from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import state_kind
-from onefold.optim.held import OnDisk, encoded, holders, shared
+from onefold.optim.held import OnDisk, holders, shared
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
@@ -93,7 +93,7 @@ class EMA:
         held: dict[str, int] = {}
         with disable_torch_function(), torch.no_grad():
             for unit, flat in _flats(engine):
-                if not encoded(flat) and any(e.param.requires_grad for e in flat.entries):
+                if not flat.storage.encoded and any(e.param.requires_grad for e in flat.entries):
                     share = self._shares[flat.index] = self._made(flat)
                     held[unit.name] = held.get(unit.name, 0) + sum(
                         t.numel() * t.element_size() for t in share.values

@@ -28,11 +28,9 @@ from onefold.optim.held import (
     OnDisk,
     divided,
     elements,
-    encoded,
     follow_masters,
     holders,
     new_state,
-    on_disk,
     outside,
     shared,
 )
@@ -184,17 +182,17 @@ class StateReader:
 
     def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
         """Into the master weights of a flat buffer. What `found` does not name stays."""
-        if shared(flat) or encoded(flat):
+        if shared(flat) or flat.storage.encoded:
             masters = new_masters(flat, self.engine.device)
             self._own_interval(flat, found, masters)
             flat.storage.store(masters)
             return
         for entry, item in found:
             into: torch.Tensor | OnDisk = entry.param.data
-            if on_disk(flat):
+            if flat.storage.on_disk:
                 into = elements(entry, "master", entry.param, *held_by(entry, flat.rank))
             self._held(entry, item, into)
-        if on_disk(flat):
+        if flat.storage.on_disk:
             follow_masters(flat)
 
     def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
@@ -423,7 +421,7 @@ def _load_flat_states(
             ):
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
             # As the step has it
-            away = on_disk(flat) and not (
+            away = flat.storage.on_disk and not (
                 how.small(entry) if how is not None else entry.param.dim() == 0
             )
             if packed(item.state) is not None or stored.shape == entry.part.shape:
@@ -431,7 +429,7 @@ def _load_flat_states(
                 held = held_by(entry, flat.rank)
                 into = elements(entry, state_kind(item.state, dtype), made, *held)
                 found.setdefault((item.state, dtype, away), []).append(Wanted(entry, item, into))
-            elif not (divided(flat) or flat.tiled or on_disk(flat)):
+            elif not (divided(flat) or flat.tiled or flat.storage.on_disk):
                 made = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
                 reading.read(item, 0, made.numel(), made)
                 state[item.state] = made

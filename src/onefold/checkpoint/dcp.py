@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.optim.held import divided, encoded
+from onefold.optim.held import divided
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
@@ -100,7 +100,7 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.engine = model, engine_of(model)
-        if self.engine.on_disk or any(encoded(e.flat) for e in self.engine.entries):
+        if self.engine.on_disk or any(e.flat.storage.encoded for e in self.engine.entries):
             raise CheckpointError(
                 "torch.distributed.checkpoint reads and writes tensors in memory, and this model's"
                 " state rests on NVMe, or encoded: use onefold.save, then load that checkpoint"

@@ -1,16 +1,20 @@
 """What this rank holds of a parameter: elements of its master weights and of its optimizer's
 states, read and written wherever they rest.
 
-| the flat buffer's masters are        | `on_disk` | `divided` | `shared`               | an element of them      |
-|--------------------------------------|-----------|-----------|------------------------|-------------------------|
-| whole on every rank (stage 0)        |           |           | where ranks hold alike | the parameter's         |
-| this rank's interval                 |           | yes       |                        | the parameter's         |
-| an interval that other ranks have    |           | yes       | yes                    | the parameter's         |
-| on NVMe                              | yes       | any       | any                    | read and written there  |
-| encoded at rest                      |           | any       | any                    | decoded, all at a time  |
+| a flat buffer's masters are         | `divided` | `shared`              |
+|-------------------------------------|-----------|-----------------------|
+| whole on every rank (stage 0)       |           | on more than one rank |
+| this rank's interval                | yes       |                       |
+| an interval that other ranks have   | yes       | yes                   |
 
-Whatever checkpoints, whole state dicts and averages ask of a flat buffer about where its state
-rests is asked here. Elements of an entry are counted from its first.
+| where they rest (`flat.storage`)    | `elements`                                          |
+|-------------------------------------|-----------------------------------------------------|
+| in memory                           | a view                                              |
+| on NVMe                             | `OnDisk`, which is read and written some at a time  |
+| encoded                             | what they stand for, decoded all at a time          |
+
+Checkpoints, whole state dicts and averages ask here who holds what, and for elements wherever they
+rest. Elements of an entry are counted from its first.
 """
 
 from __future__ import annotations
@@ -31,16 +35,6 @@ from onefold.runtime.stream import held_by
 
 #: Elements moved to or from NVMe at a time.
 CHUNK = 4 << 20
-
-
-def on_disk(flat: Flat) -> bool:
-    """Masters and states lie on NVMe."""
-    return flat.storage.on_disk
-
-
-def encoded(flat: Flat) -> bool:
-    """Masters rest encoded."""
-    return flat.storage.encoded
 
 
 def divided(flat: Flat) -> bool:
@@ -114,7 +108,7 @@ def elements(entry: Entry, kind: str, value: torch.Tensor, x: int, y: int) -> to
     if isinstance(flat.storage, NvmeStorage) and (kind == "master" or value.device.type == "meta"):
         first = entry.slot.start - flat.owned[0]
         return OnDisk(flat.storage, kind, *items_of(first + x, first + y, grain))
-    if kind == "master" and encoded(flat):
+    if kind == "master" and flat.storage.encoded:
         first = entry.slot.start - flat.owned[0]
         return flat.storage.load()[first + x : first + y]
     first, _ = held_by(entry, flat.rank)

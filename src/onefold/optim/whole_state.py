@@ -43,7 +43,7 @@ from torch.optim.optimizer import Optimizer
 import onefold.optim.faced_states as faced_states
 import onefold.quant.moments as moments
 from onefold.offload.storage import state_kind
-from onefold.optim.held import OnDisk, divided, elements, new_state, on_disk
+from onefold.optim.held import OnDisk, divided, elements, new_state
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -265,7 +265,7 @@ class _Outline:
 
 def _special(optimizer: Optimizer, entry: Entry, engine: Any) -> bool:
     tiled = entry.flat.tiled
-    return on_disk(entry.flat) or tiled or _rests(optimizer, entry, engine) is not None
+    return entry.flat.storage.on_disk or tiled or _rests(optimizer, entry, engine) is not None
 
 
 def _rests(optimizer: Optimizer, entry: Entry, engine: Engine) -> moments.MomentPolicy | None:
@@ -708,7 +708,7 @@ def _cannot_be_cut(outline: _Outline, param: _Param, value: Any) -> bool:
     return (
         outline.divided
         or param.entries[0].flat.tiled
-        or (value.numel() > 1 and any(on_disk(e.flat) for e in param.entries))
+        or (value.numel() > 1 and any(e.flat.storage.on_disk for e in param.entries))
     )
 
 
@@ -835,7 +835,9 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
         dtypes = {
             name: part.dtype for name in format.keys(key) if (part := packed(name)) is not None
         }
-    disk = on_disk(flat) and not (how.small(entry) if how is not None else not entry.slot.shape)
+    disk = flat.storage.on_disk and not (
+        how.small(entry) if how is not None else not entry.slot.shape
+    )
     parts = {name: new_state(entry, name, kind, disk) for name, kind in dtypes.items()}
 
     def put(x: int, y: int, values: torch.Tensor) -> None:
