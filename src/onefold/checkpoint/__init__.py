@@ -13,7 +13,7 @@ There is no pickle in it.
 | to read about             | modules, in the order of a call                                                          |
 |---------------------------|------------------------------------------------------------------------------------------|
 | a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background      |
-| a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model) |
+| a load                    | loading ► source (what can be loaded from), manifest, views ► apply (into the model)      |
 | what ranks tell           | together                                                                                 |
 | the format                | folder (whole or absent), manifest, tensorfile, values                                   |
 | commands                  | inspect, verify, diff, reshard                                                           |

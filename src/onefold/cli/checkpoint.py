@@ -230,7 +230,7 @@ def reshard_command(
     it loads on any number as it is.
     """
     with _told(as_json):
-        from onefold.checkpoint.folder_source import FolderSource
+        from onefold.checkpoint.manifest import FolderSource
         from onefold.checkpoint.reshard import reshard
 
         with _opened(path) as source:
@@ -410,7 +410,7 @@ def _written(
 
 def _made(source: Source) -> dict[str, Any]:
     """How and when a checkpoint was made: for people, never compared."""
-    from onefold.checkpoint.folder_source import FolderSource
+    from onefold.checkpoint.manifest import FolderSource
 
     if not isinstance(source, FolderSource):
         return {}
