@@ -1,0 +1,48 @@
+"""What pages of the site link to outside of docs/ comes with the site: results of benchmarks,
+examples, the list of changes.
+
+A page says `../benchmarks/results/peers.md`, which leads there on a code host. In the site the same
+file lies at `benchmarks/results/peers.md`, beside the pages.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+#: A link that leaves docs/: of Markdown, up to its file.
+_OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)")
+_INSIDE = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add each file that a page links to outside of docs/, and what that file links to."""
+    root = Path(config["docs_dir"]).parent
+    texts = [
+        Path(file.abs_src_path).read_text(encoding="utf-8")
+        for file in files.documentation_pages()
+        if file.abs_src_path is not None
+    ]
+    waiting = {path for text in texts for _, path in _OUTSIDE.findall(text)}
+    known: set[str] = set()
+    while waiting - known:
+        path = (waiting - known).pop()
+        known.add(path)
+        source = root / path
+        if not source.is_file():
+            continue  # mkdocs says so, as of any other link
+        apart = InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, path, abs_src_path=str(source), inclusion=apart))
+        if source.suffix == ".md":
+            folder = source.parent.relative_to(root)
+            links = _INSIDE.findall(source.read_text(encoding="utf-8"))
+            waiting |= {(folder / link).as_posix() for link in links}
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links out of docs/ lead to the copies in the site."""
+    return _OUTSIDE.sub(r"\1\2", markdown) if "/" not in page.file.src_uri else markdown
