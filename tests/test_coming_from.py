@@ -155,5 +155,3 @@ def test_options_in_the_tables_are_arguments_of_the_recipe() -> None:
             exec(compile(f"arguments = dict({code})", code, "exec"), {"torch": torch}, arguments)
             options = arguments["arguments"]
             onefold.Recipe.zero(**({"stage": 3} | options))
-
-
