@@ -271,7 +271,10 @@ MAKE = sorted(
     {
         target
         for page in PAGES
-        for target in re.findall(r"(?m)(?:^|`)make (\w[\w-]*)", page.read_text(encoding="utf-8"))
+        for target in re.findall(
+            r"(?m)(?:^|`)make (\w[\w-]*)",
+            re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8")),
+        )
     }
 )
 
