@@ -1,5 +1,5 @@
-"""What pages of the site link to outside of docs/ comes with the site: results of benchmarks,
-examples, the list of changes.
+"""What the site has beside the pages of docs/: the list of every error message, made from the
+source, and the files that pages link to outside of docs/ (results of benchmarks, examples).
 
 A page says `../benchmarks/results/peers.md`, which leads there on a code host. In the site the same
 file lies at `benchmarks/results/peers.md`, beside the pages.
@@ -8,10 +8,14 @@ file lies at `benchmarks/results/peers.md`, beside the pages.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
+
+sys.path.insert(0, str(Path(__file__).parent))
+import messages
 
 #: A link that leaves docs/: of Markdown, up to its file.
 _OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)")
@@ -19,7 +23,8 @@ _INSIDE = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add each file that a page links to outside of docs/, and what that file links to."""
+    """Add the messages, each file that a page links to outside of docs/, and what it links to."""
+    files.append(File.generated(config, "messages.md", content=messages.page()))
     root = Path(config["docs_dir"]).parent
     texts = [
         Path(file.abs_src_path).read_text(encoding="utf-8")
