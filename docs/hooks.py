@@ -17,13 +17,26 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 sys.path.insert(0, str(Path(__file__).parent))
 import messages
 
-#: A link that leaves docs/: of Markdown, up to its file.
-_OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)")
+#: A link that leaves docs/, of Markdown: what is before it, its file, its anchor.
+_OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)(#[^)\s]*)?")
 _INSIDE = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
+_LISTING = """---
+search:
+  exclude: true
+---
+
+# {path}
+
+~~~~~~~~~~ {{ .python .no-copy }}
+{text}
+~~~~~~~~~~
+"""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the messages, each file that a page links to outside of docs/, and what it links to."""
+    """Add the messages, each file that a page links to outside of docs/, and what it links to. A
+    Python file becomes a page with its lines numbered.
+    """
     files.append(File.generated(config, "messages.md", content=messages.page()))
     root = Path(config["docs_dir"]).parent
     texts = [
@@ -31,16 +44,21 @@ def on_files(files: Files, config: Any) -> Files:
         for file in files.documentation_pages()
         if file.abs_src_path is not None
     ]
-    waiting = {path for text in texts for _, path in _OUTSIDE.findall(text)}
+    waiting = {path for text in texts for _, path, _ in _OUTSIDE.findall(text)}
     known: set[str] = set()
+    apart = InclusionLevel.NOT_IN_NAV
     while waiting - known:
         path = (waiting - known).pop()
         known.add(path)
         source = root / path
         if not source.is_file():
             continue  # mkdocs says so, as of any other link
-        apart = InclusionLevel.NOT_IN_NAV
-        files.append(File.generated(config, path, abs_src_path=str(source), inclusion=apart))
+        if source.suffix == ".py":
+            listing = _LISTING.format(path=path, text=source.read_text(encoding="utf-8"))
+            made = File.generated(config, f"{path}.md", content=listing, inclusion=apart)
+        else:
+            made = File.generated(config, path, abs_src_path=str(source), inclusion=apart)
+        files.append(made)
         if source.suffix == ".md":
             folder = source.parent.relative_to(root)
             links = _INSIDE.findall(source.read_text(encoding="utf-8"))
@@ -49,5 +67,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links out of docs/ lead to the copies in the site."""
-    return _OUTSIDE.sub(r"\1\2", markdown) if "/" not in page.file.src_uri else markdown
+    """Links out of docs/ lead to what the site has of them."""
+    if "/" in page.file.src_uri:
+        return markdown
+    return _OUTSIDE.sub(_in_the_site, markdown)
+
+
+def _in_the_site(link: re.Match[str]) -> str:
+    opened, path, anchor = link[1], link[2], link[3] or ""
+    if path.endswith(".py"):
+        return f"{opened}{path}.md{anchor.replace('#L', '#__span-0-')}"
+    return f"{opened}{path}{anchor}"

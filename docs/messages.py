@@ -84,8 +84,9 @@ def page() -> str:
         f"As the source spells them; `{GAP}` stands for what differs. Causes and more cures are in",
         "[troubleshooting](troubleshooting.md).",
     ]
+    every = messages()
     for heading, parts in _PARTS.items():
-        own = [m for m in messages() if m.file.split("/")[0] in parts]
+        own = [m for m in every if m.file.split("/")[0] in parts]
         lines += ["", f"## {heading}", "", "| kind | message |", "|---|---|"]
         for kind, text in sorted({(m.kind, m.text) for m in own}, key=lambda row: row[::-1]):
             said = " ".join(text.split()).replace("|", "\\|")
