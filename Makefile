@@ -81,7 +81,7 @@ record: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python tests/recording/record.py $(ARGS)
 
 docs: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "site/index.html"
 
 bench: $(VENV)/.bench

@@ -7,6 +7,7 @@ file lies at `benchmarks/results/peers.md`, beside the pages.
 
 from __future__ import annotations
 
+import html
 import re
 import sys
 from pathlib import Path
@@ -17,25 +18,24 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 sys.path.insert(0, str(Path(__file__).parent))
 import messages
 
-#: A link that leaves docs/, of Markdown: what is before it, its file, its anchor.
-_OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)(#[^)\s]*)?")
+#: A link that leaves docs/, of Markdown, up to its anchor.
+_OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)")
 _INSIDE = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
-_LISTING = """---
-search:
-  exclude: true
----
+_APART = "---\nsearch:\n  exclude: true\n---\n\n"
 
-# {path}
 
-~~~~~~~~~~ {{ .python .no-copy }}
-{text}
-~~~~~~~~~~
-"""
+def listing(path: str, text: str) -> str:
+    """A page of a Python file, with an anchor `L12` for each line."""
+    lines = [
+        f'<span id="L{number}">{html.escape(line)}</span>'
+        for number, line in enumerate(text.splitlines(), 1)
+    ]
+    return f"{_APART}# {path}\n\n<pre>{chr(10).join(lines)}</pre>\n"
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the messages, each file that a page links to outside of docs/, and what it links to. A
-    Python file becomes a page with its lines numbered.
+    Python file becomes a page with an anchor for each line.
     """
     files.append(File.generated(config, "messages.md", content=messages.page()))
     root = Path(config["docs_dir"]).parent
@@ -44,7 +44,7 @@ def on_files(files: Files, config: Any) -> Files:
         for file in files.documentation_pages()
         if file.abs_src_path is not None
     ]
-    waiting = {path for text in texts for _, path, _ in _OUTSIDE.findall(text)}
+    waiting = {path for text in texts for _, path in _OUTSIDE.findall(text)}
     known: set[str] = set()
     apart = InclusionLevel.NOT_IN_NAV
     while waiting - known:
@@ -54,8 +54,8 @@ def on_files(files: Files, config: Any) -> Files:
         if not source.is_file():
             continue  # mkdocs says so, as of any other link
         if source.suffix == ".py":
-            listing = _LISTING.format(path=path, text=source.read_text(encoding="utf-8"))
-            made = File.generated(config, f"{path}.md", content=listing, inclusion=apart)
+            content = listing(path, source.read_text(encoding="utf-8"))
+            made = File.generated(config, f"{path}.md", content=content, inclusion=apart)
         else:
             made = File.generated(config, path, abs_src_path=str(source), inclusion=apart)
         files.append(made)
@@ -70,11 +70,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links out of docs/ lead to what the site has of them."""
     if "/" in page.file.src_uri:
         return markdown
-    return _OUTSIDE.sub(_in_the_site, markdown)
-
-
-def _in_the_site(link: re.Match[str]) -> str:
-    opened, path, anchor = link[1], link[2], link[3] or ""
-    if path.endswith(".py"):
-        return f"{opened}{path}.md{anchor.replace('#L', '#__span-0-')}"
-    return f"{opened}{path}{anchor}"
+    return _OUTSIDE.sub(
+        lambda link: f"{link[1]}{link[2]}{'.md' if link[2].endswith('.py') else ''}", markdown
+    )
