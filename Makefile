@@ -69,8 +69,8 @@ test-fast: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 check: $(VENV)/.dev
-	$(BIN)/ruff check src tests examples benchmarks
-	$(BIN)/ruff format --check --quiet src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks docs/*.py
+	$(BIN)/ruff format --check --quiet src tests examples benchmarks docs/*.py
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
