@@ -197,6 +197,16 @@ def test_a_loop_that_is_printed_trains(
     )
 
 
+def test_each_system_of_the_concepts_is_a_recipe() -> None:
+    """The last column of the table of systems: arguments of `Recipe.zero`."""
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    cells = re.findall(r"(?m)^\| .* \| `(stage=\d[^`]*)` \|$", page)
+    assert len(cells) >= 9
+    for cell in cells:
+        arguments = eval(f"dict({cell.replace('nvme=...', 'nvme=folder')})", {"folder": str(ROOT)})
+        assert onefold.Recipe.zero(**arguments).stage == arguments["stage"]
+
+
 def test_every_block_that_is_not_run_is_still_printed() -> None:
     for line, why in NOT_RUN.items():
         assert why and any(line in block.text for block in PYTHON), (
