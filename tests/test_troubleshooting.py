@@ -38,11 +38,15 @@ def sentences() -> tuple[str, ...]:
 
 
 def raised() -> dict[str, str]:
-    """{file:line: message} of what the core raises, where the source spells it at the raise."""
+    """{file:line: message} of what the core raises, where the source spells it at the raise. What
+    begins with "expected" is the end of `name=value: expected ...`.
+    """
     return {
         f"{m.file}:{m.line}": m.text
         for m in messages()
-        if m.file not in INSIDE and any(m.file == c or m.file.startswith(f"{c}/") for c in CORE)
+        if m.file not in INSIDE
+        and not m.text.startswith("expected ")
+        and any(m.file == c or m.file.startswith(f"{c}/") for c in CORE)
     }
 
 
