@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from onefold.train.config import resolve
+from onefold.train.early import check_model_name, smollm2_path
 from onefold.train.errors import TrainError
-from onefold.train.export import export
 from onefold.train.loop import Row, train
-from onefold.train.model_names import check_model_name, smollm2_path
 from onefold.train.models import load_model, model_shape
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
-from onefold.train.sample import sample
+from onefold.train.worker import export, sample
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60

@@ -14,10 +14,10 @@ import onefold
 from onefold import Recipe, Tier
 from onefold.train.config import TrainConfig, resolve
 from onefold.train.errors import TrainError
-from onefold.train.facts import describe
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
+from onefold.train.report import describe
 from onefold.train.tiers import in_a_sentence, refuse_without_folder, tier_arguments
 
 NVME = {"nvme": ["/a", "/b"]}

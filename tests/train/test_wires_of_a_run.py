@@ -23,18 +23,17 @@ from onefold.cli.app import app
 from onefold.observe.report import build
 from onefold.observe.report.page import render
 from onefold.observe.runfile import read_observed
-from onefold.train import resume
+from onefold.train import checkpoints
+from onefold.train.checkpoints import Keeper
 from onefold.train.config import TrainConfig, resolve
 from onefold.train.errors import TrainError
-from onefold.train.export import export
-from onefold.train.facts import describe, observe
 from onefold.train.loop import Row, train
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
-from onefold.train.report import ConsoleReporter, Reporter
-from onefold.train.survive import Keeper
+from onefold.train.report import ConsoleReporter, Reporter, describe, observe
 from onefold.train.wires import OPTIONS, of_the_wire, refuse_groups, wire_arguments
+from onefold.train.worker import export
 from ranks import run_ranks
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
@@ -195,9 +194,9 @@ def ran(ranks: Ranks, options: dict[str, Any]) -> tuple[Run, list[Row], list[str
     """
     config = resolve(options)
     folder, rows = Path(options["output"]), list[Row]()
-    point = resume.find(config, restarted=False)
+    point = checkpoints.find(config, restarted=False)
     run = prepare(config, ranks, lambda line: None, point)
-    said = resume.load(run, point) if point is not None else []
+    said = checkpoints.load(run, point) if point is not None else []
     keeper = Keeper(run, folder, Reporter(), time.time())
     train(run, lambda: 0, rows.append, keeper=keeper)
     keeper.close()
@@ -444,7 +443,7 @@ def test_lines_and_the_closing_sentence_name_nodes_and_codecs_where_there_are_an
     out = io.StringIO()
     say = ConsoleReporter(1, Console(file=out, width=200, highlight=False))
     say._borders = "2 groups"
-    say.step(row)
+    say.say("step", **row)
     closing = {
         "stopped": False,
         "steps": 1,
@@ -455,14 +454,8 @@ def test_lines_and_the_closing_sentence_name_nodes_and_codecs_where_there_are_an
         "checkpoint": None,
         "metrics": "m",
     }
-    say.done(
-        {
-            **closing,
-            "memory_peak": 1,
-            "wire_bytes_total": 3 << 20,
-            "wire_bytes_between_total": 2 << 20,
-        }
-    )
+    total = {"wire_bytes_total": 3 << 20, "wire_bytes_between_total": 2 << 20}
+    say.say("done", **closing, memory_peak=1, **total)
     assert "wire 3 MiB/step (1 MiB between groups, 9 MiB without codecs)" in out.getvalue()
     assert "3 MiB sent by each rank (2 MiB between groups), peak" in out.getvalue()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from onefold.train.interrupt import interruptible
+from onefold.train.process import interruptible
 
 if TYPE_CHECKING:
     from onefold.plan.calibrate import Calibration

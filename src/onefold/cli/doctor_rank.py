@@ -16,8 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from onefold.train.quiet import quiet_third_parties
-from onefold.train.stop import end_with_parent
+from onefold.train.process import end_with_parent, quiet_third_parties
 
 JOB, RESULT = "job.json", "result.json"
 #: Seconds that ranks wait for each other at the start, while each imports torch.

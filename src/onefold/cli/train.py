@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic.fields import FieldInfo
 
-from onefold.train.claim import Claim, run_of
 from onefold.train.config import TrainConfig, read_options
 from onefold.train.errors import TrainError
-from onefold.train.stop import end_with_parent
+from onefold.train.output import Claim, run_of
+from onefold.train.process import end_with_parent
 
 #: The option that opens each panel of the help, in the order of `TrainConfig`.
 PANELS = {

@@ -93,14 +93,7 @@ def reconcile(device: torch.device, ledger: int, ledger_peak: int) -> Reconcilia
         return Reconciliation(
             device.type, ledger, ledger_peak, resident=resident, resident_peak=resident_peak
         )
-    return Reconciliation(
-        device.type,
-        ledger,
-        ledger_peak,
-        *figures,
-        resident,
-        resident_peak,
-    )
+    return Reconciliation(device.type, ledger, ledger_peak, *figures, resident, resident_peak)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -26,8 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from onefold.train.durations import seconds_of
-from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.errors import TrainError, did_you_mean, seconds_of
 from onefold.train.tiers import tier_arguments
 from onefold.train.wires import wire_arguments
 

@@ -1,32 +1,4 @@
-"""The training loop. It is PyTorch's own; what stands around it measures, reports, and keeps the
-run alive.
-
-    for each step
-        for each micro-batch                      all but the last under onefold.no_sync
-            loss · (its tokens · N / all tokens of the step) ─► backward
-        clip
-        ranks sum their losses, what they were asked (to stop, and why), and how long each computed
-        by itself not finite?  stop, leave the step out, or go back to a checkpoint
-        optimizer step ─► held-out loss ─► metrics ─► checkpoint, if it is time
-
-The engine averages gradients over ranks, as DDP does, hence the factor N: what is summed in the end
-is the gradient of the mean over every token that counts in the global batch, however it was cut.
-
-[Note: a step late] On a device with streams the host does not wait for the step that it has just
-launched. Loss, norm and loss scale are copied to the host behind the step, and read in the next
-one:
-
-    device   forward, backward, clip, update of step s    │ forward, backward of step s + 1      │ clip, update
-    host     launches forward and backward of step s + 1  │ reads step s, judges and reports it  │ launches clip and update
-
-What may follow from step s must not find the weights of step s + 1. So the device itself leaves an
-update out where loss or norm are not finite (optim/skip.py), and the host judges step s before it
-launches the update of step s + 1: the weights are then those that step s began with. Where the
-judgement changed anything, the gradients of step s + 1 are dropped and computed again. A step is
-read in itself where somebody needs to know: the run evaluates, saves, records or ends behind it. So
-is every step on a device without streams, and where the device cannot leave an update out (shards
-off the device, packed moments).
-"""
+"""LOOPDOC"""
 
 from __future__ import annotations
 
@@ -35,28 +7,149 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import onefold
-from onefold.device import Reading, has_streams, memory_figures
+from onefold.device import CopyStream, HostBuffers, Reading, has_streams, memory_figures
+from onefold.observe.measure import measured
 from onefold.observe.meter import Meter
 from onefold.observe.process import resident_memory
+from onefold.observe.trace import Recording, record
 from onefold.optim.skip import skips_on_device, step_unless
-from onefold.train.data import IGNORE, Batch, Samples
+from onefold.train.checkpoints import Keeper
+from onefold.train.data import IGNORE, Batch, Indices, Samples, eval_batches
 from onefold.train.errors import TrainError
-from onefold.train.feed import Feed
-from onefold.train.locate import Generators, locate
-from onefold.train.nonfinite import NonFinite, Verdict
-from onefold.train.order import eval_batches
-from onefold.train.prepare import Run
-from onefold.train.slow import Pace
-from onefold.train.stop import Stop
-from onefold.train.survive import Keeper
-from onefold.train.window import Window
+from onefold.train.faults import Generators, NonFinite, Pace, Verdict, locate
+from onefold.train.prepare import Run, steps_of
+from onefold.train.process import Stop
 from onefold.train.wires import totals
+
+
+@dataclass
+class _Sent:
+    """A batch on the device, and when it is whole there."""
+
+    indices: Indices
+    batch: Batch
+    tickets: list[Any]
+
+
+class Feed:
+    """Batches of `samples` for one device."""
+
+    def __init__(self, samples: Samples, device: torch.device) -> None:
+        self.samples, self.device = samples, device
+        self._copies = CopyStream(device, name="batches")
+        self._pinned = HostBuffers(device)
+        self._ahead: _Sent | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether `send_ahead` sends anything."""
+        return self._copies.asynchronous
+
+    def take(self, indices: Indices) -> Batch:
+        """The batch of these samples: on the device, behind its copy, where that has streams; else
+        on the host.
+        """
+        if not self._copies.asynchronous:
+            return self.samples.batch(indices)
+        ahead = self._landed()
+        # The run has gone back, or looks at a step again
+        if ahead is None or not np.array_equal(ahead.indices, indices):
+            self._ahead = self._send(indices)
+            ahead = self._landed()
+        assert ahead is not None
+        return ahead.batch
+
+    def send_ahead(self, indices: Indices) -> None:
+        """Begin to copy what `take` will be asked for next."""
+        if self._copies.asynchronous:
+            self._landed()
+            self._ahead = self._send(indices)
+
+    def close(self) -> None:
+        """Nothing more will be taken."""
+        self._landed()
+
+    def _landed(self) -> _Sent | None:
+        """What was sent ahead, which the computing stream waits for: also where nobody wants it,
+        for its memory may be handed on then.
+        """
+        ahead, self._ahead = self._ahead, None
+        for ticket in ahead.tickets if ahead is not None else ():
+            self._copies.order(ticket)
+        return ahead
+
+    def _send(self, indices: Indices) -> _Sent:
+        there: Batch = {}
+        tickets = []
+        for name, tensor in self.samples.batch(indices).items():
+            host = self._pinned.empty(tensor.numel(), tensor.dtype)
+            host.copy_(tensor.reshape(-1))
+            there[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            tickets.append(self._copies.copy(there[name].view(-1), host))
+        return _Sent(indices, there, tickets)
+
+
+class Window:
+    """Records the run's steps from `first` to `last`; what it saw is put into the run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.first, self.last = steps_of(run.config.trace, run.steps)
+        # This process's first steps also build states and learn orders
+        if run.config.trace is None and run.start:
+            self.first = self.last = min(run.start + self.first, run.steps - 1)
+        self._stack = contextlib.ExitStack()
+        self._recording: Recording | None = None
+        self._whole = 0
+
+    def is_near(self, step: int) -> bool:
+        """Whether `step` is recorded, or the next one is the first that will be: both are to begin
+        and end by themselves.
+        """
+        return self._recording is not None or step + 1 == self.first
+
+    def begin(self, step: int) -> None:
+        """A step is about to begin."""
+        if step == self.first:
+            profiler = self.run.config.torch_profiler
+            seen = record(
+                self.run.model, self.run.optimizer, activations=True, torch_profiler=profiler
+            )
+            self._recording = self._stack.enter_context(seen)
+
+    def end(self, step: int, over: bool, whole: bool = True) -> None:
+        """A step has ended; `over`: it was the run's last. `whole`: its update was applied; a
+        window without such a step moves on.
+        """
+        self._whole += whole and self._recording is not None
+        if self._recording is not None and (step >= self.last or over):
+            self._stack.close()
+            recording, self._recording = self._recording, None
+            if not self._whole:
+                self.first = self.last = step + 1
+                return
+            self.run.recording = recording
+            self.run.measured = measured(self.run.model, self.run.optimizer, recording)
+
+    def close(self) -> None:
+        """The run broke off."""
+        self._recording = None
+        self._stack.close()
+
+    def write(self, folder: Path) -> Path | None:
+        """This rank's trace, if the run was asked for one."""
+        config = self.run.config
+        if self.run.recording is None or (config.trace is None and not config.torch_profiler):
+            return None
+        return self.run.recording.write_chrome(folder / f"trace-rank{self.run.ranks.rank}.json")
+
 
 Row = dict[str, Any]
 
@@ -85,7 +178,7 @@ def train(
 
     Raises:
         TrainError: loss or gradients are not finite, and the run is not to go on (see
-            `onefold.train.nonfinite`).
+            `onefold.train.faults`).
     """
     late = skips_on_device(run.optimizer, onefold.engine_of(run.model))
     loop = (_StepLate if late else _InTime)(

@@ -19,8 +19,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from onefold.train.errors import TrainError
-from onefold.train.machine import readable
+from onefold.train.errors import TrainError, readable
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe

@@ -23,8 +23,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import onefold
-from onefold.train.errors import TrainError
-from onefold.train.machine import readable
+from onefold.train.errors import TrainError, readable
 
 if TYPE_CHECKING:
     from onefold.train.config import TrainConfig
